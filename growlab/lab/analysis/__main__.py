@@ -39,7 +39,8 @@ def carry_out(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> 
     return 0
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
+    """Print a warning on stderr."""
     print(f"warning: {message}", file=sys.stderr)
 
 
@@ -60,7 +61,7 @@ def table_parser(name: str, description: str, epilog: str | None = None, json: b
 
 def rows_of(arguments: argparse.Namespace) -> list[Row]:
     """Rows of the run folders that a command line of `table_parser` names."""
-    return summarise(load_runs(arguments.folders, _warn), _warn)
+    return summarise(load_runs(arguments.folders, warn), warn)
 
 
 def put(table: Grid | Sequence[Row], arguments: argparse.Namespace) -> None:
@@ -138,11 +139,11 @@ def _figure(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     draw = figures.find(arguments.name)
     style.check_output(arguments.output)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catchwarnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        style.save(draw(load_runs(arguments.folders, _warn), arguments.parameter), arguments.output)
+        style.save(draw(load_runs(arguments.folders, warn), arguments.parameter), arguments.output)
     for warning in caught:
-        _warn(str(warning.message))
+        warn(str(warning.message))
     print(arguments.output)
 
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from growlab.base.command_parser import CommandParser
-from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.lab.analysis import style
+from growlab.lab.analysis.__main__ import carry_out, warn
 from growlab.lab.analysis.figures import write_run_figures
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.results import Run, load_runs, open_run
@@ -118,6 +118,10 @@ def page(runs: Sequence[Run]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
+    return carry_out(_write, list(sys.argv[1:] if argv is None else argv))
+
+
+def _write(argv: Sequence[str]) -> None:
     parser = CommandParser(
         prog="growlab report",
         description="Write one page about finished runs: curves, widths, regions, receipts and cost.",
@@ -127,15 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "-o", "--output", metavar="FILE", default="report.html", help="the page (report.html)"
     )
-    try:
-        arguments = parser.parse_args(argv)
-        runs = load_runs(arguments.folders, lambda message: print(f"warning: {message}", file=sys.stderr))
-        write_text(arguments.output, page(runs))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = parser.parse_args(argv)
+    write_text(arguments.output, page(load_runs(arguments.folders, warn)))
     print(arguments.output)
-    return 0
 
 
 def _method(run: Run) -> str:

@@ -250,18 +250,9 @@ def _growing(
     slower: float,
     rng: np.random.Generator,
 ) -> Growing:
-    """The switch with the best lower quartile of gains.
+    """The switch with the best lower quartile of gains over `rivals`, [draws] of losses without growing.
 
-    Args:
-        name: of the candidate.
-        full: draws of the full network's law.
-        small: of the candidate's.
-        trial: of growing from it.
-        rivals: [draws] the loss to be below.
-        budget: of the run.
-        latest: see `judge`.
-        slower: seconds that a FLOP takes in the small network over those in the full one.
-        rng: of what is drawn here.
+    `slower` is seconds of a FLOP in the small network over those in the full one.
     """
     draws = len(full.a)
     last = max(trial.cost, min(latest * budget, small.reach))
