@@ -193,7 +193,7 @@ def _weights_are_nan(step: int) -> None:
 
 # Phases of a run, each with the function that is called in it.
 PHASES = {
-    "read": "growlab.lab.data.readers.ImageBatches._read",
+    "read": "growlab.lab.data.loaders.ImageBatches.read_batch",
     "trace": "growlab.grower.preparing.trace",
     "step": "growlab.lab.training.task.Task.training_step",
     "event": "growlab.grower.grower.grow",

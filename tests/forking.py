@@ -116,7 +116,7 @@ def _import_everything(traces: Path) -> None:
     from hydra._internal.hydra import Hydra
 
     from growlab.base.errors import UserError
-    from growlab.lab.data import sources
+    from growlab.lab.data import image_files
     from growlab.lab.networks import mlp8, resnet20
     from growlab.lab.training import run as experiment
     from growlab.recipes.translation.library import fairseq_module
@@ -134,8 +134,8 @@ def _import_everything(traces: Path) -> None:
     # A second for every run; tests/analysis looks at figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
-    sources.load_digits = cache(sources.load_digits)
-    sources.load_digits()
+    image_files.load_digits = cache(image_files.load_digits)
+    image_files.load_digits()
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
     # What is written survives a killed process without: it is the machine that may fail.
     os.fsync = lambda descriptor: None

@@ -122,7 +122,7 @@ def test_a_forbidden_import_is_found_and_an_allowed_one_passes() -> None:
         "growlab.optim.rates": "import growlab.lab.training.task",
         "growlab.grower.grower": "from omegaconf import DictConfig",
         "growlab.parts.averages": "import lightning",
-        "growlab.lab.data.module": "def f():\n    from growlab.lab.training import run",
+        "growlab.lab.data.image_data": "def f():\n    from growlab.lab.training import run",
         "growlab.lab.training.build": "from growlab.recipes.papers.studies import measuring",
     }.items():
         assert len(violations(ast.parse(line), module)) == 1, module

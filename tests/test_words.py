@@ -59,7 +59,7 @@ FEATURES = {
     "arriving classes": Feature(
         r"\bCLASSES\b|\bClasses\b\(|import Classes|open_classes|with_classes|sort_classes|class_order",
         ("parts/classes.py",),
-        {**EXPORTS, "lab/data/module.py": "data whose classes arrive bring the part along"},
+        {**EXPORTS, "lab/data/image_data.py": "data whose classes arrive bring the part along"},
     ),
     "isotropic layers": Feature(
         r"[Ii]sotropic|ChiNorm|change_width|sparsify",

@@ -1,12 +1,14 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +93,22 @@ def grey_pictures() -> Pictures:
     return Pictures(channels=1)
 
 
-@pytest.fixture
-def many_pictures() -> Pictures:
-    """Enough of them for the cache of decoded images to be used."""
-    return Pictures(num_train=2400, num_test=12, size=4)
+def placed(data, epoch: int = 0, rank: int = 0, world_size: int = 1):
+    """The data as a trainer would see it in this epoch and process."""
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    data.trainer = SimpleNamespace(
+        current_epoch=epoch, global_rank=rank, world_size=world_size, strategy=strategy, training=True
+    )
+    return data
+
+
+def train_batches(data, epoch: int = 0, rank: int = 0, world_size: int = 1) -> list:
+    """Training batches of an epoch and rank."""
+    return list(placed(data, epoch, rank, world_size).train_dataloader())
+
+
+def equal(ours, others) -> bool:
+    """True if batches are equal to the bit."""
+    return len(ours) == len(others) and all(
+        torch.equal(a, b) for pair in zip(ours, others, strict=True) for a, b in zip(*pair, strict=True)
+    )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.image_sets import channel_statistics
+from growlab.lab.data.images import channel_statistics
 
 
 def _random_images(batch: int, height: int, width: int, channels: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from scipy.stats import ks_2samp
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
-from growlab.lab.data.crops import INTERPOLATIONS, Fit, RandomCrop
+from growlab.lab.data.images import INTERPOLATIONS, Fit, RandomCrop
 
 
 def _picture(height, width, seed=0):
@@ -16,8 +16,10 @@ def _picture(height, width, seed=0):
     return PIL.Image.fromarray(pixels).resize((width, height), PIL.Image.Resampling.BICUBIC)
 
 
-@pytest.mark.parametrize(("height", "width"), [(60, 90), (91, 47), (32, 32), (20, 33), (501, 375)])
-@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize(
+    ("height", "width", "interpolation"),
+    [*zip((60, 91, 32, 20, 501, 60), (90, 47, 32, 33, 375, 33), INTERPOLATIONS, strict=True)],
+)
 def test_fit_is_torchvisions_resize_and_centre_crop(height, width, interpolation):
     picture = _picture(height, width)
     mode = v2.InterpolationMode(interpolation)

@@ -1,7 +1,7 @@
 """A user's own data: parts, classes, and batches that are functions of seed and epoch alone."""
 
 import random
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from growlab.base.errors import UserError
-from growlab.lab.data import CustomData, Split
-from tests.own_data import Discs, Endless, Images, Waves, drawn, loaders
+from growlab.lab.data import Columns, CustomData, Split
+from tests.data.conftest import placed
+from tests.own_data import Discs, Endless, Images, Odd, Waves, drawn, loaders
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +24,6 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(source: Any, **arguments: Any) -> CustomData:
     data = CustomData(source, **arguments)
     data.setup()
-    return data
-
-
-def placed(data: CustomData, epoch: int = 0, rank: int = 0, world_size: int = 1) -> CustomData:
-    """The data as a trainer would see it in this epoch and process."""
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    data.trainer = SimpleNamespace(
-        current_epoch=epoch, global_rank=rank, world_size=world_size, strategy=strategy, training=True
-    )
     return data
 
 
@@ -123,15 +115,13 @@ def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_networks_have_to_know_is_found(source: Any, expected: dict[str, Any]) -> None:
-    from growlab.lab.data import Columns
-
     data = opened(source, columns=Columns(["image"]) if isinstance(source, Discs) else None)
     assert {name: data.offer(name) for name in expected} == expected
 
 
 def test_many_samples_are_not_read_for_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("growlab.lab.data.custom._MANY", 20)
-    monkeypatch.setattr("growlab.lab.data.custom._FEW", 20)
+    monkeypatch.setattr("growlab.lab.data.user_data._MANY", 20)
+    monkeypatch.setattr("growlab.lab.data.user_data._FEW", 20)
     data = opened(Named())
     with pytest.raises(UserError, match=r"reading all 24 samples: set \+data\.network\.num_classes=N\.$"):
         data.offer("num_classes")
@@ -165,19 +155,37 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "settings", "sentence"),
     [
-        (lambda: {"train": Waves(), "tset": Waves()}, "data.source has the parts tset, but train, val"),
-        (lambda: {"test": Waves()}, "no part to train on"),
-        (lambda: DataLoader(Endless()), "is iterated over"),
-        (lambda: DataLoader(Waves(), batch_sampler=[[0, 1]]), "has a batch sampler of its own (list)"),
-        (lambda: loaders()["train"], "draws from all training samples, so none can be held out"),
-        (lambda: "nowhere", "data.source=nowhere is not there"),
-        (lambda: str(__file__.rpartition("/")[0]), "is no data set that datasets.save_to_disk wrote"),
-        (lambda: 3, "source (int) is not a LightningDataModule, DataLoader"),
+        (lambda: {"train": Waves(), "tset": Waves()}, {}, "data.source has the parts tset, but train, val"),
+        (lambda: {"test": Waves()}, {}, "no part to train on"),
+        (lambda: DataLoader(Endless()), {}, "source (Endless) is not a LightningDataModule, DataLoader, Dataset or"),
+        (lambda: partial(Waves, 30), {}, "a function is called by its _target_, without _partial_"),
+        (lambda: DataLoader(Waves(), batch_sampler=[[0, 1]]), {}, "has a batch sampler of its own (list)"),
+        (lambda: loaders()["train"], {}, "draws from all training samples, so none can be held out"),
+        (lambda: "nowhere", {}, "data.source=nowhere is not there"),
+        (lambda: str(__file__.rpartition("/")[0]), {}, "is no data set that datasets.save_to_disk wrote"),
+        (lambda: 3, {}, "source (int) is not a LightningDataModule, DataLoader"),
+        (lambda: Odd("alone"), {}, "samples must be (inputs..., target) or a mapping with a target, not Tensor"),
+        (lambda: Odd("shapes"), {}, "to a batch: stack expects each tensor to be equal size, but got [3]"),
+        (lambda: Odd("words"), {}, "input 0 of a batch is a tuple, not a tensor"),
+        (lambda: Odd("pictures"), {}, "to a batch: default_collate: batch must contain tensors"),
+        (lambda: Odd("unnamed"), {}, "samples have the entries a, b, none of which is known as a target"),
+        (lambda: Odd("alone", 0), {}, "source (Odd) is empty"),
+        (Waves, {"split": Split(test=0.0)}, "the source has no test set, and a result needs one"),
+        (lambda: Waves(3), {}, "3 training samples are too few to hold 10% out"),
+        (Discs, {}, "input 0 of a batch is a list, not a tensor: let the data set's transform"),
+        (Discs, {"columns": Columns(["picture"])}, "data.columns.inputs names picture, but samples have"),
     ],
 )  # fmt: skip
-def test_what_is_no_source_is_a_sentence(make: Any, said: str) -> None:
+def test_unusable_sources_are_one_sentence(make: Any, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as raised:
-        opened(make())
-    assert said in str(raised.value) and str(raised.value).endswith(".")
+        opened(make(), **settings)
+    assert sentence in str(raised.value) and str(raised.value).endswith(".")
+
+
+def test_impossible_arguments() -> None:
+    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
+        CustomData(Waves(), batch_size=0)
+    with pytest.raises(UserError, match="leave something to train on"):
+        Split(0.3, 0.7)

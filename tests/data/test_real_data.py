@@ -4,10 +4,9 @@ import time
 
 import numpy as np
 import pytest
-import torch
 
 from growlab.lab.data import ImageData
-from growlab.lab.data.augment import Augmentation, Normalisation
+from growlab.lab.data.augment import Augmentation
 
 
 @pytest.fixture
@@ -66,20 +65,3 @@ def test_all_of_cifar10_has_the_statistics_of_its_readme_and_loads_fast_from_the
     np.testing.assert_allclose(data.std, [0.2452, 0.2428, 0.2606], atol=6e-5)
     assert (data.num_train, data.num_test) == (50_000, 10_000)
     assert seconds[1] < seconds[0] / 3
-
-
-@pytest.mark.slow
-def test_a_cifar10_batch_takes_a_few_milliseconds_on_one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        images = torch.randint(0, 256, (128, 32, 32, 3), dtype=torch.uint8)
-        augmentation, normalisation = Augmentation(4, True), Normalisation([0.5] * 3, [0.25] * 3)
-        seconds = []
-        for epoch in range(50):
-            start = time.perf_counter()
-            normalisation.apply(augmentation.apply(images, augmentation.draw(np.arange(128), 0, epoch)))
-            seconds.append(time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    assert np.median(seconds) < 5e-3

@@ -3,7 +3,6 @@
 import io
 import os
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import PIL.Image
@@ -14,10 +13,9 @@ import torch
 from torchvision.transforms import v2
 
 from growlab.base.errors import UserError
-from growlab.lab.data import ImageData
-from growlab.lab.data.loaders import StreamLoader
-from growlab.lab.data.order import rolling_order
-from growlab.lab.data.readers import DIED, workers_of_rank
+from growlab.lab.data import ImageData, image_files
+from growlab.lab.data.loaders import DIED, StreamLoader
+from tests.data.conftest import equal, train_batches
 
 OPTIONS = {
     "batch_size": 8,
@@ -64,7 +62,7 @@ def folders(tmp_path):
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     """The same images in shards with small row groups, treated as too large for memory."""
-    monkeypatch.setattr("growlab.lab.data.parquet._HELD_BYTES", 0)
+    monkeypatch.setattr(image_files, "_HELD_BYTES", 0)
     root = tmp_path / "shards" / "data"
     root.mkdir(parents=True)
     for split, name in (("train", "train"), ("val", "validation")):
@@ -80,23 +78,6 @@ def _open(root, **kwargs) -> ImageData:
     data = ImageData("imagenet", str(root), **{**OPTIONS, **kwargs})
     data.setup()
     return data
-
-
-def _batches(data, epoch=0, rank=0, world_size=1):
-    data.trainer = SimpleNamespace(
-        current_epoch=epoch,
-        global_rank=rank,
-        world_size=world_size,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    return list(data.train_dataloader())
-
-
-def _equal(ours, others) -> bool:
-    return len(ours) == len(others) and all(
-        torch.equal(x, other_x) and torch.equal(y, other_y)
-        for (x, y), (other_x, other_y) in zip(ours, others, strict=True)
-    )
 
 
 def _normalised(picture: PIL.Image.Image) -> torch.Tensor:
@@ -143,38 +124,28 @@ def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, 
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     root = request.getfixturevalue(layout)
     whole = _open(root, num_workers=2, shuffle_window=20)
-    epochs = [_batches(whole, epoch) for epoch in range(3)]
-    (pids,) = {tuple(w.pid for w in whole._readers["train"]._loader._iterator._workers)}
+    epochs = [train_batches(whole, epoch) for epoch in range(3)]
+    (pids,) = {tuple(w.pid for w in whole._workers["train"]._loader._iterator._workers)}
     assert len(pids) == 2  # kept over three epochs
     before = torch.get_rng_state()
-    assert _equal(_batches(_open(root, num_workers=0, shuffle_window=20), 2), epochs[2])
+    assert equal(train_batches(_open(root, num_workers=0, shuffle_window=20), 2), epochs[2])
     assert torch.equal(torch.get_rng_state(), before)
-    assert not _equal(epochs[1], epochs[2])
-    ranks = [_batches(_open(root, shuffle_window=20), 1, rank, 2) for rank in range(2)]
+    assert not equal(epochs[1], epochs[2])
+    ranks = [train_batches(_open(root, shuffle_window=20), 1, rank, 2) for rank in range(2)]
     for step, (x, _) in enumerate(epochs[1]):
         assert torch.equal(torch.cat([ranks[0][step][0], ranks[1][step][0]])[: len(x)], x)
-    workers = whole._readers["train"]._loader._iterator._workers
+    workers = whole._workers["train"]._loader._iterator._workers
     whole.teardown()
     assert not any(worker.is_alive() for worker in workers)
-
-
-def test_no_more_processes_read_than_there_are_cores(folders, monkeypatch):
-    """Else torch warns, and warnings are errors."""
-    expected = _batches(_open(folders), 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    data = _open(folders, num_workers=3)
-    assert _equal(_batches(data, 1), expected)
-    assert len(data._readers["train"]._loader._iterator._workers) == 1
-    data.teardown()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_abandoned_epoch_leaves_nothing_behind(folders, num_workers):
     data = _open(folders, num_workers=num_workers)
-    expected = _batches(_open(folders), 1)
+    expected = train_batches(_open(folders), 1)
     abandoned = iter(data.train_dataloader())
     next(abandoned)
-    assert _equal(_batches(data, 1), expected)
+    assert equal(train_batches(data, 1), expected)
     with pytest.raises(RuntimeError, match="another reading"):
         next(abandoned)
     data.teardown()
@@ -182,43 +153,26 @@ def test_an_abandoned_epoch_leaves_nothing_behind(folders, num_workers):
 
 def test_each_row_group_is_read_once_an_epoch(shards, monkeypatch):
     data = _open(shards, shuffle_window=10)
-    blocks = data._images["train"].payloads.blocks
-    reads, read = [], blocks.read
-    monkeypatch.setattr(blocks, "read", lambda block: reads.append(block) or read(block))
-    assert len(_batches(data)) == 7
-    assert sorted(reads) == list(range(len(blocks.starts)))
+    source = data._images["train"].source
+    reads, read = [], source.read_block
+    monkeypatch.setattr(source, "read_block", lambda block: reads.append(block) or read(block))
+    assert len(train_batches(data)) == 7
+    assert sorted(reads) == list(range(len(source.block_starts)))
     data.batch_size_at_epoch = lambda epoch: 3
-    assert len(_batches(data, 1)) == 17 and len(reads) == 2 * len(blocks.starts)
-
-
-@pytest.mark.parametrize("window", [1, 40, 400, 5000])
-def test_a_rolling_order_needs_few_blocks_at_a_time(window):
-    blocks_N = np.repeat(np.arange(100), np.random.default_rng(0).integers(1, 40, 100))
-    order = rolling_order(blocks_N, window, 1, 2)
-    assert np.array_equal(np.sort(order), np.arange(len(blocks_N)))
-    assert not np.array_equal(order, rolling_order(blocks_N, window, 1, 3))
-    blocks = blocks_N[order]
-    first = {block: step for step, block in reversed(list(enumerate(blocks.tolist())))}
-    last = {block: step for step, block in enumerate(blocks.tolist())}
-    opened = max(sum(first[b] <= step <= last[b] for b in first) for step in range(0, len(blocks), 7))
-    wanted = window * 100 / len(blocks_N)
-    assert opened <= wanted + 2
-    if 400 <= window < len(blocks_N):
-        assert opened >= 0.7 * wanted
+    assert len(train_batches(data, 1)) == 17 and len(reads) == 2 * len(source.block_starts)
 
 
 def test_limits_and_validation_splits_of_row_groups(shards, folders):
     options = {"limit_train": 20, "validation": "split", "validation_fraction": 0.2, "shuffle_window": 10**6}
     ours, theirs = _open(shards, **options), _open(folders, **options)
     assert (ours.num_train, ours.num_val) == (16, 4)
-    assert _equal(list(ours.val_dataloader()), list(theirs.val_dataloader()))
+    assert equal(list(ours.val_dataloader()), list(theirs.val_dataloader()))
     # A window over everything is a plain permutation, so even the order is the same.
-    assert _equal(_batches(ours), _batches(theirs))
+    assert equal(train_batches(ours), train_batches(theirs))
     assert torch.equal(ours.probe_batch(6), theirs.probe_batch(6))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("layout", ["folders", "shards"])
+@pytest.mark.parametrize(("layout", "num_workers"), [("folders", 1), ("shards", 0)])
 def test_a_corrupt_image_is_named_in_one_sentence(layout, num_workers, request, monkeypatch):
     root = request.getfixturevalue(layout)
     whole = CONTENTS["train"][20]
@@ -235,7 +189,7 @@ def test_a_corrupt_image_is_named_in_one_sentence(layout, num_workers, request, 
         words = f"in row 3 of {path}"
     data = _open(root, num_workers=num_workers)
     with pytest.raises(UserError) as raised:
-        _batches(data)
+        train_batches(data)
     message = str(raised.value)
     assert words in message and "\n" not in message and message.endswith("data.on_error=skip.")
     data.teardown()
@@ -251,7 +205,7 @@ def test_a_dead_worker_ends_the_run_with_torchs_words(folders, monkeypatch):
         loader = iter(data.train_dataloader())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         next(loader)
-        worker = data._readers["train"]._loader._iterator._workers[0]
+        worker = data._workers["train"]._loader._iterator._workers[0]
         os.kill(worker.pid, signal.SIGKILL)
         worker.join()
         with pytest.raises(RuntimeError) as raised:
@@ -272,40 +226,14 @@ def test_random_crops_of_images_that_are_held(folders):
     (x, y), (whole, labels) = next(iter(data.train_dataloader())), next(iter(plain.train_dataloader()))
     assert x.shape == whole.shape == (500, 1, 8, 8) and torch.equal(y, labels)
     assert not torch.equal(x, whole)
-    assert _equal(list(data.test_dataloader()), list(plain.test_dataloader()))
-
-
-def test_workers_are_as_many_as_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    assert workers_of_rank(1) == 6 and workers_of_rank(4) == workers_of_rank(8) == 1
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)), raising=False)
-    assert workers_of_rank(1) == 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"interpolation": "cubic"}, "nearest, bilinear"),
-        ({"resize_size": 15}, "data.resize_size=15 must be at least data.image_size, which is 16"),
-        ({"crop_scale": [0.5, 0.1]}, "data.crop_scale="),
-        ({"crop_scale": [0.5, 1.5]}, "at most 1"),
-        ({"crop_ratio": [0.0, 1.0]}, "above 0"),
-        ({"crop_ratio": [1.0]}, "data.crop_ratio"),
-        ({"in_memory": True}, "leave out data.in_memory=true"),
-        ({"shuffle_window": 0}, "data.shuffle_window=0"),
-        ({"num_workers": -1}, "data.num_workers=-1"),
-    ],
-)
-def test_arguments_that_cannot_be_used(folders, arguments, words):
-    with pytest.raises(UserError, match=words):
-        _open(folders, **arguments)
+    assert equal(list(data.test_dataloader()), list(plain.test_dataloader()))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_pinned_batches_equal_those_on_the_cpu(folders):
-    expected = _batches(_open(folders), 1)
+    expected = train_batches(_open(folders), 1)
     data = _open(folders, num_workers=2)
-    _batches(data, 1)
+    train_batches(data, 1)
     data.teardown()
     data.trainer.strategy.root_device = torch.device("cuda", 0)
     for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):

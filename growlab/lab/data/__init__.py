@@ -1,12 +1,11 @@
-"""Image data, found by what lies in a folder; text by characters or tokens; one's own data."""
+"""Image data, found in a folder; text by characters or tokens; a user's own data."""
 
 from growlab.lab.data.arrival import Incremental
-from growlab.lab.data.custom import CustomData, Split
-from growlab.lab.data.module import ImageData
+from growlab.lab.data.image_data import ImageData
 from growlab.lab.data.run_data import RunData
-from growlab.lab.data.samples import Columns
 from growlab.lab.data.text import TextData
 from growlab.lab.data.tokens import TokenData
+from growlab.lab.data.user_data import Columns, CustomData, Split
 
 __all__ = [
     "Columns",

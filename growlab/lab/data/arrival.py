@@ -1,4 +1,4 @@
-"""The images of each epoch: all of them, the classes of a task, what has arrived by a stage, or part of a pass."""
+"""Choose images: class-balanced beginnings, stratified splits, and the images of each epoch where data arrive."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,49 @@ from typing import Any
 import numpy as np
 
 from growlab.base.errors import UserError
-from growlab.lab.data.arguments import check_numbers
-from growlab.lab.data.order import APPEARANCE, draws, permutation
+from growlab.base.settings import one_of, whole
+from growlab.lab.data.order import APPEARANCE, SPLIT, draws, permutation
 
-MODES = ("classes", "images")
+
+def first_balanced(labels_N: np.ndarray, count: int) -> np.ndarray:
+    """Return the sorted positions of the first `count` images, as many of each class as can be."""
+    if count >= len(labels_N):
+        return np.arange(len(labels_N))
+    return np.sort(np.lexsort((np.arange(len(labels_N)), _rank_in_class(labels_N)))[:count])
+
+
+def stratified_split(labels_N: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Split positions in two, every class in the same proportion up to rounding.
+
+    Args:
+        labels_N: class of each image.
+        fraction: share of the second part, between 0 and 1.
+        seed: the split is a function of labels, fraction and seed alone.
+
+    Returns:
+        Sorted positions of the first part and of the second, which has `round(fraction * N)` images:
+        disjoint, together everything.
+    """
+    _, class_of_N, counts_K = np.unique(labels_N, return_inverse=True, return_counts=True)
+    # Largest remainders: integer parts in proportion to the counts that sum to the total.
+    total = round(fraction * len(labels_N))
+    exact_K = total * counts_K / counts_K.sum()
+    wanted_K = np.floor(exact_K).astype(np.int64)
+    wanted_K[np.argsort(wanted_K - exact_K, kind="stable")[: total - wanted_K.sum()]] += 1
+    shuffled = permutation(len(labels_N), SPLIT, seed)
+    rank_N = np.empty(len(labels_N), dtype=np.int64)
+    rank_N[shuffled] = _rank_in_class(class_of_N[shuffled])
+    second_N = rank_N < wanted_K[class_of_N]
+    return np.flatnonzero(~second_N), np.flatnonzero(second_N)
+
+
+def _rank_in_class(labels_N: np.ndarray) -> np.ndarray:
+    """Number of images of the same class before each."""
+    by_class = np.argsort(labels_N, kind="stable")
+    sorted_labels = labels_N[by_class]
+    rank_N = np.empty(len(labels_N), dtype=np.int64)
+    rank_N[by_class] = np.arange(len(labels_N)) - np.searchsorted(sorted_labels, sorted_labels, side="left")
+    return rank_N
 
 
 @dataclass(frozen=True)
@@ -31,7 +70,7 @@ class Incremental:
         seed: of the order, whatever the seed of the run.
 
     Raises:
-        UserError: a value is impossible.
+        ValueError: a value is impossible.
 
     Examples:
         >>> Incremental("classes", 0.2).shares(5)
@@ -44,10 +83,9 @@ class Incremental:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UserError(f"data.incremental.mode must be {' or '.join(MODES)}, not {self.mode}.")
+        one_of(("classes", "images"), mode=self.mode)
         if not 0 < self.start <= 1:
-            raise UserError(f"data.incremental.start={self.start} must lie above 0 and at most at 1.")
+            raise ValueError(f"start must be above 0 and at most 1, not {self.start}.")
 
     def shares(self, num_stages: int) -> list[Fraction]:
         """The part of each stage, rising evenly to 1."""
@@ -65,10 +103,6 @@ class Incremental:
         if self.mode != "classes":
             return [num_classes] * num_stages
         return [max(1, round(share * num_classes)) for share in self.shares(num_stages)]
-
-    def classes(self, num_classes: int, stage: int, num_stages: int) -> list[int]:
-        """The classes of a stage."""
-        return sorted(self.order(num_classes)[: self.num_classes(num_classes, num_stages)[stage]])
 
     def positions(
         self,
@@ -92,20 +126,19 @@ class Incremental:
             num_stages: of the run.
             batch_size: of the training batches.
         """
-        if part != "train":
-            return np.flatnonzero(np.isin(labels_N, self.classes(num_classes, stage, num_stages)))
-        found = self._training(labels_N, num_classes, stage, num_stages)
+        if part == "train" and self.mode == "images":
+            count = max(1, round(self.shares(num_stages)[stage] * len(labels_N)))
+            if self.replacement:
+                drawn = draws(np.arange(count), APPEARANCE, self.seed) % np.uint64(len(labels_N))
+                found = drawn.astype(np.int64)
+            else:
+                found = permutation(len(labels_N), APPEARANCE, self.seed)[:count]
+        else:
+            there = self.order(num_classes)[: self.num_classes(num_classes, num_stages)[stage]]
+            found = np.flatnonzero(np.isin(labels_N, there))
         rest = len(found) % batch_size
-        return found[: len(found) - rest] if rest < len(found) and 8 * rest < batch_size else found
-
-    def _training(self, labels_N: np.ndarray, num_classes: int, stage: int, num_stages: int) -> np.ndarray:
-        if self.mode == "classes":
-            return np.flatnonzero(np.isin(labels_N, self.classes(num_classes, stage, num_stages)))
-        count = max(1, round(self.shares(num_stages)[stage] * len(labels_N)))
-        if self.replacement:
-            drawn = draws(np.arange(count), APPEARANCE, self.seed) % np.uint64(len(labels_N))
-            return drawn.astype(np.int64)
-        return permutation(len(labels_N), APPEARANCE, self.seed)[:count]
+        waits = part == "train" and rest < len(found) and 8 * rest < batch_size
+        return found[: len(found) - rest] if waits else found
 
 
 class Arrival:
@@ -117,7 +150,7 @@ class Arrival:
         epoch_parts: epochs that a pass over the training images is divided into.
 
     Raises:
-        UserError: a value is impossible, or two of them do not go together.
+        UserError: the schedule is impossible, or two of them do not go together.
     """
 
     def __init__(
@@ -126,7 +159,7 @@ class Arrival:
         incremental: Incremental | None = None,
         epoch_parts: int = 1,
     ) -> None:
-        check_numbers(1, epoch_parts=epoch_parts)
+        whole(1, epoch_parts=epoch_parts)
         given = class_schedule or {}
         self._tasks = {int(epoch): tuple(sorted(set(classes))) for epoch, classes in given.items()}
         if self._tasks and (min(self._tasks) != 0 or not all(self._tasks.values())):
@@ -139,7 +172,7 @@ class Arrival:
             raise UserError(
                 f"{other} goes with data that is all there from the start, not with data.incremental; set one."
             )
-        self.incremental, self.epoch_parts = incremental, epoch_parts
+        self.incremental = incremental
         # First epoch of each stage, epochs that these are of, and the run's own.
         self._stages: tuple[Sequence[int], int, int] = ((0,), 1, 1)
 

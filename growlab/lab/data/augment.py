@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from growlab.lab.data.arguments import check_numbers
+from growlab.base.settings import whole
 from growlab.lab.data.order import AUGMENT, draws
 
 
@@ -24,17 +24,17 @@ class Augmentation:
 
     Attributes:
         shift: largest shift of a training image in pixels; 0 = none.
-        mirror: whether training images are mirrored left to right with chance 1/2.
+        mirror: mirror training images left to right with chance 1/2.
 
     Raises:
-        UserError: there is no such shift.
+        ValueError: there is no such shift.
     """
 
     shift: int = 0
     mirror: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(0, shift=self.shift)
+        whole(0, shift=self.shift)
 
     def draw(self, indices_B: np.ndarray, seed: int, epoch: int) -> Tensor:
         """Draw the crops of these images.

@@ -1,95 +1,77 @@
-"""Documents in files of text: plain, gzipped, HTML, a column of Parquet, a folder of Hugging Face's `datasets`."""
+"""Documents in files of text (plain, gzipped, HTML, Parquet, Hugging Face's `datasets`), and tokenizers for them."""
 
 import glob
 import gzip
 import hashlib
+import json
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from growlab.base.errors import UserError, how_to_install
-from growlab.lab.data.arguments import refuse_unreadable
 
-# What `datasets.save_to_disk` leaves in a folder of splits and in one of a single split.
+#: Of a tokenizer that is trained here: stands after each document.
+END_OF_TEXT = "<|endoftext|>"
+# Names by which other tokenizers call it, the likelier ones first.
+_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
+_TOKENIZER = "tokenizer.json"
+# Next to tokenizer.json these may say which token ends a text.
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+_BYTES = 256
+# Files that `datasets.save_to_disk` leaves in a folder of splits and in one of a single split.
 _SAVED = ("dataset_dict.json", "state.json")
 _HTML = (".html", ".htm")
 # Elements whose content nobody reads, and those that end a line.
 _UNSEEN = {"script", "style", "template"}
-_BLOCKS = {
-    *[
-        "p",
-        "div",
-        "br",
-        "li",
-        "ul",
-        "ol",
-        "dl",
-        "dt",
-        "dd",
-        "tr",
-        "table",
-        "pre",
-        "section",
-        "article",
-        "blockquote",
-    ],
-    *("h1", "h2", "h3", "h4", "h5", "h6"),
-}
+_BLOCKS = re.compile("p|div|br|[uod]l|li|d[td]|tr|table|pre|section|article|blockquote|h[1-6]")
 _CHUNK = 1024  # rows of a column that are read at once
 
 
-@dataclass(frozen=True)
-class TextReading:
-    """Files that are documents, and how to read them; see `TokenData`.
-
-    Raises:
-        UserError: no suffixes, or one without its dot.
-    """
-
-    suffixes: Sequence[str] = (".txt", ".md", ".rst", ".html")
-    column: str = "text"
-    strip_html: bool = True
-
-    def __post_init__(self) -> None:
-        wrong = [suffix for suffix in self.suffixes if not suffix.startswith(".")]
-        if wrong or not self.suffixes:
-            raise UserError(
-                f"data.suffixes={list(self.suffixes)} must be endings of names such as .txt, with their dots."
-            )
-
-
+@dataclass
 class Documents:
     """Documents of files, read again each time that they are iterated over, in the order of their paths.
 
     Args:
         path: a file, a folder (searched with all below it), a pattern with `*`, or a folder that `datasets` saved.
-        reading: how files are read.
+        suffixes: of the files that are taken from a folder; see `TokenData`.
+        column: of text in Parquet files and data sets of Hugging Face.
+        strip_html: read the text of HTML files, in place of their source.
         split: of a saved data set of several splits, the one that is read.
 
     Attributes:
-        skipped: files of a folder that hold no text in UTF-8; known once the documents were read.
+        skipped: files of a folder without text in UTF-8; known once the documents were read.
 
     Raises:
         UserError: nothing is there; while they are read also: a file cannot be read.
     """
 
-    def __init__(self, path: str, reading: TextReading, split: str | None = None) -> None:
-        self.path, self.reading, self.split = path, reading, split
-        self.files = _files(path, reading, split)
+    path: str
+    suffixes: Sequence[str] = (".txt", ".md", ".rst", ".html")
+    column: str = "text"
+    strip_html: bool = True
+    split: str | None = None
+
+    def __post_init__(self) -> None:
+        self.files = self._files()
         self.skipped: list[Path] = []
-        self._named = len(self.files) == 1
 
     def __iter__(self) -> Iterator[str]:
         self.skipped = []
-        if (folder := saved_folder(self.path)) is not None:
-            yield from self._rows(_split_of(folder, self.split), str(folder))
+        if (rows := saved_datasets(self.path)) is not None:
+            rows = self._of_split(rows)
+            self._check_column(rows.column_names, self.path)
+            rows = rows.select_columns([self.column])
+            for start in range(0, len(rows), _CHUNK):
+                yield from self._strings(rows[start : start + _CHUNK][self.column], self.path)
             return
         for path in self.files:
             if path.suffix == ".parquet":
@@ -99,48 +81,85 @@ class Documents:
 
     def digest(self) -> str:
         """Return a hash of the files' content and of how they are read."""
-        found = hashlib.sha256(repr((self.reading.column, self.reading.strip_html, self.split)).encode())
+        found = hashlib.sha256(repr((self.column, self.strip_html, self.split)).encode())
         for path in self.files:
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256")
             found.update(f"{path.suffixes[-2:]}\t{content.hexdigest()}\n".encode())
         return found.hexdigest()
 
+    def _files(self) -> list[Path]:
+        place = Path(self.path).expanduser()
+        if (rows := saved_datasets(place)) is not None:
+            self._of_split(rows)
+            return sorted(file for file in place.rglob("*") if file.is_file())
+        if place.is_file():
+            return [place]
+        if place.is_dir():
+            endings = tuple(suffix + packed for suffix in self.suffixes for packed in ("", ".gz"))
+            found = (
+                Path(parent, name)
+                for parent, _, names in os.walk(place, onerror=_refuse)
+                for name in names
+                if name.endswith((*endings, ".parquet"))
+            )
+            missing = f"no file that ends with {', '.join(self.suffixes)} or .parquet; set data.suffixes"
+        elif glob.has_magic(str(place)):
+            found = (Path(name) for name in glob.iglob(str(place), recursive=True))
+            missing = "no file of this pattern"
+        else:
+            raise UserError(
+                f"data.path={self.path} is not there: give a file, a folder or a pattern such as 'docs/**/*.txt'."
+            )
+        files = sorted(file for file in found if file.is_file())
+        if not files:
+            raise UserError(f"data.path={self.path} has {missing}.")
+        return files
+
     def _text(self, path: Path) -> str | None:
         try:
             content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             text = content.decode("utf-8")
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            if self._named or isinstance(error, PermissionError):
-                raise UserError(f"data.path: {path} cannot be read: {_reason(error)}.") from error
+            if len(self.files) == 1 or isinstance(error, PermissionError):
+                reason = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
+                raise UserError(f"data.path: {path} cannot be read: {reason}.") from error
             self.skipped.append(path)
             return None
         html = path.name.removesuffix(".gz").endswith(_HTML)
-        return text_of_html(text) if html and self.reading.strip_html else text
+        return text_of_html(text) if html and self.strip_html else text
 
     def _parquet(self, path: Path) -> Iterator[str]:
-        column = self.reading.column
         try:
             with pq.ParquetFile(path) as file:
-                _check_column(column, file.schema_arrow.names, str(path))
-                for batch in file.iter_batches(_CHUNK, columns=[column]):
-                    yield from _strings(batch.column(0).to_pylist(), column, str(path))
+                self._check_column(file.schema_arrow.names, str(path))
+                for batch in file.iter_batches(_CHUNK, columns=[self.column]):
+                    yield from self._strings(batch.column(0).to_pylist(), str(path))
         except (OSError, pa.ArrowException) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"data.path: cannot read {path} as Parquet ({reason}).") from error
 
-    def _rows(self, rows: Any, where: str) -> Iterator[str]:
-        column = self.reading.column
-        _check_column(column, rows.column_names, where)
-        rows = rows.select_columns([column])
-        for start in range(0, len(rows), _CHUNK):
-            yield from _strings(rows[start : start + _CHUNK][column], column, where)
+    def _of_split(self, rows: Any) -> Any:
+        name = self.split or "train"
+        if isinstance(rows, dict) and name not in rows:
+            raise UserError(f"{self.path} has the splits {', '.join(rows)} and no {name}.")
+        return rows[name] if isinstance(rows, dict) else rows
 
+    def _check_column(self, names: Sequence[str], where: str) -> None:
+        if self.column not in names:
+            raise UserError(
+                f"{where} has no column {self.column}: its columns are {', '.join(names)}; name one with data.column."
+            )
 
-def saved_folder(path: str | Path) -> Path | None:
-    """Return the folder, if `datasets.save_to_disk` wrote it."""
-    folder = Path(path).expanduser()
-    return folder if any((folder / name).is_file() for name in _SAVED) else None
+    def _strings(self, values: Sequence[Any], where: str) -> Iterator[str]:
+        for value in values:
+            if not isinstance(value, str | None):
+                raise UserError(
+                    f"the column {self.column} of {where} holds {type(value).__name__}, not text; name another with "
+                    "data.column."
+                )
+            if value is not None:
+                yield value
 
 
 def saved_datasets(path: str | Path) -> Any:
@@ -149,7 +168,8 @@ def saved_datasets(path: str | Path) -> Any:
     Raises:
         UserError: `datasets` is not installed.
     """
-    if (folder := saved_folder(path)) is None:
+    folder = Path(path).expanduser()
+    if not any((folder / name).is_file() for name in _SAVED):
         return None
     try:
         import datasets
@@ -158,12 +178,6 @@ def saved_datasets(path: str | Path) -> Any:
             f"{folder} was saved by Hugging Face's datasets, which is not installed: {how_to_install('transformers')}."
         ) from error
     return datasets.load_from_disk(str(folder))
-
-
-def saved_splits(path: str) -> list[str]:
-    """Return the names of the splits of a saved data set; none where it has but one, or the path is something else."""
-    found = saved_datasets(path)
-    return sorted(found) if isinstance(found, dict) else []
 
 
 def text_of_html(source: str) -> str:
@@ -188,72 +202,171 @@ class _Text(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self._unseen += tag in _UNSEEN
-        self.found += ["\n"] * (tag in _BLOCKS)
+        self.found += ["\n"] * bool(_BLOCKS.fullmatch(tag))
 
     def handle_endtag(self, tag: str) -> None:
         self._unseen = max(0, self._unseen - (tag in _UNSEEN))
-        self.found += ["\n"] * (tag in _BLOCKS)
+        self.found += ["\n"] * bool(_BLOCKS.fullmatch(tag))
 
     def handle_data(self, data: str) -> None:
         if not self._unseen:
             self.found.append(data)
 
 
-def _files(path: str, reading: TextReading, split: str | None) -> list[Path]:
+def _refuse(error: OSError) -> NoReturn:
+    # os.walk passes over folders that it may not read.
+    raise UserError(f"cannot read {error.filename}: {error.strerror}.") from error
+
+
+# Tokenizers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """Text to token ids.
+
+    Attributes:
+        core: of the `tokenizers` library.
+        end_text: the token after each document.
+    """
+
+    core: Any
+    end_text: str
+
+    def __post_init__(self) -> None:
+        # A text that quotes a special token has its letters, not the token.
+        self.core.encode_special_tokens = True
+
+    def __len__(self) -> int:
+        """Token ids run from 0 to below this number."""
+        return max(self.core.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def end(self) -> int:
+        """Id of the token after each document."""
+        return self.core.token_to_id(self.end_text)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text and the end, int64 [T]."""
+        found = self.core.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*one.ids, self.end], dtype=np.int64) for one in found]
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Bytes of UTF-8 that each token stands for, int64 [vocabulary]; None where tokens do not stand for bytes."""
+        described = json.loads(self.core.to_str())
+        if not _is_byte_level(described.get("decoder")):
+            return None
+        lengths = np.zeros(len(self), dtype=np.int64)
+        for token, number in self.core.get_vocab(with_added_tokens=False).items():
+            # The alphabet of byte-level tokenizers has a character for each byte.
+            lengths[number] = len(token)
+        for token in described.get("added_tokens", ()):
+            lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+        return lengths
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and what `AutoTokenizer.from_pretrained` needs with it."""
+        self.core.save(str(folder / _TOKENIZER))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_text}
+        (folder / _SETTINGS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Byte-level byte-pair encoding (Radford et al. 2019): no text is unknown, and every one comes back to the letter.
+
+    Args:
+        texts: to learn merges from.
+        vocab_size: tokens, the 256 bytes and the end of a text among them; fewer where the text has no more to merge.
+
+    Raises:
+        UserError: fewer tokens than bytes, or `tokenizers` is not installed.
+    """
+    library = _library()
+    if vocab_size <= _BYTES:
+        raise UserError(
+            f"data.vocab_size={vocab_size} must be above {_BYTES}: each byte has a token, and so has the end of a text."
+        )
+    core = library.Tokenizer(library.models.BPE())
+    core.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return TextTokenizer(core, END_OF_TEXT)
+
+
+def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
+    """A tokenizer from a `tokenizer.json`, or the folder of one.
+
+    Args:
+        path: of the file or folder.
+        end_of_text: the token after each document; None: as the folder says, or by the usual names.
+
+    Raises:
+        UserError: there is no such tokenizer, or no such token.
+    """
+    file = tokenizer_file(path)
+    try:
+        core = _library().Tokenizer.from_file(str(file))
+        named = end_of_text or _end_in(file.parent)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exceptions
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise UserError(f"data.tokenizer={path} cannot be read: {reason}.") from error
+    # Truncation and padding are settings of whoever saved it.
+    core.no_truncation()
+    core.no_padding()
+    known = core.get_vocab(with_added_tokens=True)
+    named = named or next((token for token in _ENDS if token in known), None)
+    if named not in known:
+        raise UserError(
+            f"data.tokenizer={path}: the end of a text ({named or 'none of the usual names'}) is not among its "
+            f"{len(known)} tokens; name the one that ends a text with data.end_of_text."
+        )
+    return TextTokenizer(core, named)
+
+
+def tokenizer_file(path: str) -> Path:
+    """The `tokenizer.json` that a path means.
+
+    Raises:
+        UserError: it is not there.
+    """
     place = Path(path).expanduser()
-    if saved_folder(path) is not None:
-        _split_of(place, split)
-        return sorted(file for file in place.rglob("*") if file.is_file())
-    if place.is_dir():
-        endings = tuple(f"{suffix}{packed}" for suffix in reading.suffixes for packed in ("", ".gz"))
-        found = (
-            Path(parent, name)
-            for parent, _, names in os.walk(place, onerror=refuse_unreadable)
-            for name in names
-            if name.endswith((*endings, ".parquet"))
-        )
-        missing = f"no file that ends with {', '.join(reading.suffixes)} or .parquet; set data.suffixes"
-    elif glob.has_magic(str(place)):
-        found = (Path(name) for name in glob.iglob(str(place), recursive=True))
-        missing = "no file of this pattern"
-    elif place.is_file():
-        return [place]
-    else:
+    file = place / _TOKENIZER if place.is_dir() else place
+    if not file.is_file():
         raise UserError(
-            f"data.path={path} is not there: give a file, a folder or a pattern such as 'docs/**/*.txt'."
+            f"data.tokenizer={path}: there is no {file}; transformers writes one with "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
-    files = sorted(file for file in found if file.is_file())
-    if not files:
-        raise UserError(f"data.path={path} has {missing}.")
-    return files
+    return file
 
 
-def _split_of(folder: Path, split: str | None) -> Any:
-    rows, name = saved_datasets(folder), split or "train"
-    if not isinstance(rows, dict):
-        return rows
-    if name not in rows:
-        raise UserError(f"{folder} has the splits {', '.join(rows)} and no {name}.")
-    return rows[name]
+def _end_in(folder: Path) -> str | None:
+    for path in (folder / name for name in _SETTINGS):
+        if path.is_file() and (found := json.loads(path.read_text(encoding="utf-8")).get("eos_token")):
+            return found["content"] if isinstance(found, dict) else found
+    return None
 
 
-def _strings(values: Sequence[Any], column: str, where: str) -> Iterator[str]:
-    for value in values:
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise UserError(
-                f"the column {column} of {where} holds {type(value).__name__}, not text; name another with data.column."
-            )
-        yield value
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    return decoder.get("type") == "ByteLevel" or any(map(_is_byte_level, decoder.get("decoders", ())))
 
 
-def _check_column(column: str, names: Sequence[str], where: str) -> None:
-    if column not in names:
-        raise UserError(
-            f"{where} has no column {column}: its columns are {', '.join(names)}; name one with data.column."
-        )
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is no text in UTF-8"
+def _library() -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise UserError(f"data=tokens needs tokenizers: {how_to_install('transformers')}.") from error
+    return tokenizers

@@ -1,27 +1,44 @@
-"""Loaders: the finished batches of one epoch, on one rank."""
+"""Loaders: the finished batches of one epoch, on one rank; worker processes read what is not in memory."""
 
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from growlab.base.errors import UserError
 from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.image_sets import ImageArray
-from growlab.lab.data.order import ORDER, evaluation_batches, permutation, rolling_order, training_batches
-from growlab.lab.data.readers import Readers
+from growlab.lab.data.images import EncodedImages, ImageArray, Images, RandomCrop
+from growlab.lab.data.order import ORDER, evaluation_batches, permutation, training_batches
+
+# First words of torch's RuntimeError about a dead worker process. Its handler of SIGCHLD raises it wherever the
+# main thread is just then, so a whole run has to expect it.
+DIED = "DataLoader worker (pid"
+# More worker processes than this hardly pay for one training process.
+_MOST_WORKERS = 16
+# Seconds that a worker process which should end may take to finish the batch it is reading.
+_GRACE_SEC = 1.0
 
 
 def part_of_pass(num_batches: int, epoch: int, parts: int) -> slice:
-    """The batches that an epoch has of a pass over the images that is divided into as many epochs as `parts`."""
+    """The batches that an epoch has of a pass over the samples that is divided into as many epochs as `parts`."""
     part = epoch % parts
     return slice(part * num_batches // parts, (part + 1) * num_batches // parts)
 
 
-def sizes_in_part(num_samples: int, batch_size: int, epoch: int, parts: int, what: str) -> list[int]:
+def sizes_in_part(
+    num_samples: int, batch_size: int, epoch: int = 0, parts: int = 1, drop_last: bool = False
+) -> list[int]:
     """Samples in each training batch of an epoch.
 
     Args:
@@ -29,16 +46,16 @@ def sizes_in_part(num_samples: int, batch_size: int, epoch: int, parts: int, wha
         batch_size: global batch size.
         epoch: counted from 0.
         parts: epochs that a pass is divided into.
-        what: is passed over, for the message.
+        drop_last: leave out a last, smaller batch, unless it is the only one.
 
     Raises:
         UserError: the pass has fewer batches than parts.
     """
     whole, rest = divmod(num_samples, batch_size)
-    batches = [batch_size] * whole + [rest] * bool(rest)
+    batches = [batch_size] * whole + [rest] * bool(rest and not (drop_last and whole))
     if len(batches) < parts:
         raise UserError(
-            f"data.epoch_parts={parts} leaves epochs without a batch: a pass over the training {what} has "
+            f"data.epoch_parts={parts} leaves epochs without a batch: a pass over the training samples has "
             f"{len(batches)} batches of {batch_size}."
         )
     return batches[part_of_pass(len(batches), epoch, parts)]
@@ -46,57 +63,56 @@ def sizes_in_part(num_samples: int, batch_size: int, epoch: int, parts: int, wha
 
 @dataclass
 class EpochPlan:
-    """The images in each batch of an epoch on this rank, and how each is shifted and mirrored.
+    """The samples in each batch of an epoch on this rank.
 
     Attributes:
-        num_images: images in the set.
+        num_samples: in the set; in a pass over it, where `order` draws them.
         batch_size: global batch size.
         seed: order and augmentation are functions of seed and epoch.
         epoch: counted from 0.
-        augmentation: None = evaluation: in order, every image once over all ranks.
+        training: False = evaluation: in order, every sample once over all ranks.
         rank: this process.
         world_size: number of processes.
-        blocks_N: block that each image lies in, where images are read in blocks.
-        window: images that are shuffled together if they are read in blocks; see `rolling_order`.
-        parts: epochs that a pass over the images is divided into.
+        parts: epochs that a pass over the samples is divided into.
+        order: positions of a pass by its number, int64 [N]; None = a permutation by (seed, number).
+        drop_last: leave out a last, smaller batch of training.
     """
 
-    num_images: int
+    num_samples: int
     batch_size: int
     seed: int
     epoch: int = 0
-    augmentation: Augmentation | None = None
+    training: bool = True
     rank: int = 0
     world_size: int = 1
-    blocks_N: np.ndarray | None = None
-    window: int = 1
     parts: int = 1
+    order: Callable[[int], np.ndarray] | None = None
+    drop_last: bool = False
 
     def __len__(self) -> int:
-        if self.augmentation is None:
+        if not self.training:
             return len(self.batches())
-        own = part_of_pass(-(-self.num_images // self.batch_size), self.epoch, self.parts)
+        own = self._part
         return own.stop - own.start
+
+    @property
+    def _part(self) -> slice:
+        num_batches = -(-self.num_samples // self.batch_size)
+        if self.drop_last:
+            num_batches = max(1, self.num_samples // self.batch_size)
+        return part_of_pass(num_batches, self.epoch, self.parts)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch."""
         self.epoch = epoch
 
     def batches(self) -> list[np.ndarray]:
-        """Return the positions of the images of each batch."""
-        if self.augmentation is None:
-            return evaluation_batches(self.num_images, self.batch_size, self.rank, self.world_size)
+        """Return the positions of the samples of each batch."""
+        if not self.training:
+            return evaluation_batches(self.num_samples, self.batch_size, self.rank, self.world_size)
         number = self.epoch // self.parts
-        if self.blocks_N is None:
-            order = permutation(self.num_images, ORDER, self.seed, number)
-        else:
-            order = rolling_order(self.blocks_N, self.window, ORDER, self.seed, number)
-        batches = training_batches(order, self.batch_size, self.rank, self.world_size)
-        return batches[part_of_pass(len(batches), self.epoch, self.parts)]
-
-    def draw(self, positions: np.ndarray) -> Tensor | None:
-        """Return the shifts and flips of these images in this epoch (see `Augmentation.draw`)."""
-        return self.augmentation.draw(positions, self.seed, self.epoch) if self.augmentation else None
+        order = self.order(number) if self.order else permutation(self.num_samples, ORDER, self.seed, number)
+        return training_batches(order, self.batch_size, self.rank, self.world_size)[self._part]
 
 
 @dataclass
@@ -108,7 +124,7 @@ class ResumableLoader:
     it is the same on any number of ranks.
     """
 
-    plan: EpochPlan
+    plan: Any
     _given: int = field(default=0, init=False)
     _skip: int = field(default=0, init=False)
 
@@ -116,15 +132,25 @@ class ResumableLoader:
     batch_sampler: ClassVar[None] = None
 
     @property
-    def sampler(self) -> EpochPlan:
+    def sampler(self) -> Any:
         """The plan: Lightning calls its `set_epoch` at the start of each epoch, so a kept loader moves on."""
         return self.plan
 
     def __len__(self) -> int:
         return len(self.plan)
 
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        self._given, self._skip = self._skip, 0
+        for batch in self._made(self.plan.batches()[self._given :]):
+            self._given += 1
+            yield batch
+
+    @abstractmethod
+    def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the batches of the samples at these positions; `_given` is the number of each in its epoch."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Return where in the epoch the loader is: the number of batches that it has given."""
+        """Return the epoch and the number of its batches that the loader has given."""
         return {"epoch": self.plan.epoch, "batches": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,68 +160,267 @@ class ResumableLoader:
             ValueError: the state is of another epoch.
         """
         if state["epoch"] != self.plan.epoch:
-            raise ValueError(f"a loader of epoch {self.plan.epoch} cannot go on in epoch {state['epoch']}.")
+            raise ValueError(f"a loader of epoch {self.plan.epoch} cannot resume in epoch {state['epoch']}.")
         self._skip = self._given = state["batches"]
 
-    def _left(self) -> list[np.ndarray]:
-        """The batches of the pass that begins."""
-        self._given, self._skip = self._skip, 0
-        return self.plan.batches()[self._given :]
-
 
 @dataclass
-class _ImageLoader(ResumableLoader):
-    normalisation: Normalisation
-    channels_last: bool
-
-
-@dataclass
-class MemoryLoader(_ImageLoader):
-    """Batches gathered from one uint8 tensor, augmented and normalised where it lies.
+class MemoryLoader(ResumableLoader):
+    """Batches gathered from one uint8 tensor, augmented and normalised on its device.
 
     Yields (x float32 [B, C, H, W], y int64 [B]).
     """
 
     images: ImageArray
+    augmentation: Augmentation
+    normalisation: Normalisation
+    channels_last: bool
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        plan, device = self.plan, self.images.labels_N.device
-        batches = self._left()
+    def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, Tensor]]:
         if not batches:
             return
+        plan, device = self.plan, self.images.labels_N.device
         # One transfer an epoch instead of one a batch.
         positions = np.concatenate(batches)
-        draw = plan.draw(positions)
-        draw = draw.to(device) if draw is not None else None
+        draw_3N = (
+            self.augmentation.draw(positions, plan.seed, plan.epoch).to(device) if plan.training else None
+        )
         index = torch.from_numpy(positions).to(device)
         start = 0
         for batch in batches:
             part = slice(start, start + len(batch))
             start = part.stop
             images_BHWC = self.images.images_NHWC.index_select(0, index[part])
-            if plan.augmentation is not None:
-                images_BHWC = plan.augmentation.apply(images_BHWC, draw[:, part])
+            if draw_3N is not None:
+                images_BHWC = self.augmentation.apply(images_BHWC, draw_3N[:, part])
             x_BCHW = self.normalisation.apply(images_BHWC, self.channels_last)
-            self._given += 1
             yield x_BCHW, self.images.labels_N.index_select(0, index[part])
 
 
 @dataclass
-class StreamLoader(_ImageLoader):
-    """The same batches for images that do not fit into memory: read and decoded by worker processes.
+class StreamLoader(ResumableLoader):
+    """Batches that worker processes read.
 
-    Yields (x float32 [B, C, H, W], y int64 [B]) on `device`.
+    Attributes:
+        workers: read each batch.
+        finish: makes (inputs..., target) on the device of that, by the number of the batch in its epoch.
     """
 
-    readers: Readers
-    device: torch.device
+    workers: "WorkerPool"
+    finish: Callable[[Any, int], tuple[Tensor, ...]]
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = self._left()
-        augmented = self.plan.augmentation is not None
-        for images_BHWC, y_B in self.readers.read(batches, self.plan.epoch if augmented else None):
-            # Bytes travel, a quarter of what numbers would take, and are normalised where they arrive.
-            images_BHWC = images_BHWC.to(self.device, non_blocking=True)
-            x_BCHW = self.normalisation.apply(images_BHWC, self.channels_last)
-            self._given += 1
-            yield x_BCHW, y_B.to(self.device, non_blocking=True)
+    def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
+        for batch in self.workers.read(batches, self.plan.epoch if self.plan.training else None):
+            yield self.finish(batch, self._given)
+
+
+# Worker processes -----------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers_of_rank(num_ranks: int) -> int:
+    """Return the number of worker processes for each rank on this machine: its share of the cores, at most 16."""
+    return min(_MOST_WORKERS, max(1, cores() // num_ranks))
+
+
+class BatchSource(ABC):
+    """Reads whole batches of a set."""
+
+    @abstractmethod
+    def read_batch(
+        self, positions: np.ndarray, epoch: int | None, contents: list[bytes] | None = None
+    ) -> Any:
+        """Return the batch of the samples at these positions.
+
+        Args:
+            positions: int64 [B].
+            epoch: counted from 0; None: evaluation.
+            contents: of the samples, if `contents` has read them.
+        """
+
+    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes] | None]:
+        """Yield what this process reads for the workers of each batch, or None."""
+        return (None for _ in batches)
+
+
+@dataclass
+class ImageBatches(BatchSource):
+    """Batches of images (uint8 [B, H, W, C], labels int64 [B]); augmentation is vectorised in the workers too.
+
+    Attributes:
+        images: the set.
+        seed: augmentation is a function of seed and epoch.
+        augmentation: shifts and mirroring, in training.
+        crop: random crops before them, in training.
+    """
+
+    images: Images
+    seed: int
+    augmentation: Augmentation
+    crop: RandomCrop | None
+
+    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes] | None]:
+        """Yield the encoded images of each batch where they are read in blocks, once for all workers."""
+        if isinstance(self.images, EncodedImages) and self.images.blocks_N is not None:
+            # A thread reads the next batch meanwhile.
+            found = self.images.contents(batches)
+            with ThreadPoolExecutor(max_workers=1) as thread:
+                following = thread.submit(next, found, None)
+                while (item := following.result()) is not None:
+                    following = thread.submit(next, found, None)
+                    yield item
+        else:
+            yield from super().contents(batches)
+
+    def read_batch(
+        self, positions: np.ndarray, epoch: int | None, contents: list[bytes] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the images at these positions, cropped and augmented in training, and their labels."""
+        views = None
+        if self.crop is not None and epoch is not None:
+            frame = self.images.frame
+            views = self.crop.views(positions, self.seed, epoch, (frame.height, frame.width))
+        images_BHWC = self.images.read(positions, views, contents)
+        if epoch is not None:
+            draw_3B = self.augmentation.draw(positions, self.seed, epoch)
+            images_BHWC = self.augmentation.apply(images_BHWC, draw_3B)
+        return images_BHWC, torch.from_numpy(self.images.labels[positions])
+
+
+class WorkerPool:
+    """Reads batches of one set in worker processes, which are kept from epoch to epoch.
+
+    A batch is a function of (positions, epoch) alone, whatever the number of workers. The workers end with `close()`,
+    with this object, and with this process, whatever ends it.
+
+    Args:
+        source: reads whole batches.
+        num_workers: processes, of which there are no more than cores that this one may use; 0 reads in this one.
+        pinned: copy batches to page-locked memory, from which a GPU fetches them faster.
+    """
+
+    def __init__(self, source: BatchSource, num_workers: int = 0, pinned: bool = False) -> None:
+        # torch warns of more processes than cores.
+        self._source, self._requests, num_workers = source, _Requests(), min(num_workers, cores())
+        self._loader = DataLoader(
+            _Batches(source),
+            sampler=self._requests,
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            pin_memory=pinned,
+            # Without its own generator, making the iterator would draw from the global one.
+            generator=torch.Generator(),
+            worker_init_fn=_ignore_signals,
+        )
+        self._readings = 0
+        self._end: Callable[[], object] | None = None
+
+    def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Any]:
+        """Yield the batches, on the CPU; a new reading ends the one before it.
+
+        Args:
+            batches: positions of the samples of each batch.
+            epoch: counted from 0; None: evaluation.
+
+        Raises:
+            UserError: a sample cannot be read.
+            RuntimeError: another reading began meanwhile, or a worker process died (`DIED`).
+        """
+        self._readings += 1
+        reading = self._readings
+        self._requests.items = (
+            (positions, epoch, contents)
+            for positions, contents in zip(batches, self._source.contents(batches), strict=True)
+        )
+        iterator = iter(self._loader)
+        if self._end is None and self._loader.num_workers:
+            # Not weakref.finalize: at the interpreter's exit multiprocessing waits for the workers before that runs.
+            self._end = Finalize(self, _end_workers, (iterator,), exitpriority=0)
+        try:
+            while reading == self._readings:
+                batch = next(iterator, None)
+                if batch is None:
+                    return
+                if isinstance(batch, UserError):
+                    raise batch
+                yield batch
+        except (EOFError, ConnectionError) as error:
+            # Its half of a pipe is gone: as torch says it where it notices by itself.
+            raise RuntimeError(f"{DIED} ?) is gone.") from error
+        finally:
+            # A traceback with this frame would keep the worker processes alive.
+            del iterator
+        raise RuntimeError("these batches are read no further: another reading has begun")
+
+    def close(self) -> None:
+        """End the worker processes, whatever they are doing; nothing can be read any more."""
+        self._readings += 1
+        if self._end is not None:
+            self._end()
+        del self._loader
+
+
+class _Requests:
+    """The sampler: each request that it yields is sent to a worker, a few ahead of the batches."""
+
+    items: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
+
+
+@dataclass
+class _Batches(Dataset):
+    """A data set whose items are whole batches."""
+
+    source: BatchSource
+
+    def __getitem__(self, request: tuple[np.ndarray, int | None, list[bytes] | None]) -> Any:
+        try:
+            return self.source.read_batch(*request)
+        except UserError as error:
+            # Raised here, it would reach the user inside the traceback of a worker process.
+            return error
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    # Ctrl-C and SLURM signal every process of a run; the one that trains still needs batches to end its step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the worker processes of a loader's iterator and wait until they are gone.
+
+    The iterator may still be referenced, such as by a traceback. torch alone would wait for each worker for five
+    seconds and then send it SIGTERM, which workers ignore.
+
+    Args:
+        iterator: `torch.utils.data.dataloader._MultiProcessingDataLoaderIter`.
+    """
+    workers = list(iterator._workers)
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    # Else torch's handler of SIGCHLD would raise an error for each worker that is killed.
+    signal_handling._remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+    late = threading.Timer(_GRACE_SEC, kill)
+    late.start()
+    iterator._shutdown_workers()
+    late.cancel()
+    kill()
+    for worker in workers:
+        worker.join()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.lab.data.arrival import Incremental
+from growlab.lab.data.loaders import EpochPlan, WorkerPool, sizes_in_part
 from growlab.parts import Part
 
 Batch = tuple[Tensor, ...]
@@ -43,6 +44,8 @@ class RunData(LightningDataModule, ABC):
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.batch_size_at_epoch: Callable[[int], int] | None = None
+        # Of each part of the data, as far as worker processes read it.
+        self._workers: dict[str, WorkerPool] = {}
 
     # Batches -------------------------------------------------------------------------------------------
 
@@ -58,9 +61,13 @@ class RunData(LightningDataModule, ABC):
             UserError: the number of processes does not divide the batch size.
         """
 
-    @abstractmethod
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of samples in each training batch of an epoch with global batches of this size."""
+        """Return the number of samples in each training batch of an epoch with global batches of this size.
+
+        Raises:
+            UserError: a pass over the samples has fewer batches than `epoch_parts`.
+        """
+        return sizes_in_part(self.num_train_at(epoch, batch_size), batch_size, epoch, self.epoch_parts)
 
     @abstractmethod
     def probe_batch(self, n: int) -> Any:
@@ -69,6 +76,18 @@ class RunData(LightningDataModule, ABC):
     def train_dataloader(self) -> Any:
         """Return the batches of the trainer's current epoch (0 without a trainer)."""
         return self.training_loader(self._now, self._now)
+
+    def val_dataloader(self) -> Any:
+        """Return the validation samples in order; an empty list without validation."""
+        return self.evaluation(self.watched) if self.num_val else []
+
+    def test_dataloader(self) -> Any:
+        """Return the test samples in order."""
+        return self.evaluation("test")
+
+    @abstractmethod
+    def evaluation(self, part: str) -> Iterable[Batch]:
+        """Return this rank's batches of "val" or "test", in order."""
 
     def training_batches(self, count: int, epoch: int | None = None, augmented: bool = False) -> list[Any]:
         """Return the first batches of an epoch, this rank's part of each.
@@ -134,6 +153,12 @@ class RunData(LightningDataModule, ABC):
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer's files, if there is a tokenizer, into a folder for `from_pretrained`."""
 
+    def teardown(self, stage: str | None = None) -> None:
+        """End the processes that read."""
+        for workers in self._workers.values():
+            workers.close()
+        self._workers.clear()
+
     # The trainer -----------------------------------------------------------------------------------------
 
     @property
@@ -144,15 +169,21 @@ class RunData(LightningDataModule, ABC):
         """Rank of this process and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
-    def _place_for(self, batch_size: int) -> tuple[int, int]:
-        """`_place()`, for batches that the number of processes divides."""
-        rank, world_size = self._place()
-        if batch_size % world_size:
+    def _training_plan(self, num_samples: int, epoch: int, draw: int, **more: Any) -> EpochPlan:
+        """The training batches in the sizes of an epoch, and in the order of another."""
+        size, (rank, world_size) = self.global_batch_size(epoch), self._place()
+        if size % world_size:
             raise UserError(
-                f"a batch of {batch_size} does not divide among {world_size} processes; choose a data.batch_size that "
+                f"a batch of {size} does not divide among {world_size} processes; choose a data.batch_size that "
                 f"{world_size} divides, or another number of devices."
             )
-        return rank, world_size
+        return EpochPlan(
+            num_samples, size, self.seed, draw, True, rank, world_size, parts=self.epoch_parts, **more
+        )
+
+    def _evaluation_plan(self, num_samples: int, batch_size: int) -> EpochPlan:
+        """All samples in order."""
+        return EpochPlan(num_samples, batch_size, self.seed, 0, False, *self._place())
 
     @property
     def _device(self) -> torch.device:

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.lab.data.arguments import check_numbers
-from growlab.lab.data.augment import Augmentation
-from growlab.lab.data.loaders import EpochPlan, ResumableLoader, sizes_in_part
+from growlab.base.settings import not_none, whole
+from growlab.lab.data.loaders import EpochPlan, ResumableLoader
 from growlab.lab.data.order import OFFSET, draws
 from growlab.lab.data.run_data import RunData
 
 #: Stands in targets where there is no token to predict.
 NO_TOKEN = -100
-# Training windows are drawn in another order each epoch, as images are that are not changed otherwise.
-_TRAINING = Augmentation()
 _PROBE_TOKENS = 512
 
 
@@ -42,17 +39,29 @@ class WindowLoader(ResumableLoader):
     context: int
     device: torch.device
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, Tensor]]:
         offset = 0
-        if self.plan.augmentation is not None:
+        if self.plan.training:
             # Windows begin elsewhere in each pass, or the same few tokens would always lack their context.
             number = self.plan.epoch // self.plan.parts
             offset = int(draws(np.zeros(1), OFFSET, self.plan.seed, number)[0] % np.uint64(self.context))
-        for batch in self._left():
+        for batch in batches:
             windows_BT = windows_at(self.tokens_N, batch * self.context + offset, self.context + 1)
-            self._given += 1
             found = torch.from_numpy(windows_BT).to(self.device)
             yield found[:, :-1].clamp(min=0), found[:, 1:]
+
+
+def check_fractions(validation: float, test: float) -> None:
+    """Refuse parts to hold out that are empty or leave nothing to train on.
+
+    Raises:
+        UserError: naming both.
+    """
+    if not (validation > 0 and test > 0 and validation + test < 1):
+        raise UserError(
+            f"data.validation_fraction={validation} and data.test_fraction={test} must be above 0 and leave something "
+            "to train on."
+        )
 
 
 def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.ndarray:
@@ -77,7 +86,7 @@ class WindowData(RunData):
         whole_windows: leave out the windows of validation and test that the sequence ends in.
 
     Raises:
-        UserError: an argument cannot be used.
+        ValueError: an argument cannot be used.
     """
 
     whole_windows = True
@@ -88,8 +97,13 @@ class WindowData(RunData):
         self, context: int, batch_size: int, eval_batch_size: int, epoch_parts: int = 1, seed: int = 0
     ) -> None:
         super().__init__(batch_size, seed)
-        check_numbers(1, context=context, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        check_numbers(1, epoch_parts=epoch_parts)
+        whole(
+            1,
+            context=context,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            epoch_parts=epoch_parts,
+        )
         self.context, self.eval_batch_size, self.epoch_parts = context, eval_batch_size, epoch_parts
         self._tokens: dict[str, np.ndarray] = {}
         self._digest: str | None = None
@@ -116,15 +130,12 @@ class WindowData(RunData):
         # Training windows may begin up to a window later.
         self._windows = {"train": (len(tokens["train"]) - self.context) // self.context}
         for part in ("val", "test"):
-            predicted = len(tokens[part]) - 1
-            self._windows[part] = (
-                predicted // self.context if self.whole_windows else -(-predicted // self.context)
-            )
+            whole_windows, rest = divmod(len(tokens[part]) - 1, self.context)
+            self._windows[part] = whole_windows + bool(rest and not self.whole_windows)
         if min(self._windows.values()) < 1:
-            total = sum(map(len, tokens.values()))
             raise UserError(
-                f"a text of {total} {self.unit} has no whole window of data.context={self.context} in each of its "
-                "parts; take a longer text or a smaller context."
+                f"a text of {sum(map(len, tokens.values()))} {self.unit} has no whole window of data.context="
+                f"{self.context} in each of its parts; take a longer text or a smaller context."
             )
         self._tokens = tokens
         self.num_train, self.num_val, self.num_test = (
@@ -163,37 +174,18 @@ class WindowData(RunData):
         """`vocabulary_size` and `context`."""
         return {"vocabulary_size": self.vocabulary_size, "context": self.context}
 
-    def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of windows in each training batch of an epoch that has batches of this size.
-
-        Raises:
-            UserError: a pass over the windows has fewer batches than `epoch_parts`.
-        """
-        return sizes_in_part(self.num_train, batch_size, epoch, self.epoch_parts, "text")
-
     def training_loader(self, epoch: int, draw: int) -> WindowLoader:
         """Return the training windows in batches of an epoch's size, in the order of another."""
-        size = self.global_batch_size(epoch)
-        place = self._place_for(size)
-        plan = EpochPlan(self.num_train, size, self.seed, draw, _TRAINING, *place, parts=self.epoch_parts)
-        return self._loader("train", plan)
-
-    def val_dataloader(self) -> WindowLoader:
-        """Return the windows of the validation part in order."""
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> WindowLoader:
-        """Return the windows of the test part in order."""
-        return self._evaluation("test")
+        return self._loader("train", self._training_plan(self.num_train, epoch, draw))
 
     def probe_batch(self, n: int) -> Tensor:
         """Return n training windows, int64 [n, T] on the CPU: always the same ones, repeated if there are fewer."""
         starts = np.arange(n) % self.num_train * self.context
         return torch.from_numpy(windows_at(self._tokens["train"], starts, self.context))
 
-    def _evaluation(self, part: str) -> WindowLoader:
-        plan = EpochPlan(self._windows[part], self.eval_batch_size, self.seed, 0, None, *self._place())
-        return self._loader(part, plan)
+    def evaluation(self, part: str) -> WindowLoader:
+        """Return the batches of "val" or "test", in order."""
+        return self._loader(part, self._evaluation_plan(self._windows[part], self.eval_batch_size))
 
     def _loader(self, part: str, plan: EpochPlan) -> WindowLoader:
         return WindowLoader(plan, self._tokens[part], self.context, self._device)
@@ -235,12 +227,8 @@ class TextData(WindowData):
         seed: int = 0,
     ) -> None:
         super().__init__(context, batch_size, eval_batch_size, seed=seed)
-        check_numbers(1, limit_characters=limit_characters)
-        if not (validation_fraction > 0 and test_fraction > 0 and validation_fraction + test_fraction < 1):
-            raise UserError(
-                f"data.validation_fraction={validation_fraction} and data.test_fraction={test_fraction} must be above "
-                "0 and leave something to train on."
-            )
+        whole(1, **not_none(limit_characters=limit_characters))
+        check_fractions(validation_fraction, test_fraction)
         self.path, self.limit_characters = path, limit_characters
         self._fractions = {"val": validation_fraction, "test": test_fraction}
         #: The characters of the text; a token is a place among them. Known after `setup()`.

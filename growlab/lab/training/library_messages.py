@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from growlab.base.errors import UserError
 from growlab.growth import ParityError
-from growlab.lab.data.readers import DIED
+from growlab.lab.data.loaders import DIED
 from growlab.widths import UnsupportedOperation
 
 # How torch begins what it says of one sample in a batch.

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.lab.data.arguments import check_numbers
+from growlab.base.settings import not_none, whole
+from growlab.lab.data.image_files import default_root
 from growlab.lab.data.loaders import ResumableLoader
 from growlab.lab.data.order import BLOCKS, ORDER, permutation
 from growlab.lab.data.run_data import RunData
-from growlab.lab.data.sources import default_root
 from growlab.recipes.translation.sentence_pairs import Preparation, Side, open_pairs
 
 
@@ -139,9 +139,8 @@ class PairLoader(ResumableLoader):
     padding: int
     end: int
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for batch in self._left():
-            self._given += 1
+    def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for batch in batches:
             yield collated(self.sides, batch, self.padding, self.end)
 
 
@@ -221,10 +220,9 @@ class TranslationData(RunData):
         super().__init__(batch_tokens or batch_sentences or 0, seed)
         if (batch_tokens is None) == (batch_sentences is None):
             raise UserError("give one of data.batch_tokens and data.batch_sentences, and null for the other.")
-        check_numbers(
-            1, batch_tokens=batch_tokens, batch_sentences=batch_sentences, eval_batch_tokens=eval_batch_tokens
-        )
-        check_numbers(1, max_length=max_length, limit_train=limit_train, limit_test=limit_test)
+        budgets = {"batch_tokens": batch_tokens, "batch_sentences": batch_sentences}
+        whole(1, eval_batch_tokens=eval_batch_tokens, max_length=max_length, **not_none(**budgets))
+        whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
         if validation not in (True, False, "split", "none"):
             raise UserError(f"data.validation={validation} is unknown; choose split or none.")
         self.name, self.root = name, root
@@ -289,14 +287,6 @@ class TranslationData(RunData):
     def training_loader(self, epoch: int, draw: int) -> PairLoader:
         """Return the training pairs in batches of an epoch's budget, in the order of another."""
         return self._loader("train", self._plan(draw, self.global_batch_size(epoch), *self._place()))
-
-    def val_dataloader(self) -> PairLoader | list:
-        """Return the validation pairs; an empty list without validation."""
-        return self.evaluation("val") if self.num_val else []
-
-    def test_dataloader(self) -> PairLoader:
-        """Return the test pairs."""
-        return self.evaluation("test")
 
     def evaluation(self, split: str) -> PairLoader:
         """This rank's share of a split in order of length: "val" or "test"."""

@@ -1,4 +1,4 @@
-from types import SimpleNamespace
+"""Image data in memory: batches are functions of (seed, epoch, rank), in Lightning's trainer too."""
 
 import lightning
 import numpy as np
@@ -11,8 +11,8 @@ from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
-from growlab.lab.data.augment import Augmentation
 from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
+from tests.data.conftest import equal, placed, train_batches
 
 # Lightning 2.6 asks torch 2.15's pytree in a deprecated way whenever it collects loaders.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)`:FutureWarning")
@@ -24,65 +24,91 @@ def _digits(**kwargs) -> ImageData:
     return data
 
 
-def _placed(data: ImageData, epoch: int = 0, rank: int = 0, world_size: int = 1) -> ImageData:
-    """The data as a trainer would see it in this epoch and process."""
-    data.trainer = SimpleNamespace(
-        current_epoch=epoch,
-        global_rank=rank,
-        world_size=world_size,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )
-    return data
-
-
-def _batches(data: ImageData, **place) -> list:
-    return list(_placed(data, **place).train_dataloader())
-
-
-def _equal(ours, others) -> bool:
-    return len(ours) == len(others) and all(
-        torch.equal(x, other_x) and torch.equal(y, other_y)
-        for (x, y), (other_x, other_y) in zip(ours, others, strict=True)
-    )
-
-
-def test_attributes_after_setup():
-    data = _digits(validation="split", validation_fraction=0.25)
+def test_sizes_and_the_form_of_batches(monkeypatch):
+    data = _digits(validation="split", validation_fraction=0.25, limit_test=20)
     assert (data.num_classes, data.image_shape) == (10, (1, 8, 8))
-    assert (data.num_train, data.num_val, data.num_test) == (1438 - 360, 360, 359)
-    assert len(data.train_dataloader()) == 11
-
-
-def test_batches_have_the_promised_form():
-    data = _digits()
+    assert (data.num_train, data.num_val, data.num_test) == (1438 - 360, 360, 20)
     sizes = []
     for x, y in data.train_dataloader():
         assert x.dtype == torch.float32 and y.dtype == torch.int64
         assert x.shape == (len(y), 1, 8, 8) and x.is_contiguous(memory_format=torch.channels_last)
         sizes.append(len(y))
-    assert sizes == [100] * 14 + [38]
+    assert (
+        sizes == [100] * 10 + [78] == data.samples_in_batches(0, 100) and len(data.train_dataloader()) == 11
+    )
+    # Limits are balanced over classes.
+    assert torch.cat([y for _, y in data.test_dataloader()]).bincount().tolist() == [2] * 10
+    few = _digits(limit_train=50)
+    assert torch.cat([y for _, y in few.train_dataloader()]).bincount().tolist() == [5] * 10
+    assert _digits(limit_train=10**9).num_train == 1438
+    monkeypatch.setattr("growlab.lab.data.image_data.open_images", lambda *args: pytest.fail("read twice"))
+    data.prepare_data()
+    data.setup("test")
 
 
-def test_training_images_are_normalised_by_their_own_statistics():
-    data = _digits(shift=0, mirror=False)
-    x = torch.cat([x for x, _ in data.train_dataloader()]).double()
+@pytest.mark.parametrize("validation", ["none", "split"])
+def test_training_images_are_normalised_by_their_own_statistics(validation):
+    plain = {"shift": 0, "mirror": False, "validation": validation}
+    x = torch.cat([x for x, _ in _digits(**plain).train_dataloader()]).double()
     assert abs(x.mean()) < 1e-6 and abs(x.std(correction=0) - 1) < 1e-6
-    fixed = _digits(mean=[0.0], std=[1.0], shift=0, mirror=False)
+    fixed = _digits(mean=[0.0], std=[1.0], **plain)
     x = torch.cat([x for x, _ in fixed.train_dataloader()])
     assert (x.min(), x.max()) == (0, 1) and fixed.mean == [0.0]
+    data = _digits(standardise="feature", batch_size=2000, limit_train=400, **plain)
+    x = torch.cat([x for x, _ in data.train_dataloader()]).flatten(1).double()
+    constant = x.std(0) == 0
+    assert 0 < constant.sum() < 20 and torch.equal(x[:, constant], torch.zeros_like(x[:, constant]))
+    assert torch.allclose(x.mean(0), torch.zeros(64).double(), atol=1e-5)
+    assert torch.allclose(x[:, ~constant].std(0, correction=0), torch.ones(1).double(), atol=1e-5)
 
 
-def test_statistics_leave_the_validation_images_out():
-    data = _digits(validation="split", shift=0, mirror=False)
-    x = torch.cat([x for x, _ in data.train_dataloader()]).double()
-    assert abs(x.mean()) < 1e-6 and abs(x.std(correction=0) - 1) < 1e-6
+def test_augmentation_differs_between_epochs_and_spares_evaluation():
+    # One image alone, so that order plays no part.
+    data = _digits(limit_train=1, limit_test=1, shift=3, validation="test")
+    views = {tuple(train_batches(data, epoch)[0][0].flatten().tolist()) for epoch in range(20)}
+    assert len(views) > 10
+    assert equal(list(data.test_dataloader()), list(placed(data, 7).val_dataloader()))
+    assert data.watched == "test" and data.num_val == 1
+    assert _digits().val_dataloader() == [] and _digits(validation="split").watched == "val"
+
+
+@pytest.mark.parametrize(("in_memory", "count"), [(None, 1), (False, 0)])
+def test_workers_without_anything_to_read_are_warned_of(in_memory, count, caplog):
+    _digits(num_workers=2, in_memory=in_memory)
+    assert caplog.text.count("data.num_workers=2 has no effect") == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"shift": -1}, "shift must be at least 0"),
+        ({"num_workers": -1}, "num_workers must be at least 0"),
+        ({"validation": "tset"}, "validation must be none, split or test"),
+        ({"on_error": "ignore"}, "on_error must be raise or skip"),
+        ({"standardise": "pixel"}, "standardise must be channel or feature"),
+        ({"validation_fraction": 1.0}, "validation_fraction must be above 0 and below 1"),
+        ({"validation": "split", "limit_train": 2}, "nothing to train or to validate on"),
+        ({"mean": [0.1, 0.2, 0.3]}, "data.mean has 3 numbers, but the images have 1 channels"),
+        ({"std": [0.0]}, "must be above 0: images are divided by it"),
+        ({"interpolation": "cubic"}, "interpolation must be nearest, bilinear"),
+        ({"resize_size": 15, "image_size": 16}, "data.resize_size=15 must be at least data.image_size"),
+        ({"crop_scale": [0.5, 0.1]}, "data.crop_scale="),
+        ({"crop_scale": [0.5, 1.5]}, "at most 1"),
+        ({"crop_ratio": [0.0, 1.0]}, "above 0"),
+        ({"crop_scale": [0.5, 1.0], "in_memory": True}, "leave out data.in_memory=true"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments, sentence):
+    with pytest.raises((UserError, ValueError), match=sentence):
+        _digits(**arguments)
 
 
 def test_an_epoch_shows_every_image_once_in_another_order():
     data = _digits(shift=0, mirror=False)
 
     def rows(epoch):
-        return torch.cat([x.flatten(1) for x, _ in _batches(data, epoch=epoch)])
+        return torch.cat([x.flatten(1) for x, _ in train_batches(data, epoch=epoch)])
 
     first, second = rows(0), rows(1)
     assert not torch.equal(first, second)
@@ -91,38 +117,29 @@ def test_an_epoch_shows_every_image_once_in_another_order():
 
 def test_batches_are_a_function_of_seed_and_epoch_alone():
     data = _digits()
-    fourth = _batches(data, epoch=4)
+    fourth = train_batches(data, epoch=4)
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    resumed = _batches(_digits(), epoch=4)
+    resumed = train_batches(_digits(), epoch=4)
     assert torch.equal(torch.get_rng_state(), before)
-    assert _equal(fourth, resumed)
-    assert not _equal(fourth, _batches(data, epoch=5))
-    assert not _equal(fourth, _batches(_digits(seed=1), epoch=4))
+    assert equal(fourth, resumed)
+    assert not equal(fourth, train_batches(data, epoch=5))
+    assert not equal(fourth, train_batches(_digits(seed=1), epoch=4))
 
 
 def test_lightnings_set_epoch_moves_a_loader_that_is_kept():
     data = _digits()
     loader = data.train_dataloader()
     loader.sampler.set_epoch(3)
-    assert _equal(list(loader), _batches(data, epoch=3))
-
-
-def test_augmentation_differs_between_epochs_and_spares_evaluation():
-    # One image alone, so that order plays no part.
-    data = _digits(limit_train=1, limit_test=1, shift=3, validation="test")
-    views = {tuple(_batches(data, epoch=epoch)[0][0].flatten().tolist()) for epoch in range(20)}
-    assert len(views) > 10
-    (x, _), (again, _) = next(iter(data.test_dataloader())), next(iter(_placed(data, 7).val_dataloader()))
-    assert torch.equal(x, again)
+    assert equal(list(loader), train_batches(data, epoch=3))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_slices_union_to_the_global_batch(world_size, in_memory):
     data = _digits(in_memory=in_memory)
-    whole = _batches(data)
-    ranks = [_batches(data, rank=rank, world_size=world_size) for rank in range(world_size)]
+    whole = train_batches(data)
+    ranks = [train_batches(data, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert all(len(rank) == len(whole) for rank in ranks)
     for step, (x, y) in enumerate(whole):
         assert torch.equal(torch.cat([rank[step][0] for rank in ranks])[: len(x)], x)
@@ -133,19 +150,10 @@ def test_evaluation_over_ranks_counts_every_image_once():
     data = _digits(eval_batch_size=90)
     labels = []
     for rank in range(4):
-        labels += [y for _, y in _placed(data, rank=rank, world_size=4).test_dataloader()]
+        labels += [y for _, y in placed(data, rank=rank, world_size=4).test_dataloader()]
     assert sum(map(len, labels)) == data.num_test
-    whole = torch.cat([y for _, y in _placed(data).test_dataloader()])
+    whole = torch.cat([y for _, y in placed(data).test_dataloader()])
     assert torch.equal(torch.cat(labels).sort().values, whole.sort().values)
-
-
-@pytest.mark.parametrize(("in_memory", "said"), [(None, 1), (False, 0)])
-def test_readers_of_images_that_are_held_in_memory_are_told_to_be_of_no_use(in_memory, said, caplog):
-    _digits(num_workers=2, in_memory=in_memory)
-    assert caplog.text.count("data.num_workers=2 has no effect") == said
-    caplog.clear()
-    _digits(num_workers=0)
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -167,35 +175,19 @@ def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers)
     assert isinstance(streamed.train_dataloader(), StreamLoader)
     assert held.mean == streamed.mean and held.std == streamed.std
     before = torch.get_rng_state()
-    assert _equal(_batches(held, epoch=2), _batches(streamed, epoch=2))
-    assert _equal(list(held.test_dataloader()), list(streamed.test_dataloader()))
+    assert equal(train_batches(held, epoch=2), train_batches(streamed, epoch=2))
+    assert equal(list(held.test_dataloader()), list(streamed.test_dataloader()))
     assert torch.equal(torch.get_rng_state(), before)
     x = next(iter(streamed.train_dataloader()))[0]
     assert x.is_contiguous(memory_format=torch.channels_last)
     streamed.teardown()
 
 
-def test_what_does_not_fit_is_streamed(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr("growlab.lab.data.cache._IN_MEMORY_BYTES", 40 * 10 * 12 * 3 - 1)
-    data = ImageData("insects", root=str(pictures.as_folders(tmp_path)), batch_size=8)
-    data.setup()
-    assert isinstance(data.train_dataloader(), StreamLoader)
-    assert isinstance(data.test_dataloader(), MemoryLoader)
-
-
-def test_an_array_is_streamed_where_memory_is_refused():
-    options = {"in_memory": False, "validation": "split"}
-    streamed, held = _digits(**options), _digits(**options | {"in_memory": None})
-    assert isinstance(streamed.train_dataloader(), StreamLoader)
-    assert _equal(list(streamed.train_dataloader()), list(held.train_dataloader()))
-    assert _equal(list(streamed.val_dataloader()), list(held.val_dataloader()))
-
-
 def test_probe_batch_is_fixed_balanced_and_not_augmented():
     data = _digits(shift=3)
     probe = data.probe_batch(20)
     assert probe.shape == (20, 1, 8, 8) and probe.dtype == torch.float32
-    assert torch.equal(probe, _placed(data, epoch=5).probe_batch(20))
+    assert torch.equal(probe, placed(data, epoch=5).probe_batch(20))
     plain = _digits(shift=0, mirror=False)
     of_image = {
         tuple(x.flatten().tolist()): int(y)
@@ -206,58 +198,15 @@ def test_probe_batch_is_fixed_balanced_and_not_augmented():
     assert _digits(limit_train=3).probe_batch(7).shape == (7, 1, 8, 8)
 
 
-def test_limits_are_balanced_over_classes():
-    data = _digits(limit_train=50, limit_test=20)
-    assert (data.num_train, data.num_test) == (50, 20)
-    assert torch.cat([y for _, y in data.train_dataloader()]).bincount().tolist() == [5] * 10
-    assert torch.cat([y for _, y in data.test_dataloader()]).bincount().tolist() == [2] * 10
-    assert _digits(limit_train=10**9).num_train == 1438
-
-
-def test_validation_choices():
-    assert _digits(validation="none").val_dataloader() == []
-    assert (_digits(validation="split").watched, _digits().watched) == ("val", "val")
-    watched = _digits(validation="test")
-    assert watched.watched == "test"
-    assert watched.num_val == watched.num_test
-    assert _equal(list(watched.val_dataloader()), list(watched.test_dataloader()))
-
-
 def test_validation_split_ignores_the_seed_of_the_run():
     a, b, c = (_digits(validation="split", **seeds) for seeds in ({}, {"seed": 5}, {"split_seed": 5}))
     labels = [torch.cat([x.flatten(1) for x, _ in data.val_dataloader()]) for data in (a, b, c)]
     assert torch.equal(labels[0], labels[1]) and not torch.equal(labels[0], labels[2])
 
 
-def test_setup_reads_once(monkeypatch):
-    data = _digits()
-    monkeypatch.setattr("growlab.lab.data.module.open_images", lambda *args: pytest.fail("read twice"))
-    data.prepare_data()
-    data.setup("fit")
-    data.setup("test")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"batch_size": 0}, "data.batch_size=0 must be at least 1"),
-        ({"eval_batch_size": 0}, "data.eval_batch_size"),
-        ({"shift": -1}, "data.shift=-1 must be at least 0"),
-        ({"limit_train": 0}, "data.limit_train=0"),
-        ({"validation": "tset"}, "none, split, test"),
-        ({"validation_fraction": 1.0}, "between 0 and 1"),
-        ({"validation": "split", "limit_train": 2}, "nothing to train or to validate on"),
-        ({"mean": [0.1, 0.2, 0.3]}, "data.mean has 3 numbers, but the images have 1 channels"),
-    ],
-)
-def test_arguments_that_cannot_be_used(arguments, words):
-    with pytest.raises(UserError, match=words):
-        _digits(**arguments)
-
-
 def test_ranks_must_divide_the_batch():
     with pytest.raises(UserError, match="batch of 100 does not divide among 3 processes"):
-        _placed(_digits(), world_size=3).train_dataloader()
+        placed(_digits(), world_size=3).train_dataloader()
 
 
 class _Recorder(lightning.LightningModule):
@@ -311,16 +260,8 @@ def test_in_lightnings_trainer_the_batch_size_follows_the_epoch(validation):
         assert len(batches[0]) == sizes[epoch] and sum(map(len, batches)) == data.num_train
         assert len(batches) == len(data.samples_in_batches(epoch, data.global_batch_size(epoch)))
         again = _digits(validation=validation, batch_size=sizes[epoch])
-        expected = [x for x, _ in _batches(again, epoch=epoch)]
+        expected = [x for x, _ in train_batches(again, epoch=epoch)]
         assert all(torch.equal(x, other) for x, other in zip(batches, expected, strict=True))
-
-
-def test_in_lightnings_trainer_streaming_shows_the_same_images():
-    held, streamed = _fit(_digits()), _fit(_digits(in_memory=False))
-    for epoch in range(3):
-        pairs = zip(held.seen[epoch], streamed.seen[epoch], strict=True)
-        assert all(torch.equal(x, other) for x, other in pairs)
-    assert torch.equal(held.layer.weight, streamed.layer.weight)
 
 
 def test_a_trainer_that_keeps_its_loader_sees_a_new_order_each_epoch():
@@ -331,23 +272,11 @@ def test_a_trainer_that_keeps_its_loader_sees_a_new_order_each_epoch():
     assert not torch.equal(kept.seen[0][0], kept.seen[1][0])
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_batches_equal_those_on_the_cpu():
-    data = _digits(shift=2)
-    expected = _batches(data, epoch=1)
-    data.trainer.strategy.root_device = torch.device("cuda", 0)
-    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):
-        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
-        assert torch.equal(y.cpu(), cpu_y)
-    assert data.probe_batch(4).device.type == "cpu"
-
-
 @given(parts=st.integers(1, 15), batch_size=st.integers(90, 400))
 def test_epochs_that_are_parts_of_a_pass_make_up_the_pass(parts: int, batch_size: int) -> None:
     whole, divided = (
-        EpochPlan(1438, batch_size, 3, 1, Augmentation()),
-        EpochPlan(1438, batch_size, 3, 1, Augmentation()),
+        EpochPlan(1438, batch_size, 3, 1),
+        EpochPlan(1438, batch_size, 3, 1),
     )
     divided.parts = parts
     found = []
@@ -362,7 +291,7 @@ def test_epochs_that_are_parts_of_a_pass_are_those_that_a_run_is_planned_with():
     data = _digits(epoch_parts=4)
     for epoch in range(5):
         planned = data.samples_in_batches(epoch, 100)
-        assert planned == [len(y) for _, y in _batches(data, epoch=epoch)] and len(planned) in (3, 4)
+        assert planned == [len(y) for _, y in train_batches(data, epoch=epoch)] and len(planned) in (3, 4)
     with pytest.raises(UserError, match=r"data\.epoch_parts=16 leaves epochs without a batch"):
         _digits(epoch_parts=16).samples_in_batches(0, 100)
 
@@ -374,3 +303,15 @@ def test_decoded_images_are_brought_to_one_size_as_encoded_ones_are():
     fit, images = small._images["test"], plain._images["test"].images_NHWC
     expected = [np.asarray(small.fit(PIL.Image.fromarray(image.squeeze(-1).numpy()))) for image in images]
     assert np.array_equal(fit.images_NHWC.squeeze(-1).numpy(), np.stack(expected))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_equal_those_on_the_cpu():
+    data = _digits(shift=2)
+    expected = train_batches(data, epoch=1)
+    data.trainer.strategy.root_device = torch.device("cuda", 0)
+    for (x, y), (cpu_x, cpu_y) in zip(data.train_dataloader(), expected, strict=True):
+        assert x.is_cuda and y.is_cuda and x.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(x.cpu(), cpu_x, rtol=0, atol=1e-6)
+        assert torch.equal(y.cpu(), cpu_y)
+    assert data.probe_batch(4).device.type == "cpu"

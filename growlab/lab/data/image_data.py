@@ -1,7 +1,7 @@
 """The data module of labelled images."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any, Literal
@@ -11,23 +11,30 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.lab.data.arguments import check_numbers
-from growlab.lab.data.arrival import Arrival, Incremental
+from growlab.base.settings import not_none, one_of, whole
+from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, stratified_split
 from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.cache import held
-from growlab.lab.data.crops import Fit, RandomCrop
-from growlab.lab.data.image_sets import (
+from growlab.lab.data.image_files import open_images
+from growlab.lab.data.images import (
     EncodedImages,
+    Fit,
     ImageArray,
     Images,
+    RandomCrop,
     channel_statistics,
     feature_statistics,
+    in_memory,
 )
-from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader, sizes_in_part
-from growlab.lab.data.readers import ImageBatches, Readers, workers_of_rank
+from growlab.lab.data.loaders import (
+    EpochPlan,
+    ImageBatches,
+    MemoryLoader,
+    StreamLoader,
+    WorkerPool,
+    workers_of_rank,
+)
+from growlab.lab.data.order import ORDER, rolling_order
 from growlab.lab.data.run_data import RunData
-from growlab.lab.data.sources import open_images
-from growlab.lab.data.split import first_balanced, stratified_split
 from growlab.parts import Classes, Part
 
 log = logging.getLogger(__name__)
@@ -83,8 +90,8 @@ class ImageData(RunData):
             schedules, budgets and validation are finer than a pass.
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
         num_workers: processes that read images which are not in memory; None = one a core, at most 16.
-        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read row group
-            by row group, and as many are kept in memory, encoded.
+        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read in row groups, and
+            as many are kept in memory, encoded.
         channels_last: memory layout of the batches.
 
     Raises:
@@ -105,7 +112,7 @@ class ImageData(RunData):
         eval_batch_size: int = 1000,
         seed: int = 0,
         *,
-        validation: str = "none",
+        validation: Literal["none", "split", "test"] = "none",
         validation_fraction: float = 0.1,
         test_fraction: float | None = None,
         split_seed: int = 0,
@@ -121,7 +128,7 @@ class ImageData(RunData):
         mirror: bool = False,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        standardise: str = "channel",
+        standardise: Literal["channel", "feature"] = "channel",
         class_schedule: Mapping[int, Sequence[int]] | None = None,
         incremental: Incremental | None = None,
         epoch_parts: int = 1,
@@ -131,21 +138,15 @@ class ImageData(RunData):
         channels_last: bool = True,
     ) -> None:
         super().__init__(batch_size, seed)
-        check_numbers(
-            1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window
-        )
-        check_numbers(1, limit_train=limit_train, limit_test=limit_test)
-        check_numbers(0, num_workers=num_workers)
-        for key, value, known in (
-            ("validation", validation, ("none", "split", "test")),
-            ("on_error", on_error, ("raise", "skip")),
-            ("standardise", standardise, ("channel", "feature")),
-        ):
-            if value not in known:
-                raise UserError(f"data.{key}={value} is unknown; choose one of {', '.join(known)}.")
+        whole(1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window)
+        whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
+        whole(0, **not_none(num_workers=num_workers))
+        one_of(("none", "split", "test"), validation=validation)
+        one_of(("raise", "skip"), on_error=on_error)
+        one_of(("channel", "feature"), standardise=standardise)
         for key, part in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
             if part is not None and not 0 < part < 1:
-                raise UserError(f"data.{key}={part} must lie between 0 and 1.")
+                raise ValueError(f"{key} must be above 0 and below 1, not {part}.")
         if crop_scale is not None and in_memory:
             raise UserError(
                 "random crops (data.crop_scale) are cut from the images as they lie in their files; leave out "
@@ -166,7 +167,6 @@ class ImageData(RunData):
         self.incremental, self.epoch_parts = incremental, epoch_parts
         self.in_memory, self.num_workers, self.shuffle_window = in_memory, num_workers, shuffle_window
         self._images: dict[str, Images] = {}
-        self._readers: dict[str, Readers] = {}
         # Of each part of the data the images of the current task: the key that they were chosen by, and the images.
         self._of_task: dict[str, tuple[Any, Images]] = {}
 
@@ -181,19 +181,20 @@ class ImageData(RunData):
             self.trainer.limit_val_batches = 0
         if self._images:
             return
-        skip, held_out = self.on_error == "skip", self.test_fraction is not None
-        images = open_images(self.name, self.root, self.download, self.fit, skip, held_out)
+        skip, without_test = self.on_error == "skip", self.test_fraction is not None
+        images = open_images(self.name, self.root, self.download, self.fit, skip, without_test)
         train = images.pop("train")
         if "test" not in images:
             train, images["test"] = self._split(train, "test_fraction", self.test_fraction or 0.0)
         train = train.select(first_balanced(train.labels, self.limit_train or len(train)))
         if self.crop is None or isinstance(train, ImageArray):
-            train = self._held(train)
+            train = self._prepared(train)
         if self.validation != "split":
             images.pop("val", None)
         for name, part in images.items():
-            part = part.select(first_balanced(part.labels, self.limit_test or len(part)))
-            images[name] = self._held(part)
+            images[name] = self._prepared(
+                part.select(first_balanced(part.labels, self.limit_test or len(part)))
+            )
             if train.frame != images[name].frame:
                 raise UserError(
                     f"{name} images have the shape {astuple(images[name].frame)}, training images "
@@ -210,16 +211,26 @@ class ImageData(RunData):
                 f"all training images are of one class, {train.classes[0]!r}: there is nothing to classify."
             )
         self.num_train, self.num_test = len(train), len(images["test"])
-        watched = {"none": 0, "split": len(images.get("val", ())), "test": self.num_test}
-        self.num_val = watched[self.validation]
+        self.num_val = 0 if self.validation == "none" else len(images[self.watched])
         self._arrival.check(self.num_classes)
         self._normalisation = self._normalisation_by(train, channels)
         self._images = images
-        if self.num_workers and all(self._is_held(part, name) for name, part in images.items()):
+        if self.num_workers and all(self._is_in_memory(name) for name in images):
             log.warning(
                 "data.num_workers=%d has no effect: the images are in memory, where nothing is left to read",
                 self.num_workers,
             )
+
+    def _prepared(self, images: Images) -> Images:
+        """Images of one size, decoded if they are to be kept in memory."""
+        return (
+            images.fitted(self.fit) if isinstance(images, ImageArray) else in_memory(images, self.in_memory)
+        )
+
+    def _is_in_memory(self, part: str) -> bool:
+        """True if batches are made of images in memory; random crops for training are cut as files are read."""
+        cropped = part == "train" and self.crop is not None
+        return isinstance(self._images[part], ImageArray) and self.in_memory is not False and not cropped
 
     def _split(self, train: Images, key: str, fraction: float) -> tuple[Images, Images]:
         kept_N, held_out_N = stratified_split(train.labels, fraction, self.split_seed)
@@ -232,15 +243,13 @@ class ImageData(RunData):
 
     def _normalisation_by(self, train: Images, channels: int) -> Normalisation:
         """Set `mean` and `std`, and return the normalisation."""
-        given_std = self.std is not None
-        mean, std = ([float(v) for v in values or ()] for values in (self.mean, self.std))
-        if self.mean is None or self.std is None:
-            held_in_memory = isinstance(train, ImageArray)
-            sample = (
-                train.images_NHWC if held_in_memory else train.read(first_balanced(train.labels, _SAMPLE))
-            )
-            own_mean, own_std = channel_statistics(sample)
-            mean, std = own_mean if self.mean is None else mean, own_std if self.std is None else std
+        given_std, mean, std = self.std is not None, self.mean, self.std
+        if mean is None or std is None:
+            known = isinstance(train, ImageArray)
+            sample = train.images_NHWC if known else train.read(first_balanced(train.labels, _SAMPLE))
+            found_mean, found_std = channel_statistics(sample)
+            mean, std = found_mean if mean is None else mean, found_std if std is None else std
+        self.mean, self.std = mean, std = list(map(float, mean)), list(map(float, std))
         for key, values in (("mean", mean), ("std", std)):
             if len(values) != channels:
                 raise UserError(
@@ -248,27 +257,11 @@ class ImageData(RunData):
                 )
         if given_std and min(std) <= 0:
             raise UserError(f"data.std={std} must be above 0: images are divided by it.")
-        self.mean, self.std = mean, std
         if self.standardise == "channel":
             return Normalisation(mean, std)
         if not isinstance(train, ImageArray):
             raise UserError(f"data.standardise=feature works with {_STREAMED}")
         return Normalisation(*feature_statistics(train.images_NHWC))
-
-    def _is_held(self, images: Images, part: str) -> bool:
-        """True if batches are made of images in memory; random crops for training are cut as files are read."""
-        cropped = part == "train" and self.crop is not None
-        return isinstance(images, ImageArray) and self.in_memory is not False and not cropped
-
-    def _held(self, images: Images) -> Images:
-        """Images of one size, decoded if they are to be kept in memory."""
-        return images.fitted(self.fit) if isinstance(images, ImageArray) else held(images, self.in_memory)
-
-    def teardown(self, stage: str | None = None) -> None:
-        """End the processes that read images."""
-        for readers in self._readers.values():
-            readers.close()
-        self._readers.clear()
 
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
@@ -283,48 +276,29 @@ class ImageData(RunData):
             augmented: shift and mirror the images as training does (random crops are left out).
         """
         epoch = self._now if epoch is None else epoch
-        train = self._current("train", epoch)
-        plan = self._training_plan(epoch, epoch)
-        labels = torch.from_numpy(train.labels)
-        batches = []
+        train, plan = self._current("train", epoch), self._plan(epoch, epoch)
+        labels, batches = torch.from_numpy(train.labels), []
         for part in plan.batches()[:count]:
             images = train.read(part).cpu()
             if augmented:
-                images = self.augmentation.apply(images, plan.draw(part))
+                images = self.augmentation.apply(images, self.augmentation.draw(part, self.seed, epoch))
             batches.append((self._normalisation.apply(images, self.channels_last), labels[part]))
         return batches
 
     def training_loader(self, epoch: int, draw: int) -> MemoryLoader | StreamLoader:
-        """Return batches of the training images of an epoch, in the order and augmented as those of another.
+        """Return batches of the training images of an epoch, in the order and augmented as those of another."""
+        return self._loader("train", self._plan(epoch, draw), epoch)
 
-        Args:
-            epoch: decides which images there are, and the batch size.
-            draw: order and augmentation are functions of this number.
-
-        Raises:
-            UserError: the number of processes does not divide the batch size.
-        """
-        return self._loader("train", self._training_plan(epoch, draw), epoch)
-
-    def _training_plan(self, epoch: int, draw: int) -> EpochPlan:
-        batch_size = self.global_batch_size(epoch)
-        rank, world_size = self._place_for(batch_size)
+    def _plan(self, epoch: int, draw: int) -> EpochPlan:
         train = self._current("train", epoch)
-        blocks_N = train.blocks_N if isinstance(train, EncodedImages) else None
-        return EpochPlan(
-            *(len(train), batch_size, self.seed, draw, self.augmentation, rank, world_size),
-            *(blocks_N, self.shuffle_window, self.epoch_parts),
-        )
+        blocks_N, order = train.blocks_N if isinstance(train, EncodedImages) else None, None
+        if blocks_N is not None:
+            window, seed = self.shuffle_window, self.seed
 
-    def val_dataloader(self) -> MemoryLoader | StreamLoader | list:
-        """Return the validation images in order; an empty list without validation."""
-        if self.validation == "none":
-            return []
-        return self._evaluation(self.watched)
+            def order(number: int) -> np.ndarray:
+                return rolling_order(blocks_N, window, ORDER, seed, number)
 
-    def test_dataloader(self) -> MemoryLoader | StreamLoader:
-        """Return the test images in order."""
-        return self._evaluation("test")
+        return self._training_plan(len(train), epoch, draw, order=order)
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
         """Return the number of training images in this epoch, with batches of this size if it is given."""
@@ -332,20 +306,8 @@ class ImageData(RunData):
         return self.num_train if chosen is None else len(chosen[1]())
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
-        """Let incremental data arrive with stages that start so in a run `of` epochs, stretched to this run's `epochs`.
-
-        Until it is called all of the data is there.
-        """
+        """Let incremental data arrive with stages that start so in a run `of` epochs; see `RunData`."""
         self._arrival.follow_stages(starts, of, epochs)
-
-    def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of images in each training batch of an epoch that has batches of this size.
-
-        Raises:
-            UserError: a pass over the images has fewer batches than `epoch_parts`.
-        """
-        number = self.num_train_at(epoch, batch_size)
-        return sizes_in_part(number, batch_size, epoch, self.epoch_parts, "images")
 
     @property
     def watched(self) -> str:
@@ -378,48 +340,46 @@ class ImageData(RunData):
         positions = np.resize(first_balanced(train.labels, n), n)
         return self._normalisation.apply(train.read(positions).cpu(), self.channels_last)
 
-    def _chosen(
-        self, part: str, epoch: int, size: int | None = None
-    ) -> tuple[Any, Callable[[], np.ndarray]] | None:
-        labels = self._images[part].labels
-        return self._arrival.chosen(
-            part, labels, self.num_classes, epoch, size or self.global_batch_size(epoch)
-        )
+    def _chosen(self, part: str, epoch: int, size: int | None = None) -> Any:
+        size = size or self.global_batch_size(epoch)
+        return self._arrival.chosen(part, self._images[part].labels, self.num_classes, epoch, size)
 
     def _current(self, part: str, epoch: int) -> Images:
         """The images of a part of the data, or those of the epoch's classes or stage."""
         chosen = self._chosen(part, epoch)
         if chosen is None:
             return self._images[part]
+        if not self._is_in_memory(part):
+            raise UserError(f"data.class_schedule and data.incremental work with {_STREAMED}")
         key, positions = chosen
         if part not in self._of_task or self._of_task[part][0] != key:
             self._of_task[part] = (key, self._images[part].select(positions()))
         return self._of_task[part][1]
 
-    def _evaluation(self, part: str) -> MemoryLoader | StreamLoader:
-        rank, world_size = self._place()
+    def evaluation(self, part: str) -> MemoryLoader | StreamLoader:
+        """Return the batches of "val" or "test", in order."""
         length = len(self._current(part, self._now))
-        plan = EpochPlan(length, self.eval_batch_size, self.seed, 0, None, rank, world_size)
-        return self._loader(part, plan, self._now)
+        return self._loader(part, self._evaluation_plan(length, self.eval_batch_size), self._now)
 
     def _loader(self, part: str, plan: EpochPlan, epoch: int) -> MemoryLoader | StreamLoader:
-        images = self._current(part, epoch)
         device = self._device
-        training = plan.augmentation is not None
-        if isinstance(images, ImageArray) and self._is_held(images, part):
-            images = images.to(device)
+        if self._is_in_memory(part):
+            images = self._current(part, epoch).to(device)
             if part in self._of_task:
                 self._of_task[part] = (self._of_task[part][0], images)
             else:
                 self._images[part] = images
-            return MemoryLoader(plan, self._normalisation, self.channels_last, images)
-        if part in self._of_task:
-            raise UserError(f"data.class_schedule and data.incremental work with {_STREAMED}")
-        if part not in self._readers:
-            draws = (self.augmentation, self.crop) if training else (None, None)
+            return MemoryLoader(plan, images, self.augmentation, self._normalisation, self.channels_last)
+        if part not in self._workers:
             workers = self.num_workers
             if workers is None:
                 workers = workers_of_rank(self.trainer.num_devices if self.trainer is not None else 1)
-            batches = ImageBatches(images, self.seed, *draws)
-            self._readers[part] = Readers(batches, workers, pinned=device.type == "cuda")
-        return StreamLoader(plan, self._normalisation, self.channels_last, self._readers[part], device)
+            batches = ImageBatches(self._images[part], self.seed, self.augmentation, self.crop)
+            self._workers[part] = WorkerPool(batches, workers, pinned=device.type == "cuda")
+
+        def finish(batch: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
+            # Bytes travel, a quarter of what numbers would take, and are normalised where they arrive.
+            images_BHWC, y_B = (tensor.to(device, non_blocking=True) for tensor in batch)
+            return self._normalisation.apply(images_BHWC, self.channels_last), y_B
+
+        return StreamLoader(plan, self._workers[part], finish)

@@ -1,0 +1,486 @@
+"""Open labelled images in a folder: torchvision's files, Hugging Face's Parquet files, or a folder for each class."""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from growlab.base.errors import UserError
+from growlab.lab.data.arrival import stratified_split
+from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
+from growlab.lab.data.images import EncodedImages, Fit, ImageArray, Images, Source
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# name: (class in torchvision.datasets, what it keeps in its root)
+DATASETS = {
+    "cifar10": ("CIFAR10", ("cifar-10-batches-py", "cifar-10-python.tar.gz")),
+    "cifar100": ("CIFAR100", ("cifar-100-python", "cifar-100-python.tar.gz")),
+    "mnist": ("MNIST", ("MNIST",)),
+    "fashion_mnist": ("FashionMNIST", ("FashionMNIST",)),
+}
+_LAYOUTS = (
+    "Parquet files (train*.parquet or train/*.parquet, test likewise), folders (train/<class>/*.png, "
+    "test/<class>/*.png; data=folder also takes <class>/*.png)"
+)
+# Names of the folders of each part, in any case.
+_PARTS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "val": ("val", "valid", "validation"),
+}
+_EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+# As many classes pass although most have no image: labels may be of a part of a larger set.
+_MOST_CLASSES = 100_000
+# Parquet files above this are read in row groups, in an order that needs few of them at a time.
+_HELD_BYTES = 2 << 30
+# Row groups of such files that are kept for single images.
+_RECENT_BYTES = 256 << 20
+# Seconds that a network may swallow packets.
+_TIMEOUT_SEC = 20
+
+
+def default_root(name: str) -> Path:
+    """Return the folder of data where none is given: `$GROWLAB_DATA/<name>`, else in the cache folder."""
+    base = os.environ.get("GROWLAB_DATA")
+    return (Path(base) if base else cache_dir()) / name
+
+
+def open_images(
+    name: str,
+    root: str | os.PathLike[str] | None,
+    download: bool = True,
+    fit: Fit | None = None,
+    skip_damaged: bool = False,
+    without_test: bool = False,
+) -> dict[str, Images]:
+    """Return the sets of `name`: "train", "test", and "val" where the data has one as well as a test set.
+
+    Args:
+        name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data in `root`.
+        root: folder with Parquet files, folders of images or torchvision's files; None =
+            `default_root(name)`, but digits come from scikit-learn.
+        download: fetch the data (of the names that torchvision knows) where the folder is empty or missing.
+        fit: brings images in folders and Parquet files to one size; None = as they are.
+        skip_damaged: leave out images in class folders that cannot be decoded, with a warning.
+        without_test: accept data without a test set, such as `<class>/*.png` in `root`.
+
+    Raises:
+        UserError: nothing usable is there, in a sentence that says what was searched for and where.
+    """
+    if name == "digits" and root is None:
+        return load_digits()
+    folder = Path(root).expanduser() if root is not None else default_root(name)
+    try:
+        if folder.is_dir():
+            if found := _open_folder(name, folder, download, fit or Fit(), skip_damaged, without_test):
+                if "test" not in found and not without_test:
+                    raise UserError(
+                        f"{folder} has a training set but no test set; add one, named test or val."
+                    )
+                return found
+            if any(folder.iterdir()):
+                raise UserError(f"{folder} holds no {name} data that growlab knows: {_searched_for(name)}.")
+        elif folder.exists():
+            raise UserError(f"data.root={folder} is a file; point it at the folder with the data.")
+        if name in DATASETS and download:
+            return load_torchvision(name, folder, download=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot read {error.filename or folder}: {error.strerror or error}; point data.root at readable data."
+        ) from error
+    hint = "; without data.root the digits come from scikit-learn" if name == "digits" else ""
+    raise UserError(f"found no {name} data in {folder}: {_searched_for(name)}{hint}.")
+
+
+def _open_folder(
+    name: str, folder: Path, download: bool, fit: Fit, skip_damaged: bool, without_test: bool
+) -> dict[str, Images]:
+    if name in DATASETS and any((folder / entry).exists() for entry in DATASETS[name][1]):
+        return load_torchvision(name, folder, download)
+    parts = _part_folders(folder)
+    if "train" in parts and any(path.is_dir() for path in _entries(parts["train"])):
+        return {**_open_class_folders(_with_test(parts), fit, skip_damaged)}
+    if splits := _find_parquet(folder):
+        return {**_open_parquet(splits, fit)}
+    if without_test and _has_class_folders(folder):
+        return {**_open_class_folders({"train": folder}, fit, skip_damaged)}
+    return {}
+
+
+def _searched_for(name: str) -> str:
+    torchvision = f" or torchvision's {' / '.join(DATASETS[name][1])}" if name in DATASETS else ""
+    return f"searched for {_LAYOUTS}{torchvision}; point data.root=FOLDER at one of these"
+
+
+def _with_test(parts: dict[str, T]) -> dict[str, T]:
+    """The parts; validation data are the test set where there is none."""
+    return {"test" if name == "val" and "test" not in parts else name: part for name, part in parts.items()}
+
+
+# Libraries ------------------------------------------------------------------------------------------------------
+
+
+def load_digits() -> dict[str, Images]:
+    """Return the 1,797 handwritten digits of 8x8 pixels: 1,438 training and 359 test images, a fixed stratified split.
+
+    Pixels are scaled from scikit-learn's 0..16 to 0..255.
+    """
+    # A slow import, that other data need not wait for.
+    import sklearn.datasets
+
+    bunch = sklearn.datasets.load_digits()
+    images_NHWC = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)[..., None])
+    labels = bunch.target.astype(np.int64)
+    everything = ImageArray(images_NHWC, torch.from_numpy(labels), tuple(str(digit) for digit in range(10)))
+    train, test = stratified_split(labels, fraction=0.2, seed=0)
+    return {"train": everything.select(train), "test": everything.select(test)}
+
+
+def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]:
+    """Return the training and the test set from torchvision's files, downloaded first if they are missing.
+
+    Raises:
+        UserError: the files are missing or damaged and may not or cannot be downloaded.
+    """
+    # A slow import, that other data need not wait for.
+    import torchvision.datasets
+
+    dataset = getattr(torchvision.datasets, DATASETS[name][0])
+    try:
+        sets = [dataset(str(root), train=train, download=False) for train in (True, False)]
+    except Exception as error:  # RuntimeError, UnpicklingError, ValueError, KeyError, OSError among them
+        if not download:
+            raise UserError(
+                f"torchvision's files of {name} in {root} are incomplete or damaged; let them be fetched "
+                "again with data.download=true, or point data.root=... at another copy."
+            ) from error
+        sets = _downloaded(dataset, name, root)
+    found: dict[str, Images] = {}
+    for part, made in zip(("train", "test"), sets, strict=True):
+        images = torch.from_numpy(np.ascontiguousarray(made.data))
+        labels_N = torch.as_tensor(made.targets, dtype=torch.int64)
+        classes = tuple(str(name) for name in made.classes)
+        found[part] = ImageArray(images if images.ndim == 4 else images[..., None], labels_N, classes)
+    return found
+
+
+def _downloaded(dataset: Callable[..., Any], name: str, root: Path) -> list[Any]:
+    timeout = socket.getdefaulttimeout()
+    try:
+        socket.setdefaulttimeout(_TIMEOUT_SEC)
+        # torchvision prints its progress; standard output is for results.
+        with locked(cache_dir() / f"download-{name}"), contextlib.redirect_stdout(sys.stderr):
+            sets = [dataset(str(root), train=train, download=True) for train in (True, False)]
+    except Exception as error:  # exceptions of torchvision and urllib have no common base
+        reason = str(getattr(error, "reason", "") or error).partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"found no {name} in {root} and could not download it ({reason}); {_searched_for(name)}."
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
+    log.info("downloaded %s to %s", name, root)
+    return sets
+
+
+# Class folders --------------------------------------------------------------------------------------------------
+
+
+def _part_folders(root: Path) -> dict[str, Path]:
+    """The folders in `root` of "train", "test" and "val" where they are there; plain spelling comes first."""
+    there = [path for path in _entries(root) if path.is_dir()]
+    found = {}
+    for part, names in _PARTS.items():
+        called = [path for path in there if path.name.lower() in names]
+        if called:
+            found[part] = min(called, key=lambda p: (names.index(p.name.lower()), p.name not in names, p))
+    return found
+
+
+def _has_class_folders(root: Path) -> bool:
+    classes = [path for path in _entries(root) if path.is_dir() and next(_image_names(path), None)]
+    if len(classes) > 1 and (parts := set(_part_folders(root).values()) & set(classes)):
+        raise UserError(
+            f"{root} has {min(parts).name}/ among class folders: is it a class or a part? Put the class folders of the "
+            "training images below train/, or give that folder another name."
+        )
+    return len(classes) > 1
+
+
+def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) -> dict[str, EncodedImages]:
+    """Open the sets, "train" first; classes are the training set's folders with images, in alphabetical order."""
+    sets: dict[str, EncodedImages] = {}
+    classes: tuple[str, ...] = ()
+    for part, folder in folders.items():
+        below = [path for path in _entries(folder) if path.is_dir()]
+        names = {
+            path.name: [os.path.join(path.name, n) for n in sorted(_image_names(path))] for path in below
+        }
+        names = {name: images for name, images in names.items() if images}
+        classes = classes or tuple(names)
+        if unknown := names.keys() - set(classes):
+            raise UserError(
+                f"{folder / min(unknown)} has images of a class that the training set lacks; the classes are "
+                f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}."
+            )
+        if not names:
+            raise UserError(
+                f"the class folders in {folder} hold no images ({', '.join(sorted(_EXTENSIONS))})."
+            )
+        source = _Files(folder, [name for images in names.values() for name in images])
+        labels = np.repeat(
+            [classes.index(name) for name in names], [len(images) for images in names.values()]
+        )
+        found = _whole(source, labels, classes, fit, sets)
+        if skip_damaged and (damaged := found.damaged()):
+            sentence = (
+                f"{len(damaged)} of {len(source)} images in {folder} cannot be read, the first one "
+                f"{source.describe(damaged[0])}"
+            )
+            if len(damaged) > len(source) / 2:
+                raise UserError(f"{sentence}: too many for data.on_error=skip; check the files.")
+            log.warning("left out: %s", sentence)
+            kept = np.setdiff1d(np.arange(len(source)), damaged)
+            found = _whole(source.select(kept), labels[kept], classes, fit, sets)
+        sets[part] = found
+    return sets
+
+
+def _whole(
+    source: Source, labels: np.ndarray, classes: tuple[str, ...], fit: Fit, sets: dict[str, EncodedImages]
+) -> EncodedImages:
+    return EncodedImages(source, labels, classes, np.arange(len(labels)), fit, sets.get("train"))
+
+
+class _Files(Source):
+    """Image files, read when asked for; see `Source`."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder = folder
+        # One array: a million strings would be copied into every worker process, as Python counts references.
+        self._names = np.array([os.fsencode(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def select(self, positions: np.ndarray) -> "_Files":
+        return _Files(self.folder, [os.fsdecode(name) for name in self._names[positions]])
+
+    def path(self, position: int) -> Path:
+        return self.folder / os.fsdecode(self._names[position])
+
+    def read(self, position: int) -> bytes:
+        return self.path(position).read_bytes()
+
+    def describe(self, position: int) -> str:
+        return str(self.path(position))
+
+    def fingerprint(self) -> str:
+        return files_fingerprint([self.path(position) for position in range(len(self))])
+
+
+def _image_names(folder: Path) -> Iterator[str]:
+    def refuse(error: OSError) -> NoReturn:
+        raise error
+
+    # Not Path.rglob, which takes ten times as long for a million files, and passes over folders that it may not read.
+    for parent, _, files in os.walk(folder, onerror=refuse, followlinks=True):
+        below = os.path.relpath(parent, folder)
+        for name in files:
+            if os.path.splitext(name)[1].lower() in _EXTENSIONS:
+                yield name if below == "." else os.path.join(below, name)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+# Parquet --------------------------------------------------------------------------------------------------------
+
+
+def _find_parquet(root: Path) -> dict[str, list[Path]]:
+    """Return the Parquet files of "train", "test" and "val", in `root` or one folder below it, if any.
+
+    The beginning of a file's name, train, test or val(idation), or the folder with such a name that it is in, as in
+    `train/0000.parquet`, says its split.
+    """
+    inside = set(_part_folders(root).values())
+    folders = [root, *(path for path in _entries(root) if path.is_dir() and path not in inside)]
+    found = {folder: splits for folder in folders if "train" in (splits := _splits(folder))}
+    if len(found) > 1:
+        names = " and ".join(map(str, found))
+        raise UserError(
+            f"there are training Parquet files in several folders, {names}; point data.root at one."
+        )
+    return next(iter(found.values()), {})
+
+
+def _splits(folder: Path) -> dict[str, list[Path]]:
+    files, inside = sorted(folder.glob("*.parquet")), _part_folders(folder)
+    splits = {}
+    for split in ("train", "test", "val"):
+        within = sorted(inside[split].glob("*.parquet")) if split in inside else []
+        paths = [*(path for path in files if path.name.startswith(split)), *within]
+        counts = {found[1] for path in paths if (found := re.search(r"\d{5}-of-(\d{5})", path.stem))}
+        if counts and len(paths) < int(max(counts)):
+            raise UserError(
+                f"{folder} lacks files of {split}: {len(paths)} of {int(max(counts))} are there; fetch all."
+            )
+        if paths:
+            splits[split] = paths
+    return _with_test(splits)
+
+
+def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedImages]:
+    """Open the sets; images are read when asked for.
+
+    Validation data are the test set where that has no labels (-1), as in ImageNet's.
+    """
+    columns = {split: _columns(paths[0]) for split, paths in splits.items()}
+    labels = {split: _labels(paths, columns[split][1]) for split, paths in splits.items()}
+    if "val" in splits and (labels["test"] < 0).all():
+        splits = {"train": splits["train"], "test": splits["val"]}
+        labels["test"] = labels.pop("val")
+    image_column, _, names = columns["train"]
+    for split in splits:
+        if names and columns[split][2] not in (None, names):
+            raise UserError(
+                f"{splits[split][0]} numbers its classes otherwise than {splits['train'][0].name}: write both with the "
+                "same names."
+            )
+    low, high = (int(end(end(part) for part in labels.values())) for end in (min, max))
+    most = len(names) if names else max(_MOST_CLASSES, sum(map(len, labels.values())))
+    if low < 0 or high >= most:
+        raise UserError(
+            f"the labels in {splits['train'][0].parent} run from {low} to {high}, outside 0..{most - 1}; number the "
+            "classes from 0, and leave out or relabel other images."
+        )
+    classes = tuple(names or map(str, range(high + 1)))
+    sets: dict[str, EncodedImages] = {}
+    for split, paths in splits.items():
+        sets[split] = _whole(_Rows(paths, image_column), labels[split], classes, fit, sets)
+    return sets
+
+
+def _columns(path: Path) -> tuple[str, str, list[str] | None]:
+    """Names of the columns of images and labels, and those of the classes if the file has them."""
+    schema = _read(path, pq.read_schema)
+    image = next((name for name in ("img", "image") if name in schema.names), None)
+    label = next((name for name in ("label", "fine_label", "labels") if name in schema.names), None)
+    if image is None or label is None or not pa.types.is_integer(schema.field(label).type):
+        raise UserError(
+            f"{path} has the columns {', '.join(schema.names)}, but an image column (img or image) and a "
+            "column of whole numbers (label, fine_label or labels) are needed; rename them."
+        )
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return image, label, list(features[label]["names"])
+    except (KeyError, TypeError, ValueError):
+        return image, label, None
+
+
+def _labels(paths: Sequence[Path], column: str) -> np.ndarray:
+    parts = [_read(path, lambda p: pq.read_table(p, columns=[column])).column(column) for path in paths]
+    labels = np.concatenate([part.to_numpy() for part in parts])
+    if labels.size == 0 or labels.dtype.kind == "f":
+        raise UserError(f"{paths[0]} has no rows or rows without a label; take them out.")
+    return labels.astype(np.int64)
+
+
+class _Rows(Source):
+    """The image column of Parquet files, read in row groups; see `Source`.
+
+    Args:
+        paths: the files of one split, in order.
+        column: name of the column: encoded bytes, or a struct with a field `bytes`.
+    """
+
+    def __init__(self, paths: Sequence[Path], column: str) -> None:
+        self.paths, self.column = list(paths), column
+        # (file, row group, first row in the file) of each block.
+        self._places: list[tuple[Path, int, int]] = []
+        starts = [0]
+        for path in paths:
+            metadata, row = _read(path, pq.read_metadata), 0
+            for group in range(metadata.num_row_groups):
+                self._places.append((path, group, row))
+                row += metadata.row_group(group).num_rows
+                starts.append(starts[-1] + metadata.row_group(group).num_rows)
+        self._starts, self._length = np.array(starts[:-1]), starts[-1]
+        size = sum(path.stat().st_size for path in paths)
+        self.block_starts = self._starts if size > _HELD_BYTES else None
+        blocks_kept = _RECENT_BYTES * len(self._starts) // size if size > _HELD_BYTES else len(self._starts)
+        self._blocks_kept = max(1, blocks_kept)
+        self._keep_recent()
+
+    def _keep_recent(self) -> None:
+        self._recent = lru_cache(self._blocks_kept)(self.read_block)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Worker processes read for themselves.
+        return {name: value for name, value in vars(self).items() if name != "_recent"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._keep_recent()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _place(self, position: int) -> tuple[int, int]:
+        block = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return block, position - int(self._starts[block])
+
+    def read(self, position: int) -> bytes:
+        block, row = self._place(position)
+        return self._recent(block)[row]
+
+    def read_block(self, block: int) -> list[bytes]:
+        path, group, first_row = self._places[block]
+
+        def read_group(path: Path) -> list[Any]:
+            with pq.ParquetFile(path) as file:
+                return file.read_row_group(group, columns=[self.column]).column(self.column).to_pylist()
+
+        contents = [
+            value.get("bytes") if isinstance(value, dict) else value for value in _read(path, read_group)
+        ]
+        for row, content in enumerate(contents, first_row):
+            if not isinstance(content, bytes):
+                kind = "empty" if content is None else f"of type {type(content).__name__}"
+                raise UserError(
+                    f"the image in row {row} of {path} is {kind}, not the bytes of an image file; write images as PNG "
+                    "or JPEG into the column."
+                )
+        return contents
+
+    def describe(self, position: int) -> str:
+        block, row = self._place(position)
+        path, _, first_row = self._places[block]
+        return f"in row {first_row + row} of {path}"
+
+    def fingerprint(self) -> str:
+        return files_fingerprint(self.paths)
+
+
+def _read(path: Path, read: Callable[[Path], T]) -> T:
+    try:
+        return read(path)
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot read {path} as Parquet ({reason}); replace the file or data.root."
+        ) from error

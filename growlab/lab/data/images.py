@@ -1,0 +1,480 @@
+"""Labelled images, decoded in one array or encoded and read on demand, and crops that bring them to one size."""
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, partial
+from math import inf, log
+
+import numpy as np
+import PIL.Image
+import torch
+from torch import Tensor
+
+from growlab.base.errors import UserError
+from growlab.base.settings import not_none, one_of, whole
+from growlab.lab.data.cache import cached_array
+from growlab.lab.data.order import CROP, draws
+
+View = Callable[[PIL.Image.Image], PIL.Image.Image]
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+# So often torchvision draws a crop before it takes the middle of the image.
+_ATTEMPTS = 10
+# Area, aspect ratio, top and left of each attempt.
+_NUMBERS = 4
+# Decoded images up to this many bytes are kept in memory by default.
+_IN_MEMORY_BYTES = 2 << 30
+# Below this many images decoding is as quick as reading a cache.
+_WORTH_CACHING = 2000
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Scale the shorter side and crop the centre, as torchvision's `Resize` and `CenterCrop` do.
+
+    Attributes:
+        size: pixels of the square that comes out; None leaves images as they are.
+        resize: pixels of the shorter side before the crop; None = `size`.
+        interpolation: one of `INTERPOLATIONS`.
+
+    Raises:
+        UserError: the shorter side would be shorter than the square.
+        ValueError: another value is impossible.
+    """
+
+    size: int | None = None
+    resize: int | None = None
+    interpolation: str = "bicubic"
+
+    def __post_init__(self) -> None:
+        whole(1, **not_none(image_size=self.size, resize_size=self.resize))
+        one_of(INTERPOLATIONS, interpolation=self.interpolation)
+        if self.resize is not None and (self.size is None or self.resize < self.size):
+            raise UserError(
+                f"data.resize_size={self.resize} must be at least data.image_size, which is {self.size}: it is the "
+                "shorter side from whose centre that many pixels are taken."
+            )
+
+    def __call__(self, image: PIL.Image.Image) -> PIL.Image.Image:
+        """Return the fitted image."""
+        if self.size is None:
+            return image
+        # A slow import, that images of one size need not wait for.
+        from torchvision.transforms import InterpolationMode
+        from torchvision.transforms.v2 import functional as tvf
+
+        scaled = tvf.resize(image, [self.resize or self.size], InterpolationMode(self.interpolation))
+        return tvf.center_crop(scaled, [self.size, self.size])
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """Crops of random area and aspect ratio, scaled to one size: torchvision's `RandomResizedCrop`.
+
+    The crop of Szegedy et al. 2015 that networks are trained with on ImageNet; the draws are a function of
+    (seed, epoch, index of the image) and the image's size alone.
+
+    Attributes:
+        scale: least and largest area of a crop relative to the image's.
+        ratio: least and largest width over height; its logarithm is uniform.
+        interpolation: one of `INTERPOLATIONS`.
+    """
+
+    scale: tuple[float, ...] = (0.08, 1.0)
+    ratio: tuple[float, ...] = (3 / 4, 4 / 3)
+    interpolation: str = "bilinear"
+
+    def __post_init__(self) -> None:
+        for key, values, most in (("crop_scale", self.scale, 1.0), ("crop_ratio", self.ratio, inf)):
+            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
+                raise UserError(
+                    f"data.{key}={list(values)} must be the least and the largest value, above 0"
+                    f"{' and at most 1' if most == 1 else ''}."
+                )
+
+    def views(self, indices_B: np.ndarray, seed: int, epoch: int, size: tuple[int, int]) -> list[View]:
+        """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""
+        numbers = _ATTEMPTS * _NUMBERS
+        counters = indices_B[:, None] * numbers + np.arange(numbers)
+        # The upper 53 bits: as many as a float64 holds.
+        uniform = (draws(counters.reshape(-1), CROP, seed, epoch) >> np.uint64(11)) * 2.0**-53
+        return [
+            partial(self._cut, numbers_T4=numbers_T4, size=size)
+            for numbers_T4 in uniform.reshape(-1, _ATTEMPTS, _NUMBERS)
+        ]
+
+    def box(self, height: int, width: int, numbers_T4: np.ndarray) -> tuple[int, int, int, int]:
+        """Return top, left, height and width of a crop.
+
+        Args:
+            height: of the image in pixels.
+            width: likewise.
+            numbers_T4: uniform on [0, 1): area, aspect ratio, top and left of each attempt; the first
+                attempt that fits into the image counts, else its middle is taken.
+        """
+        areas_T = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * numbers_T4[:, 0])
+        low, high = log(self.ratio[0]), log(self.ratio[1])
+        aspects_T = np.exp(low + (high - low) * numbers_T4[:, 1])
+        widths_T, heights_T = np.rint(np.sqrt(areas_T * aspects_T)), np.rint(np.sqrt(areas_T / aspects_T))
+        fits_T = (widths_T >= 1) & (heights_T >= 1) & (widths_T <= width) & (heights_T <= height)
+        if fits_T.any():
+            first = int(fits_T.argmax())
+            h, w = int(heights_T[first]), int(widths_T[first])
+            top, left = numbers_T4[first, 2] * (height - h + 1), numbers_T4[first, 3] * (width - w + 1)
+            return int(top), int(left), h, w
+        h = min(height, max(1, round(width / self.ratio[0])))
+        w = min(width, max(1, round(height * self.ratio[1])))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+    def _cut(self, image: PIL.Image.Image, numbers_T4: np.ndarray, size: tuple[int, int]) -> PIL.Image.Image:
+        # A slow import, that runs without random crops need not wait for.
+        from torchvision.transforms import InterpolationMode
+        from torchvision.transforms.v2 import functional as tvf
+
+        box = self.box(image.height, image.width, numbers_T4)
+        return tvf.resized_crop(image, *box, list(size), InterpolationMode(self.interpolation))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The form of every image of a set: `height` x `width` pixels of `channels` (1 grey, 3 colour)."""
+
+    height: int
+    width: int
+    channels: int
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArray:
+    """Decoded images.
+
+    Attributes:
+        images_NHWC: uint8.
+        labels_N: int64, classes counted from 0.
+        classes: a name for each class.
+    """
+
+    images_NHWC: Tensor
+    labels_N: Tensor
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels_N)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels [N] as numpy."""
+        return self.labels_N.cpu().numpy()
+
+    @property
+    def frame(self) -> Frame:
+        """Size and channels of the images."""
+        return Frame(*self.images_NHWC.shape[1:])
+
+    def select(self, positions: np.ndarray) -> "ImageArray":
+        """Return the images at these positions, in that order."""
+        if np.array_equal(positions, np.arange(len(self))):
+            return self
+        index = torch.from_numpy(positions).to(self.labels_N.device)
+        return replace(self, images_NHWC=self.images_NHWC[index], labels_N=self.labels_N[index])
+
+    def fitted(self, fit: Fit) -> "ImageArray":
+        """Return the images brought to one size; themselves if the fit leaves images as they are."""
+        if fit.size is None:
+            return self
+        return replace(self, images_NHWC=self.read(np.arange(len(self)), [fit] * len(self)))
+
+    def read(
+        self,
+        positions: np.ndarray,
+        views: Sequence[View] | None = None,
+        contents: Sequence[bytes] | None = None,
+    ) -> Tensor:
+        """Return the images at these positions, uint8 [B, H, W, C]; see `EncodedImages.read`."""
+        images = self.images_NHWC.index_select(0, torch.from_numpy(positions).to(self.images_NHWC.device))
+        if views is None:
+            return images
+        pictures = (PIL.Image.fromarray(image.squeeze(-1)) for image in images.cpu().numpy())
+        seen = np.stack([np.asarray(view(picture)) for view, picture in zip(views, pictures, strict=True)])
+        return torch.from_numpy(seen.reshape(*seen.shape[:3], -1)).to(images.device)
+
+    def to(self, device: torch.device | str) -> "ImageArray":
+        """Return the set on another device (itself if it is there already)."""
+        return replace(self, images_NHWC=self.images_NHWC.to(device), labels_N=self.labels_N.to(device))
+
+
+class Source(ABC):
+    """Encoded images, found by position.
+
+    Attributes:
+        block_starts: position of the first image of each block, where images have to be read block by block; else None.
+    """
+
+    block_starts: np.ndarray | None = None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, position: int) -> bytes:
+        """Return the file's bytes."""
+
+    def read_block(self, block: int) -> list[bytes]:
+        """Return the bytes of all images of a block."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def describe(self, position: int) -> str:
+        """Name the file, for an error message."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a text that changes when the images do."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImages:
+    """Images as JPEG, PNG and the like, decoded when read.
+
+    Attributes:
+        source: the encoded images of the whole set.
+        labels: int64 [N], of the selected images.
+        classes: a name for each class.
+        positions: int64 [N], of the selected images in `source`.
+        fit: brings images to one size.
+        frame_of: images whose frame this set shares (a test set is read as its training set); None = its own.
+    """
+
+    source: Source
+    labels: np.ndarray
+    classes: tuple[str, ...]
+    positions: np.ndarray
+    fit: Fit
+    frame_of: "EncodedImages | None" = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @cached_property
+    def frame(self) -> Frame:
+        """Size of the first image (or of `fit`); three channels if any of a few images is coloured."""
+        if self.frame_of is not None:
+            return self.frame_of.frame
+        seen = self._seen()
+        width, height = (self.fit.size, self.fit.size) if self.fit.size else seen[0].size
+        grey = all(image.mode in ("1", "L", "LA") or _is_deep(image) for image in seen)
+        return Frame(height, width, 1 if grey else 3)
+
+    @cached_property
+    def levels(self) -> tuple[float, float] | None:
+        """Values that become 0 and 255 of images with more than 8 bits a channel; None without such images.
+
+        Of whole numbers 0 and what as many bits hold as a few images use (4095 of a microscope's 12); of real numbers
+        0 and 1 or 0 and 255 where these enclose them; else the least and the largest of a few images.
+        """
+        if self.frame_of is not None:
+            return self.frame_of.levels
+        seen = [np.asarray(image) for image in self._seen() if _is_deep(image)]
+        values = [finite for pixels in seen if (finite := pixels[np.isfinite(pixels)]).size]
+        if not values:
+            return (0.0, 65535.0) if seen else None
+        low, high = float(min(map(np.min, values))), float(max(map(np.max, values)))
+        if all(np.issubdtype(pixels.dtype, np.integer) for pixels in seen) and low >= 0:
+            return 0.0, float(2 ** max(8, int(high).bit_length()) - 1)
+        return next(
+            (ends for ends in ((0.0, 1.0), (0.0, 255.0)) if low >= 0 and high <= ends[1]), (low, high)
+        )
+
+    def _seen(self) -> list[PIL.Image.Image]:
+        """A few images, from all over the set."""
+        return [
+            self._open(p) for p in np.unique(np.linspace(0, len(self.source) - 1, 16).astype(int)).tolist()
+        ]
+
+    def select(self, positions: np.ndarray) -> "EncodedImages":
+        """Return the images at these positions, in that order."""
+        return replace(self, labels=self.labels[positions], positions=self.positions[positions])
+
+    @property
+    def blocks_N(self) -> np.ndarray | None:
+        """Block of each selected image, where they are read in blocks."""
+        starts = self.source.block_starts
+        return None if starts is None else np.searchsorted(starts, self.positions, side="right") - 1
+
+    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes]]:
+        """Yield the encoded images of each batch, reading each block once, kept from first to last use.
+
+        For images in blocks only.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        starts, blocks_N = self.source.block_starts, self.blocks_N
+        assert starts is not None and blocks_N is not None
+        last_use = {block: step for step, batch in enumerate(batches) for block in blocks_N[batch].tolist()}
+        kept: dict[int, list[bytes]] = {}
+        for step, batch in enumerate(batches):
+            blocks_B = blocks_N[batch].tolist()
+            for block in set(blocks_B) - kept.keys():
+                kept[block] = self.source.read_block(block)
+            rows_B = (self.positions[batch] - starts[blocks_B]).tolist()
+            yield [kept[block][row] for block, row in zip(blocks_B, rows_B, strict=True)]
+            kept = {block: images for block, images in kept.items() if last_use[block] > step}
+
+    def read(
+        self,
+        positions: np.ndarray,
+        views: Sequence[View] | None = None,
+        contents: Sequence[bytes] | None = None,
+    ) -> Tensor:
+        """Decode the images at these positions into uint8 [B, H, W, C].
+
+        Args:
+            positions: int64 [B].
+            views: functions that bring each image to the frame's size; None = `fit`.
+            contents: the encoded images, if they have been read already.
+
+        Raises:
+            UserError: a file cannot be read or is no image, or images differ in size.
+        """
+        frame = self.frame
+        images_BHWC = np.empty((len(positions), *astuple(frame)), dtype=np.uint8)
+        for number, position in enumerate(self.positions[positions].tolist()):
+            image = self._open(position, None if contents is None else contents[number])
+            levels = self.levels if _is_deep(image) else None
+            view = self.fit if views is None else views[number]
+            image = view(self._plain(position, image, frame.channels, levels))
+            if image.size != (frame.width, frame.height):
+                raise UserError(
+                    f"images differ in size: {self.source.describe(position)} has {image.width}x{image.height} "
+                    f"pixels, the first one {frame.width}x{frame.height}; bring all to one size with "
+                    "data.image_size=N."
+                )
+            images_BHWC[number] = np.asarray(image).reshape(astuple(frame))
+        return torch.from_numpy(images_BHWC)
+
+    def damaged(self) -> list[int]:
+        """Return the positions of images that cannot be decoded, cached for the next time."""
+
+        def is_damaged(position: int) -> bool:
+            try:
+                self._plain(position, self._open(position), 3, (0.0, 1.0))
+            except UserError:
+                return True
+            return False
+
+        def found() -> np.ndarray:
+            # Threads: PIL decodes without holding the interpreter's lock.
+            with ThreadPoolExecutor(max_workers=8) as pool:
+                return np.flatnonzero(list(pool.map(is_damaged, range(len(self.source)))))
+
+        array = cached_array(f"damaged\n{self.source.fingerprint()}", found)
+        assert array is not None
+        return array.tolist()
+
+    def decoded(self) -> ImageArray:
+        """Return the images decoded, from the cache if they are there.
+
+        A few images of a large set are decoded alone; else the whole set is decoded once and cached.
+
+        Raises:
+            UserError: an image cannot be read, or images differ in size.
+        """
+        total, labels_N = len(self.source), torch.from_numpy(self.labels)
+        if total >= _WORTH_CACHING:
+            everything = np.arange(total)
+            whole = replace(self, labels=np.zeros_like(everything), positions=everything)
+            levels = "" if self.levels is None else f" {self.levels}"
+            key = f"{self.source.fingerprint()}\n{self.fit} {self.frame}{levels}"
+            array = cached_array(key, lambda: whole._read_all().numpy(), len(self) >= total // 4)
+            if array is not None:
+                cached = ImageArray(torch.from_numpy(array), torch.from_numpy(everything), self.classes)
+                return replace(cached.select(self.positions), labels_N=labels_N)
+        return ImageArray(self._read_all(), labels_N, self.classes)
+
+    def _read_all(self) -> Tensor:
+        chunks = np.array_split(np.arange(len(self)), max(1, len(self) // 512))
+        # The first one alone: it opens the files that all share.
+        parts = [self.read(chunks[0])]
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            return torch.cat([*parts, *pool.map(self.read, chunks[1:])])
+
+    def _open(self, position: int, content: bytes | None = None) -> PIL.Image.Image:
+        try:
+            image = PIL.Image.open(io.BytesIO(self.source.read(position) if content is None else content))
+            image.load()
+        except UserError:
+            raise
+        except Exception as error:  # decoders of damaged files raise almost anything
+            # The message of UnidentifiedImageError is an address in memory.
+            unknown = isinstance(error, PIL.UnidentifiedImageError)
+            raise self._unreadable(position, "no known image format" if unknown else str(error)) from error
+        return image
+
+    def _plain(
+        self, position: int, image: PIL.Image.Image, channels: int, levels: tuple[float, float] | None
+    ) -> PIL.Image.Image:
+        """An image of 8 bits, grey or in three colours."""
+        try:
+            if _is_deep(image):
+                # The few images that decide the levels had 8 bits: assume the full range of 16 bits.
+                low, high = levels or (0.0, 1.0 if image.mode == "F" else 65535.0)
+                pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), nan=low, posinf=high, neginf=low)
+                scaled = np.clip((pixels - low) * (255 / max(high - low, 1e-30)), 0, 255)
+                image = PIL.Image.fromarray(np.rint(scaled).astype(np.uint8))
+            if image.mode == "P" and "transparency" in image.info:
+                # Straight to RGB, Pillow warns of some of them.
+                image = image.convert("RGBA")
+            return image.convert("L" if channels == 1 else "RGB")
+        except ValueError as error:
+            raise self._unreadable(position, f"its colours, {image.mode}, are not known") from error
+
+    def _unreadable(self, position: int, reason: str) -> UserError:
+        return UserError(
+            f"cannot read the image {self.source.describe(position)} ({reason}); repair it, take it out, or leave such "
+            "images out with data=folder data.on_error=skip."
+        )
+
+
+Images = ImageArray | EncodedImages
+
+
+def in_memory(images: Images, wanted: bool | None) -> Images:
+    """Return the images decoded, if that is wanted or, with None, if they are few enough; else as they are."""
+    if wanted is None:
+        wanted = len(images) * int(np.prod(astuple(images.frame))) <= _IN_MEMORY_BYTES
+    return images.decoded() if wanted and isinstance(images, EncodedImages) else images
+
+
+def _is_deep(image: PIL.Image.Image) -> bool:
+    """True for an image of more than 8 bits a channel: integers of 16 or 32 bits, or real numbers."""
+    return image.mode.startswith(("I", "F"))
+
+
+def channel_statistics(images_NHWC: Tensor) -> tuple[list[float], list[float]]:
+    """Return mean and population standard deviation of each channel on the scale 0..1, of uint8 images."""
+    N, H, W, C = images_NHWC.shape
+    total_C, squares_C = torch.zeros(2, C, dtype=torch.float64)
+    # 256 * 255^2 < 2^24: the sums over 256 images are whole numbers that float32 represents exactly.
+    for images in images_NHWC.split(256):
+        x = images.reshape(len(images), -1).float()
+        total_C += x.sum(0).double().view(H * W, C).sum(0).cpu()
+        squares_C += x.square_().sum(0).double().view(H * W, C).sum(0).cpu()
+    mean_C = total_C / (N * H * W)
+    std_C = (squares_C / (N * H * W) - mean_C**2).clamp(min=0).sqrt()
+    return (mean_C / 255).tolist(), (std_C / 255).tolist()
+
+
+def feature_statistics(images_NHWC: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and population standard deviation of each pixel and channel, float64 [H, W, C] on the scale 0..1."""
+    total, squares = torch.zeros(2, *images_NHWC.shape[1:], dtype=torch.float64)
+    for images in images_NHWC.split(1024):
+        x = images.double()
+        total += x.sum(0).cpu()
+        squares += x.square_().sum(0).cpu()
+    mean = total / len(images_NHWC)
+    std = (squares / len(images_NHWC) - mean**2).clamp(min=0).sqrt()
+    return (mean / 255).numpy(), (std / 255).numpy()

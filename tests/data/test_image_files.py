@@ -1,0 +1,508 @@
+"""Images in folders, Parquet files and torchvision's files: where parts are, how images are read, what cannot be."""
+
+import errno
+import json
+import logging
+import os
+import pickle
+import shutil
+import struct
+import urllib.error
+from collections.abc import Callable
+from hashlib import md5
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import sklearn.datasets
+import torch
+import torchvision.datasets
+
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData, image_files
+from growlab.lab.data.image_files import default_root, load_digits, open_images
+from growlab.lab.data.images import EncodedImages, Fit
+
+
+def arrays(name: str, root: Path | None, **options) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Training and test set decoded: (images uint8 [N, H, W, C], labels) of each."""
+    sets = [
+        part.decoded() if isinstance(part, EncodedImages) else part
+        for part in open_images(name, root, **options).values()
+    ]
+    return [(part.images_NHWC.numpy(), part.labels) for part in sets]
+
+
+def assert_same(sets, pictures) -> None:
+    for (images, labels), split in zip(sets, ("train", "test"), strict=True):
+        assert np.array_equal(images, pictures.images[split])
+        assert np.array_equal(labels, pictures.labels[split])
+
+
+def opened(root: Path, **settings) -> ImageData:
+    usual = {
+        "validation": "split",
+        "batch_size": 8,
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "test_fraction": 0.1,
+    }
+    data = ImageData("folder", str(root), **{**usual, **settings})
+    data.setup()
+    return data
+
+
+def numbers(data: ImageData) -> tuple[int, int, int]:
+    return data.num_train, data.num_val, data.num_test
+
+
+def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+# Layouts: all have the same pictures and must give the same tensors.
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("train", "val"), ("training", "Validation"), ("TRAIN", "Test"), ("Training", "testing")],
+    ids=str,
+)
+def test_folders(pictures, tmp_path, names):
+    root = pictures.as_folders(tmp_path / "data")
+    for old, new in zip(("train", "test"), names, strict=True):
+        (root / old).rename(root / f"{old}_aside")
+        (root / f"{old}_aside").rename(root / new)
+    assert_same(arrays("insects", root), pictures)
+    assert open_images("insects", root)["train"].classes == pictures.classes
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        ("{}.parquet", {}),
+        ("{}-SHARD.parquet", {"shards": 3, "image_column": "image"}),
+        ("data/{}-SHARD.parquet", {"label_column": "fine_label"}),
+        ("plain_text/{}-SHARD.parquet", {"shards": 2, "wrap": bytes}),
+        ("{0}/{0}-SHARD.parquet", {"shards": 2}),
+        ("plain_text/{}/NUMBER.parquet", {"shards": 3}),
+    ],
+)
+def test_parquet(pictures, tmp_path, names, options):
+    root = pictures.as_parquet(tmp_path / "data", names.format, **options)
+    assert_same(arrays("insects", root), pictures)
+
+
+def test_parts_of_parquet_files_and_their_classes(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path, "default/{}/NUMBER.parquet".format)
+    folder = root / "default"
+    shutil.copytree(folder / "test", folder / "validation")
+    assert open_images("insects", root).keys() == {"train", "test", "val"}
+    # An unlabelled test set gives way to the validation set, as in Hugging Face's ImageNet.
+    unlabelled = pa.array([-1] * 12, pa.int64())
+    rewritten(folder / "test" / "0000.parquet", lambda table: table.set_column(1, "label", unlabelled))
+    assert_same(arrays("insects", root), pictures)
+    shutil.rmtree(folder / "test")
+    assert_same(arrays("insects", root), pictures)
+    assert open_images("insects", root)["train"].classes == ("0", "1", "2", "3")
+    about = {"huggingface": json.dumps({"info": {"features": {"label": {"names": list("abcde")}}}})}
+    rewritten(folder / "train" / "0000.parquet", lambda table: table.replace_schema_metadata(about))
+    assert open_images("insects", root)["train"].classes == tuple("abcde")
+
+
+def test_large_parquet_is_read_by_row_groups(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(image_files, "_HELD_BYTES", 0)
+    root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=3, row_group_size=4)
+    train, test = open_images("insects", root).values()
+    # 14 + 13 + 13 rows in groups of at most four.
+    rows = [4, 4, 4, 2, 4, 4, 4, 1, 4, 4, 4, 1]
+    assert train.blocks_N.tolist() == np.repeat(np.arange(12), rows).tolist()
+    assert_same([(part.read(np.arange(len(part))).numpy(), part.labels) for part in (train, test)], pictures)
+    # A worker process gets the set pickled, without the row groups that were read.
+    copy = pickle.loads(pickle.dumps(train))
+    assert torch.equal(copy.read(np.array([3, 1])), train.read(np.array([3, 1])))
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
+def test_torchvisions_mnist_files(grey_pictures, tmp_path, name, folder):
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        contents = {
+            "images-idx3": grey_pictures.images[split][..., 0],
+            "labels-idx1": grey_pictures.labels[split],
+        }
+        for kind, array in contents.items():
+            path = tmp_path / folder / "raw" / f"{prefix}-{kind}-ubyte"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            path.write_bytes(header + array.astype(np.uint8).tobytes())
+    assert_same(arrays(name, tmp_path), grey_pictures)
+    assert_same(arrays("grey", grey_pictures.as_folders(tmp_path / "folders")), grey_pictures)
+    assert len(open_images(name, tmp_path)["train"].classes) == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "dataset", "label_key", "meta"),
+    [
+        ("cifar10", "cifar-10-batches-py", torchvision.datasets.CIFAR10, b"labels", "batches.meta"),
+        ("cifar100", "cifar-100-python", torchvision.datasets.CIFAR100, b"fine_labels", "meta"),
+    ],
+)
+def test_torchvisions_cifar_files(tmp_path, monkeypatch, name, folder, dataset, label_key, meta):
+    rng = np.random.default_rng(0)
+    images = {"train": rng.integers(0, 256, (8, 32, 32, 3)), "test": rng.integers(0, 256, (4, 32, 32, 3))}
+    labels = {split: np.arange(len(part)) % 3 for split, part in images.items()}
+    (tmp_path / folder).mkdir()
+
+    def write(file, content):
+        (tmp_path / folder / file).write_bytes(pickle.dumps(content))
+        return md5((tmp_path / folder / file).read_bytes()).hexdigest()
+
+    for split in images:
+        data = images[split].astype(np.uint8).transpose(0, 3, 1, 2).reshape(-1, 3072)
+        checksum = write(f"{split}_batch", {"data": data, label_key.decode(): labels[split].tolist()})
+        monkeypatch.setattr(dataset, f"{split}_list", [[f"{split}_batch", checksum]])
+    key = dataset.meta["key"]
+    checksum = write(meta, {key: ["a", "b", "c"]})
+    monkeypatch.setattr(dataset, "meta", {"filename": meta, "key": key, "md5": checksum})
+    for (ours, our_labels), split in zip(arrays(name, tmp_path, download=False), images, strict=True):
+        assert np.array_equal(ours, images[split]) and np.array_equal(our_labels, labels[split])
+
+
+def test_digits_are_split_once_for_all():
+    train, test = load_digits().values()
+    assert (len(train), len(test)) == (1438, 359)
+    original = sklearn.datasets.load_digits()
+    rounded = np.rint(original.images * 255 / 16).astype(np.uint8)
+    ours = np.concatenate([train.images_NHWC.numpy(), test.images_NHWC.numpy()]).reshape(1797, 64)
+    assert sorted(map(bytes, ours)) == sorted(map(bytes, rounded.reshape(1797, 64)))
+    for part in (train, test):
+        shares = np.bincount(part.labels) / len(part)
+        np.testing.assert_allclose(shares, np.bincount(original.target) / 1797, atol=0.003)
+
+
+def test_default_root_is_the_users_cache_or_growlab_data(tmp_path, monkeypatch, pictures, own_cache):
+    assert default_root("insects") == own_cache / "insects"
+    monkeypatch.setenv("GROWLAB_DATA", str(tmp_path / "data"))
+    pictures.as_folders(tmp_path / "data" / "insects")
+    assert_same(arrays("insects", None), pictures)
+
+
+# Parts.
+
+
+def laid_out(pictures, root: Path, layout: str) -> Path:
+    """40 + 12 pictures: below root itself, with train/ alone, with test/ or val/, with both."""
+    pictures.as_folders(root)
+    if layout in ("flat", "train"):
+        shutil.rmtree(root / "test")
+    if layout == "flat":
+        for folder in (root / "train").iterdir():
+            folder.rename(root / folder.name)
+        (root / "train").rmdir()
+        (root / "an_empty_folder").mkdir()
+    elif layout == "train_val":
+        (root / "test").rename(root / "val")
+    elif layout == "train_val_test":
+        shutil.copytree(root / "test", root / "val")
+        next((root / "val").rglob("*.png")).unlink()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("layout", "validation", "expected"),
+    [
+        ("flat", "split", (32, 4, 4)),
+        ("flat", "none", (36, 0, 4)),
+        ("train", "split", (32, 4, 4)),
+        ("train_test", "split", (36, 4, 12)),
+        ("train_val", "split", (36, 4, 12)),
+        ("train_val_test", "split", (40, 11, 12)),
+        ("train_val_test", "test", (40, 12, 12)),
+        ("train_val_test", "none", (40, 0, 12)),
+    ],
+)
+def test_every_layout_has_its_parts(pictures, tmp_path, layout, validation, expected) -> None:
+    root = laid_out(pictures, tmp_path / "data", layout)
+    data = opened(root, validation=validation)
+    assert numbers(data) == expected and data.num_classes == 4 and data.image_shape == (3, 10, 12)
+    seen = [y.tolist() for loader in (data.train_dataloader(), data.test_dataloader()) for _, y in loader]
+    assert sum(map(len, seen)) == expected[0] + expected[2]
+    # The test has the same part of each class, and the same images every time.
+    ((_, y),) = data.test_dataloader()
+    assert y.bincount().tolist() == [expected[2] // 4] * 4
+    again, other = opened(root, validation=validation), opened(root, validation=validation, split_seed=1)
+    tests = [next(iter(d.test_dataloader()))[0] for d in (data, again, other)]
+    assert tests[0].equal(tests[1]) and tests[0].equal(tests[2]) == (expected[2] == 12)
+
+
+@pytest.mark.parametrize(("validation", "held_out"), [("split", 39), ("test", 12), ("none", 0)])
+def test_a_validation_set_of_parquet_files_is_validated_on(pictures, tmp_path, validation, held_out):
+    root = pictures.as_parquet(tmp_path / "data", "{}-00000.parquet".format)
+    pq.write_table(pq.read_table(root / "train-00000.parquet").slice(1), root / "validation-00000.parquet")
+    assert numbers(opened(root, validation=validation)) == (40, held_out, 12)
+
+
+def test_of_two_spellings_the_plain_one_counts(pictures, tmp_path) -> None:
+    root = pictures.as_folders(tmp_path / "data")
+    (root / "TEST" / "ant").mkdir(parents=True)
+    if (root / "test").samefile(root / "TEST"):
+        pytest.skip("names differ by more than case here")
+    assert numbers(opened(root)) == (36, 4, 12)
+
+
+def test_links_to_folders_are_followed(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path / "pictures")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "extra.png").write_bytes(pictures.png("train", 0))
+    (root / "train" / "ant" / "elsewhere").symlink_to(tmp_path / "more", target_is_directory=True)
+    assert len(open_images("insects", root)["train"]) == 41
+
+
+# Images of many kinds.
+
+
+@pytest.mark.filterwarnings("error")
+def test_images_of_every_mode_become_coloured(pictures, tmp_path):
+    """White in every mode, among coloured images."""
+    root = pictures.as_folders(tmp_path)
+    # Pillow does not read back the YCbCr that it writes into a TIFF.
+    kinds = {"CMYK": "TIFF", "YCbCr": "JPEG", "I": "TIFF"}
+    modes = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I", "I;16")
+    for mode in modes:
+        if mode in ("I", "I;16"):
+            white = PIL.Image.fromarray(np.full((10, 12), 65535, np.int32 if mode == "I" else np.uint16))
+        else:
+            white = PIL.Image.new("RGB", (12, 10), (255, 255, 255)).convert(mode)
+        options = {"transparency": b"\0" * 9} if mode == "P" else {}
+        white.save(root / "train" / "ant" / f"white_{mode}.png", kinds.get(mode, "PNG"), **options)
+    PIL.Image.new("LAB", (12, 10)).save(root / "train" / "ant" / "lab.png", "TIFF")
+    # A conversion that Pillow does not know is left out, not a crash.
+    images = open_images("insects", root, skip_damaged=True)["train"]
+    paths = [Path(images.source.describe(p)).stem for p in range(len(images))]
+    read = dict(zip(paths, images.read(np.arange(len(images))), strict=True))
+    assert [mode for mode in modes if not (read[f"white_{mode}"] == 255).all()] == []
+    assert np.array_equal(read["00000"], pictures.images["train"][0])
+
+
+RAMP = np.arange(120).reshape(10, 12) / 119
+
+
+@pytest.mark.parametrize(
+    ("pixels", "ending", "least", "largest"),
+    [
+        ((RAMP * 65535).astype(np.uint16), "tif", 0, 1),
+        # 12 bits of a microscope, of which the brightest pixel uses most.
+        ((RAMP * 3000).astype(np.uint16), "png", 0, 3000 / 4095),
+        ((RAMP * 200).astype(np.uint16), "png", 0, 200 / 255),
+        ((RAMP * 4000 - 1000).astype(np.int32), "tif", 0, 1),
+        ((RAMP * 0.5).astype(np.float32), "tif", 0, 0.5),
+        ((RAMP * 255).astype(np.float32), "tif", 0, 1),
+        ((RAMP * 2000 - 1000).astype(np.float32), "tif", 0, 1),
+        (np.where(RAMP > 0.99, np.nan, RAMP).astype(np.float32), "tif", 0, 0.99),
+    ],
+)
+def test_images_of_more_than_eight_bits_are_scaled(tmp_path, pixels, ending, least, largest) -> None:
+    for name in ("ant", "bee"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for number in range(10):
+            PIL.Image.fromarray(pixels).save(tmp_path / "data" / name / f"{number}.{ending}")
+    data = opened(tmp_path / "data", mean=[0.0], std=[1.0])
+    assert data.image_shape == (1, 10, 12)
+    x = next(iter(data.test_dataloader()))[0]
+    assert x.min() == pytest.approx(least, abs=0.01) and x.max() == pytest.approx(largest, abs=0.015)
+
+
+def test_image_size_scales_the_shorter_side_and_crops_the_centre(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path)
+    # 10x12 pixels: at size 10 nothing is scaled, one column goes on either side.
+    images = arrays("insects", root, fit=Fit(10))[0][0]
+    assert np.array_equal(images, pictures.images["train"][:, :, 1:11])
+    PIL.Image.new("RGB", (50, 90), (1, 2, 3)).save(root / "train" / "ant" / "00001.png")
+    images = arrays("insects", root, fit=Fit(5))[0][0]
+    assert images.shape[1:] == (5, 5, 3) and (images[1] == (1, 2, 3)).all()
+
+
+@pytest.mark.parametrize("in_memory", [None, False])
+def test_damaged_images_are_left_out_or_named(
+    pictures, tmp_path, own_cache, caplog, monkeypatch, in_memory
+) -> None:
+    root = laid_out(pictures, tmp_path / "data", "flat")
+    complete = (root / "bee").glob("*.png")
+    truncated = next(complete)
+    truncated.write_bytes(truncated.read_bytes()[:60])
+    (root / "ant" / "empty.jpg").touch()
+    (root / "cat" / "lost.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(UserError, match=r"cannot read the image .*empty\.jpg .* data\.on_error=skip\.$"):
+        list(opened(root, in_memory=in_memory).train_dataloader())
+    data = opened(root, on_error="skip", in_memory=in_memory)
+    assert sum(numbers(data)) == 39 and sum(len(y) for _, y in data.train_dataloader()) == data.num_train
+    (record,) = caplog.records
+    sentence = f"left out: 3 of 42 images in {root} cannot be read, the first one {root}/ant/empty.jpg"
+    assert sentence in record.message
+    # The second time nothing is decoded for it, until a file changes.
+    decoded = []
+    plain = EncodedImages._plain
+    monkeypatch.setattr(EncodedImages, "_plain", lambda *args: decoded.append(args[1]) or plain(*args))
+    assert sum(numbers(opened(root, on_error="skip", in_memory=False))) == 39
+    assert not decoded
+    truncated.write_bytes(next(complete).read_bytes())
+    assert sum(numbers(opened(root, on_error="skip", in_memory=False))) == 40 and len(decoded) == 40
+
+
+# Nothing usable.
+
+
+def test_without_network_the_download_fails_in_one_sentence(tmp_path, monkeypatch, capsys, caplog):
+    caplog.set_level(logging.INFO)
+
+    def refuse(*args, **kwargs):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    for name in ("cifar10", "mnist"):
+        with pytest.raises(UserError, match=r"could not download it \(.+\);.*data\.root="):
+            open_images(name, tmp_path / "nowhere")
+    assert capsys.readouterr().out == "" and not caplog.records
+
+
+def test_a_foreign_folder_is_not_filled_with_downloads(tmp_path):
+    (tmp_path / "letters.txt").write_text("dear")
+    with pytest.raises(UserError, match="holds no cifar10 data"):
+        open_images("cifar10", tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["letters.txt"]
+
+
+def test_a_class_folder_that_may_not_be_read_is_no_empty_one(pictures, tmp_path, monkeypatch) -> None:
+    """Else its class would be missing without a word; the user who runs the tests may read everything."""
+    root = pictures.as_folders(tmp_path / "data")
+    closed, listed = str(sorted((root / "train").iterdir())[0]), os.scandir
+
+    def scandir(path):
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match=f"cannot read {closed}: Permission denied"):
+        opened(root)
+
+
+def _damaged_torchvision(root: Path) -> Path:
+    (root / "cifar-10-batches-py").mkdir(parents=True)
+    (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"torn")
+    return root
+
+
+def _other_size(root: Path) -> Path:
+    PIL.Image.new("RGB", (50, 90)).save(root / "train" / "bee" / "other.png")
+    return root
+
+
+def _test_class(root: Path) -> Path:
+    (root / "test" / "wasp").mkdir()
+    shutil.copy(root / "test" / "ant" / "00000.png", root / "test" / "wasp")
+    return root
+
+
+def _torn(root: Path) -> Path:
+    (root / "train.parquet").write_bytes((root / "train.parquet").read_bytes()[:500])
+    return root
+
+
+def _column(number: int, name: str, values: list) -> Callable[[Path], Path]:
+    def changed(root: Path) -> Path:
+        rewritten(root / "train.parquet", lambda table: table.set_column(number, name, pa.array(values)))
+        return root
+
+    return changed
+
+
+def _two_of_them(root: Path) -> Path:
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        shutil.copy(root / "train.parquet", root / name)
+    (root / "train.parquet").unlink()
+    return root
+
+
+def _numbered_otherwise(root: Path) -> Path:
+    for part, names in (("train", ["ant", "bee"]), ("test", ["bee", "ant"])):
+        about = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
+        rewritten(root / f"{part}.parquet", lambda table, about=about: table.replace_schema_metadata(about))
+    return root
+
+
+def _without(name: str) -> Callable[[Path], Path]:
+    def removed(root: Path) -> Path:
+        place = root / name
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+        return root
+
+    return removed
+
+
+def _part_among_classes(root: Path) -> Path:
+    shutil.move(root / "train" / "ant", root / "ant")
+    shutil.move(root / "train" / "bee", root / "bee")
+    shutil.rmtree(root / "train")
+    (root / "test").rename(root / "Test")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "sentence"),
+    [
+        ("folders", lambda root: root / "nowhere", r"found no cifar10 data in .*train/<class>.*cifar-10-batches-py"),
+        ("folders", lambda root: root / "train" / "ant" / "00000.png", "is a file"),
+        ("folders", _other_size, r"other\.png has 50x90 .* data\.image_size=N"),
+        ("folders", _test_class, "wasp has images .* classes are ant, bee, cat, dog"),
+        ("folders", _without("test"), "no test set"),
+        ("parquet", _without("test.parquet"), "no test set"),
+        ("parquet", _torn, r"cannot read .*train\.parquet as Parquet"),
+        ("parquet", _column(0, "photo", [b""] * 40), "columns photo, label"),
+        ("parquet", _column(1, "label", [None, *[0] * 39]), "without a label"),
+        ("parquet", _column(1, "label", [-1] * 40), "run from -1 to 3"),
+        ("parquet", _column(1, "label", [10**9] * 40), "run from 0 to 1000000000"),
+        ("parquet", _column(0, "img", [*[b"\0"] * 4, None, *[b"\0"] * 35]), r"row 4 of .*train\.parquet is empty"),
+        ("parquet", _column(0, "img", ["1.png"] * 40), r"row 0 of .*train\.parquet is of type str"),
+        ("parquet", _numbered_otherwise, "numbers its classes otherwise"),
+        ("parquet", _two_of_them, "several folders"),
+        ("torchvision", _damaged_torchvision, r"incomplete or damaged.*data\.download=true"),
+    ],
+)  # fmt: skip
+def test_unusable_data_is_one_sentence(pictures, tmp_path, layout, change, sentence):
+    root = tmp_path / "data"
+    if layout != "torchvision":
+        getattr(pictures, f"as_{layout}")(root)
+    with pytest.raises(UserError, match=sentence) as raised:
+        arrays("cifar10", change(root), download=False)
+    assert "\n" not in str(raised.value) and str(raised.value).endswith(".")
+
+
+def test_parquet_of_which_a_file_is_missing(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path, "{0}/{0}-SHARD.parquet".format, shards=3)
+    (root / "train" / "train-00001-of-00003.parquet").unlink()
+    with pytest.raises(UserError, match=r"lacks files of train: 2 of 3"):
+        open_images("insects", root)
+
+
+def _refused(sentence: str, root: Path, **settings) -> None:
+    with pytest.raises(UserError, match=sentence):
+        opened(root, **settings)
+
+
+def test_unusable_class_folders_are_one_sentence(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path / "data")
+    for path in (root / "train").rglob("*.png"):
+        path.write_bytes(b"no image")
+    many = "40 of 40 images .* too many for data.on_error=skip"
+    _refused(many, root / "train", on_error="skip")
+    _refused("leaves nothing to train or to test on", root / "test", test_fraction=0.01)
+    _refused("holds no folder data that growlab knows: searched for .*<class>/", root / "test" / "ant")
+    _refused(r"has Test/ among class folders: is it a class or a part\?", _part_among_classes(root))
+    alone = tmp_path / "alone"
+    shutil.copytree(root / "Test" / "ant", alone / "train" / "ant")
+    _refused("all training images are of one class", alone, test_fraction=0.5)
