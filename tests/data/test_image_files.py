@@ -42,7 +42,7 @@ def assert_same(sets, pictures) -> None:
         assert np.array_equal(labels, pictures.labels[split])
 
 
-def opened(root: Path, **settings) -> ImageData:
+def opened(root: Path, name: str = "folder", **settings) -> ImageData:
     usual = {
         "validation": "split",
         "batch_size": 8,
@@ -50,7 +50,7 @@ def opened(root: Path, **settings) -> ImageData:
         "std": [0.5] * 3,
         "test_fraction": 0.1,
     }
-    data = ImageData("folder", str(root), **{**usual, **settings})
+    data = ImageData(name, str(root), **{**usual, **settings})
     data.setup()
     return data
 
@@ -390,119 +390,70 @@ def test_a_class_folder_that_may_not_be_read_is_no_empty_one(pictures, tmp_path,
         opened(root)
 
 
-def _damaged_torchvision(root: Path) -> Path:
-    (root / "cifar-10-batches-py").mkdir(parents=True)
-    (root / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"torn")
-    return root
-
-
-def _other_size(root: Path) -> Path:
-    PIL.Image.new("RGB", (50, 90)).save(root / "train" / "bee" / "other.png")
-    return root
-
-
-def _test_class(root: Path) -> Path:
-    (root / "test" / "wasp").mkdir()
-    shutil.copy(root / "test" / "ant" / "00000.png", root / "test" / "wasp")
-    return root
-
-
-def _torn(root: Path) -> Path:
-    (root / "train.parquet").write_bytes((root / "train.parquet").read_bytes()[:500])
-    return root
-
-
-def _column(number: int, name: str, values: list) -> Callable[[Path], Path]:
-    def changed(root: Path) -> Path:
-        rewritten(root / "train.parquet", lambda table: table.set_column(number, name, pa.array(values)))
-        return root
-
-    return changed
-
-
-def _two_of_them(root: Path) -> Path:
-    for name in ("a", "b"):
-        (root / name).mkdir()
-        shutil.copy(root / "train.parquet", root / name)
-    (root / "train.parquet").unlink()
-    return root
-
-
-def _numbered_otherwise(root: Path) -> Path:
-    for part, names in (("train", ["ant", "bee"]), ("test", ["bee", "ant"])):
-        about = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
-        rewritten(root / f"{part}.parquet", lambda table, about=about: table.replace_schema_metadata(about))
-    return root
-
-
-def _without(name: str) -> Callable[[Path], Path]:
-    def removed(root: Path) -> Path:
-        place = root / name
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
-        return root
-
-    return removed
-
-
-def _part_among_classes(root: Path) -> Path:
-    shutil.move(root / "train" / "ant", root / "ant")
-    shutil.move(root / "train" / "bee", root / "bee")
-    shutil.rmtree(root / "train")
-    (root / "test").rename(root / "Test")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("layout", "change", "sentence"),
-    [
-        ("folders", lambda root: root / "nowhere", r"found no cifar10 data in .*train/<class>.*cifar-10-batches-py"),
-        ("folders", lambda root: root / "train" / "ant" / "00000.png", "is a file"),
-        ("folders", _other_size, r"other\.png has 50x90 .* data\.image_size=N"),
-        ("folders", _test_class, "wasp has images .* classes are ant, bee, cat, dog"),
-        ("folders", _without("test"), "no test set"),
-        ("parquet", _without("test.parquet"), "no test set"),
-        ("parquet", _torn, r"cannot read .*train\.parquet as Parquet"),
-        ("parquet", _column(0, "photo", [b""] * 40), "columns photo, label"),
-        ("parquet", _column(1, "label", [None, *[0] * 39]), "without a label"),
-        ("parquet", _column(1, "label", [-1] * 40), "run from -1 to 3"),
-        ("parquet", _column(1, "label", [10**9] * 40), "run from 0 to 1000000000"),
-        ("parquet", _column(0, "img", [*[b"\0"] * 4, None, *[b"\0"] * 35]), r"row 4 of .*train\.parquet is empty"),
-        ("parquet", _column(0, "img", ["1.png"] * 40), r"row 0 of .*train\.parquet is of type str"),
-        ("parquet", _numbered_otherwise, "numbers its classes otherwise"),
-        ("parquet", _two_of_them, "several folders"),
-        ("torchvision", _damaged_torchvision, r"incomplete or damaged.*data\.download=true"),
-    ],
-)  # fmt: skip
-def test_unusable_data_is_one_sentence(pictures, tmp_path, layout, change, sentence):
-    root = tmp_path / "data"
-    if layout != "torchvision":
-        getattr(pictures, f"as_{layout}")(root)
+def refused(sentence: str, root: Path, **settings) -> None:
     with pytest.raises(UserError, match=sentence) as raised:
-        arrays("cifar10", change(root), download=False)
+        opened(root, name="cifar10", download=False, **{"test_fraction": None, **settings})
     assert "\n" not in str(raised.value) and str(raised.value).endswith(".")
 
 
-def test_parquet_of_which_a_file_is_missing(pictures, tmp_path):
-    root = pictures.as_parquet(tmp_path, "{0}/{0}-SHARD.parquet".format, shards=3)
-    (root / "train" / "train-00001-of-00003.parquet").unlink()
-    with pytest.raises(UserError, match=r"lacks files of train: 2 of 3"):
-        open_images("insects", root)
-
-
-def _refused(sentence: str, root: Path, **settings) -> None:
-    with pytest.raises(UserError, match=sentence):
-        opened(root, **settings)
-
-
-def test_unusable_class_folders_are_one_sentence(pictures, tmp_path):
+def test_unusable_folders_are_one_sentence(pictures, tmp_path):
     root = pictures.as_folders(tmp_path / "data")
+    refused(r"found no cifar10 data in .*train/<class>.*cifar-10-batches-py", tmp_path / "nowhere")
+    refused("is a file", root / "train" / "ant" / "00000.png")
+    refused("holds no cifar10 data that growlab knows: searched for .*<class>/", root / "test" / "ant")
+    refused("leaves nothing to train or to test on", root / "test", test_fraction=0.01)
+    (root / "test" / "wasp").mkdir()
+    shutil.copy(root / "test" / "ant" / "00000.png", root / "test" / "wasp")
+    refused("wasp has images .* classes are ant, bee, cat, dog", root)
+    shutil.rmtree(root / "test")
+    refused("no test set", root)
+    PIL.Image.new("RGB", (50, 90)).save(root / "train" / "bee" / "other.png")
+    refused(r"other\.png has 50x90 .* data\.image_size=N", root, test_fraction=0.1)
+    shutil.copytree(root / "train" / "ant", root / "train" / "Test" / "ant")
+    refused(r"has Test/ among class folders: is it a class or a part\?", root / "train", test_fraction=0.1)
+    shutil.rmtree(root / "train" / "Test")
+    shutil.copytree(root / "train" / "ant", tmp_path / "alone" / "train" / "ant")
+    refused(
+        "all training images are of one class, 'ant'",
+        tmp_path / "alone",
+        test_fraction=0.5,
+        validation="none",
+    )
     for path in (root / "train").rglob("*.png"):
         path.write_bytes(b"no image")
-    many = "40 of 40 images .* too many for data.on_error=skip"
-    _refused(many, root / "train", on_error="skip")
-    _refused("leaves nothing to train or to test on", root / "test", test_fraction=0.01)
-    _refused("holds no folder data that growlab knows: searched for .*<class>/", root / "test" / "ant")
-    _refused(r"has Test/ among class folders: is it a class or a part\?", _part_among_classes(root))
-    alone = tmp_path / "alone"
-    shutil.copytree(root / "Test" / "ant", alone / "train" / "ant")
-    _refused("all training images are of one class", alone, test_fraction=0.5)
+    skip = {"test_fraction": 0.1, "on_error": "skip"}
+    refused("41 of 41 images .* too many for data.on_error=skip", root, **skip)
+    (tmp_path / "torchvision" / "cifar-10-batches-py").mkdir(parents=True)
+    refused(r"incomplete or damaged.*data\.download=true", tmp_path / "torchvision")
+
+
+def test_unusable_parquet_files_are_one_sentence(pictures, tmp_path):
+    root = pictures.as_parquet(tmp_path / "data")
+    train, test, table = root / "train.parquet", root / "test.parquet", pq.read_table(root / "train.parquet")
+    for number, name, values, sentence in (
+        (0, "photo", [b""] * 40, "columns photo, label"),
+        (1, "label", [None, *[0] * 39], "without a label"),
+        (1, "label", [-1] * 40, "run from -1 to 3"),
+        (1, "label", [10**9] * 40, "run from 0 to 1000000000"),
+        (0, "img", [*[b"0"] * 4, None, *[b"0"] * 35], r"row 4 of .*train\.parquet is empty"),
+        (0, "img", ["1.png"] * 40, r"row 0 of .*train\.parquet is of type str"),
+    ):
+        pq.write_table(table.set_column(number, name, pa.array(values)), train)
+        refused(sentence, root)
+    for path, names in ((train, list("abcd")), (test, list("bacd"))):
+        about = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
+        pq.write_table(table.replace_schema_metadata(about), path)
+    refused("numbers its classes otherwise", root)
+    pq.write_table(table.set_column(1, "label", pa.array([0] * 40)), train)
+    pq.write_table(table.set_column(1, "label", pa.array([0] * 40)), test)
+    refused("all training images are of one class, '0'", root)
+    test.unlink()
+    refused("no test set", root)
+    train.write_bytes(train.read_bytes()[:500])
+    refused(r"cannot read .*train\.parquet as Parquet", root)
+    sharded = pictures.as_parquet(tmp_path / "sharded", "{0}/{0}-SHARD.parquet".format, shards=3)
+    (sharded / "train" / "train-00001-of-00003.parquet").unlink()
+    refused("lacks files of train: 2 of 3", sharded)
+    for name in ("a", "b"):
+        pictures.as_parquet(tmp_path / "several" / name)
+    refused("several folders", tmp_path / "several")

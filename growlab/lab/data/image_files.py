@@ -312,36 +312,29 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _find_parquet(root: Path) -> dict[str, list[Path]]:
-    """Return the Parquet files of "train", "test" and "val", in `root` or one folder below it, if any.
+    """Return the Parquet files of "train", "test" and "val", in `root` or below it, if any.
 
-    The beginning of a file's name, train, test or val(idation), or the folder with such a name that it is in, as in
-    `train/0000.parquet`, says its split.
+    The beginning of a file's name, train, test or val(idation), or its folder, as in `train/0000.parquet`, says its
+    split.
     """
-    inside = set(_part_folders(root).values())
-    folders = [root, *(path for path in _entries(root) if path.is_dir() and path not in inside)]
-    found = {folder: splits for folder in folders if "train" in (splits := _splits(folder))}
-    if len(found) > 1:
-        names = " and ".join(map(str, found))
-        raise UserError(
-            f"there are training Parquet files in several folders, {names}; point data.root at one."
-        )
-    return next(iter(found.values()), {})
-
-
-def _splits(folder: Path) -> dict[str, list[Path]]:
-    files, inside = sorted(folder.glob("*.parquet")), _part_folders(folder)
-    splits = {}
-    for split in ("train", "test", "val"):
-        within = sorted(inside[split].glob("*.parquet")) if split in inside else []
-        paths = [*(path for path in files if path.name.startswith(split)), *within]
-        counts = {found[1] for path in paths if (found := re.search(r"\d{5}-of-(\d{5})", path.stem))}
-        if counts and len(paths) < int(max(counts)):
+    splits: dict[str, list[Path]] = {split: [] for split in _PARTS}
+    for path in sorted(path for pattern in ("", "*/", "*/*/") for path in root.glob(f"{pattern}*.parquet")):
+        for split, names in _PARTS.items():
+            if path.name.startswith(split) or path.parent.name.lower() in names:
+                splits[split].append(path)
+                break
+    splits = {split: paths for split, paths in splits.items() if paths}
+    for split, paths in splits.items():
+        if len(folders := sorted({str(path.parent) for path in paths})) > 1:
             raise UserError(
-                f"{folder} lacks files of {split}: {len(paths)} of {int(max(counts))} are there; fetch all."
+                f"Parquet files of {split} are in several folders, {' and '.join(folders)}; point data.root at one."
             )
-        if paths:
-            splits[split] = paths
-    return _with_test(splits)
+        counts = {int(found[1]) for path in paths if (found := re.search(r"-of-(\d{5})", path.stem))}
+        if counts and len(paths) < max(counts):
+            raise UserError(
+                f"{folders[0]} lacks files of {split}: {len(paths)} of {max(counts)} are there; fetch all."
+            )
+    return _with_test(splits) if "train" in splits else {}
 
 
 def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedImages]:
