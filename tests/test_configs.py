@@ -22,7 +22,7 @@ from growlab.base.settings import parameters
 from growlab.growth import make_schedule
 from growlab.lab.training import configs, signatures
 from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.optim import state
+from growlab.optim import carry
 
 CONF = config_dir()
 GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})
@@ -229,7 +229,7 @@ def test_a_type_of_a_signature_becomes_one_of_a_configuration() -> None:
     assert types["epochs"] == list[int] | None and types["initial_epochs"] == float | None
     assert types["widths"] == list[float] | None and types["total_epochs"] is int
     assert [str(word) for word in types["batch_size_of"]] == ["last", "first"]
-    assert set(configs.OptimizerState) == set(get_args(state.Inheritance))
+    assert set(configs.OptimizerState) == set(get_args(carry.Inheritance))
     with pytest.raises(LookupError, match=r"no growlab\.growth\.Nothing"):
         signatures.schema("growlab.growth.Nothing")
 

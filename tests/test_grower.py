@@ -251,7 +251,7 @@ def test_state_that_cannot_be_carried_begins_anew_and_says_so(make, first, caplo
             loop.grower.step(epoch=loop.done // STEPS)
             assert loop.optimizer.step(closed(loop)).isfinite()
             loop.done += 1
-    told = [record.message for record in caplog.records if record.name == "growlab.optim.state"]
+    told = [record.message for record in caplog.records if record.name == "growlab.optim.carry"]
     assert [message.startswith(first) for message in told] == [True] * len(loop.grower.events)
     strict = Loop(lambda n: make(n.parameters()))
     strict.grower.follow(strict.optimizer, state="inherit")

@@ -227,7 +227,7 @@ FAULTS: dict[str, Callable[[Training, Any], Any]] = {
     "noise": lambda training, patch: patch.setattr(VarianceTransfer, "noise", _raise),
     "part before": lambda training, patch: patch.setattr(Averages, "before_growth", _raise),
     "part behind": lambda training, patch: patch.setattr(Averages, "after_growth", _raise),
-    "state": lambda training, patch: patch.setattr("growlab.optim.state.exchange_own", _raise),
+    "state": lambda training, patch: patch.setattr("growlab.optim.carry.replace_in_groups", _raise),
     "ranks": lambda training, patch: patch.setattr("growlab.grower.grower.ranks.broadcast_buffers", _raise),
     "compiler": lambda training, patch: patch.setattr(torch.compiler, "reset", _raise),
 }

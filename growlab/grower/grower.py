@@ -38,20 +38,18 @@ from growlab.growth import (
     ParityError,
     Schedule,
     anneal_norms,
-    caches,
     grow,
     plant,
     restore,
 )
-from growlab.growth.attached import attach, detach, state_of
 from growlab.growth.constants import at_widths, unchanged
-from growlab.growth.finish import finish
+from growlab.growth.event import finish
+from growlab.growth.hooks import attach, detach, state_of
 from growlab.growth.multipliers import row_multipliers, saved_multipliers
-from growlab.growth.outputs import own_precision
+from growlab.growth.outputs import forget_caches, own_precision
 from growlab.optim import Inheritance, Regions, weight_regions
+from growlab.optim.carry import check_inheritance, inside
 from growlab.optim.followers import Followers
-from growlab.optim.own_lists import inside
-from growlab.optim.state import check_inheritance
 from growlab.widths import Carry, Example, WidthGraph, replace_tensors, resized, tensors_of
 from growlab.widths.trials import FAILURES, named_tensors, share_attributes
 
@@ -462,7 +460,7 @@ class Grower(GrowingNetwork):
         for network in (self.network, *self.copies().values()):
             self.resize_to(network, state)
             restore(network, graph, state)
-            caches.forget(network, self.probe(), FAILURES)
+            forget_caches(network, self.probe(), FAILURES)
         self.graph = graph
         # The same object: hooks read it.
         vars(self.state).update(vars(state))
@@ -634,7 +632,7 @@ class Grower(GrowingNetwork):
         torch.compiler.reset()
         seconds.move("grow", "data", 0.0 if data is None else data.cost.seconds)
         seconds.move("grow", "parity", event.parity_sec)
-        notes = merged(notes, {} if data is None else data.told())
+        notes = merged(notes, {} if data is None else data.report())
         if asker is not None:
             notes["asked_by"] = asker.name
         else:

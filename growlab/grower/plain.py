@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.attached import METADATA
+from growlab.growth.hooks import METADATA
 from growlab.growth.multipliers import is_multipliers
 from growlab.growth.rescale import folded
 from growlab.widths import WidthGraph

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.growth.attention_scale import attention_factors
 from growlab.growth.method import Expansion
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
+from growlab.growth.rescale import attention_factors
 from growlab.growth.weighted_norms import weigh
 from growlab.optim import follow
 from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, tensors_of

@@ -13,7 +13,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import whole
 from growlab.grower.part import Part
 from growlab.growth import GrowthMethod
-from growlab.growth.attached import state_of
+from growlab.growth.hooks import state_of
 from growlab.widths import Example, UnsupportedOperation, WidthGraph, trace
 from growlab.widths.inputs import inputs_of, values_of
 

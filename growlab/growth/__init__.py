@@ -1,19 +1,17 @@
 """Growth methods, schedules and growth events (the surgery that widens a network in place)."""
 
-from growlab.growth.event import anneal_norms, grow, plant, restore
+from growlab.growth.event import anneal_norms, finish, grow, plant, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
-from growlab.growth.finish import finish
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights, WidthDecision
+from growlab.growth.methods.baselines import FixedSize, RandomGrowth
 from growlab.growth.methods.bert2bert import Bert2Bert
 from growlab.growth.methods.firefly import FireFly
-from growlab.growth.methods.fixed import FixedSize
 from growlab.growth.methods.gradmax import GradMax
 from growlab.growth.methods.hypercloning import HyperCloning
 from growlab.growth.methods.lemon import Lemon
 from growlab.growth.methods.net2net import Net2Net
 from growlab.growth.methods.pairs import PairGrowth
-from growlab.growth.methods.random import RandomGrowth
 from growlab.growth.methods.splitting import Splitting
 from growlab.growth.methods.tiny import Tiny
 from growlab.growth.methods.variance_transfer import VarianceTransfer

@@ -1,4 +1,6 @@
-"""Constants that stand beside growing channels (`WidthGraph.constants`): they end training as they began it.
+"""Tensors that are no plain weights: constants, parameters stored with an offset, and padding rows.
+
+Constants of growing channels (`WidthGraph.constants`) end training as they began it.
 
 A table of positions [T, C] in a buffer or in a plain attribute of a module, a frozen embedding, the statistics of a
 frozen normalisation: at C' channels the network has the first C' columns, and those of channels that arrive come back
@@ -9,7 +11,7 @@ as they were. So no new channel can equal an old one, or a twin: growth methods 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from growlab.widths import WidthGraph, grid
 
@@ -65,3 +67,50 @@ def at_widths(
     known = constant[grid([(place >= 0).nonzero().flatten() for place in places], constant.device)]
     result[grid([place[place >= 0] for place in places], result.device)] = known.to(result)
     return result
+
+
+def with_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as the forward applies them, offset included, which a growth method scales and draws.
+
+    Args:
+        graph: the network's width graph.
+        tensors: stored tensors by name; those without an offset stay the same objects, the others become float64, in
+            which the offset can be removed again exactly.
+    """
+    return _moved(graph, tensors, 1)
+
+
+def without_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as the network stores them: the inverse of `with_offset`, in float64."""
+    return _moved(graph, tensors, -1)
+
+
+def _moved(graph: WidthGraph, tensors: Mapping[str, Tensor], sign: int) -> dict[str, Tensor]:
+    moved = dict(tensors)
+    for name in graph.offsets.keys() & tensors.keys():
+        precise = torch.float32 if tensors[name].device.type == "mps" else torch.float64
+        moved[name] = tensors[name].to(precise) + sign * graph.offsets[name]
+    return moved
+
+
+def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the new tensors with padding rows set to zero where they were zero before.
+
+    No gradient reaches such a row, so entries that an event drew there would stay in the network as noise. A row that
+    is not zero (it is trained if the table is tied to an output layer) is left unchanged.
+
+    Args:
+        model: the network, at its old or its new widths.
+        old: its tensors before the event, by name.
+        new: tensors that will replace them or be added to them, by name.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = dict(new)
+    for module in model.modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.padding_idx is None:
+            continue
+        name = names.get(id(module.weight), "")
+        if name in new and new[name] is not old[name] and not bool(old[name][module.padding_idx].any()):
+            kept[name] = new[name].detach().clone()
+            kept[name][module.padding_idx] = 0
+    return kept

@@ -1,8 +1,8 @@
 """Base class of growth methods that use training data: unsupported groups, their fallback, averaged networks."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -11,15 +11,19 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.base.settings import one_of, whole
-from growlab.growth.attention_scale import attention_factors, with_attention_scale
-from growlab.growth.fans import Fans, fans_of
+from growlab.growth.fans import Fans, View, fans_of
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
 from growlab.growth.methods.net2net import replicate
 from growlab.growth.methods.pairs import PairGrowth
+from growlab.growth.rescale import attention_factors, with_attention_scale
 from growlab.widths import Carry, WidthGraph, grid, resized
 
 FALLBACKS = ("pairs",)
+# Candidates measured in one pass, in multiples of a group's width: a pass then costs about three plain ones.
+_AT_ONCE = 2
+# Least number of candidates per pass: in a narrow group they cost nothing extra.
+_FEW = 32
 
 
 class DataDriven(GrowthMethod):
@@ -190,7 +194,7 @@ def _tied(graph: WidthGraph, group: str) -> str | None:
 
 def _constant(graph: WidthGraph, group: str) -> str | None:
     """Return the untrained constant, in words, that a group's channels depend on, or None."""
-    name = next((name for name, told in graph.constants.items() if group in told), None)
+    name = next((name for name, groups in graph.constants.items() if group in groups), None)
     return None if name is None else f"{name}, which is not trained, tells its channels apart"
 
 
@@ -263,6 +267,47 @@ def _mixing(fans: Fans) -> list:
     return [*fans.into, *fans.out]
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """New channels, a share at a time, each with an outgoing weight of 1 in one entry and no incoming weights.
+
+    Attributes:
+        view: of the tensors.
+        tensors: of the network with the candidates, by name.
+        new: positions of each group's candidates, by group; may be empty.
+    """
+
+    view: View
+    tensors: dict[str, Tensor]
+    new: Mapping[str, Tensor]
+
+    @classmethod
+    def of_each_entry(
+        cls, method: GrowthMethod, expansion: Expansion, groups: Sequence[Fans], least: Mapping[str, int]
+    ) -> "Iterator[Candidates]":
+        """Yield candidates for all outgoing entries of each group, at least so many at a time."""
+        graph, old = expansion.graph, expansion.old_widths
+        total = {fans.group: View(graph, old, old).size(fans.out, fans.group) for fans in groups}
+        share = {
+            group: min(count, max(_AT_ONCE * old[group], least.get(group, 0), _FEW))
+            for group, count in total.items()
+        }
+        for number in range(max(-(-total[group] // share[group]) for group in total)):
+            parts = {
+                group: torch.arange(count)[number * share[group] : (number + 1) * share[group]]
+                for group, count in total.items()
+            }
+            widths = {**old, **{group: old[group] + len(part) for group, part in parts.items()}}
+            view, tensors = View(graph, widths, old), padded(method, replace(expansion, new_widths=widths))
+            new = {group: old[group] + torch.arange(len(part)) for group, part in parts.items()}
+            for fans in groups:
+                part = parts[fans.group]
+                ones = torch.zeros(len(part), total[fans.group])
+                ones[torch.arange(len(part)), part] = 1.0
+                view.write(tensors, fans.out, fans.group, new[fans.group], ones)
+            yield cls(view, tensors, new)
+
+
 def _in_two(expansion: Expansion, first: set[str]) -> tuple[Expansion, Expansion]:
     """Split an event in two: the given groups grow first, then all others."""
     between = {
@@ -270,3 +315,13 @@ def _in_two(expansion: Expansion, first: set[str]) -> tuple[Expansion, Expansion
         for group, width in expansion.old_widths.items()
     }
     return replace(expansion, new_widths=between), replace(expansion, old_widths=between)
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """Euclidean norm of each row, [N]."""
+    return torch.linalg.vector_norm(rows, dim=1)
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Normalise rows to length 1; zero rows stay zero."""
+    return rows / lengths(rows).clamp(min=torch.finfo(rows.dtype).tiny)[:, None]

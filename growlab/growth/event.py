@@ -1,29 +1,27 @@
-"""One growth event as a plain function: widen a network in anyone's training loop."""
+"""Plain functions for anyone's training loop: plant a seed, grow it, anneal its normalisations, finish it."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.growth import caches, constants, new_statistics
-from growlab.growth.attention_scale import with_attention_scale
-from growlab.growth.batch_eps import eps_follows
+from growlab.growth import constants
+from growlab.growth.constants import padding_kept, with_offset, without_offset
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
-from growlab.growth.offsets import as_applied, as_kept
-from growlab.growth.outputs import Outputs, evaluate, in_own_precision, observe, positional
-from growlab.growth.padding import padding_kept
+from growlab.growth.norm_statistics import eps_follows, statistics_writer
+from growlab.growth.outputs import Outputs, evaluate, forget_caches, in_own_precision, observe, positional
 from growlab.growth.parity import compare, relative_error
-from growlab.growth.rescale import can_fold
+from growlab.growth.rescale import Folded, can_fold, fold_output_factor, with_attention_scale
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
-from growlab.growth.weighted_norms import annealed, carried_weights, weigh
+from growlab.growth.weighted_norms import annealed, carried_weights, weigh, weighted_modules
 from growlab.widths import (
     Carry,
     WidthGraph,
@@ -39,7 +37,7 @@ from growlab.widths.unchanged import Snapshot
 
 log = logging.getLogger(__name__)
 
-# Relative change of a term of the loss that is told: more than a normalisation's eps does.
+# Relative change of a term of the loss that is warned of: more than a normalisation's eps does.
 _TERM = 0.01
 #: Maps numbers that a process has measured to those that all processes go by.
 Agree = Callable[[list[float]], list[float]]
@@ -79,9 +77,9 @@ def plant(
             resize(model, graph, graph.full_widths, widths)
             # The old tensors serve as the example of how bare parameters are spread.
             expansion = Expansion(
-                graph, as_applied(graph, tensors_of(model, graph)), widths, widths, seed, 0, constants=still
+                graph, with_offset(graph, tensors_of(model, graph)), widths, widths, seed, 0, constants=still
             )
-            replace_tensors(model, graph, as_kept(graph, method.initialise(expansion)))
+            replace_tensors(model, graph, without_offset(graph, method.initialise(expansion)))
             _rehearse(model, graph, method, widths, seed)
         except BaseException:
             full.restore()
@@ -101,7 +99,7 @@ def _rehearse(
     may_scale = method.output_multiplier and not can_fold(graph)
     if not may_multiply and not may_scale:
         return
-    tensors = as_applied(graph, tensors_of(model, graph))
+    tensors = with_offset(graph, tensors_of(model, graph))
     expansion = Expansion(graph, tensors, widths, graph.full_widths, seed, 1)
     rehearsal = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
     if name := next((name for name in rehearsal.multipliers if name in graph.recomputed), None):
@@ -144,7 +142,7 @@ def grow(
         new_widths: width of each group afterwards.
         seed: the run's seed.
         probe: positional inputs that parity is checked on, or the only one.
-        agree: maps this process's measured numbers to those that all go by, so that all keep or undo the event alike.
+        agree: maps this process's measured numbers to those that all use, so that all keep or undo the event.
         leader: the tensors before its event (`tensors_of`) of the network that `model` is an average of. Both then
             go through the same affine map, so the average of grown networks is the grown average.
         gradients: running means of gradients by parameter name, for methods that want them.
@@ -168,34 +166,34 @@ def grow(
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
     kept = tensors_of(model, graph)
     still = constants.unchanged(graph, state.constants, kept if leader is None else leader, state.widths)
-    old, leader = as_applied(graph, kept), None if leader is None else as_applied(graph, leader)
+    old, leader = with_offset(graph, kept), None if leader is None else with_offset(graph, leader)
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader, gradients or {})
     watched = method.observe(model, graph, probe)
     known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(graph, leading))
     expansion = Expansion(*about, watched, known, data, new, state.multipliers, normalised, still)
     growth = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
     growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
+    later = _later(state, method, expansion, growth)
     with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:
-        applied = _apply(model, state, expansion, growth)
+        weighted_norms = restore(model, graph, later)
         checking = time.perf_counter()
         parity = _checked(model, method, expansion, growth, before, probe, agree, average)
     parity_sec += time.perf_counter() - checking
-    widths_before, carry = dict(state.widths), _advance(state, method, growth, applied, stage, new_widths)
+    vars(state).update(vars(later))
     return GrowthEvent(
         stage=stage,
         method=method.name,
-        widths_before=widths_before,
+        widths_before=dict(expansion.old_widths),
         widths_after=dict(new_widths),
         num_params_before=num_params_before,
         num_params=sum(p.numel() for p in model.parameters()),
         **parity,
-        output_factor=growth.output_factor,
-        weighted_norms=applied.weighted_norms,
+        weighted_norms=weighted_norms,
         report=dict(growth.report),
         seconds=time.perf_counter() - began,
         parity_sec=parity_sec,
         replaced=replaced,
-        carry=carry,
+        carry=_gradients_follow(method, growth),
         observed=expansion.observed,
     )
 
@@ -211,7 +209,7 @@ def _changed(expansion: Expansion, growth: GrownTensors) -> dict[str, Tensor]:
         for name, new in growth.tensors.items()
         if new is not expansion.old[name] or name in rescaled
     }
-    kept = as_kept(expansion.graph, changed)
+    kept = without_offset(expansion.graph, changed)
     return kept | {
         name: expansion.constant(name, kept[name]) for name in kept.keys() & expansion.constants.keys()
     }
@@ -231,23 +229,38 @@ def _replaced(
         raise
 
 
-class _Applied(NamedTuple):
-    """What norms and rows are weighted by after an event."""
-
-    norm_weights: dict[str, list[float]]
-    weighted_norms: list[str]
-    multipliers: dict[str, list[float]]
-
-
-def _apply(model: nn.Module, state: GrowthState, expansion: Expansion, growth: GrownTensors) -> _Applied:
-    graph, widths = expansion.graph, expansion.new_widths
+def _later(
+    state: GrowthState, method: GrowthMethod, expansion: Expansion, growth: GrownTensors
+) -> GrowthState:
+    """State of the stage that begins."""
+    graph, before, after, carry = expansion.graph, state.widths, expansion.new_widths, growth.carry
     past = annealed(state.norm_weights, state.norm_progress)
-    norm_weights = carried_weights(graph, past, growth.carry, state.widths, widths)
     kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
-    multipliers = carried_multipliers(graph, kept, growth.multipliers, growth.carry, state.widths, widths)
-    weighted_norms = weigh(model, graph, widths, norm_weights)
-    multiply(model, graph, multipliers)
-    return _Applied(norm_weights, weighted_norms, multipliers)
+    births = {}
+    for group, stages in state.births.items():
+        stages = stages[: after[group]]
+        if group in carry.bases:
+            # Every channel is now made up of old ones: none is younger than another.
+            stages = [min(stages)] * len(stages)
+        births[group] = stages + [expansion.stage] * (after[group] - len(stages))
+    return replace(
+        state,
+        stage=expansion.stage,
+        widths=dict(after),
+        births=births,
+        norm_weights=carried_weights(graph, past, carry, before, after),
+        norm_progress=0.0,
+        multipliers=carried_multipliers(graph, kept, growth.multipliers, carry, before, after),
+        output_factor=state.output_factor * (growth.output_factor if method.output_multiplier else 1.0),
+    )
+
+
+def _gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
+    if method.output_multiplier:
+        return growth.carry
+    # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz' of the
+    # grown network is dL/dz, not dL/dz * factor as it is where the output is multiplied again.
+    return replace(growth.carry, every=growth.carry.every / growth.output_factor)
 
 
 def _check_widths(method: GrowthMethod, state: GrowthState, new_widths: Mapping[str, int]) -> None:
@@ -266,7 +279,7 @@ def _observed(
     probe: tuple[Any, ...],
     agree: Agree,
 ) -> Outputs:
-    """What the network puts out before the event."""
+    """Run the network on the probe before the event; raise a ParityError if it puts out NaN already."""
     before = observe(model, probe)
     (diverged,) = agree([float(before.eval.isnan().any() or before.train.isnan().any())])
     if method.preserves and diverged:
@@ -277,25 +290,25 @@ def _observed(
     return before
 
 
-def _tell_of_terms(before: Outputs, after: Outputs) -> None:
-    """Warn where a number that the network returns beside its output goes by what has grown."""
+def _warn_of_terms(before: Outputs, after: Outputs) -> None:
+    """Warn if a number that the network returns after its output depends on what has grown."""
     changes = [
         (float(old), float(new))
         for old, new in zip(before.terms, after.terms, strict=False)
         if relative_error(old, new) > _TERM
     ]
     if changes:
-        told = ", ".join(f"{old:.4g} -> {new:.4g}" for old, new in changes)
+        described = ", ".join(f"{old:.4g} -> {new:.4g}" for old, new in changes)
         log.warning(
             "what the network returns beside its output while it trains has changed at this growth event (%s): terms "
             "of the loss that are computed from layers that grow weigh otherwise from here on",
-            told,
+            described,
         )
 
 
 def _new_tensors(graph: WidthGraph, leading: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
     new = {name: new.detach() for name, (_, new) in leading.replaced.items()}
-    return as_applied(graph, new), leading.carry
+    return with_offset(graph, new), leading.carry
 
 
 def _checked(
@@ -313,9 +326,9 @@ def _checked(
     Raises:
         ParityError: the outputs changed by more than the method allows.
     """
-    caches.forget(model, probe, FAILURES)
+    forget_caches(model, probe, FAILURES)
     tensors = tensors_of(model, expansion.graph)
-    begin = new_statistics.begin(expansion, growth, tensors, average)
+    begin = statistics_writer(expansion, growth, tensors, average)
     setting = eps_follows(model, expansion, growth, tensors)
     after = observe(model, probe, expansion.graph.norms, begin, setting)
     allowed = None
@@ -335,7 +348,7 @@ def _checked(
             f"{tolerance_train:.2e}; the network was left as it was before the event."
         )
     if method.preserves:
-        _tell_of_terms(before, after)
+        _warn_of_terms(before, after)
     noise_error, noise = 0.0, method.noise(expansion)
     if noise:
         with torch.no_grad():
@@ -349,33 +362,8 @@ def _checked(
         "parity_tolerance_train": tolerance_train,
         "eps_error_train": eps_error,
         "noise_error_eval": noise_error,
+        "output_factor": growth.output_factor,
     }
-
-
-def _advance(
-    state: GrowthState,
-    method: GrowthMethod,
-    growth: GrownTensors,
-    applied: _Applied,
-    stage: int,
-    new_widths: Mapping[str, int],
-) -> Carry:
-    """Bring the state to the stage that has begun; returns how gradients follow."""
-    state.stage, state.widths = stage, dict(new_widths)
-    state.norm_weights, state.norm_progress = applied.norm_weights, 0.0
-    state.multipliers = applied.multipliers
-    for group, births in state.births.items():
-        del births[new_widths[group] :]
-        if group in growth.carry.bases:
-            # Every channel is now made up of old ones: none is younger than another.
-            births[:] = [min(births)] * len(births)
-        births.extend([stage] * (new_widths[group] - len(births)))
-    if method.output_multiplier:
-        state.output_factor *= growth.output_factor
-        return growth.carry
-    # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz' of the
-    # grown network is dL/dz, not dL/dz * factor as it is where the output is multiplied again.
-    return replace(growth.carry, every=growth.carry.every / growth.output_factor)
 
 
 def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progress: float) -> None:
@@ -397,13 +385,65 @@ def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progre
     weigh(model, graph, state.widths, weights)
 
 
-def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> None:
-    """Let a network that has a state's widths and tensors compute what it computed: weighted norms and multipliers.
+def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> list[str]:
+    """Apply the weighted norms and multipliers of a state to a network that has its widths and tensors.
 
     Args:
         model: the network as it is built and resized, or an average of it.
         graph: its width graph.
         state: of a checkpoint.
+
+    Returns:
+        Paths of the modules whose statistics over channels are weighted.
     """
-    weigh(model, graph, state.widths, annealed(state.norm_weights, state.norm_progress))
+    weighted = weigh(model, graph, state.widths, annealed(state.norm_weights, state.norm_progress))
     multiply(model, graph, state.multipliers)
+    return weighted
+
+
+# Its tensors must be trainable even if it is called under inference mode.
+@torch.inference_mode(False)
+@in_own_precision
+def finish(
+    model: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    state: GrowthState,
+    averages: Sequence[nn.Module] = (),
+) -> dict[str, Folded]:
+    """Turn a grown network into an ordinary one, in place; it computes the same function without growlab's hooks.
+
+    The output factor is folded into the last layers, row multipliers into the weights, and the changes of the method's
+    `prepare` are undone. Weighted normalisations have no plain equivalent of the same shapes, so they have to be
+    annealed while the network still trains (`anneal_norms`). A second call does nothing.
+
+    Args:
+        model: the network; its parameters stay the same objects, unless the method stores its weights differently.
+        graph: its width graph.
+        method: the growth method.
+        state: its growth state; `output_factor` is 1 afterwards, and `multipliers` is empty.
+        averages: averages of the network's weights, which are finished in the same way.
+
+    Returns:
+        Factors on each parameter that folding multiplied and on its gradient, by name, for optimizers that continue
+        training: see `growlab.optim.rescale_state`.
+
+    Raises:
+        UserError: statistics over channels are still weighted, or the output factor cannot be folded. Network and
+            averages are then unchanged.
+    """
+    networks = (model, *averages)
+    weighted = [name for network in networks for name in weighted_modules(network)]
+    if weighted:
+        more = f" and {len(weighted) - 1} more" if len(weighted) > 1 else ""
+        raise UserError(
+            f"the growing network cannot be finished: the statistics of {weighted[0]}{more} still weight channels "
+            f"by their age (annealed to {state.norm_progress:.3g} of 1), so a plain network would compute something "
+            "else; call anneal_norms(network, graph, state, progress) before each training step after a growth "
+            "event, with progress rising to 1, and train on."
+        )
+    folded, *_ = [fold_output_factor(network, graph, state.output_factor) for network in networks]
+    for network in networks:
+        method.finish(network)
+    state.output_factor, state.multipliers = 1.0, {}
+    return folded

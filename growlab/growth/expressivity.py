@@ -1,17 +1,21 @@
-"""Expressivity bottleneck: the functional gradient that a layer cannot follow (Verbockhaven et al. 2024)."""
+"""Expressivity bottleneck: the functional gradient that a layer cannot follow (Verbockhaven et al. 2024), for TINY."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from growlab.growth.fans import Fans, fans_of
-from growlab.growth.measurement import Measurement
+from growlab.growth.data_driven import Candidates, DataDriven
+from growlab.growth.fans import Fans, View, fans_of
+from growlab.growth.measurement import IdentityNorms, Measurement, Pass, Seen, right_derivatives
 from growlab.growth.method import Expansion
-from growlab.growth.methods.tiny import Tiny, solved
-from growlab.growth.moments import moments, usual
-from growlab.widths import WidthGraph, tensors_of
+from growlab.growth.outputs import arithmetic
+from growlab.widths import Layer, WidthGraph, tensors_of
+
+# Singular values of S below this part of the largest count as zero, as in GroMo.
+RANK = 1e-6
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,12 @@ def out_of_reach(found: Mapping[str, Bottleneck]) -> float:
 
 def measurable(graph: WidthGraph, model: nn.Module) -> list[Fans]:
     """Groups for which a bottleneck is defined: one producer and one consumer, both linear or plain Conv2d."""
-    modules, tiny = dict(model.named_modules()), Tiny()
+    modules = dict(model.named_modules())
     every = (fans_of(graph, group) for group in graph.groups)
     return [
         fans
         for fans in every
-        if tiny.refuses(fans, 1, graph.full_widths[fans.group]) is None
+        if refuses_bottleneck(fans) is None
         and all(usual(modules.get(layer.name)) for layer in (fans.producers[0], fans.consumers[0]))
     ]
 
@@ -80,3 +84,196 @@ def _bottleneck(found: Mapping[str, Tensor], group: str) -> Bottleneck:
     goal, wanted = found[f"goal {group}"], float(found[f"wanted {group}"])
     possible = float(torch.sum(goal * solved(found[f"square {group}"], goal)))
     return Bottleneck(wanted, max(0.0, wanted - possible))
+
+
+def refuses_bottleneck(fans: Fans) -> str | None:
+    """Return why a bottleneck is not defined for channels, or None: one producer and one consumer, not depthwise."""
+    for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
+        if len({layer.weight for layer in layers}) != 1:
+            names = ", ".join(layer.name for layer in layers[:2]) or "no layer"
+            return (
+                f"its channels are {what} by {names}{' and others' if len(layers) > 2 else ''}, not one layer"
+            )
+    if fans.depthwise:
+        return f"{fans.depthwise[0].name} maps each channel by its own filter"
+    if len(fans.into) > 2 or len(fans.out) > 1:
+        return f"{fans.producers[0].name} has its channels on several axes"
+    if fans.producers[0].transposed or fans.consumers[0].transposed:
+        return f"{fans.producers[0].name} or {fans.consumers[0].name} is a transposed convolution"
+    return None
+
+
+def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
+    """Solve (S + ridge) X = M for X, [I, O]; directions that the batches do not determine are left out."""
+    factor = cholesky(square, ridge)
+    if factor is not None:
+        return torch.cholesky_solve(product.double(), factor)
+    inverse = torch.linalg.pinv(square.double(), hermitian=True, rtol=RANK)
+    return inverse @ product.double()
+
+
+def cholesky(square: Tensor, ridge: float) -> Tensor | None:
+    """Cholesky factor of S + ridge * mean of the diagonal of S * I; None if that is singular or ill-conditioned."""
+    square = square.double()
+    amount = ridge * square.diagonal().mean()
+    factor, failed = torch.linalg.cholesky_ex(square + amount * torch.eye(len(square)).to(square))
+    # The largest eigenvalue is at most the trace.
+    sound = not bool(failed) and float(amount) > RANK * float(square.trace())
+    return factor if sound else None
+
+
+def usual(module: nn.Module | None) -> bool:
+    """Return True for layers whose inputs can be unfolded: Linear, or Conv2d without groups, with zero padding."""
+    if isinstance(module, nn.Linear):
+        return True
+    return (
+        type(module) is nn.Conv2d
+        and module.groups == 1
+        and module.padding_mode == "zeros"
+        and not isinstance(module.padding, str)
+    )
+
+
+def moments(
+    expansion: Expansion, data: Measurement, groups: Sequence[Fans], modules: Mapping[str, nn.Module]
+) -> dict[str, Tensor]:
+    """Measure second moments per sample: of producers' and consumers' inputs, and of the latter with the goal V."""
+    view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
+    names = list(
+        dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0]))
+    )
+    consumers = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
+
+    def visit(one: Pass) -> dict[str, Tensor]:
+        loss, seen = one.loss, one.seen
+        slopes = torch.autograd.grad(loss, [seen[name].output for name in consumers])
+        goal = dict(zip(consumers, slopes, strict=True))
+        with arithmetic():
+            found = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
+            for fans in groups:
+                producer, consumer = fans.producers[0], fans.consumers[0]
+                h = _patches(modules[producer.name], producer, expansion.graph, seen[producer.name], view)
+                b = _patches(modules[consumer.name], consumer, expansion.graph, seen[consumer.name], view)
+                v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
+                reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
+                weighted = h if reads is None else h * reads[:, None].to(h)
+                found[f"input {fans.group}"] = _product(weighted, h)
+                found[f"square {fans.group}"] = _product(b, b)
+                found[f"goal {fans.group}"] = _product(b, v)
+                found[f"wanted {fans.group}"] = v.square().sum() / len(b)
+        return found
+
+    # Out of place: an in-place activation would overwrite the layer's output.
+    return data.run(expansion.old, visit, [right_derivatives()], names, work="moments")
+
+
+def bottleneck(
+    method: DataDriven,
+    expansion: Expansion,
+    data: Measurement,
+    groups: Sequence[Fans],
+    updates: Mapping[str, Tensor],
+    modules: Mapping[str, nn.Module],
+) -> dict[str, Tensor]:
+    """Measure N of each group, [incoming entries, outgoing entries], float64."""
+    graph, old = expansion.graph, expansion.old_widths
+    columns: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
+    names = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
+    for number, candidates in enumerate(Candidates.of_each_entry(method, expansion, groups, {})):
+        view, new = candidates.view, candidates.new
+
+        def visit(one: Pass, view: View = view, new: Mapping[str, Tensor] = new) -> dict[str, Tensor]:
+            parameters, loss, seen = one
+            outputs = [seen[name].output for name in names]
+            slopes = dict(zip(names, torch.autograd.grad(loss, outputs, retain_graph=True), strict=True))
+            found = {}
+            for fans in groups:
+                if not len(new[fans.group]):
+                    continue
+                consumer = fans.consumers[0]
+                module, output = modules[consumer.name], seen[consumer.name].output
+                with arithmetic():
+                    patches = _patches(module, consumer, graph, seen[consumer.name], view)
+                    goal = -len(patches) * _rows(module, slopes[consumer.name]).double()
+                    rows = graph.axes[consumer.weight][0].kept(old, view.widths).to(goal.device)
+                    rest = torch.zeros_like(goal)
+                    rest[..., rows] = goal[..., rows] - patches @ updates[fans.group]
+                    if isinstance(module, nn.Conv2d):
+                        rest = rest.mT
+                    rest = rest.reshape(output.shape).to(output) / len(patches)
+                asked = [parameters[slot.name] for slot in fans.into]
+                taken = torch.autograd.grad(output, asked, rest, retain_graph=True, materialize_grads=True)
+                for slot, tensor in zip(fans.into, taken, strict=True):
+                    found[f"{fans.group} {slot.name}"] = tensor.double()
+            return found
+
+        norms = IdentityNorms(_new_channels(data.model, graph, view, groups))
+        modes = [right_derivatives(), norms]
+        found = data.run(candidates.tensors, visit, modes, names, work=("bottleneck", number))
+        for fans in groups:
+            if not len(new[fans.group]):
+                continue
+            taken = {slot.name: found[f"{fans.group} {slot.name}"] for slot in fans.into}
+            columns[fans.group].append(view.read(taken, fans.into, fans.group, new[fans.group]).T)
+    return {group: torch.cat(pieces, 1) for group, pieces in columns.items()}
+
+
+def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, view: View) -> Tensor:
+    """Inputs from old channels at each output position, with a 1 for the bias: [B, positions, entries], float64."""
+    positions = graph.axes[layer.weight][1].kept(view.among, view.widths).to(seen.x.device)
+    if isinstance(module, nn.Conv2d):
+        x = seen.x.index_select(1, positions)
+        patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT  # type: ignore[arg-type]
+    else:
+        patches = _rows(module, seen.x.index_select(-1, positions))
+    if layer.bias is not None:
+        patches = torch.cat([patches, torch.ones_like(patches[..., :1])], -1)
+    return patches.double()
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Products of [B, positions, I] and [B, positions, J], summed over positions, as the mean over samples: [I, J]."""
+    return one.flatten(0, 1).T @ other.flatten(0, 1) / len(one)
+
+
+def _reads(consumer: nn.Module, read: Seen, made: Seen) -> Tensor | None:
+    """Number of times a consumer reads each position of its producer's output, [positions]; None if all are equal.
+
+    With pooling in between, a position counts as the one that it is pooled into.
+    """
+    if not isinstance(consumer, nn.Conv2d) or made.output.dim() != 4:
+        return None
+    kernel, geometry = consumer.kernel_size, (consumer.dilation, consumer.padding, consumer.stride)
+    once = torch.ones_like(F.unfold(read.x[:1, :1], kernel, *geometry))  # type: ignore[arg-type]
+    counts = F.fold(once, read.x.shape[2:], kernel, *geometry)  # type: ignore[arg-type]
+    return F.interpolate(counts, made.output.shape[2:], mode="nearest").flatten()
+
+
+def _rows(module: nn.Module, tensor: Tensor) -> Tensor:
+    """Reshape a layer's output, or its gradient, to [B, positions, rows]."""
+    if isinstance(module, nn.Conv2d):
+        return tensor.flatten(2).mT
+    return tensor[:, None, :] if tensor.dim() == 2 else tensor.flatten(1, -2)
+
+
+def _new_channels(model: nn.Module, graph: WidthGraph, view: View, groups: Sequence[Fans]):
+    """Return the function for `IdentityNorms` that masks a norm's new channels, from its tensors."""
+    names = {
+        name: [fans.group for fans in groups if norm in fans.norms]
+        for fans in groups
+        for norm in fans.norms
+        for name in (norm.weight, norm.running_mean)
+        if name is not None
+    }
+
+    def new(mean: Tensor | None, weight: Tensor | None) -> Tensor | None:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name in names:
+            if name in tensors and any(tensors[name] is one for one in (mean, weight)):
+                axis = graph.axes[name][0]
+                kept = torch.ones(axis.length(view.widths), dtype=torch.bool)
+                kept[axis.kept(view.among, view.widths)] = False
+                return kept
+        return None
+
+    return new

@@ -83,6 +83,14 @@ class View:
     widths: Mapping[str, int]
     among: Mapping[str, int]
 
+    def old(self, group: str) -> Tensor:
+        """Indices of a group's channels among which entries are used."""
+        return torch.arange(self.among[group])
+
+    def new(self, group: str) -> Tensor:
+        """Indices of a group's other channels."""
+        return torch.arange(self.among[group], self.widths[group])
+
     def read(
         self, tensors: Mapping[str, Tensor], slots: Sequence[Slot], group: str, channels: Tensor
     ) -> Tensor:

@@ -1,7 +1,8 @@
 """Auxiliary forward and backward passes over a few training batches, for data-driven growth methods.
 
 Tensors of any widths are put into the network for the passes and removed again. Results are means over batches, and
-over ranks if there are several. The cost of every pass is counted.
+over ranks if there are several. The cost of every pass is counted. Modes replace activations and norms by surrogates
+with the derivatives that methods need.
 """
 
 import contextlib
@@ -10,17 +11,21 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from growlab.base import ranks
 from growlab.base.errors import UserError
 from growlab.growth.outputs import arithmetic, main_output, network_inputs, quietly
-from growlab.growth.surrogates import twice_differentiable
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
@@ -28,11 +33,12 @@ from growlab.widths.unchanged import Listener
 
 #: The network's positional inputs, or a mapping of inputs by name, followed by the target.
 Batch = tuple[Tensor, ...]
-#: Maps (parameters by name, loss, `Seen` of each watched module) to tensors by name, which are averaged.
-Visit = Callable[[Mapping[str, Tensor], Tensor, Mapping[str, "Seen"]], Mapping[str, Tensor]]
+#: Maps a forward pass to tensors by name, which are averaged.
+Visit = Callable[["Pass"], Mapping[str, Tensor]]
 
 # Key of the loss among the averaged values; no tensor has this name.
 _LOSS = "the loss"
+_RELU = (F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,14 @@ class Seen:
     x: Tensor
     output: Tensor
     calls: int
+
+
+class Pass(NamedTuple):
+    """Parameters by name, the loss, and the `Seen` of each watched module in one forward pass."""
+
+    parameters: Mapping[str, Tensor]
+    loss: Tensor
+    seen: Mapping[str, Seen]
 
 
 @dataclass
@@ -64,11 +78,6 @@ class Cost:
 
 
 def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
-    """Return a batch as a tuple.
-
-    Raises:
-        UserError: the batch is not a tuple or list of inputs and a target.
-    """
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         given = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
         raise UserError(
@@ -125,7 +134,7 @@ class Measurement:
         last._batches = self._batches[-held_out:]
         return first, last
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Cost of the passes so far, for a receipt: FLOPs and samples summed over ranks, peak memory of any.
 
         FLOPs are given as forward passes that cost the same together with their backward passes.
@@ -193,9 +202,13 @@ class Measurement:
                     done = None if work is None else (work, shapes, sizes, gradients)
                     with self._counted(done, quiet.snapshot.listeners):
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
-                        _check_single(loss)
+                        if loss.numel() != 1:
+                            raise UserError(
+                                "the loss that growth looks at must be the mean over a batch, a single number, not of "
+                                f"the shape {list(loss.shape)}."
+                            )
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-                        found = {**visit(parameters, loss, seen), _LOSS: loss.detach().double()}
+                        found = {**visit(Pass(parameters, loss, seen)), _LOSS: loss.detach().double()}
                     for name, tensor in found.items():
                         sums[name] = sums[name] + tensor.detach() if name in sums else tensor.detach()
                     self.cost.samples += len(target)
@@ -220,13 +233,20 @@ class Measurement:
         if work is not None and work in self._flops:
             yield
         else:
-            counter, held = _FlopCounter(), _Held()
+            counter, saved = _FlopCounter(), 0
+
+            def pack(tensor: Tensor) -> Tensor:
+                nonlocal saved
+                saved += tensor.nbytes
+                # Detached: an operation that saves its own output would keep itself alive. Autograd attaches it again.
+                return tensor.detach()
+
             listeners.append(counter.count)
-            with held.during():
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
             listeners.remove(counter.count)
             self._flops[work] = counter.flops
-            self.cost.held_bytes = max(self.cost.held_bytes, held.most)
+            self.cost.held_bytes = max(self.cost.held_bytes, saved)
         self.cost.flops += self._flops[work]
 
     def _widths(self) -> dict[str, int]:
@@ -245,13 +265,10 @@ class Measurement:
 
     def loss(self, tensors: Mapping[str, Tensor], finite: bool = True) -> float:
         """Mean loss with these tensors; if `finite` is False it may be infinite or NaN."""
-
-        def visit(
-            parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]
-        ) -> dict[str, Tensor]:
-            return {"loss": loss.double()}
-
-        return float(self.run(tensors, visit, gradients=False, work="loss", finite=finite)["loss"])
+        found = self.run(
+            tensors, lambda one: {"loss": one.loss.double()}, gradients=False, work="loss", finite=finite
+        )
+        return float(found["loss"])
 
     def gradients(
         self,
@@ -261,11 +278,10 @@ class Measurement:
     ) -> dict[str, Tensor]:
         """Gradients of the mean loss by these parameters, by name, and the mean loss itself under the key ""."""
 
-        def visit(
-            parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]
-        ) -> dict[str, Tensor]:
-            found = torch.autograd.grad(loss, [parameters[name] for name in names], materialize_grads=True)
-            return {"": loss.double(), **dict(zip(names, found, strict=True))}
+        def visit(one: Pass) -> dict[str, Tensor]:
+            asked = [one.parameters[name] for name in names]
+            found = torch.autograd.grad(one.loss, asked, materialize_grads=True)
+            return {"": one.loss.double(), **dict(zip(names, found, strict=True))}
 
         return self.run(tensors, visit, modes, work=("gradients", *names))
 
@@ -283,28 +299,22 @@ class Measurement:
         Raises:
             UserError: an operation has no second derivative.
         """
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        several = several and torch.distributed.get_world_size() > 1
         for name, module in self.model.named_modules():
-            if several and isinstance(module, nn.SyncBatchNorm):
+            if ranks.several() and isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
                     f"this growth method takes second derivatives, which torch's SyncBatchNorm ({name}) has not: leave "
                     "out sync_batchnorm=True, or choose another growth method."
                 )
 
-        def visit(
-            parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]
-        ) -> dict[str, Tensor]:
-            first = torch.autograd.grad(
-                loss, [parameters[name] for name in directions], create_graph=True, materialize_grads=True
-            )
-            total = sum(
-                (gradient * direction.to(gradient)).sum()
-                for gradient, direction in zip(first, directions.values(), strict=True)
-            )
-            asked = [parameters[name] for name in names]
+        def visit(one: Pass) -> dict[str, Tensor]:
+            by, asked = ([one.parameters[name] for name in chosen] for chosen in (directions, names))
+            first = torch.autograd.grad(one.loss, by, create_graph=True, materialize_grads=True)
+            pairs = zip(first, directions.values(), strict=True)
+            total = sum((gradient * direction.to(gradient)).sum() for gradient, direction in pairs)
             if not (isinstance(total, Tensor) and total.requires_grad):
-                return {name: torch.zeros_like(parameters[name]) for name in names}
+                return {
+                    name: torch.zeros_like(parameter) for name, parameter in zip(names, asked, strict=True)
+                }
             second = torch.autograd.grad(total, asked, materialize_grads=True)
             return dict(zip(names, second, strict=True))
 
@@ -373,31 +383,132 @@ def _shape(thing: Any) -> Any:
     return thing.shape if isinstance(thing, Tensor) else thing
 
 
-class _Held:
-    """Peak number of bytes that a pass saves for its backward pass."""
+class _InPlaceOf(TorchFunctionMode):
+    """Replaces calls of some torch functions by others."""
 
-    def __init__(self) -> None:
-        self.most = 0
+    def __init__(self, others: Mapping[Any, Callable[..., Tensor]]) -> None:
+        super().__init__()
+        self._others = others
 
-    @contextlib.contextmanager
-    def during(self) -> Iterator[None]:
-        """Count the bytes saved within this context, one pass."""
-        total = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal total
-            total += tensor.nbytes
-            # Detached: an operation that saves its own output would keep itself alive. Autograd attaches it again.
-            return tensor.detach()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        self.most = max(self.most, total)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
-def _check_single(loss: Tensor) -> None:
-    if loss.numel() != 1:
+def right_derivatives() -> TorchFunctionMode:
+    """Mode in which ReLU and similar have the derivative 1 at 0 (torch: 0), for channels at zero (Evci et al. 2022)."""
+
+    def relu(x: Tensor, inplace: bool = False) -> Tensor:
+        return torch.where(x >= 0, x, torch.zeros_like(x))
+
+    def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+        return (min_val + relu(x - min_val)).clamp(max=max_val)
+
+    def relu6(x: Tensor, inplace: bool = False) -> Tensor:
+        return hardtanh(x, 0.0, 6.0)
+
+    def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+        return torch.where(x >= 0, x, negative_slope * x)
+
+    # torch's module ReLU6 calls hardtanh.
+    return _InPlaceOf(
+        {**dict.fromkeys(_RELU, relu), F.relu6: relu6, F.hardtanh: hardtanh, F.leaky_relu: leaky}
+    )
+
+
+def twice_differentiable() -> TorchFunctionMode:
+    """Mode in which hard sigmoids are composed of operations that have second derivatives in torch."""
+
+    def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+        return (x + 3.0).clamp(0.0, 6.0) / 6.0
+
+    return _InPlaceOf({F.hardsigmoid: hardsigmoid})
+
+
+def smooth(beta: float) -> TorchFunctionMode:
+    """Mode that replaces ReLU, which has no second derivative, and similar by softplus (Liu et al. 2019)."""
+
+    def softplus(x: Tensor, inplace: bool = False) -> Tensor:
+        return F.softplus(x, beta=beta)
+
+    def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
+        return max_val - softplus(max_val - min_val - softplus(x - min_val))
+
+    def softplus6(x: Tensor, inplace: bool = False) -> Tensor:
+        return hardtanh(x, 0.0, 6.0)
+
+    def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+        return negative_slope * x + (1.0 - negative_slope) * softplus(x)
+
+    def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+        return softplus6(x + 3.0) / 6.0
+
+    def hardswish(x: Tensor, inplace: bool = False) -> Tensor:
+        return x * hardsigmoid(x)
+
+    def recurrent(*_: Any, **__: Any) -> Any:
         raise UserError(
-            "the loss that growth looks at must be the mean over a batch, a single number, not of the shape "
-            f"{list(loss.shape)}."
+            "this growth method takes second derivatives, which the ReLU inside of torch's recurrent layers has not: "
+            "give them nonlinearity='tanh', or choose another growth method."
         )
+
+    return _InPlaceOf(
+        {
+            **dict.fromkeys((torch.rnn_relu, torch.rnn_relu_cell), recurrent),
+            **dict.fromkeys(_RELU, softplus),
+            F.relu6: softplus6,
+            F.hardtanh: hardtanh,
+            F.leaky_relu: leaky,
+            F.hardsigmoid: hardsigmoid,
+            F.hardswish: hardswish,
+        }
+    )
+
+
+class IdentityNorms(TorchFunctionMode):
+    """Mode in which batch and instance normalisations are the identity on new channels.
+
+    Args:
+        new: maps a norm's running mean and weight (None if absent) to a mask of its new channels, [channels]; None
+            leaves the norm unchanged.
+    """
+
+    _KINDS = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
+
+    def __init__(self, new: Callable[[Tensor | None, Tensor | None], Tensor | None]) -> None:
+        super().__init__()
+        self._new = new
+        self._hook: RemovableHandle | None = None
+
+    def __enter__(self) -> "IdentityNorms":
+        # Synchronised batch normalisations do not call `F.batch_norm`.
+        self._hook = register_module_forward_hook(self._after)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._hook is not None
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def _after(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return output
+        return self._passed(inputs[0], output, module.running_mean, module.weight)
+
+    def _passed(self, x: Tensor, result: Tensor, mean: Tensor | None, weight: Tensor | None) -> Tensor:
+        new = self._new(mean, weight)
+        if new is None:
+            return result
+        return torch.where(new.to(x.device).view([1, -1, *[1] * (x.dim() - 2)]), x, result)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in self._KINDS:
+            return result
+        given = signature(func).bind(*args, **kwargs).arguments
+        return self._passed(given["input"], result, given.get("running_mean"), given.get("weight"))

@@ -82,7 +82,7 @@ class Expansion:
         return at_widths(self.graph, name, self.constants[name], self.new_widths, new)
 
     @property
-    def deciding(self) -> Mapping[str, Tensor]:
+    def reference(self) -> Mapping[str, Tensor]:
         """Tensors from which a method may derive scales and draws: the leader's, or `old` without a leader."""
         return self.old if self.leader is None else self.leader
 
@@ -131,21 +131,10 @@ class Expansion:
     @cached_property
     def norm_defaults(self) -> dict[str, float]:
         """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0."""
-        defaults: dict[str, float] = {}
-        for norm in self.graph.norms:
-            for name, value in (
-                (norm.weight, 1.0),
-                (norm.bias, 0.0),
-                (norm.running_mean, 0.0),
-                (norm.running_var, 1.0),
-            ):
-                if name is not None:
-                    defaults[name] = value
-        for channel_norm in self.graph.channel_norms:
-            for name, value in ((channel_norm.weight, 1.0), (channel_norm.bias, 0.0)):
-                if name is not None:
-                    defaults[name] = value
-        return defaults
+        defaults = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
+        norms = (*self.graph.norms, *self.graph.channel_norms)
+        found = ((getattr(norm, kind, None), value) for norm in norms for kind, value in defaults.items())
+        return {name: value for name, value in found if name is not None}
 
     @cached_property
     def gates_of_biases(self) -> dict[str, int]:
@@ -213,7 +202,7 @@ class NewWeights:
             return drawn * self.std(expansion, expansion.layers[name])
         if name in expansion.norm_defaults:
             return torch.full(shape, expansion.norm_defaults[name])
-        old = expansion.deciding.get(name)
+        old = expansion.reference.get(name)
         if old is not None and (gates := expansion.gates_of_biases.get(name)):
             return old.view(gates, -1).mean(1).repeat_interleave(shape[0] // gates)
         if old is None or any(name in (layer.bias, layer.offset) for layer in expansion.graph.layers):

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from growlab.growth import entries
-from growlab.growth.recomputed import check_reached, check_whole
+from growlab.growth.hooks import ModuleHook, check_reached
 from growlab.widths import Carry, Layer, WidthGraph
 
 # Attribute of a module in which the multipliers that it applies are stored.
@@ -91,8 +90,7 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
             for caller in dict.fromkeys((path, *layer.callers)):
                 chosen.setdefault(caller, []).append(weight)
     for path, weights in chosen.items():
-        # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
-        modules[path].__dict__[_ATTRIBUTE] = _Multiplying(modules[path], weights)
+        _Multiplying(modules[path], weights)
 
 
 def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
@@ -184,39 +182,26 @@ class _Weight:
         return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 
-class _Multiplying:
-    """Makes a module's forward use multiplied weights.
+class _Multiplying(ModuleHook):
+    """Makes a module's forward use multiplied weights."""
 
-    It stays with its module in a deep copy, hooks and multipliers included.
-    """
+    attribute = _ATTRIBUTE
 
     def __init__(self, module: nn.Module, weights: Sequence[_Weight]) -> None:
         self.weights = list(weights)
-        self._module = module
-        self._open: list[_Multiplied] = []
-        # The second is called after an error too.
-        self._handles = (
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-            module.register_state_dict_post_hook(_save),
-        )
-        entries.listen(module, self, self._names)
-
-    def remove(self) -> None:
-        """Let the module use its weights as they are again."""
-        for handle in self._handles:
-            handle.remove()
-        del self._module.__dict__[_ATTRIBUTE]
-        entries.leave(self._module, self, self._names)
+        # Those that are the module's own parameters.
+        self.own = [weight for weight in weights if weight.owner is module]
+        super().__init__(module)
 
     @property
-    def _names(self) -> list[str]:
-        return [weight.attribute + _KEY for weight in self.own]
+    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of its entries of the state_dict, behind the module's prefix."""
+        return tuple(weight.attribute + _KEY for weight in self.own)
 
-    @property
-    def own(self) -> list[_Weight]:
-        """Those of the weights that are the module's own parameters."""
-        return [weight for weight in self.weights if weight.owner is self._module]
+    def save(self, state: dict[str, Any], prefix: str) -> None:
+        """Add multipliers to a state_dict."""
+        for weight in self.own:
+            state[prefix + weight.attribute + _KEY] = weight.rows.flatten()
 
     def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
         """Take multipliers out of a state_dict."""
@@ -230,20 +215,9 @@ class _Multiplying:
             else:
                 weight.set(saved)
 
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        check_whole(module)
-        mode = _Multiplied(module, [(weight.prepare(), weight) for weight in self.weights])
-        mode.__enter__()
-        self._open.append(mode)
-
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-
-def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for weight in module.__dict__[_ATTRIBUTE].own:
-        state[prefix + weight.attribute + _KEY] = weight.rows.flatten()
+    def mode(self, inputs: tuple[Any, ...]) -> TorchFunctionMode:
+        """Return the mode in which a forward runs."""
+        return _Multiplied(self.module, [(weight.prepare(), weight) for weight in self.weights])
 
 
 class _Multiplied(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Run a network on a probe batch so that outputs before and after an event can be compared."""
+"""Run a network on a probe batch so that outputs before and after an event can be compared; caches of its forward."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,6 +7,7 @@ from functools import wraps
 from inspect import signature
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,13 @@ from torch.utils._pytree import tree_map_only
 from growlab.base.errors import UserError
 from growlab.widths import Norm, tensors_in
 from growlab.widths.inputs import Example, call_with, inputs_of
-from growlab.widths.unchanged import Snapshot, seed_draws, unchanged
+from growlab.widths.unchanged import Kept, Snapshot, seed_draws, unchanged
 
 _Further = ParamSpec("_Further")
 _Result = TypeVar("_Result")
+_Shapes = list[list[torch.Size]]
+# Cached attributes, and the shapes of the tensors in them; None if the shapes depend on widths.
+_caches: "WeakKeyDictionary[nn.Module, tuple[list[Kept], _Shapes | None]]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -382,3 +386,58 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
         return value.to(device, precision if value.is_floating_point() else None)
 
     return tree_map_only(Tensor, moved, inputs_of(example, network))
+
+
+def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
+    """Run a network in eval and train mode and record which caches this fills, for `forget_caches` to empty.
+
+    A cache is an attribute that was empty before the run and is a tensor after it. Other attributes of its module that
+    the first run changes and a second one does not, such as the filled length of a table, belong to it.
+
+    Args:
+        network: the network; left unchanged.
+        probe: positional inputs.
+
+    Returns:
+        The network's outputs, in eval mode and in train mode.
+    """
+    with quietly(network):
+        before = Snapshot(network, "nothing")
+        outputs = _run(network, probe)
+        if kept := before.kept():
+            values = [each.contents() for each in kept]
+            _run(network, probe)
+            for each, once in zip(kept, values, strict=True):
+                each.leave_out_what_changes_from(once)
+        _caches[network] = kept, [each.shapes() for each in kept]
+    return outputs
+
+
+def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> None:
+    """Empty the caches that `find_caches` recorded if a forward now fills any of them with tensors of other shapes.
+
+    Args:
+        network: the network at its new widths.
+        probe: the positional inputs given to `find_caches`.
+        failures: exceptions of a forward pass that the new widths may cause; the caches then stay empty.
+    """
+    kept, shapes = _caches.get(network, ([], []))
+    restore = [each.forget() for each in kept]
+    if not kept or shapes is None:
+        return
+    try:
+        with quietly(network):
+            _run(network, probe)
+            now = [each.shapes() for each in kept]
+    except failures:
+        # The next check reports it.
+        return
+    if now == shapes:
+        for undo in restore:
+            undo()
+    else:
+        _caches[network] = kept, None
+
+
+def _run(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
+    return [call_with(network.train(training), probe) for training in (False, True)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.growth.batch_eps import Setting
+from growlab.growth.norm_statistics import Setting
 from growlab.growth.outputs import Outputs, observe
 
 log = logging.getLogger(__name__)

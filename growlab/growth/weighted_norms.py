@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from growlab.growth import entries
-from growlab.growth.recomputed import check_reached, check_whole
+from growlab.growth.hooks import ModuleHook, check_reached
 from growlab.widths import Carry, WidthGraph
 
 # Attribute of a module in which its channel weights are stored while they differ.
@@ -93,18 +92,15 @@ def weigh(
         module, groups = modules[norm.name], norm.axis.groups
         each = {g: torch.tensor(weights.get(g, [1.0] * widths[g]), dtype=torch.float64) for g in groups}
         on_axis = norm.axis.spread(each, widths, fixed=1.0)
-        # A compiled module would hand an attribute that is set or asked for on to the module that it wraps.
         known: _Weighing | None = module.__dict__.get(_ATTRIBUTE)
         # Bessel's correction counts the channels: a variance that is written out knows how many weights stand for.
-        alike = 1.0 if norm.mean_over is not None else on_axis[0]
-        if bool((on_axis == alike).all()):
+        plain = 1.0 if norm.mean_over is not None else on_axis[0]
+        if bool((on_axis == plain).all()):
             if known is not None:
                 known.remove()
-                del module.__dict__[_ATTRIBUTE]
             continue
         if known is None:
             known = _Weighing(module)
-            module.__dict__[_ATTRIBUTE] = known
         known.set(on_axis)
         if norm.mean_over is not None:
             (known.sums if norm.summed else known.means)[norm.mean_over] = norm.counted
@@ -118,26 +114,17 @@ def weighted_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if _ATTRIBUTE in module.__dict__]
 
 
-class _Weighing:
-    """Makes the normalisation that a module's forward calls a weighted one.
+class _Weighing(ModuleHook):
+    """Makes the normalisation that a module's forward calls a weighted one."""
 
-    It stays with its module in a deep copy, hooks and weights included.
-    """
+    attribute, keys = _ATTRIBUTE, (_KEY,)
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = torch.empty(0)
         # Dimensions that are reduced over, and whether what the code multiplies by follows the number of channels.
         self.means: dict[int, bool] = {}
         self.sums: dict[int, bool] = {}
-        self._open: list[_Weighted] = []
-        # The second is called after an error too.
-        self._handles = (
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-            module.register_state_dict_post_hook(_save),
-        )
-        self._module = module
-        entries.listen(module, self, [_KEY])
+        super().__init__(module)
 
     def set(self, weights: Tensor) -> None:
         """Weights from now on, float64 [channels]."""
@@ -147,11 +134,9 @@ class _Weighing:
         else:
             self.weights = weights
 
-    def remove(self) -> None:
-        """Let the module be a plain one again."""
-        for handle in self._handles:
-            handle.remove()
-        entries.leave(self._module, self, [_KEY])
+    def save(self, state: dict[str, Any], prefix: str) -> None:
+        """Add the weights to a state_dict."""
+        state[prefix + _KEY] = self.weights
 
     def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
         """Take weights out of a state_dict."""
@@ -164,22 +149,12 @@ class _Weighing:
         else:
             self.weights.copy_(saved)
 
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        check_whole(module)
-        example = next(module.parameters(), inputs[0])
+    def mode(self, inputs: tuple[Any, ...]) -> TorchFunctionMode:
+        """Return the mode in which a forward with these inputs runs."""
+        example = next(self.module.parameters(), inputs[0])
         if self.weights.device != example.device:
             self.weights = self.weights.to(example.device)
-        mode = _Weighted(module, self.weights, self.means, self.sums)
-        mode.__enter__()
-        self._open.append(mode)
-
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if self._open:
-            self._open.pop().__exit__(None, None, None)
-
-
-def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state[prefix + _KEY] = module.__dict__[_ATTRIBUTE].weights
+        return _Weighted(self.module, self.weights, self.means, self.sums)
 
 
 class _Weighted(TorchFunctionMode):
@@ -252,9 +227,9 @@ def _group_norm(
     x_BGCS = x_BGCS - (x_BGCS * share_GC1).sum((2, 3), keepdim=True)
     variance = (x_BGCS.square() * share_GC1).sum((2, 3), keepdim=True)
     x = (x_BGCS * torch.rsqrt(variance + eps)).view(shape)
-    beside = [1] * (len(shape) - 2)
-    weight = None if weight is None else weight.view(-1, *beside)
-    bias = None if bias is None else bias.view(-1, *beside)
+    ones = [1] * (len(shape) - 2)
+    weight = None if weight is None else weight.view(-1, *ones)
+    bias = None if bias is None else bias.view(-1, *ones)
     return _affine(x, weight, bias).to(input.dtype)
 
 

@@ -6,15 +6,22 @@ stages of elements, and `follow` carries the optimizer through a growth event.
 
 from growlab.optim.adam import Adam, AdamW
 from growlab.optim.avagrad import AvaGrad
-from growlab.optim.decay import exempt_from_decay, without_decay
+from growlab.optim.carry import (
+    Inheritance,
+    default_inheritance,
+    follow,
+    load_named_state,
+    named_state,
+    rescale_state,
+    running_gradients,
+)
 from growlab.optim.lars import LARS
 from growlab.optim.muon import Muon
 from growlab.optim.rates import BaseRate, MaxOne, NormRatio, RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.regions import Regions, weight_regions
+from growlab.optim.settings import exempt_from_decay, without_decay
 from growlab.optim.sgd import SGD
-from growlab.optim.state import Inheritance, default_inheritance, follow, rescale_state, running_gradients
-from growlab.optim.state_by_name import load_named_state, named_state
 
 __all__ = [
     "LARS",

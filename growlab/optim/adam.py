@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from growlab.optim.blocks import handed_over
-from growlab.optim.regional import Regional
+from growlab.optim.regional import Regional, handed_over
 from growlab.optim.regions import Regions
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from growlab.base.settings import above
+from growlab.base.settings import above, one_of
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
 from growlab.optim.settings import check_settings
@@ -54,13 +54,11 @@ class AvaGrad(Regional):
         normaliser: Literal["stage", "region"] = "stage",
         rule: RateRule | None = None,
     ) -> None:
-        given = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "maximize": maximize}
-        check_settings(given)
+        check_settings({"betas": betas})
         above(0, eps=eps)
-        if normaliser not in ("stage", "region"):
-            raise ValueError(f"AvaGrad's normaliser must be stage or region, not {normaliser!r}")
-        defaults = {**given, "betas": tuple(betas), "eps": eps, "normaliser": normaliser}
-        super().__init__(params, defaults, rule=rule)
+        one_of(("stage", "region"), normaliser=normaliser)
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": tuple(betas), "maximize": maximize}
+        super().__init__(params, {**defaults, "eps": eps, "normaliser": normaliser}, rule=rule)
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         rates = [self._start(param).sqrt().add_(group["eps"]).reciprocal_() for param in params]

@@ -2,8 +2,9 @@
 
 import copy
 import logging
+import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,18 +14,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import UserError
-from growlab.optim.compensated import Compensated, is_known
-from growlab.optim.exchanging import exchange, order_parameters
-from growlab.optim.regional import Regional
-from growlab.optim.regions import Regions
-from growlab.optim.state import (
+from growlab.optim.carry import (
     Inheritance,
+    cannot_replace,
     check_following,
     follow_once,
+    holds_elsewhere,
     normalises,
+    replace_in_groups,
     rescale_state,
     running_gradients,
+    tensors_within,
 )
+from growlab.optim.muon import Muon
+from growlab.optim.regional import Regional
+from growlab.optim.regions import Regions
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ _STEP_HOOKS, _LOAD_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_load_state_d
 
 
 class Owner(Protocol):
-    """Protocol of the object that grows the network, a Grower."""
+    """Interface of a Grower, as far as its followers use it."""
 
     network: nn.Module
     graph: WidthGraph
@@ -43,19 +47,15 @@ class Owner(Protocol):
     @property
     def parts(self) -> Sequence[Any]:
         """Parts, which may change the number of the network's parameters."""
-        ...
 
     def regions(self) -> dict[str, Regions]:
         """Birth stages of the elements of parameters, as regions by name."""
-        ...
 
     def divisors(self) -> Mapping[Tensor, Tensor]:
         """Divisors of the steps of optimizers that normalise gradients, by parameter; they broadcast."""
-        ...
 
     def on_step(self, after: bool) -> None:
         """Act before (False) and after (True) each step of the network's optimizer."""
-        ...
 
 
 class Followers:
@@ -75,7 +75,7 @@ class Followers:
         self._handles: list[RemovableHandle] = []
         self._past: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         # By the id of an optimizer: state to load once the network has the same number of parameters.
-        self._awaited: dict[int, dict[str, Any]] = {}
+        self._pending: dict[int, dict[str, Any]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -97,13 +97,11 @@ class Followers:
             announced: the loop calls `before_step` itself, once gradients are computed.
         """
         now = dict(self._run.network.named_parameters())
-        exchange(
-            optimizer, {key: now[name] for key, (past, name) in self._past.items() if past() is not None}
-        )
+        past = {key: now[name] for key, (parameter, name) in self._past.items() if parameter() is not None}
+        replace_parameters(optimizer, past)
         if not any(known is optimizer for known in self.optimizers):
-            own = {id(parameter) for parameter in now.values()}
             # A loop that announces all its optimizers may include those of other networks, as in a GAN.
-            if not announced and not any(id(parameter) in own for parameter in _parameters(optimizer)):
+            if not announced and not _has_any(optimizer, now.values()):
                 log.warning(
                     "%s holds no parameter of the network that grows and has nothing to follow: is it the optimizer of "
                     "another network?",
@@ -114,7 +112,7 @@ class Followers:
                 self._announced.add(id(optimizer))
             self._listen(optimizer)
         self._inheritance[id(optimizer)] = inheritance
-        self.relabel(optimizer)
+        self.update_regions(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
         """Register hooks on an optimizer, if it supports them: wrappers of other optimizers may not."""
@@ -122,10 +120,10 @@ class Followers:
             if id(optimizer) not in self._announced:
                 self._handles.append(optimizer.register_step_pre_hook(partial(self._step, False)))
             if normalises(optimizer) and is_known(optimizer):
-                self._handles += Compensated(optimizer, self._divisors).handles
+                self._handles += Compensated(optimizer, self._owner).handles
             self._handles.append(optimizer.register_step_post_hook(partial(self._step, True)))
         if _LOAD_HOOKS in vars(optimizer):
-            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._await_network))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._wait_for_network))
 
     def check(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
         """Check before a growth event that every optimizer can follow it.
@@ -166,15 +164,12 @@ class Followers:
             inheritance = self._inheritance[id(optimizer)]
             follow_once(optimizer, replaced, (graph, before, after), inheritance, carry, done)
             state.update(others)
-            self.relabel(optimizer)
+            self.update_regions(optimizer)
         for name, (old, new) in replaced.items():
             if isinstance(old, nn.Parameter) and old.grad is not None:
                 gradient = carry.carried(old.grad.to_dense(), name, graph, before, after)
-                new.grad = (
-                    _rows_of(gradient, old.grad)
-                    if old.grad.is_sparse
-                    else torch.empty_like(new).copy_(gradient)
-                )
+                sparse = old.grad.is_sparse
+                new.grad = _rows_of(gradient, old.grad) if sparse else torch.empty_like(new).copy_(gradient)
         for name, parameter in network.named_parameters():
             if carry.every != 1.0 and name not in replaced and parameter.grad is not None:
                 parameter.grad.mul_(carry.every)
@@ -192,10 +187,8 @@ class Followers:
         own: dict[Tensor, tuple[Tensor, Tensor]] = {
             named[name]: factor for name, factor in factors.items() if name in named
         }
-        states = {
-            id(optimizer.state): optimizer for optimizer in self.optimizers if hasattr(optimizer, "state")
-        }
-        for optimizer in states.values():
+        # Wrappers share the state of what they wrap.
+        for optimizer in {id(one.state): one for one in self.optimizers if hasattr(one, "state")}.values():
             rescale_state(optimizer, own)
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
@@ -209,30 +202,27 @@ class Followers:
             past: the network's previous parameters, by name.
         """
         now = dict(self._run.network.named_parameters())
+        replaced = {id(old): now[name] for name, old in past.items() if name in now and old is not now[name]}
         for optimizer in self.optimizers:
-            own = {id(p) for p in past.values()}
-            holds_own = any(id(p) in own for p in _parameters(optimizer))
-            exchange(
-                optimizer,
-                {id(old): now[name] for name, old in past.items() if name in now and old is not now[name]},
-            )
-            if past.keys() != now.keys() and holds_own:
+            changed = past.keys() != now.keys() and _has_any(optimizer, past.values())
+            replace_parameters(optimizer, replaced)
+            if changed:
                 order_parameters(optimizer, past, now)
-            awaited = self._awaited.get(id(optimizer))
-            if awaited is not None and _sizes(awaited) == _sizes(optimizer.state_dict()):
-                optimizer.load_state_dict(self._awaited.pop(id(optimizer)))
-            self.relabel(optimizer)
+            pending = self._pending.get(id(optimizer))
+            if pending is not None and _sizes(pending) == _sizes(optimizer.state_dict()):
+                optimizer.load_state_dict(self._pending.pop(id(optimizer)))
+            self.update_regions(optimizer)
         self.forget(past)
 
-    def _await_network(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    def _wait_for_network(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Defer loading a state for a different number of parameters until the network has that many."""
-        self._awaited.pop(id(optimizer), None)
+        self._pending.pop(id(optimizer), None)
         now = optimizer.state_dict()
         saved, own = _sizes(state), _sizes(now)
         owner = self._owner()
         if owner is None or not owner.parts or saved == own or len(saved) != len(own):
             return None
-        self._awaited[id(optimizer)] = state
+        self._pending[id(optimizer)] = state
         return now
 
     def forget(self, past: Mapping[str, Tensor]) -> None:
@@ -242,18 +232,15 @@ class Followers:
         gone = {name: old for name, old in past.items() if name in now and old is not now[name]}
         self._past |= {id(old): (weakref.ref(old), name) for name, old in gone.items()}
 
-    def relabel(self, optimizer: Optimizer) -> None:
+    def update_regions(self, optimizer: Optimizer) -> None:
         """Set the regions of a growlab optimizer, and the rate scale of output layers."""
         if not isinstance(optimizer, Regional) or optimizer.rule is None:
             return
         run = self._run
         named, scales = dict(run.network.named_parameters()), dict[Tensor, float]()
-        for layer in run.graph.layers if optimizer.output_fan_in else ():
-            if layer.is_output:
-                fan_in = run.graph.fan_in(layer, run.seed_widths)
-                scales |= {
-                    named[name]: 1.0 / fan_in for name in (layer.weight, *layer.emitters) if name in named
-                }
+        for layer in [layer for layer in run.graph.layers if layer.is_output and optimizer.output_fan_in]:
+            scale = 1.0 / run.graph.fan_in(layer, run.seed_widths)
+            scales |= {named[name]: scale for name in (layer.weight, *layer.emitters) if name in named}
         optimizer.set_regions({named[name]: region for name, region in run.regions().items()}, scales)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -271,10 +258,6 @@ class Followers:
         stepped -= others
         return frozenset(name for name, p in self._run.network.named_parameters() if id(p) in stepped)
 
-    def _divisors(self) -> Mapping[Tensor, Tensor]:
-        owner = self._owner()
-        return {} if owner is None else owner.divisors()
-
     def before_step(self, optimizer: Optimizer) -> None:
         """Call the owner's `on_step` before a step of an announced optimizer."""
         self._step(False, optimizer)
@@ -287,26 +270,26 @@ class Followers:
             memo: memo of the `copy.deepcopy` that copies both.
         """
         self._owner, followers = weakref.ref(owner), self.optimizers
-        about, awaited = self._inheritance, self._awaited
-        self._known, self._handles, self._past, self._inheritance, self._awaited = [], [], {}, {}, {}
+        about, pending = self._inheritance, self._pending
+        self._known, self._handles, self._past, self._inheritance, self._pending = [], [], {}, {}, {}
         for known in followers:
             # Hooks of an optimizer are not copied.
             own = copy.deepcopy(known, memo)
             self.add(own, about[id(known)], id(known) in self._announced)
-            if id(known) in awaited:
-                self._awaited[id(own)] = awaited[id(known)]
+            if id(known) in pending:
+                self._pending[id(own)] = pending[id(known)]
 
     def release(self) -> None:
         """Remove the hooks of all optimizers, and forget them."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._known, self._awaited = [], [], {}
+        self._handles, self._known, self._pending = [], [], {}
 
     def _step(self, after: bool, optimizer: Optimizer, *_: Any) -> None:
         owner = self._owner()
-        if (awaited := self._awaited.get(id(optimizer))) is not None:
+        if (pending := self._pending.get(id(optimizer))) is not None:
             raise UserError(
-                f"{type(optimizer).__name__} was given the state of {sum(_sizes(awaited))} parameters, and holds "
+                f"{type(optimizer).__name__} was given the state of {sum(_sizes(pending))} parameters, and holds "
                 f"{sum(_sizes(optimizer.state_dict()))}: let the network and the Grower load their state too."
             )
         if owner is not None and optimizer is self._leading():
@@ -316,11 +299,8 @@ class Followers:
         if len(self._known) == 1:
             return self._known[0]()
         # A wrapper without hooks does not report its steps.
-        mine = {id(parameter) for parameter in self._run.network.parameters()}
-        for optimizer in reversed(self.optimizers):
-            if _STEP_HOOKS in vars(optimizer) and any(id(p) in mine for p in _parameters(optimizer)):
-                return optimizer
-        return None
+        hooked = (one for one in reversed(self.optimizers) if _STEP_HOOKS in vars(one))
+        return next((one for one in hooked if _has_any(one, self._run.network.parameters())), None)
 
 
 def _rows_of(gradient: Tensor, sparse: Tensor) -> Tensor:
@@ -349,3 +329,147 @@ def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def _has_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    wanted = {id(parameter) for parameter in parameters}
+    return any(id(parameter) in wanted for parameter in _parameters(optimizer))
+
+
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
+    """Replace an optimizer's parameters by those of a network that was resized to load a checkpoint.
+
+    State that fits the new parameter is kept (the optimizer's state was loaded before the network); other state belongs
+    to the old one and is removed. A tensor fits if each of its dimensions has a length of the parameter's, as with
+    Adafactor's rows and columns, or 1.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`; groups stay the same objects.
+        replaced: the new parameter by `id` of the old one.
+
+    Raises:
+        UserError: other containers of the optimizer would not fit the new parameters.
+    """
+    if problem := cannot_replace(optimizer, replaced):
+        raise UserError(f"{problem}.")
+    replace_in_groups(optimizer, replaced)
+    state = getattr(optimizer, "state", {})
+    for old in [parameter for parameter in state if id(parameter) in replaced]:
+        new, kept = replaced[id(old)], state.pop(old)
+        if all(length in (1, *new.shape) for tensor in tensors_within(kept) for length in tensor.shape):
+            state[new] = kept
+
+
+def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    """Add a network's new parameters to its optimizer, and sort each group in the network's order.
+
+    The order is then that of an optimizer made for the present network. With several groups, a new parameter joins the
+    group of the parameters whose names differ from its name only in numbers: `layers.3.norm.weight` that of
+    `layers.0.norm.weight`.
+
+    Args:
+        optimizer: any.
+        past: the network's parameters before, by name.
+        now: the network's present parameters, by name.
+
+    Raises:
+        UserError: it has several groups, and names do not determine the group of a new parameter; or it keeps
+            parameters outside of its groups too.
+    """
+    known = {id(p) for p in (*past.values(), *now.values())}
+    if name := holds_elsewhere(optimizer, known):
+        raise UserError(
+            f"{type(optimizer).__name__} holds parameters in {name!r} too: growlab cannot tell which of those that "
+            "come in while the network trains belong there."
+        )
+    groups = optimizer.param_groups
+    home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    # While the network is loading, an optimizer may have its present parameters already.
+    places = {name: home.get(id(now.get(name)), home.get(id(past[name]))) for name in past}
+    if len(groups) == 1 and None not in places.values():
+        members = [list(now.values())]
+    else:
+        members = _by_group(places, now, len(groups), type(optimizer).__name__)
+    for group, own in zip(groups, members, strict=True):
+        group["params"][:] = [*own, *(p for p in group["params"] if id(p) not in known)]
+    kept = {id(p) for p in now.values()}
+    for parameter in [p for p in optimizer.state if id(p) in known and id(p) not in kept]:
+        del optimizer.state[parameter]
+
+
+def _by_group(
+    places: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
+) -> list[list[Tensor]]:
+    """Sort parameters into groups by the group index of each previous one (None: not in the optimizer), by name."""
+    kinds: dict[str, set[int | None]] = {}
+    for name, index in places.items():
+        kinds.setdefault(re.sub(r"\d+", "*", name), set()).add(index)
+    members: list[list[Tensor]] = [[] for _ in range(num_groups)]
+    for name, parameter in now.items():
+        choices = {places[name]} if name in places else kinds.get(re.sub(r"\d+", "*", name), set())
+        if not choices and num_groups == 1:
+            choices = {0 if parameter.requires_grad else None}
+        if len(choices) != 1:
+            raise UserError(
+                "parameters that come in while a network trains join the group of those of the same name; of "
+                f"{optimizer}'s {num_groups} groups {len(choices) or 'none'} hold parameters named like {name}: give "
+                "it one group, or one for each kind of parameter."
+            )
+        (own,) = choices
+        if own is not None:
+            members[own].append(parameter)
+    return members
+
+
+class Compensated:
+    """Divide an optimizer's steps on weights by the multipliers that the network applies to them.
+
+    Where the network uses m W, a step d of an optimizer that normalises gradients moves m W by d, as if there were no
+    multiplier, and decoupled weight decay, which is in proportion to W already, shortens it as before:
+
+        W <- (1 - decay) W + d / m
+
+    Args:
+        optimizer: an optimizer of torch or growlab; others may step on copies of weights.
+        owner: its `divisors` are the multipliers before each step.
+    """
+
+    def __init__(self, optimizer: Optimizer, owner: Callable[[], Owner | None]) -> None:
+        self._owner = owner
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._note),
+            optimizer.register_step_post_hook(self._divide),
+        ]
+
+    @torch.no_grad()
+    def _note(self, optimizer: Optimizer, *_: Any) -> None:
+        owner = self._owner()
+        multipliers = {} if owner is None else owner.divisors()
+        self._before = [
+            (param, param * (1.0 - _decay(optimizer, group)), multipliers[param].to(param))
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param in multipliers
+        ]
+
+    @torch.no_grad()
+    def _divide(self, *_: Any) -> None:
+        for param, kept, multipliers in self._before:
+            # A closure may have computed the gradient within the step.
+            if param.grad is not None:
+                param.copy_(kept + (param - kept) / multipliers)
+        self._before = []
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """True if an optimizer is torch's or growlab's, or derived from one of these."""
+    kinds = (kind.__module__ for kind in type(optimizer).__mro__ if kind is not Optimizer)
+    return any(module.startswith(("torch.optim.", "growlab.optim.")) for module in kinds)
+
+
+def _decay(optimizer: Optimizer, group: Mapping[str, Any]) -> float:
+    """Return the share by which decoupled weight decay shortens weights in a step."""
+    always = isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon, Muon))
+    decoupled = group.get("decoupled_weight_decay", always)
+    return float(group["lr"]) * float(group["weight_decay"]) if decoupled else 0.0

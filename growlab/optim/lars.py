@@ -8,7 +8,6 @@ from torch import Tensor
 
 from growlab.optim.rates import RateRule
 from growlab.optim.regional import Regional
-from growlab.optim.settings import check_settings
 
 
 class LARS(Regional):
@@ -48,15 +47,8 @@ class LARS(Regional):
         maximize: bool = False,
         rule: RateRule | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "maximize": maximize,
-        }
-        check_settings(defaults)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults |= {"trust_coefficient": trust_coefficient, "eps": eps, "maximize": maximize}
         super().__init__(params, defaults, rule=rule)
 
     def _step_plain(self, group: dict[str, Any]) -> None:

@@ -91,9 +91,9 @@ class Regions:
         Computed by products with one-hot matrices, without atomic additions: deterministic on a GPU.
         """
         dtype = torch.promote_types(tensor.dtype, torch.float32)
-        beside = 1 + self.num_column_axes
+        first = 1 + self.num_column_axes
         tensor_OI = (
-            tensor.flatten(beside).sum(beside, dtype=dtype) if tensor.dim() > beside else tensor.to(dtype)
+            tensor.flatten(first).sum(first, dtype=dtype) if tensor.dim() > first else tensor.to(dtype)
         )
         rows, columns, both = (table.to(tensor_OI) for table in self._sorting_tables)
         return (rows @ tensor_OI.reshape(len(self.rows_O), -1) @ columns).flatten() @ both

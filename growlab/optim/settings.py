@@ -1,11 +1,13 @@
-"""Checks of optimizers' arguments that torch does not validate."""
+"""Settings of optimizers: checks that torch leaves out, and parameters that should not decay."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from growlab.base.settings import at_least, finite, flag
+from growlab.base.settings import at_least, flag
 
 _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "adam_eps", "trust_coefficient")
 _FLAGS = ("amsgrad", "maximize", "nesterov")
@@ -33,18 +35,52 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name in _FLAGS:
         if name in settings:
             flag(**{name: settings[name]})
-    if "betas" in settings:
-        _check_betas(settings["betas"])
-
-
-def _check_betas(betas: Any) -> None:
+    if "betas" not in settings:
+        return
+    betas = settings["betas"]
     pair = betas if isinstance(betas, Sequence) and not isinstance(betas, str) else ()
-    try:
-        numbers = [beta for beta in pair if not isinstance(beta, Tensor)]
-        for beta in numbers:
-            finite(betas=beta)
-        fits = len(pair) == 2 and all(0 <= beta < 1 for beta in numbers)
-    except ValueError:
-        fits = False
-    if not fits:
+    numbers = [beta for beta in pair if not isinstance(beta, Tensor)]
+    real = all(isinstance(beta, Real) and not isinstance(beta, bool) for beta in numbers)
+    if len(pair) != 2 or not real or not all(0 <= beta < 1 for beta in numbers):
         raise ValueError(f"betas must be two numbers, each from 0 to below 1, not {betas!r}.")
+
+
+def without_decay(network: nn.Module) -> list[Tensor]:
+    """Parameters that should not decay: single numbers, and slopes of `nn.PReLU`, as torch advises.
+
+    A single number (a tensor without dimensions) is a logarithm, such as that of a length, a blend or a temperature:
+    decay would pull it to an arbitrary value. Gains and biases of normalisations and other vectors are not exempt: the
+    papers that growlab reproduces decay them, as torch's optimizers do.
+    """
+    prelus = (module for module in network.modules() if isinstance(module, nn.PReLU))
+    slopes = {id(p) for module in prelus for p in module.parameters()}
+    return [p for p in network.parameters() if p.dim() == 0 or id(p) in slopes]
+
+
+def exempt_from_decay(optimizer: torch.optim.Optimizer, network: nn.Module) -> None:
+    """Move the network's `without_decay` parameters to a separate group with weight decay 0, in place.
+
+    Does nothing if there are none, if the optimizer has no weight decay, or if it has several groups, which set their
+    weight decay separately. Call it before a learning rate scheduler is made, which counts the groups.
+
+    Args:
+        optimizer: an optimizer of the network's parameters.
+        network: the network.
+
+    Examples:
+        >>> network = nn.Sequential(nn.Linear(2, 3), nn.PReLU())
+        >>> optimizer = torch.optim.SGD(network.parameters(), lr=0.1, weight_decay=0.01)
+        >>> exempt_from_decay(optimizer, network)
+        >>> [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+        [(2, 0.01), (1, 0.0)]
+    """
+    exempt = {id(p): p for p in without_decay(network)}
+    group = optimizer.param_groups[0]
+    if not exempt or len(optimizer.param_groups) > 1 or not group.get("weight_decay"):
+        return
+    decayed = [p for p in group["params"] if id(p) not in exempt]
+    if not decayed:
+        group["weight_decay"] = 0.0
+        return
+    group["params"][:] = decayed
+    optimizer.add_param_group({"params": list(exempt.values()), "weight_decay": 0.0})

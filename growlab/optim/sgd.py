@@ -79,12 +79,12 @@ class SGD(Regional, torch.optim.SGD):
         tensors = [self._gradients(params)]
         if group["momentum"] != 0:
             tensors.append([self._aligned_state(p, "momentum_buffer") for p in params])
-        alike = all(t.dtype == params[0].dtype for entries in tensors for t in entries)
+        one_dtype = all(t.dtype == params[0].dtype for entries in tensors for t in entries)
         fused = (
             group["fused"]
             and params[0].device.type == "cpu"
             and params[0].dtype in _FUSED_DTYPES
-            and alike
+            and one_dtype
             and group["momentum"] != 0
             and not (group["nesterov"] or group["differentiable"])
             and not any(self._cut(p).whole for p in params)

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
-from growlab.growth.attention_scale import with_attention_scale
 from growlab.growth.method import Expansion, GrowthMethod, NewWeights
+from growlab.growth.rescale import with_attention_scale
 from growlab.widen.tensors import Rows, Source
 from growlab.widths import Axis, Layer, Part, WidthGraph, grid
 

@@ -2,12 +2,7 @@
 
 `make bench` runs it. Times are taken in turns, A B A B, so that other load hits all alike; "min" compares the best
 times and "median" is the median of the ratios within a turn. One thread on a CPU is timed by its own CPU time,
-which other processes disturb less. `GROWLAB_NATIVE=0` measures the steps without a compiler.
-
-Measured (two idle cores of an EPYC, torch 2.15), one thread and two: regional SGD takes 0.25 of SGD(foreach)'s time
-and 1.33 of SGD(fused)'s; regional AdamW 0.26 and 0.3, 1.5 and 1.4; the whole step 0.99. With threads of its own in
-place of torch's two took 1.5 to 2.1 of fused. What fused does not have to do: the rates and sums of squares of every
-column, and vectors and Python (1 ms).
+which other processes disturb less.
 """
 
 import statistics

@@ -58,10 +58,10 @@ def everything(network: nn.Module) -> list:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        pytest.param(lambda w: w * 1.01, ParityError, id="a percent off"),
-        pytest.param(lambda w: w * math.nan, ParityError, id="not a number"),
-        pytest.param(lambda w: w * math.inf, ParityError, id="infinite"),
-        pytest.param(lambda w: w[:, :-1], RuntimeError, id="of a wrong shape"),
+        pytest.param(lambda w: w * 1.01, "growth to stage 1 with Broken changed the output by", id="off"),
+        pytest.param(lambda w: w * math.nan, "changed the output", id="not a number"),
+        pytest.param(lambda w: w * math.inf, "changed the output", id="infinite"),
+        pytest.param(lambda w: w[:, :-1], "shape", id="of a wrong shape"),
     ],
 )
 def test_an_event_that_breaks_its_promise_is_undone(change, error):
@@ -69,7 +69,7 @@ def test_an_event_that_breaks_its_promise_is_undone(change, error):
     before, shown, was = everything(network), repr(network), state.as_dict()
     content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     output = outputs(network, probe[0], False)
-    with pytest.raises(error):
+    with pytest.raises(RuntimeError, match=error):
         grow(network, graph, Broken(change), state, graph.full_widths, 0, probe)
     assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
     assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
@@ -78,21 +78,6 @@ def test_an_event_that_breaks_its_promise_is_undone(change, error):
     assert torch.equal(outputs(network, probe[0], False), output)
     # And it can still grow.
     grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
-
-
-def test_a_single_input_is_a_probe():
-    network, graph, state, (x,) = planted()
-    event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, x)
-    assert event.parity_error_eval < 1e-4
-
-
-def test_the_refusal_says_what_happened():
-    network, graph, state, probe = planted()
-    with pytest.raises(
-        ParityError,
-        match=r"growth to stage 1 with Broken changed the output by \d\.\d\de[+-]\d\d in eval mode",
-    ):
-        grow(network, graph, Broken(lambda w: w * 2), state, graph.full_widths, 0, probe)
 
 
 def test_a_network_that_has_become_nan_does_not_grow():
@@ -312,7 +297,7 @@ def test_weights_do_not_depend_on_torchs_default_dtype():
     assert torch.equal(drawn[0][:, 2:], drawn[1][:, 2:])
 
 
-def test_a_network_without_a_tensor_to_compare_is_told_so():
+def test_an_output_without_a_tensor_is_refused():
     with pytest.raises(UserError, match="the network returns dict without a tensor"):
         main_output({"loss": None, "rows": []})
 
@@ -425,7 +410,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("method", [PairGrowth, VarianceTransfer, RandomGrowth])
-def test_new_entries_of_what_is_no_layers_lie_between_old_ones(method):
+def test_new_entries_of_bare_parameters_are_within_the_range_of_old_ones(method):
     x = torch.randn(8, 5)
     for seed in range(5):
         network = Scaled()
@@ -438,10 +423,12 @@ def test_new_entries_of_what_is_no_layers_lie_between_old_ones(method):
         assert network(x).isfinite().all()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize(
-    "method", [VarianceTransfer(noise_std=0.1), PairGrowth(noise_std=0.1), RandomGrowth(), Net2Net()]
+    ("method", "kind", "tied"),
+    [
+        *((VarianceTransfer(noise_std=0.1), nn.Embedding, True), (RandomGrowth(), nn.Embedding, False)),
+        *((PairGrowth(noise_std=0.1), nn.EmbeddingBag, False), (Net2Net(), nn.EmbeddingBag, True)),
+    ],
 )
 def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None:
     torch.manual_seed(0)

@@ -48,7 +48,7 @@ def by_hand(begun: Started, layer: nn.Module) -> tuple[float, float]:
     return wanted, missing
 
 
-def test_what_is_missing_is_what_least_squares_leaves() -> None:
+def test_missing_equals_the_residual_of_least_squares() -> None:
     begun = started(convolutions(), (2, 6, 6), PairGrowth())
     data = Measurement(begun.network, begun.graph, begun.batches, F.cross_entropy)
     found = bottlenecks(begun.graph, begun.state.widths, data)
@@ -77,8 +77,8 @@ def test_streams_that_several_layers_put_out_have_none() -> None:
 
 
 @given(st.floats(0, 1), st.lists(st.floats(0.1, 10), min_size=1), st.floats(0.01, 100))
-def test_what_is_out_of_reach_is_a_part_in_whatever_unit_the_loss_is(part, wanted, unit) -> None:
-    """Where every layer lacks the same part, the network does."""
+def test_out_of_reach_does_not_depend_on_the_unit_of_the_loss(part, wanted, unit) -> None:
+    """If every layer lacks the same part, so does the network."""
     found = {str(i): Bottleneck(unit * one, unit * one * part) for i, one in enumerate(wanted)}
     assert out_of_reach(found) == pytest.approx(part, rel=1e-9, abs=1e-12)
 

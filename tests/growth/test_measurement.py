@@ -52,7 +52,7 @@ class Spare(nn.Module):
         return self.last(self.first(x))
 
 
-def test_what_the_loss_does_not_depend_on_has_a_gradient_of_zero() -> None:
+def test_unused_parameters_have_a_gradient_of_zero() -> None:
     run = started(Spare(), (4,), GradMax(), part=1.0)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     found = data.gradients(tensors_of(run.network, run.graph), ["first.weight", "spare.weight"])
@@ -91,14 +91,14 @@ def test_flops_are_torchs_and_its_table_of_formulas_is_where_it_is_read() -> Non
     assert data.cost.samples == len(x) and data.cost.held_bytes >= x.nbytes
 
 
-def test_a_loss_that_is_not_finite_is_told() -> None:
+def test_a_loss_that_is_not_finite_is_refused() -> None:
     run = started(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), (4,), GradMax())
     run.batches[1][0][0] = float("nan")
     with pytest.raises(UserError, match="NaN or infinite; lower the learning rate"):
         run.grow({"0": 4})
 
 
-def test_second_derivatives_that_torch_has_not_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_second_derivatives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Sequential(nn.Linear(4, 5), nn.SyncBatchNorm(5), nn.ReLU(), nn.Linear(5, 3))
     run = started(network, (4,), GradMax(), num_batches=1)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)

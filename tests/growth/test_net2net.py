@@ -8,7 +8,7 @@ from tests.cases import NETWORKS, graph_of, roughen
 
 
 def replicated_from(rows_before: torch.Tensor, rows_after: torch.Tensor) -> list[int]:
-    """Which old row each new one copies."""
+    """Old row that each new one copies."""
     return [next(c for c, old in enumerate(rows_before) if torch.equal(row, old)) for row in rows_after]
 
 

@@ -1,4 +1,4 @@
-"""What statistics new channels of batch and instance normalisation begin with."""
+"""Running statistics of new channels of batch and instance normalisation."""
 
 import copy
 from pathlib import Path
@@ -117,7 +117,7 @@ def test_statistics_of_a_sample_without_a_batch():
     torch.testing.assert_close(network[1].running_mean[4:], network[0](x).mean((1, 2))[4:])
 
 
-def test_copies_keep_the_statistics_of_what_they_are_copies_of():
+def test_copies_keep_the_statistics_of_their_sources():
     network, graph, state = seed_network(method=Net2Net())
     before = network.norm.running_var.clone()
     event = grow(network, graph, Net2Net(), state, graph.full_widths, 0, batch(1))
@@ -197,7 +197,7 @@ class NormInside(nn.Module):
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
 @pytest.mark.parametrize("inputs", [5, 8])
-def test_new_channels_have_the_statistics_of_what_enters_a_function_and_not_its_module(inputs, method):
+def test_statistics_are_those_of_the_functions_input_not_of_its_modules(inputs, method):
     network = nn.Sequential(nn.Linear(5, inputs), NormInside(inputs, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = trace(network, batch())
     widths = {name: group.full_width // 2 for name, group in graph.groups.items()}

@@ -1,4 +1,4 @@
-"""How new weights of ordinary networks are drawn: normally, or as a hypernetwork emits them (hyperfan)."""
+"""New weights of ordinary networks: normal, or as a hypernetwork emits them (hyperfan)."""
 
 from math import prod, sqrt
 

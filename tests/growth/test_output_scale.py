@@ -1,4 +1,4 @@
-"""What the growth methods leave on the output, and whether the last layers can take it up."""
+"""Factors that growth methods leave on the output, and the last layers that they are folded into."""
 
 import copy
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def _made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
 
 @pytest.mark.parametrize("method", PRESERVING)
 @pytest.mark.parametrize("end", ENDS)
-def test_whatever_factor_is_left_can_be_folded(end: str, method: str) -> None:
+def test_the_remaining_factor_can_be_folded(end: str, method: str) -> None:
     network, graph, x = made(end)
     stages = [
         {name: max(2, group.full_width // part) for name, group in graph.groups.items()} for part in (4, 2, 1)
@@ -117,7 +117,7 @@ def test_a_factor_that_could_not_be_folded_is_refused_before_training(end: str) 
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_last_layers_are_found_whatever_stands_behind_them(end: str) -> None:
+def test_the_last_layers_are_found_behind_any_ending(end: str) -> None:
     """New weights have variance 1 / C'^2, old ones are rescaled by C / C', their rate is divided by C_0."""
     network, graph, x = made(end)
     found = {layer.weight for layer in graph.layers if layer.is_output}
@@ -196,9 +196,14 @@ class Returning(nn.Module):
         return {"hidden": h, "again": self.third(h), "logits": self.head(h)}
 
 
-@pytest.mark.parametrize("method", PRESERVING)
-@pytest.mark.parametrize("form", ["only logits", "hidden", "normed", "layer twice"])
-def test_all_outputs_stay_also_where_layers_read_them(form: str, method: str) -> None:
+FORMS = ["only logits", "hidden", "normed", "layer twice"]
+
+
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [(method, FORMS[(i + step) % 4]) for i, method in enumerate(PRESERVING) for step in (0, 1)],
+)
+def test_all_outputs_stay_even_if_layers_read_them(form: str, method: str) -> None:
     torch.manual_seed(0)
     network, x = Returning(form).double(), torch.randn(16, 6, dtype=torch.float64)
     grower = Grower(network, x, method=METHODS[method].make(0.0), trigger={0: 0.25, 1: 0.5, 2: 1.0})

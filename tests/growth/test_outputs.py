@@ -1,4 +1,4 @@
-"""What a network is run on, and what of its output is compared."""
+"""Inputs that a network is run on, and the outputs that are compared."""
 
 import random
 from collections.abc import Callable
@@ -126,8 +126,10 @@ class Functional(nn.Module):
         return F.batch_norm(0.5 * x, *statistics, self.training, 0.1, 1e-3)
 
 
-@pytest.mark.parametrize("kind", [Functional, lambda c: nn.BatchNorm2d(c, eps=1e-3)])
-@pytest.mark.parametrize("multipliers", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "multipliers"),
+    [(Functional, True), (Functional, False), (lambda c: nn.BatchNorm2d(c, eps=1e-3), True)],
+)
 def test_batch_normalisation_by_a_function_may_be_off_by_its_eps(kind, multipliers) -> None:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3, padding=1), kind(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), kind(16)]
@@ -158,7 +160,7 @@ class WithTerm(nn.Module):
 
 @pytest.mark.parametrize("of", ["hidden", "output"])
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
-def test_terms_of_the_loss_that_change_at_an_event_are_told(of, method, caplog) -> None:
+def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, caplog) -> None:
     torch.manual_seed(0)
     network = WithTerm(of).double()
     grower = Grower(network, torch.randn(8, 6).double(), method=method, trigger={0: 0.5, 1: 1.0})

@@ -91,9 +91,13 @@ def network(middle: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), middle, nn.ReLU(), nn.Linear(12, 3)).double()
 
 
-@pytest.mark.parametrize("method", [VarianceTransfer, Net2Net])
-@pytest.mark.parametrize("how", ["plain", "submodule", "outside"])
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("method", "how", "reentrant"),
+    [
+        *((VarianceTransfer, "plain", True), (VarianceTransfer, "submodule", False)),
+        *((VarianceTransfer, "outside", True), (Net2Net, "submodule", True), (Net2Net, "outside", False)),
+    ],
+)
 def test_gradients_behind_an_event_are_those_of_the_function(method: Any, how: str, reentrant: bool) -> None:
     made = network(Bare("plain" if how == "outside" else how, reentrant))
     grower = Grower(made, X, method=method(), trigger={0: 0.34, 1: 1.0})
@@ -185,9 +189,10 @@ class Denoising(nn.Module):
         return self.last(x + self.narrow(F.gelu(self.wide(self.norm(x)))))
 
 
-@pytest.mark.parametrize("method", [VarianceTransfer, Net2Net, PairGrowth])
-@pytest.mark.parametrize("how", ["function", "checkpoint", "plain"])
-def test_channels_normalised_where_growth_is_not_seen_keep_their_width(how: str, method: Any) -> None:
+@pytest.mark.parametrize(
+    ("how", "method"), [("function", VarianceTransfer), ("checkpoint", Net2Net), ("plain", PairGrowth)]
+)
+def test_channels_normalised_inside_a_checkpoint_keep_their_width(how: str, method: Any) -> None:
     torch.manual_seed(0)
     made, x = Denoising(how).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
     grower = Grower(made, x, method=method(), trigger={0: 0.5, 1: 1.0})

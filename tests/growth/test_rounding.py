@@ -41,7 +41,7 @@ def seed_network(size: float, method: PairGrowth):
 
 
 @pytest.mark.parametrize("size", [1e4, 2e4])
-def test_what_rounding_every_weight_does_is_allowed(size):
+def test_errors_as_large_as_rounding_every_weight_are_allowed(size):
     method = PairGrowth(noise_std=0.0)
     network, graph, state = seed_network(size, method)
     event = grow(network, graph, method, state, graph.full_widths, 0, X)
@@ -83,7 +83,7 @@ def lagging(method: PairGrowth):
     return network, graph, state
 
 
-def test_where_eval_mode_puts_out_rounding_train_mode_tells():
+def test_train_mode_decides_if_eval_mode_outputs_only_rounding():
     method = PairGrowth(noise_std=0.0)
     network, graph, state = lagging(method)
     event = grow(network, graph, method, state, graph.full_widths, 0, X)
@@ -91,7 +91,7 @@ def test_where_eval_mode_puts_out_rounding_train_mode_tells():
     assert event.parity_error_train <= 1e-5 and event.parity_tolerance_train <= 1e-2
 
 
-def test_what_is_broken_there_is_refused_too():
+def test_a_broken_rule_with_lagging_statistics_is_refused():
     method = Broken(lambda w: w * 1.02)
     network, graph, state = lagging(method)
     with pytest.raises(ParityError, match="changed the output"):
@@ -99,7 +99,7 @@ def test_what_is_broken_there_is_refused_too():
 
 
 class Counting(nn.Module):
-    """What it puts out goes by how often it was called."""
+    """Its output depends on the number of calls."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize(("factor", "ends"), [(1.0005, nullcontext()), (1.1, pytest.raises(ParityError))])
-def test_a_network_of_other_outputs_each_time_is_told_of(
+def test_a_network_with_irreproducible_outputs_causes_a_warning(
     factor: float, ends: AbstractContextManager[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.randn(8, 6)

@@ -111,7 +111,7 @@ def test_the_defaults_are_those_of_the_configuration():
 
 @given(st.integers(4, 70), st.integers(4, 70), st.integers(1, 12), st.floats(0.1, 1))
 def test_streams_follow_the_rule_and_not_their_pieces(below, more, num_stages, initial_width):
-    """What completes a stream has the difference of two streams, wherever that is one of its widths."""
+    """A group that completes a stream has the difference of two streams, if that is one of its widths."""
     graph = graph_with(Group("narrow", below), Group("more", more, below))
     schedule = make_schedule(1000, 32, num_stages=num_stages, initial_epochs=1, initial_width=initial_width)
     wide, narrow = (
@@ -198,27 +198,18 @@ def test_explicit_lists():
         ({"epoch_growth_rate": -1}, "and epoch_growth_rate above -1"),
         ({"initial_width": 0}, "^initial_width must be a part"),
         ({"initial_width": 1.5}, "^initial_width must be a part"),
-        ({"width_growth_rate": -0.1}, "^width_growth_rate must be at least 0"),
         ({"batch_growth_rate": -0.1}, "^batch_growth_rate must be at least 0"),
         ({"max_batch_size": 16}, "^max_batch_size=16 is below"),
         ({"max_batch_size_per_device": 16}, "max_batch_size_per_device=16 leaves no room"),
-        ({"num_stages": 0}, "^num_stages must be at least 1, not 0"),
         ({"total_epochs": 0}, "^total_epochs must be at least 1, not 0"),
         ({"epochs": [1, 2], "widths": [1]}, "epochs has 2, widths has 1"),
         ({"widths": [0.5, 0.75]}, "end with 1"),
         ({"widths": [0.75, 0.5, 1]}, "must not decrease"),
         ({"widths": [0, 1]}, "above 0"),
         ({"epochs": [0, 1]}, "epochs must be at least 1, not 0"),
-        ({"total_epochs": 10.5}, "^total_epochs must be an integer, not 10.5"),
-        ({"batch_size": "x"}, "^batch_size must be an integer, not 'x'"),
-        ({"initial_fraction": "x"}, "^initial_fraction must be a finite number, not 'x'"),
         ({"initial_width": math.nan}, "^initial_width must be a finite number, not nan"),
-        ({"epoch_growth_rate": True}, "^epoch_growth_rate must be a finite number, not True"),
-        ({"width_growth_rate": math.inf}, "^width_growth_rate must be a finite number, not inf"),
-        ({"batch_growth_rate": "x"}, "^batch_growth_rate must be a finite number, not 'x'"),
         ({"epochs": 5}, "^epochs must be a list with a number for each stage, not 5"),
         ({"widths": "1"}, "^widths must be a list with a number for each stage, not '1'"),
-        ({"widths": ["x", 1]}, "^widths must be a finite number, not 'x'"),
         ({"batch_size_of": "next"}, "^batch_size_of must be last or first, not 'next'"),
     ],
 )

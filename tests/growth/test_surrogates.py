@@ -1,4 +1,4 @@
-"""What stands in for activations: close to them, with the derivatives that they lack."""
+"""Surrogates of activations: close to them, with the derivatives that they lack."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.growth import GradMax, Measurement
-from growlab.growth.surrogates import IdentityNorms, right_derivatives, smooth, twice_differentiable
+from growlab.growth.measurement import IdentityNorms, right_derivatives, smooth, twice_differentiable
 from growlab.widths import tensors_of
 from tests.growth.measured import started
 
@@ -121,7 +121,7 @@ class NoSecondDerivative(nn.Module):
         return self.last(torch.ops.aten.hardsigmoid(self.first(x)))
 
 
-def test_an_operation_without_a_second_derivative_is_told_by_name() -> None:
+def test_an_operation_without_a_second_derivative_is_named() -> None:
     run = started(NoSecondDerivative(), (4,), GradMax(), part=1.0)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     direction = torch.randn(8, 4, dtype=torch.float64)

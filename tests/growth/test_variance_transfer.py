@@ -142,7 +142,7 @@ def test_norm_statistics_follow_and_eval_mode_is_exact():
 
 
 @given(st.floats(0.05, 100), st.floats(0.3, 1))
-def test_what_eps_does_is_first_order_in_eps(v, c):
+def test_the_effect_of_eps_is_first_order(v, c):
     eps = 1e-5
     off = float(eps_ratio(torch.tensor(v, dtype=torch.float64), c, eps)) - 1
     assert off == pytest.approx(-eps * (1 / c**2 - 1) / (2 * v), rel=0.01, abs=1e-15)

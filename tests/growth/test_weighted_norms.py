@@ -200,7 +200,7 @@ def test_passes_with_channels_of_zero_see_the_same_loss_and_leave_the_network_as
     assert torch.equal(run.outputs(), before)
 
 
-def test_an_event_in_the_middle_of_the_way_goes_on_from_there() -> None:
+def test_an_event_while_norms_anneal_continues_from_their_weights() -> None:
     run = Grown()
     anneal_norms(run.network, run.graph, run.state, 0.4)
     before = run.outputs()
@@ -246,7 +246,7 @@ def test_a_finished_network_loads_into_a_plain_one_and_computes_the_same() -> No
 
 
 @pytest.mark.parametrize("progress", [None, 0.9])
-def test_what_is_not_annealed_is_neither_finished_nor_loaded_unnoticed(progress: float | None) -> None:
+def test_norms_that_are_not_annealed_cannot_be_finished_or_loaded(progress: float | None) -> None:
     case, network, graph, method, state = trained_to_the_end(progress)
     before, average = outputs(network, case.inputs(), False), copy.deepcopy(network)
     with pytest.raises(
@@ -265,7 +265,7 @@ def test_what_is_not_annealed_is_neither_finished_nor_loaded_unnoticed(progress:
     assert state.multipliers
 
 
-def test_a_state_dict_carries_weights_of_channels_to_where_it_is_loaded() -> None:
+def test_a_state_dict_contains_the_weights_of_channels() -> None:
     run, other = Grown(), Grown()
     anneal_norms(run.network, run.graph, run.state, 0.4)
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_a_state_dict_carries_weights_of_channels_to_where_it_is_loaded() -> Non
         run.network.load_state_dict(plain.state_dict())
 
 
-def test_weights_of_channels_of_another_width_are_told() -> None:
+def test_weights_of_channels_of_another_width_are_refused() -> None:
     run, other = Grown(), Grown(parts=(0.3, 1.0))
     wider = other.network.state_dict()
     saved = {

@@ -102,7 +102,7 @@ LABELS = torch.tensor([0, 0, 1, 0, 2, 0, 3, 0])
 
 
 def gradients(network, loss):
-    """Of the loss of the batch's logits, by parameter name."""
+    """Gradients of the loss of the batch's logits, by parameter name."""
     named = dict(network.named_parameters())
     return dict(zip(named, torch.autograd.grad(loss(network(BATCH)), list(named.values())), strict=True))
 
@@ -149,7 +149,7 @@ def larss_momentum(network, batches):
 
 
 def some_gradients(network):
-    """Of batches, one after the other, by parameter name."""
+    """Gradients of batches, one after the other, by parameter name."""
     network.eval()
     source = torch.Generator().manual_seed(3)
     while True:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, NormRatio, Regions
-from growlab.optim.blocks import Pieces
+from growlab.optim.regional import Pieces
+from tests.optim.test_optimizers import AllOnes
 
 TWINS = {
     "sgd": (SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -17,13 +18,6 @@ TWINS = {
     "adamw": (AdamW, torch.optim.AdamW, {"lr": 0.01}),
 }
 BOTH = pytest.mark.parametrize("twin", TWINS)
-
-
-class AllOnes:
-    """A rule that the optimizer cannot know to be idle."""
-
-    def factors(self, norms_K):
-        return torch.ones_like(norms_K)
 
 
 def network(dtype=torch.float32):
@@ -39,7 +33,7 @@ def network(dtype=torch.float32):
 
 
 def regions_of(model, num_stages=3):
-    """Of its two weights; with one stage they have a single region."""
+    """Regions of its two weights; with one stage they have a single region."""
     conv, linear = model[0].weight, model[4].weight
     rows = torch.arange(6) * num_stages // 6
     columns = (torch.arange(96) // 16) * num_stages // 6
@@ -170,9 +164,7 @@ def test_norms_in_half_precision_do_not_leave_its_range(size, whole):
         optimizer.set_regions({weight: regions})
         for _ in range(2):
             torch.testing.assert_close(optimizer.region_norms(weight)[1].double(), exact, rtol=1e-4, atol=0)
-            torch.testing.assert_close(
-                optimizer._norms_of_all([weight])[0].double(), exact, rtol=1e-4, atol=0
-            )
+            torch.testing.assert_close(optimizer._squares(weight).sqrt().double(), exact, rtol=1e-4, atol=0)
             optimizer.step()
     cut = Pieces(weight, regions, whole)
     torch.testing.assert_close(cut.square_sums(weight.detach()).sqrt().double(), exact, rtol=1e-4, atol=0)
@@ -350,7 +342,7 @@ def test_ages_are_read_back_by_a_fresh_optimizer(cls, when):
 
 
 @BOTH
-def test_what_is_saved_can_be_read_by_torchs_optimizer_and_the_other_way_round(twin):
+def test_state_dicts_are_interchangeable_with_torchs(twin):
     ours, theirs, options = TWINS[twin]
     results = []
     for first, second in ((ours, theirs), (theirs, ours), (theirs, theirs)):

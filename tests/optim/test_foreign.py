@@ -59,7 +59,7 @@ class Run:
 
 
 @pytest.mark.parametrize("name", CARRIED)
-def test_state_is_carried_new_entries_start_at_zero_and_training_goes_on(name):
+def test_state_is_carried_new_entries_start_at_zero_and_training_continues(name):
     run = Run(name, PairGrowth())
     run.steps(4)
     old = {key: value for key, value in run.state_of("2.weight").items() if torch.is_tensor(value)}
@@ -83,7 +83,7 @@ def test_state_is_carried_new_entries_start_at_zero_and_training_goes_on(name):
     [("AdaBelief", "exp_avg", 1), ("AdaBelief", "exp_avg_var", 2), ("Adan", "exp_avg_diff", 1),
      ("Adan", "previous_grad", 1), ("Yogi", "exp_avg_sq", 2), ("MARS", "last_grad", 1)],
 )  # fmt: skip
-def test_replication_carries_moments_by_what_they_are_moments_of(name, key, power):
+def test_replication_carries_moments_by_their_power_of_the_gradient(name, key, power):
     """Net2Net's copies share a unit's gradient, so what is like a gradient and like its square must scale apart."""
     run = Run(name, Net2Net())
     run.steps(4)
@@ -131,7 +131,7 @@ ALL = {
 
 
 def _flat(value, path=()):
-    """What is kept of a parameter, by its path through dictionaries and lists."""
+    """State of a parameter, by its path through dictionaries and lists."""
     if isinstance(value, dict):
         return {k: v for key, one in value.items() for k, v in _flat(one, (*path, key)).items()}
     if isinstance(value, (list, tuple)):

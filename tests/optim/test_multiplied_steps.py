@@ -13,7 +13,7 @@ import growlab.optim
 from growlab import Grower, VarianceTransfer
 from growlab.growth.methods.variance_transfer import Treatment
 from growlab.growth.multipliers import multiplied_weights, row_multipliers
-from growlab.optim.state import normalises
+from growlab.optim.carry import normalises
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -107,7 +107,7 @@ class Training:
         self.grower.follow(self.optimizer, state=state)
 
     def step(self) -> dict[str, Tensor]:
-        """How far a step moves the weights that the network uses."""
+        """Step of the weights that the network uses, by name."""
         before = self.used()
         self.network.zero_grad()
         F.cross_entropy(self.network(self.x), self.y).backward()
@@ -205,7 +205,7 @@ def test_each_weight_is_treated_by_its_own_optimizer() -> None:
     assert training.grower.followers.normalised() == {"4.weight", "4.bias"}
 
 
-def test_a_checkpoint_with_multipliers_goes_on_without_new_ones() -> None:
+def test_a_checkpoint_with_multipliers_gets_no_new_ones() -> None:
     """Saved while Adam's multipliers were kept: loaded as it is, and exact at the next event."""
     kept, now = Training(ELEMENTWISE["AdamW"], "keep"), Training(ELEMENTWISE["AdamW"])
     kept.moves()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from growlab.optim import Muon, NormRatio, Regions
+from tests.optim.test_optimizers import AllOnes, FirstOnly
 
 REGIONS = Regions(torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 1, 2, 2]))
 OPTIONS = [
@@ -13,16 +14,6 @@ OPTIONS = [
     {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "lr": torch.tensor(0.05)},
     {"adjust_lr_fn": "spectral_unclamped", "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-5},
 ]
-
-
-class AllOnes:
-    def factors(self, norms_K):
-        return torch.ones_like(norms_K)
-
-
-class FirstOnly:
-    def factors(self, norms_K):
-        return (torch.arange(norms_K.shape[-1]) == 0).to(norms_K).expand_as(norms_K)
 
 
 def trained(make, regions=None, shape=(7, 5), steps=4, dtype=torch.float32):

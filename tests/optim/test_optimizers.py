@@ -22,7 +22,7 @@ from growlab.optim import (
     Regions,
     exempt_from_decay,
 )
-from growlab.optim.blocks import BLOCK_ELEMENTS
+from growlab.optim.regional import BLOCK_ELEMENTS
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
 BIRTHS = {"linear": ([0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2]), "conv": ([0, 1, 0, 1, 2, 2], [0, 0, 1, 1])}
@@ -156,7 +156,7 @@ def ratio_factors(weight, rows, columns):
 )
 def test_sgd_follows_the_direct_formula(options, channels_last, small_blocks, monkeypatch):
     if small_blocks:
-        monkeypatch.setattr("growlab.optim.blocks.BLOCK_ELEMENTS", 40)
+        monkeypatch.setattr("growlab.optim.regional.BLOCK_ELEMENTS", 40)
     mine, _ = run(lambda p: SGD(p, 0.05, rule=NormRatio(), **options), regions(), channels_last=channels_last)
     weights = {name: p.detach().clone() for name, p in parameters().items()}
     buffers = {}
@@ -247,12 +247,6 @@ def test_adam_with_norm_ratios_follows_the_direct_formula(make, decoupled):
     expected = adam_reference(full, 0.1, decoupled, newborn_at=0, ratios=True)
     for name, weight in expected.items():
         torch.testing.assert_close(mine[name].data, weight, rtol=1e-11, atol=1e-12, msg=name)
-
-
-def test_a_region_whose_moments_were_inherited_is_as_old_as_the_oldest():
-    params, optimizer = run(lambda p: Adam(p, rule=BaseRate()), one_region(), steps=4)
-    optimizer.set_regions({params["linear"]: regions()["linear"]})
-    assert optimizer.region_ages(params["linear"]).tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -400,19 +394,8 @@ def test_norms_are_never_stale():
         assert_same(run(make, regions(), before_step=change)[0], expected)
 
 
-def test_layout_changes_are_noticed():
-    def to_channels_last(step, optimizer, params):
-        if step == 2:
-            params["conv"].data = params["conv"].data.contiguous(memory_format=torch.channels_last)
-
-    for name in ("sgd", "adam"):
-        mine, _ = run(MAKERS[name], regions(), before_step=to_channels_last)
-        expected, _ = run(MAKERS[name], regions())
-        torch.testing.assert_close(mine["conv"], expected["conv"], rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("name", MAKERS)
-def test_copies_and_pickles_go_on_alike(name):
+def test_copies_and_pickles_take_the_same_steps(name):
     params, optimizer = run(MAKERS[name], regions(), steps=3)
     copied = copy.deepcopy(optimizer)
     pickled = pickle.loads(pickle.dumps(optimizer))
@@ -423,28 +406,6 @@ def test_copies_and_pickles_go_on_alike(name):
     for other in (copied, pickled):
         for a, b in zip(params.values(), other.param_groups[0]["params"], strict=True):
             assert torch.equal(a, b) and a is not b
-
-
-def test_closure_scheduler_and_groups():
-    params = parameters()
-    groups = [{"params": [params["linear"]], "lr": 0.2}, {"params": [params["conv"], params["bias"]]}]
-    optimizer = SGD(groups, lr=0.1, rule=NormRatio())
-    optimizer.set_regions({params[n]: r for n, r in regions().items()})
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = sum(p.square().sum() for p in params.values())
-        loss.backward()
-        return loss
-
-    before = parameters()["linear"]
-    first = optimizer.step(closure)
-    factors = ratio_factors(before.data, *BIRTHS["linear"])
-    torch.testing.assert_close(params["linear"].data, before.data * (1 - 0.2 * 2 * factors))
-    scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
-    assert optimizer.step(closure) < first
 
 
 def test_gradient_scaler_skips_a_step_with_infinite_gradients():
@@ -490,7 +451,7 @@ def test_regions_that_do_not_fit_are_refused():
 
 
 def test_large_weights_are_cut_into_blocks_that_fit_in_cache():
-    from growlab.optim.blocks import Pieces, batches
+    from growlab.optim.regional import Pieces, batches
 
     weight = torch.zeros(1024, 1024)
     rows = torch.arange(1024) // 300
@@ -542,7 +503,7 @@ def test_factors_are_bounded_and_have_no_jump() -> None:
     ],
     ids=["tiny", "zero", "matrix", "max_one"],
 )
-def test_a_bound_that_binds_is_told_once(rule, norms: list, held: list) -> None:
+def test_a_bound_that_applies_causes_one_warning(rule, norms: list, held: list) -> None:
     with pytest.warns(
         UserWarning, match=rf"{type(rule).__name__} asks for .* max_factor={rule.max_factor:g}:"
     ):
@@ -551,7 +512,7 @@ def test_a_bound_that_binds_is_told_once(rule, norms: list, held: list) -> None:
 
 
 @pytest.mark.parametrize("rule", [NormRatio(), MaxOne()], ids=lambda rule: type(rule).__name__)
-def test_factors_of_norms_that_are_not_numbers_are_none(rule) -> None:
+def test_norms_that_are_nan_give_factors_that_are_nan(rule) -> None:
     factors = rule.factors(torch.tensor([[1.0, torch.nan, 2.0], [torch.nan, 1.0, 3.0]]))
     assert factors[0, 0] == 1.0 and factors[0, 2] == 2.0
     assert bool(factors[0, 1].isnan()) and bool(factors[1, 0].isnan())
@@ -564,7 +525,7 @@ def test_a_bound_below_the_base_rate_is_refused(rule, bound: float) -> None:
         rule(max_factor=bound)
 
 
-def test_training_beside_a_tiny_oldest_region_stays_finite() -> None:
+def test_training_with_a_tiny_oldest_region_stays_finite() -> None:
     """Unbounded, the new region's rate is 1e9 times too large at first."""
     weight = nn.Parameter(torch.cat([torch.full((1, 4), 1e-9), torch.ones(3, 4)]))
     optimizer = SGD([weight], lr=0.05, rule=NormRatio())
@@ -593,7 +554,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("cls", [SGD, LARS])
-def test_the_factors_told_are_those_that_the_next_step_takes(cls):
+def test_factors_are_those_of_the_next_step(cls):
     """Without momentum and decay a weight moves by lr * factor * gradient."""
     params = parameters()
     optimizer = cls(list(params.values()), 0.25, rule=NormRatio())
@@ -609,7 +570,7 @@ def test_the_factors_told_are_those_that_the_next_step_takes(cls):
 
 
 @pytest.mark.parametrize("cls", [SGD, Adam, AdamW, AvaGrad, LARS, Muon, torch.optim.AdamW])
-def test_weight_decay_spares_what_no_one_decays(cls):
+def test_weight_decay_spares_single_numbers_and_slopes(cls):
     """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""
     torch.manual_seed(0)
     network = nn.Sequential(
@@ -642,6 +603,6 @@ def test_optimizers_that_do_not_decay_keep_one_group():
 
 
 @pytest.mark.parametrize("rule", ["ratio", NormRatio, 0.5])
-def test_what_is_no_rule_is_refused(rule) -> None:
+def test_an_invalid_rule_is_refused(rule) -> None:
     with pytest.raises(ValueError, match="must be a rate rule"):
         SGD([torch.zeros(2, requires_grad=True)], lr=0.1, rule=rule)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from growlab import Grower, Net2Net, UserError, VarianceTransfer
-from growlab.optim.exchanging import order_parameters
+from growlab.optim.followers import order_parameters
 
 
 class Own(torch.optim.Optimizer):
@@ -82,7 +82,7 @@ def test_parameters_in_an_optimizers_own_lists_are_exchanged(hold: str, in_group
     ],
     ids=["shape", "shape and dtype", "size", "velocities"],
 )
-def test_what_would_not_fit_is_refused_before_the_network_grows(
+def test_containers_that_would_not_fit_are_refused_before_the_network_grows(
     hold: Callable[[list[nn.Parameter]], Any],
 ) -> None:
     model = network()
@@ -96,7 +96,7 @@ def test_what_would_not_fit_is_refused_before_the_network_grows(
     assert model[0].weight.shape == (8, 6)  # type: ignore[index, union-attr]
 
 
-def test_parameters_that_come_in_while_the_network_trains_are_refused_where_lists_may_want_them() -> None:
+def test_new_parameters_are_refused_if_an_optimizer_keeps_lists() -> None:
     model = network()
     past = dict(model.named_parameters())
     now = {**past, "4.weight": nn.Parameter(torch.ones(3))}

@@ -61,7 +61,7 @@ def test_a_weight_of_the_same_shape_that_is_multiplied_keeps_its_momentum(output
 
 
 @pytest.mark.parametrize("make", ["sgd", "adam", "lookahead"])
-def test_training_goes_on_behind_finish_as_it_would_have_without(make: str) -> None:
+def test_training_continues_after_finish_as_without(make: str) -> None:
     grower, x = planted(VarianceTransfer(multipliers="keep"))
     optimizer = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -138,7 +138,7 @@ def test_state_that_cannot_follow_a_weight_of_the_same_shape_is_refused_before_a
     assert grower.network.get_parameter("a.weight").shape == (8, 6)
 
 
-def test_accumulated_gradients_follow_where_the_event_replaces_nothing() -> None:
+def test_accumulated_gradients_of_tensors_that_stay_are_rescaled() -> None:
     """Logits that shrink for good divide the gradients of layers in front that keep their widths, too."""
     grower, x = planted(VarianceTransfer(output_multiplier=False), {**NARROW, "a": 16})
     network = grower.network

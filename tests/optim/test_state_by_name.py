@@ -45,7 +45,7 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_training_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     make, whole = OPTIMIZERS[name], network(0)
     optimizer = make(whole.parameters())
     train(whole, optimizer, range(4))
@@ -67,7 +67,7 @@ def test_it_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert not alike(whole, anew)
 
 
-def test_parameters_are_known_by_name_whatever_their_groups_and_their_order() -> None:
+def test_state_is_found_by_name_in_any_groups_and_order() -> None:
     whole, again = network(0), network(0)
     one = torch.optim.AdamW(whole.parameters(), lr=0.01)
     train(whole, one, range(3))

@@ -187,7 +187,7 @@ class OnDemand(Trigger):
         found = {group: one for group, one in found.items() if group not in self._left}
         missing = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
         look = {"stage": grower.state.stage, "epoch": grower.clock.epoch, "out_of_reach": out_of_reach(found)}
-        self.auxiliary_passes.append({**look, "bottlenecks": missing, **data.told()})
+        self.auxiliary_passes.append({**look, "bottlenecks": missing, **data.report()})
         return found
 
     def _gradient_norms(self, grower: GrowingNetwork) -> dict[str, float]:

@@ -63,12 +63,12 @@ def _rows_of_the_next_block(expansion: Expansion) -> dict[str, str]:
     """Map each weight (and its bias) to the tensor of the next block that it takes new rows from."""
     layers, taken = expansion.graph.layers, {}
     for layer in layers:
-        alike = [other for other in layers if _kind(other) == _kind(layer)]
-        upper = _above(expansion, layer.weight, {other.weight for other in alike})
+        same_kind = [other for other in layers if _kind(other) == _kind(layer)]
+        upper = _above(expansion, layer.weight, {other.weight for other in same_kind})
         if upper is None or not expansion.changes(layer.weight):
             continue
         taken[layer.weight] = upper
-        biases = {other.bias for other in alike if other.weight == upper}
+        biases = {other.bias for other in same_kind if other.weight == upper}
         upper = None if layer.bias is None else _above(expansion, layer.bias, biases)
         if layer.bias is not None and upper is not None and expansion.changes(layer.bias):
             taken[layer.bias] = upper

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from growlab.base.settings import above, at_least, whole
-from growlab.growth.data_driven import DataDriven, padded
+from growlab.growth.data_driven import DataDriven, lengths, padded, unit
 from growlab.growth.fans import Fans, View
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
-from growlab.growth.methods.splitting import refuses_to_split
-from growlab.growth.splits import Split, directions, lengths, names_of, unit
+from growlab.growth.methods.splitting import Split, directions, names_of, refuses_to_split
 from growlab.widths import resized
 
 # If all that follows a neuron is linear, the gradients of its halves are equal. A difference below this many roundings
@@ -135,7 +134,7 @@ class _Neighbourhood:
             theta = view.read(tensors, fans.into, group, channels)
             away = directions(expansion, f"splits of {group}", theta)
             view.write(moves, fans.into, group, channels, away * lengths(theta)[:, None] * method.epsilon)
-            new = self._new(fans)
+            new = self._view.new(fans.group)
             if not len(new):
                 continue
             view.write(tensors, fans.into, group, new, view.read(rows, fans.into, group, new))
@@ -149,9 +148,6 @@ class _Neighbourhood:
     def _view(self) -> View:
         return View(self.expansion.graph, self.wider.new_widths, self.expansion.old_widths)
 
-    def _new(self, fans: Fans) -> Tensor:
-        return torch.arange(self.expansion.old_widths[fans.group], self.wider.new_widths[fans.group])
-
     def _split(self) -> Split:
         every = {fans.group: torch.arange(self.expansion.old_widths[fans.group]) for fans in self.groups}
         return Split.of(self.wider, self.tensors, every)
@@ -160,7 +156,7 @@ class _Neighbourhood:
         """Move all candidates by one normalised gradient step, of length `rate` relative to each vector."""
         moved, plain = self._gradients(data)
         for fans in self.groups:
-            old, new = torch.arange(self.expansion.old_widths[fans.group]), self._new(fans)
+            old, new = self._view.old(fans.group), self._view.new(fans.group)
             self._step(self.moves, moved, fans, "into", old, rate)
             if len(new):
                 self._step(self.tensors, plain, fans, "into", new, rate)
@@ -210,7 +206,7 @@ class _Neighbourhood:
             group, channels, new = (
                 fans.group,
                 torch.arange(self.expansion.old_widths[fans.group]),
-                self._new(fans),
+                self._view.new(fans.group),
             )
             away = view.read(self.moves, fans.into, group, channels)
             splits = -(view.read(moved, fans.into, group, channels) * away).sum(1)
@@ -255,7 +251,7 @@ def _at_half(neighbourhood: _Neighbourhood) -> _Neighbourhood:
     """Return the same candidates at e / 2, the midpoint."""
     tensors, view = dict(neighbourhood.tensors), neighbourhood._view
     for fans in neighbourhood.groups:
-        new = neighbourhood._new(fans)
+        new = view.new(fans.group)
         values = view.read(tensors, fans.out, fans.group, new)
         view.write(tensors, fans.out, fans.group, new, values / 2)
     moves = {name: move / 2 for name, move in neighbourhood.moves.items()}

@@ -8,18 +8,12 @@ import torch
 from torch import Tensor
 
 from growlab.base.settings import above, one_of, whole
-from growlab.growth.data_driven import DataDriven, padded, upright
+from growlab.growth.data_driven import Candidates, DataDriven, padded, unit, upright
 from growlab.growth.fans import Fans, View
-from growlab.growth.measurement import Measurement
+from growlab.growth.measurement import Measurement, right_derivatives
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
-from growlab.growth.splits import unit
-from growlab.growth.surrogates import right_derivatives
 
 SIDES = ("auto", "fan_in", "fan_out")
-# Candidates measured in one pass, in multiples of a group's width: a pass then costs about three plain ones.
-_AT_ONCE = 2
-# Least number of candidates per pass: in a narrow group they cost nothing extra.
-_FEW = 32
 # Relative change of the loss that counts as rounding if new channels should not contribute.
 _ROUNDING = 1e-4
 # Resting points tried for new channels, in units of the smallest number used: zero, then just above and below it.
@@ -112,7 +106,7 @@ class GradMax(DataDriven):
         tensors = padded(self, expansion)
         view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
         for fans in solved:
-            old, new = _channels(expansion, fans)
+            old, new = view.old(fans.group), view.new(fans.group)
             directions, values, _ = torch.linalg.svd(matrices[fans.group], full_matrices=False)
             chosen = directions[:, torch.arange(len(new)) % directions.shape[1]].T
             length = self.scale * _mean_length(view.read(tensors, fans.out, fans.group, old))
@@ -175,15 +169,15 @@ class GradMax(DataDriven):
                 fans.group: _beside_zero(expansion, fans, view, data.near_zero) * side for fans in trying
             }
             for fans in trying:
-                view.write(tensors, fans.into, fans.group, _channels(expansion, fans)[1], rests[fans.group])
+                view.write(tensors, fans.into, fans.group, view.new(fans.group), rests[fans.group])
             found = data.gradients(tensors, names)
             for fans in trying:
-                rows = view.read(found, fans.into, fans.group, _channels(expansion, fans)[1])
+                rows = view.read(found, fans.into, fans.group, view.new(fans.group))
                 norm = float(torch.linalg.vector_norm(rows.double()))
                 if norm > best.get(fans.group, -1.0):
                     best[fans.group], chosen[fans.group] = norm, rests[fans.group]
         for fans in groups:
-            view.write(tensors, fans.into, fans.group, _channels(expansion, fans)[1], chosen[fans.group])
+            view.write(tensors, fans.into, fans.group, view.new(fans.group), chosen[fans.group])
         return best
 
     def _ascend(
@@ -245,7 +239,7 @@ class _Ascent:
     def start(
         cls, method: DataDriven, expansion: Expansion, fans: Fans, tensors: Mapping[str, Tensor], view: View
     ) -> "_Ascent":
-        old, new = _channels(expansion, fans)
+        old, new = view.old(fans.group), view.new(fans.group)
         weights = _weights(fans)
         names = dict.fromkeys(slot.name for slot in weights)
         drawn = {name: method.new_weights.draw(expansion, name).to(tensors[name]) for name in names}
@@ -275,37 +269,16 @@ def accumulated(
     Returns:
         The matrices; and a reason for each group whose channels are not zero though their incoming weights are.
     """
-    graph, old = expansion.graph, expansion.old_widths
-    among = View(graph, old, old)
-    total = {fans.group: among.size(fans.out, fans.group) for fans in groups}
-    share = {
-        group: min(count, max(_AT_ONCE * old[group], expansion.new_widths[group] - old[group], _FEW))
-        for group, count in total.items()
-    }
-    rounds = max(-(-total[group] // share[group]) for group in total)
-    rows: dict[str, list[Tensor]] = {group: [] for group in total}
     names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
     refused = _not_zero(method, expansion, data, groups)
     if refused:
         return {}, refused
-    for number in range(rounds):
-        parts = {
-            group: torch.arange(count)[number * share[group] : (number + 1) * share[group]]
-            for group, count in total.items()
-        }
-        widths = {**old, **{group: old[group] + len(part) for group, part in parts.items()}}
-        wider = replace(expansion, new_widths=widths)
-        view = View(graph, widths, old)
-        tensors = padded(method, wider)
+    rows: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
+    growth = {group: expansion.new_widths[group] - width for group, width in expansion.old_widths.items()}
+    for one in Candidates.of_each_entry(method, expansion, groups, growth):
+        found = data.gradients(one.tensors, names, [right_derivatives()])
         for fans in groups:
-            part = parts[fans.group]
-            ones = torch.zeros(len(part), total[fans.group])
-            ones[torch.arange(len(part)), part] = 1.0
-            view.write(tensors, fans.out, fans.group, old[fans.group] + torch.arange(len(part)), ones)
-        found = data.gradients(tensors, names, [right_derivatives()])
-        for fans in groups:
-            new = old[fans.group] + torch.arange(len(parts[fans.group]))
-            rows[fans.group].append(view.read(found, fans.into, fans.group, new).double())
+            rows[fans.group].append(one.view.read(found, fans.into, fans.group, one.new[fans.group]).double())
     return {group: torch.cat(parts) for group, parts in rows.items()}, {}
 
 
@@ -336,10 +309,9 @@ def _not_zero(
         view = View(expansion.graph, wider.new_widths, expansion.old_widths)
         tensors = padded(method, wider)
         for fans in chosen:
-            new = torch.tensor([expansion.old_widths[fans.group]])
             source = expansion.generator(f"trial of {fans.group}")
             drawn = torch.randn(1, view.size(fans.out, fans.group), generator=source)
-            view.write(tensors, fans.out, fans.group, new, drawn)
+            view.write(tensors, fans.out, fans.group, view.new(fans.group), drawn)
         return data.loss(tensors)
 
     plain = data.loss(expansion.old)
@@ -358,7 +330,7 @@ def _not_zero(
 
 def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float) -> Tensor:
     """Incoming weights of new channels that rest next to zero, [channels, entries]; the same for all channels."""
-    channels, pieces = len(_channels(expansion, fans)[1]), []
+    pieces = []
     biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.into}}
     for slot in fans.into:
         row = torch.zeros(view.size([slot], fans.group))
@@ -368,13 +340,7 @@ def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float)
             source = expansion.generator(f"rest of {fans.group} at {slot.name}")
             row = unit(torch.randn(1, len(row), generator=source))[0] * near_zero
         pieces.append(row)
-    return torch.cat(pieces).expand(channels, -1)
-
-
-def _channels(expansion: Expansion, fans: Fans) -> tuple[Tensor, Tensor]:
-    """Return the indices of a group's old channels, and of its new ones."""
-    before, after = expansion.old_widths[fans.group], expansion.new_widths[fans.group]
-    return torch.arange(before), torch.arange(before, after)
+    return torch.cat(pieces).expand(len(view.new(fans.group)), -1)
 
 
 def _weights(fans: Fans) -> list:

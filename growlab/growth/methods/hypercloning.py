@@ -73,9 +73,9 @@ class HyperCloning(GrowthMethod):
                 if axis.role == "in":
                     positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
                     noise = noise - _mean_of_clones(noise, dim, positions)
-                    alike = {g: torch.full_like(s, g not in expansion.unlike) for g, s in sources.items()}
-                    alike_N = axis.spread(alike, expansion.new_widths, fixed=1)
-                    noise = noise * alike_N.view(-1, *[1] * (noise.dim() - dim - 1))
+                    copied = {g: torch.full_like(s, g not in expansion.unlike) for g, s in sources.items()}
+                    copied_N = axis.spread(copied, expansion.new_widths, fixed=1)
+                    noise = noise * copied_N.view(-1, *[1] * (noise.dim() - dim - 1))
             noises[name] = noise
         return noises
 
@@ -118,12 +118,12 @@ def _diagonal(expansion: Expansion, name: str, tensor: Tensor) -> Tensor:
     out = [dim for dim, axis in enumerate(axes) if axis.role == "out"]
     if len(out) != 1 or not expansion.changes(name):
         return tensor
-    beside = tensor.dim()
+    dims = tensor.dim()
     for dim, axis in enumerate(axes):
         if axis.role == "in" and name not in expansion.graph.emitters:
             (block, factor), (column_block, column_factor) = (
-                _blocks(expansion, axes[out[0]], out[0], beside),
-                _blocks(expansion, axis, dim, beside),
+                _blocks(expansion, axes[out[0]], out[0], dims),
+                _blocks(expansion, axis, dim, dims),
             )
             share = torch.where(block == column_block, factor.double(), 0.0)
             both = (factor == column_factor) & (factor > 1)

@@ -10,14 +10,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from growlab.base.settings import above, at_least, flag
 from growlab.growth.data_driven import DataDriven, padded, upright
+from growlab.growth.expressivity import RANK, bottleneck, cholesky, moments, refuses_bottleneck, solved, usual
 from growlab.growth.fans import Fans, Slot, View
-from growlab.growth.measurement import Measurement, Seen
+from growlab.growth.measurement import Measurement, Pass
 from growlab.growth.method import Expansion, GrownTensors, WeightRule
-from growlab.growth.moments import bottleneck, moments, usual
 from growlab.widths import resized
 
-# Singular values of S below this part of the largest count as zero, as in GroMo.
-_RANK = 1e-6
 # Neurons below this fraction of the largest singular value are drawn at random: they would get no gradient.
 _LEAST = 1e-3
 
@@ -89,17 +87,7 @@ class Tiny(DataDriven):
 
     def refuses(self, fans: Fans, before: int, after: int) -> str | None:
         """Refuse channels with several producers or consumers, and those that pass a depthwise convolution."""
-        for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
-            if len({layer.weight for layer in layers}) != 1:
-                names = ", ".join(layer.name for layer in layers[:2]) or "no layer"
-                return f"its channels are {what} by {names}{' and others' if len(layers) > 2 else ''}, not one layer"
-        if fans.depthwise:
-            return f"{fans.depthwise[0].name} maps each channel by its own filter"
-        if len(fans.into) > 2 or len(fans.out) > 1:
-            return f"{fans.producers[0].name} has its channels on several axes"
-        if fans.producers[0].transposed or fans.consumers[0].transposed:
-            return f"{fans.producers[0].name} or {fans.consumers[0].name} is a transposed convolution"
-        return None
+        return refuses_bottleneck(fans)
 
     def grow_from_data(
         self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
@@ -168,13 +156,13 @@ class Tiny(DataDriven):
         rows, drawn = self._rows(expansion, groups, found)
         unit = dict(empty)
         for fans in groups:
-            view.write(unit, fans.into, fans.group, _new(expansion, fans), rows[fans.group])
+            view.write(unit, fans.into, fans.group, view.new(fans.group), rows[fans.group])
         statistics = _statistics(shown, unit, groups)
 
         def at(gamma: float) -> dict[str, Tensor]:
             tensors = dict(empty)
             for fans in groups:
-                new, omega = _new(expansion, fans), found[fans.group][1]
+                new, omega = view.new(fans.group), found[fans.group][1]
                 # Drawn neurons have zero outgoing weights, and at gamma 0 all new ones.
                 scale = torch.where(drawn[fans.group], 1.0, sqrt(gamma or 1.0))
                 view.write(tensors, fans.into, fans.group, new, rows[fans.group] * scale[:, None])
@@ -217,7 +205,7 @@ class Tiny(DataDriven):
             if bool(drawn[fans.group].any()):
                 names = {slot.name for slot in fans.into}
                 new = {name: self.new_weights.draw(expansion, name).to(alpha) for name in names}
-                others = view.read(new, fans.into, fans.group, _new(expansion, fans))
+                others = view.read(new, fans.into, fans.group, view.new(fans.group))
                 rows[fans.group] = torch.where(drawn[fans.group][:, None], others, alpha)
         return rows, drawn
 
@@ -237,7 +225,7 @@ def best_neurons(
         alpha [count, I], omega [count, O] and singular values [count]; zero beyond the rank of the moments.
     """
     product = product.double()
-    factor = _cholesky(square, ridge)
+    factor = cholesky(square, ridge)
     if factor is not None:
         # L^-1 N instead of S^-1/2 N: L^-1 is S^-1/2 up to a rotation, which L^-T undoes.
         left, sizes, right = torch.linalg.svd(
@@ -246,7 +234,7 @@ def best_neurons(
         left = torch.linalg.solve_triangular(factor.T, left, upper=True)
     else:
         values, vectors = torch.linalg.eigh(square.double())
-        known = values > _RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
+        known = values > RANK * values.max().clamp(min=torch.finfo(torch.float64).tiny)
         root = vectors[:, known] @ torch.diag(values[known].rsqrt()) @ vectors[:, known].T
         left, sizes, right = torch.linalg.svd(root @ product, full_matrices=False)
         left = root @ left
@@ -261,25 +249,6 @@ def best_neurons(
     return alpha * signs, omega * signs, result
 
 
-def solved(square: Tensor, product: Tensor, ridge: float = 0.0) -> Tensor:
-    """Solve (S + ridge) X = M for X, [I, O]; directions that the batches do not determine are left out."""
-    factor = _cholesky(square, ridge)
-    if factor is not None:
-        return torch.cholesky_solve(product.double(), factor)
-    inverse = torch.linalg.pinv(square.double(), hermitian=True, rtol=_RANK)
-    return inverse @ product.double()
-
-
-def _cholesky(square: Tensor, ridge: float) -> Tensor | None:
-    """Cholesky factor of S + ridge * mean of the diagonal of S * I; None if that is singular or ill-conditioned."""
-    square = square.double()
-    amount = ridge * square.diagonal().mean()
-    factor, failed = torch.linalg.cholesky_ex(square + amount * torch.eye(len(square)).to(square))
-    # The largest eigenvalue is at most the trace.
-    sound = not bool(failed) and float(amount) > _RANK * float(square.trace())
-    return factor if sound else None
-
-
 def _statistics(
     data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[Fans]
 ) -> dict[str, Tensor]:
@@ -291,13 +260,13 @@ def _statistics(
     if not norms:
         return {}
 
-    def visit(parameters: Mapping[str, Tensor], loss: Tensor, seen: Mapping[str, Seen]) -> dict[str, Tensor]:
+    def visit(one: Pass) -> dict[str, Tensor]:
         found = {}
         for name, norm in norms.items():
-            x = seen[name].x.double().movedim(1, 0).flatten(1)
+            x = one.seen[name].x.double().movedim(1, 0).flatten(1)
             found[f"mean {name}"], found[f"square {name}"] = x.mean(1), x.square().mean(1)
             if norm.per_sample:
-                found[f"var {name}"] = seen[name].x.double().flatten(2).var(2, correction=0).mean(0)
+                found[f"var {name}"] = one.seen[name].x.double().flatten(2).var(2, correction=0).mean(0)
         return found
 
     found = data.run(tensors, visit, watched=list(norms), gradients=False)
@@ -346,7 +315,3 @@ def _add_update(tensors: dict[str, Tensor], expansion: Expansion, fans: Fans, up
         axes = expansion.axes(name)
         moved = resized(part.to(before), axes, expansion.old_widths, expansion.new_widths)
         tensors[name] = tensors[name] + moved
-
-
-def _new(expansion: Expansion, fans: Fans) -> Tensor:
-    return torch.arange(expansion.old_widths[fans.group], expansion.new_widths[fans.group])

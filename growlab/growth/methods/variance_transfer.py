@@ -126,23 +126,23 @@ class VarianceTransfer(PairGrowth):
             name: factor if name in multiplied or self.literal else needed[name]
             for name, factor in wanted.items()
         }
-        rescaled, norm_scale = rescale(graph, expansion.old, classes, stored)
+        changed, norm_scale = rescale(graph, expansion.old, classes, stored)
         tensors = {
-            name: self.expand(expansion, name, rescaled.get(name, old)) for name, old in expansion.old.items()
+            name: self.expand(expansion, name, changed.get(name, old)) for name, old in expansion.old.items()
         }
         multipliers = {
             name: needed[name] / factor
             for name, factor in stored.items()
             if name in multiplied and factor != needed[name]
         }
-        told = {name: factor for name, factor in stored.items() if factor != 1.0}
+        rescaled = {name: factor for name, factor in stored.items() if factor != 1.0}
         return GrownTensors(
             tensors,
             1.0 if self.literal else 1.0 / classes.get(graph.output_class, 1.0),
             norm_scale,
             Carry(scales=_gradient_scales(graph, expansion.old, classes, stored, multipliers)),
             multipliers=multipliers,
-            report={"rescaled": told, "multipliers": multipliers} if told or multipliers else {},
+            report={"rescaled": rescaled, "multipliers": multipliers} if rescaled or multipliers else {},
         )
 
     def multiplied(self, expansion: Expansion) -> frozenset[str]:
@@ -170,7 +170,7 @@ class VarianceTransfer(PairGrowth):
             return (before / after) ** (self.new_weights.output_power / 2)
         if self.rule == "ratio":
             return sqrt(before / after)
-        variance = float(expansion.deciding[weight].double().var(correction=0))
+        variance = float(expansion.reference[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.
         wanted = self.new_weights.gain * layer.variance_per_entry
         return sqrt(wanted / (before * variance)) if variance > 0 else 1.0

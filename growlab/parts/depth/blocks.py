@@ -13,8 +13,8 @@ from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.growth import constants
+from growlab.growth.constants import with_offset, without_offset
 from growlab.growth.method import Expansion, GrowthMethod
-from growlab.growth.offsets import as_applied, as_kept
 from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
@@ -217,10 +217,10 @@ class Blocks:
         block, graph = self.blocks[name], self.only(name)
         try:
             if dict(widths) != self.full.full_widths:
-                tensors = as_applied(graph, tensors_of(network, graph))
+                tensors = with_offset(graph, tensors_of(network, graph))
                 still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
                 expansion = Expansion(graph, tensors, widths, widths, seed, stage, constants=still)
-                replace_tensors(network, graph, as_kept(graph, method.initialise(expansion)))
+                replace_tensors(network, graph, without_offset(graph, method.initialise(expansion)))
             own = self._tied[name].keys() | self.constants.keys()
             site = Site(network, block, probe, next(twins(network, block), ()), own)
             with torch.no_grad():

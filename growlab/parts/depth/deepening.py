@@ -12,8 +12,7 @@ from growlab.base.errors import UserError
 from growlab.grower.part import BlockPart
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState
-from growlab.optim.exchanging import order_parameters
-from growlab.optim.followers import copy_state
+from growlab.optim.followers import copy_state, order_parameters
 from growlab.parts.depth.blocks import Blocks
 from growlab.parts.depth.describe import describe
 from growlab.parts.depth.starts import STARTS

@@ -44,7 +44,7 @@ class EmittedWeights(NewWeights):
         if expansion.graph.emitters and expansion.stage > 0:
             for norm in expansion.graph.norms:
                 if name == norm.running_var and norm.running_mean is not None:
-                    mean, variance = (expansion.deciding[key].double() for key in (norm.running_mean, name))
+                    mean, variance = (expansion.reference[key].double() for key in (norm.running_mean, name))
                     return torch.full(shape, max(1.0, float((variance + mean**2).mean())))
         layer = next((x for x in expansion.graph.layers if name == x.weight or name in x.emitters), None)
         if layer is None or not expansion.graph.grows(name):

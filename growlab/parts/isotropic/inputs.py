@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from growlab.optim.exchanging import exchange
+from growlab.optim.followers import replace_parameters
 
 
 def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.optim.Optimizer) -> None:
@@ -42,7 +42,7 @@ def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.o
         for name, value in optimizer.state.get(old, {}).items():
             if isinstance(value, Tensor) and value.shape == old.shape:
                 optimizer.state[old][name] = _resized(value, count)
-        exchange(optimizer, {id(old): new})
+        replace_parameters(optimizer, {id(old): new})
     layer.weight = new
     if isinstance(layer, nn.Linear):
         layer.in_features += count

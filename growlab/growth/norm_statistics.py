@@ -1,4 +1,8 @@
-"""Parity check of train mode in which batch normalisation's eps is rescaled together with its input.
+"""Batch and instance normalisation at a growth event: statistics of new channels, and the eps of rescaled ones.
+
+With the defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have adapted:
+their activations grow from layer to layer, and in a deep network they drown the output. So they get the statistics of
+the probe batch.
 
 A channel of batch variance v that is rescaled by c comes out multiplied by sqrt(c^2 (v + eps) / (c^2 v + eps)) in train
 mode. If v is large against eps, that factor is 1 up to rounding; in a dead channel it is c. No bound is tight, and
@@ -8,9 +12,10 @@ separately.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,11 +24,66 @@ from torch.overrides import TorchFunctionMode
 from growlab.growth.method import Expansion, GrownTensors
 from growlab.growth.rescale import eps_ratio
 
+#: Mean and variance of each channel, by the name of the normalisation that they enter.
+Moments = Mapping[str, tuple[Tensor, Tensor]]
 #: Makes a context in which train mode runs as if eps had been rescaled too.
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
 # By the data pointer of the running variance: squared scale of the input, and the divisor of the weight [C].
 _Rescaled = tuple[float, Tensor]
 _CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+
+def statistics_writer(
+    expansion: Expansion,
+    growth: GrownTensors,
+    tensors: Mapping[str, Tensor],
+    average: Callable[[Tensor], Tensor],
+) -> Callable[[Moments], None]:
+    """Return a callback that writes the probe batch's statistics into new channels.
+
+    Channels whose statistics the method sets, such as copies, keep these. An average of networks takes the statistics
+    of the network that it averages.
+
+    Args:
+        expansion: the event.
+        growth: the result of its method.
+        tensors: the grown network's, by name; running averages are written in place.
+        average: maps this process's tensor to the mean over all processes.
+    """
+    new = dict(_new_channels(expansion, growth))
+    leading = None if expansion.leading is None else expansion.leading[0]
+
+    def write(found: Moments) -> None:
+        for norm in expansion.graph.norms:
+            seen = found.get(norm.name)
+            for name, moment in zip((norm.running_mean, norm.running_var), seen or (None, None), strict=True):
+                if name not in new:
+                    continue
+                if expansion.leader is not None:
+                    moment = None if leading is None else leading.get(name)
+                elif moment is not None:
+                    moment = average(moment)
+                if moment is not None:
+                    tensor = tensors[name]
+                    tensor.copy_(torch.where(new[name].to(tensor.device), moment.to(tensor), tensor))
+
+    return write
+
+
+def _new_channels(expansion: Expansion, growth: GrownTensors) -> Iterable[tuple[str, Tensor]]:
+    """Yield (name of a running average, mask [channels] of new channels that have the default)."""
+    before, after = expansion.old_widths, expansion.new_widths
+    for norm in expansion.graph.norms:
+        for name in (norm.running_mean, norm.running_var):
+            known = name in growth.tensors and name not in expansion.constants
+            if name is None or not known or not expansion.changes(name):
+                continue
+            (axis,) = expansion.graph.axes[name]
+            sources = {group: growth.carry.source(group, before, after) for group in axis.groups}
+            default = growth.tensors[name].cpu() == expansion.norm_defaults[name]
+            mask = (axis.lift(sources, after, before) < 0) & default
+            if bool(mask.any()):
+                yield name, mask
 
 
 def eps_follows(

@@ -1,9 +1,10 @@
-"""No growth: the fixed-size baseline."""
+"""Baselines: no growth, and random growth."""
 
 from typing import Literal
 
 from growlab.base.settings import above, finite, one_of
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights
+from growlab.widths import grid
 
 # Exponent of the output layers' fan-in in the variance of their weights.
 _OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
@@ -53,3 +54,27 @@ class FixedSize(GrowthMethod):
     def grow(self, expansion: Expansion) -> GrownTensors:
         """Raise an error: a fixed-size run has one stage and never grows."""
         raise RuntimeError("a fixed-size run does not grow")
+
+
+class RandomGrowth(GrowthMethod):
+    """Keep old weights and draw all new ones at their usual scale.
+
+    W' = W at old rows and columns, N(0, gain / fan_in) elsewhere; new channels of a batch normalisation start
+    with weight 1, bias 0, mean 0, variance 1.
+
+    **Preserves** nothing: old channels now also sum the new ones.
+    """
+
+    preserves = False
+
+    def grow(self, expansion: Expansion) -> GrownTensors:
+        """Compute every tensor at the new widths."""
+        tensors = {}
+        for name, old in expansion.old.items():
+            if not expansion.changes(name):
+                tensors[name] = old
+                continue
+            new = self.new_weights.draw(expansion, name).to(old)
+            new[grid(expansion.kept(name), new.device)] = old
+            tensors[name] = new
+        return GrownTensors(tensors)

@@ -1,0 +1,272 @@
+"""Hooks of a growing network: the output factor, modes of modules' forwards, and entries of state_dicts.
+
+They add no parameters or buffers, leave classes as they are, and are removed when growth ends. A state_dict restores
+the widths that it was saved at.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from growlab.base.errors import UserError
+from growlab.growth import outputs
+from growlab.growth.state import GrowthState
+from growlab.widths import WidthGraph
+from growlab.widths.apart import called_apart
+
+#: Key of the growth state in a state_dict's metadata, which other code does not change.
+METADATA = "growlab"
+#: Called before a network loads tensors: with the network, the tensors by name, and the saved `GrowthState.as_dict()`
+#: or None; resizes the network to their widths.
+Resize = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any] | None], None]
+# Attribute of a module in which its `_Entries` are stored.
+_ENTRIES = "_growth_entries"
+
+
+class OutputScale:
+    """Forward hook that multiplies a module's output by `GrowthState.output_factor`."""
+
+    def __init__(self, state: GrowthState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Return the output times the factor; the output itself if the factor is 1."""
+        factor = self.state.output_factor
+        return output if factor == 1.0 else output * factor
+
+
+class _Eager(OutputScale):
+    """`OutputScale` for networks compiled with `Module.compile`, where the compiler does not inline hooks."""
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return super().__call__(module, inputs, output)
+
+
+class _WriteState:
+    """State_dict post-hook that adds the growth state to the metadata."""
+
+    def __init__(self, state: GrowthState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, tensors: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        metadata[METADATA] = self.state.as_dict()
+
+
+class _ReadState:
+    """Load_state_dict pre-hook that resizes the network to the tensors before they are loaded."""
+
+    def __init__(self, resize: Resize | None) -> None:
+        self._resize = None if resize is None else weakref.WeakMethod(resize)
+
+    def __reduce__(self) -> Any:
+        # A pickled network leaves its grower behind.
+        return _ReadState, (None,)
+
+    def __deepcopy__(self, memo: Any) -> "_ReadState":
+        return _ReadState(None if self._resize is None else self._resize())
+
+    def __call__(
+        self,
+        module: nn.Module,
+        tensors: Mapping[str, Tensor],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        resize = None if self._resize is None else self._resize()
+        if resize is not None:
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            resize(module, own, metadata.get(METADATA))
+
+
+def attach(
+    network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]
+) -> None:
+    """Add hooks that scale the output by `state.output_factor` and store the growth state in state_dicts.
+
+    If the network returns only tensors, its output is multiplied. Otherwise (a dictionary of a loss and logits) the
+    outputs of the layers that set its scale are, so that values computed from them inside the network, such as the
+    loss, are correct too.
+
+    Args:
+        network: the network, or a copy of it, which may have hooks of the original already.
+        graph: its width graph.
+        state: read in every forward pass and written into every state_dict.
+        resize: method of the grower, kept by a weak reference; see `Resize`.
+        probe: positional inputs.
+    """
+    detach(network)
+    scale = OutputScale(state)
+    # Some return terms of the loss too while they train.
+    if all(isinstance(output, Tensor) for output in outputs.find_caches(network, probe)):
+        network.register_forward_hook(scale if network._compiled_call_impl is None else _Eager(state))
+    else:
+        layers = (layer for layer in graph.layers if layer.scale_out == graph.output_class)
+        for name in sorted({path for layer in layers for path in layer.callers}):
+            network.get_submodule(name).register_forward_hook(scale)
+    network.register_state_dict_post_hook(_WriteState(state))
+    network.register_load_state_dict_pre_hook(_ReadState(resize))
+    # Behind all others: the hook that resizes may change which entries there are.
+    known = _entries(network)
+    known.load.remove()
+    known.load, known.stays = network.register_load_state_dict_pre_hook(_load), True
+
+
+def detach(network: nn.Module) -> None:
+    """Remove the hooks that `attach` added."""
+    for module in network.modules():
+        for hooks in (module._forward_hooks, module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "hook", hook), (OutputScale, _WriteState, _ReadState)):
+                    del hooks[key]
+    if _ENTRIES in network.__dict__:
+        _entries(network).stays = False
+        _tidy(network)
+
+
+def state_of(network: nn.Module) -> GrowthState | None:
+    """Return the growth state that a network's hooks use (a copied network has its own), or None."""
+    for module in network.modules():
+        for hook in module._state_dict_hooks.values():
+            if isinstance(hook, _WriteState):
+                return hook.state
+    return None
+
+
+class ModuleHook:
+    """Runs a module's forward in a torch function mode, and has entries in the module's state_dict.
+
+    It is stored in the module's dictionary, and stays with it in a deep copy.
+
+    Attributes:
+        attribute: its name in that dictionary.
+        keys: names of its entries of the state_dict, behind the module's prefix.
+    """
+
+    attribute: ClassVar[str]
+    keys: tuple[str, ...]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._open: list[TorchFunctionMode] = []
+        # The second is called after an error too.
+        self._handles = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        )
+        # A compiled module would hand an attribute that is set or asked for on to the module that it wraps;
+        # `torch.distributed.checkpoint` expects one for each entry.
+        module.__dict__.update({self.attribute: self, **dict.fromkeys(self.keys, self)})
+        _entries(module).holders.append(self)
+
+    def remove(self) -> None:
+        """Let the module be a plain one again."""
+        for handle in self._handles:
+            handle.remove()
+        for name in (self.attribute, *self.keys):
+            self.module.__dict__.pop(name, None)
+        holders = _entries(self.module).holders
+        holders[:] = [one for one in holders if one is not self]
+        _tidy(self.module)
+
+    def mode(self, inputs: tuple[Any, ...]) -> TorchFunctionMode:
+        """Return the mode in which a forward with these inputs runs."""
+        raise NotImplementedError
+
+    def save(self, state: dict[str, Any], prefix: str) -> None:
+        """Add its entries to a state_dict."""
+        raise NotImplementedError
+
+    def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+        """Load its entries (names begin with `prefix`) and remove them from `state`."""
+        raise NotImplementedError
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # No public attribute marks the replicas of `nn.DataParallel`; a test makes one.
+        if getattr(module, "_is_replica", False):
+            raise UserError(
+                f"torch.nn.DataParallel copies {type(module).__name__} to several devices in each step, which growth "
+                "cannot follow: use DistributedDataParallel with a process for each device."
+            )
+        mode = self.mode(inputs)
+        mode.__enter__()
+        self._open.append(mode)
+
+    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+@dataclass
+class _Entries:
+    """Hooks of a module that save and load the entries of its `holders`; with `stays` kept without any."""
+
+    save: RemovableHandle
+    load: RemovableHandle
+    holders: list[ModuleHook]
+    stays: bool = False
+
+
+def _entries(module: nn.Module) -> _Entries:
+    # torch iterates over a module's pre-hooks while it calls them, and `ModuleHook`s may come and go there: the hook
+    # that loads their entries must be registered before.
+    if _ENTRIES not in module.__dict__:
+        load = module.register_load_state_dict_pre_hook(_load)
+        module.__dict__[_ENTRIES] = _Entries(module.register_state_dict_post_hook(_save), load, [])
+    known: _Entries = module.__dict__[_ENTRIES]
+    return known
+
+
+def _tidy(module: nn.Module) -> None:
+    known = _entries(module)
+    if not known.stays and not known.holders:
+        known.load.remove()
+        known.save.remove()
+        del module.__dict__[_ENTRIES]
+
+
+def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for holder in _entries(module).holders:
+        holder.save(state, prefix)
+
+
+def _load(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    for holder in _entries(module).holders:
+        holder.load(state, prefix, missing, errors)
+
+
+def check_reached(module: nn.Module, what: str) -> None:
+    """Raise an error if the hooked module calls an operation where backward would bypass the hook.
+
+    Args:
+        module: the module whose forward runs.
+        what: the operand of the operation, for the message.
+
+    Raises:
+        UserError: the operation is called inside activation checkpointing or a custom `autograd.Function` in that
+            forward.
+    """
+    if torch.compiler.is_compiling():
+        return
+    _, apart = called_apart(module)
+    if apart:
+        raise UserError(
+            f"{type(module).__name__} takes {what} inside {apart}, whose backward pass does not see what growth "
+            "does to it: let it call a submodule there that has it, such as nn.Linear or nn.LayerNorm."
+        )

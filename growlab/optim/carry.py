@@ -1,0 +1,668 @@
+"""Carry optimizers through a growth event: same object, same parameter groups, new parameters, mapped state.
+
+Parameters are replaced in groups and in the containers that an optimizer keeps besides: `group["matrices"]` of a Muon,
+`self.by_size`, `self.state["all"]`. State is mapped if it has its parameter's shape, in containers at any depth.
+"""
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from growlab.base.settings import one_of
+from growlab.optim.avagrad import AvaGrad
+from growlab.optim.lars import LARS
+from growlab.optim.regional import Regional
+from growlab.widths import Carry, WidthGraph
+
+log = logging.getLogger(__name__)
+
+Inheritance = Literal["auto", "inherit", "reset", "zero_new"]
+#: Maps the name of an entry and a tensor of the parameter's shape to its replacement.
+Change = Callable[[str, Tensor], Tensor]
+#: Maps an old parameter, its value in a dictionary and the dictionary's name to the new parameter's value.
+Moved = Callable[[Tensor, Any, str], Any]
+
+# Attributes of torch's Optimizer, which are carried separately.
+_KNOWN = ("state", "param_groups", "defaults")
+# Least cosine between weights and state that stores weights; that of moments of gradients is far below.
+_ALIKE = 0.7
+# Power of the gradient that state scales with, by its name in torch.optim.
+_POWERS = {
+    **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "exp_inf", "prev"), 1),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2),
+    **dict.fromkeys(("acc_delta", "step_size", "ax"), 0),
+}
+
+
+def default_inheritance(optimizer: Optimizer, carry: Carry | None = None) -> Inheritance:
+    """Return the papers' treatment of optimizer state at a growth event: "reset" or "inherit".
+
+    Yuan et al. (2023) reset SGD's momentum and let adaptive optimizers keep their state. If a layer's basis was
+    rotated, momentum rotates with it exactly, which does not change training (Bird, Appendix D): SGD and LARS keep it.
+
+    Args:
+        optimizer: any.
+        carry: rule of the event, see `follow`.
+    """
+    turned = carry is not None and bool(carry.bases)
+    return "reset" if isinstance(optimizer, (torch.optim.SGD, LARS)) and not turned else "inherit"
+
+
+def normalises(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer's steps do not depend on the scale of gradients.
+
+    This is so for Adam, Lion, Muon and any other that is not known to step in proportion to the gradient (SGD, AvaGrad)
+    or the weights (LARS), or by curvature (L-BFGS).
+    """
+    others = (torch.optim.SGD, torch.optim.ASGD, AvaGrad, LARS, torch.optim.LBFGS)
+    return not isinstance(optimizer, others)
+
+
+def follow(
+    optimizer: Optimizer,
+    replaced: Mapping[str, tuple[Tensor, Tensor]],
+    graph: WidthGraph,
+    widths_before: Mapping[str, int],
+    widths_after: Mapping[str, int],
+    inheritance: Inheritance = "auto",
+    carry: Carry | None = None,
+) -> None:
+    """Carry an optimizer through a growth event: replace its parameters and map its state, in place.
+
+    Schedulers, scalers and loggers hold references to the optimizer and its groups, so neither is replaced.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` whose state has the shape of its parameters, or is a number each.
+        replaced: old and new tensor by name, from the growth event.
+        graph: the network's width graph.
+        widths_before: width of each group before.
+        widths_after: width of each group after.
+        inheritance: "reset" deletes all state. "zero_new" keeps state unchanged at old entries; new entries get the
+            optimizer's initial state, mostly zeros. "inherit" maps it by the method's rule: first moments like the
+            gradient, second moments like its square; state of unknown meaning as "zero_new". "auto":
+            `default_inheritance`, or "reset", with a warning, if state cannot be carried (Adafactor's factors, L-BFGS's
+            directions). Copies and averages of weights, such as those of Lookahead and schedule-free optimizers, keep
+            their distance from the weights, 0 at new entries.
+        carry: the method's rule, from the growth event; None keeps state unchanged at old entries.
+
+    Raises:
+        ValueError: state that is not reset has neither its parameter's shape nor a single number, other containers of
+            the optimizer would not fit, or `inheritance` is unknown. The optimizer is then unchanged.
+    """
+    check_inheritance(inheritance)
+    follow_once(optimizer, replaced, (graph, widths_before, widths_after), inheritance, carry, {})
+
+
+def follow_once(
+    optimizer: Any,
+    replaced: Mapping[str, tuple[Tensor, Tensor]],
+    widths: tuple[WidthGraph, Mapping[str, int], Mapping[str, int]],
+    inheritance: Inheritance,
+    carry: Carry | None,
+    done: dict[int, tuple[Any, Any]],
+) -> None:
+    """Carry one of several optimizers that may share groups or state (wrappers), mapping each state once.
+
+    Args:
+        optimizer: any object that may have `param_groups` and `state`.
+        replaced: see `follow`.
+        widths: the network's width graph, widths before and after.
+        inheritance: see `follow`.
+        carry: see `follow`.
+        done: state mapped for previous optimizers, by its id: old and new; updated.
+    """
+    places = {id(old): (name, new) for name, (old, new) in replaced.items()}
+    state = getattr(optimizer, "state", {})
+    shares = id(state) in done
+    if inheritance == "auto":
+        inheritance = default_inheritance(optimizer, carry)
+        if inheritance == "inherit" and not shares and (problem := _cannot_follow(optimizer, places)):
+            log.warning("%s; the optimizer's state begins anew at this growth event.", problem)
+            inheritance = "reset"
+    check_following(optimizer, places, inheritance)
+    moving = _Moving(optimizer, places, widths, inheritance, carry)
+    # Entries with names as keys belong to the optimizer as a whole, not to a parameter.
+    own = [] if shares else [param for param in state if isinstance(param, Tensor)]
+    # A wrapper of another optimizer may create its state only in its constructor.
+    made_once = any(True for _ in inside(optimizer))
+    states: dict[Tensor, Any] = {}
+    for param in own if inheritance != "reset" or made_once else ():
+        if id(param) in places or moving.rule.every != 1.0:
+            old = state[param]
+            if id(old) not in done:
+                done[id(old)] = old, moving.moved(param, old)
+            states[places[id(param)][1] if id(param) in places else param] = done[id(old)][1]
+    if inheritance == "reset" and not shares and not made_once:
+        for param in own:
+            del state[param]
+        for group in getattr(optimizer, "param_groups", ()):
+            # Some count steps here, and create their state in the first.
+            if "step" not in getattr(optimizer, "defaults", ()):
+                group.pop("step", None)
+    replace_in_groups(optimizer, {key: new for key, (_, new) in places.items()}, moving.moved)
+    for param in own:
+        if id(param) in places:
+            state.pop(param, None)
+    state.update(states)
+    done[id(state)] = state, state
+    if isinstance(optimizer, torch.optim.LBFGS):
+        # It caches the number of its parameters' elements.
+        optimizer._numel_cache = None
+
+
+class _Moving:
+    """Maps an optimizer's state of parameters through one growth event; arguments as of `follow_once`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        places: Mapping[int, tuple[str, Tensor]],
+        widths: tuple[WidthGraph, Mapping[str, int], Mapping[str, int]],
+        inheritance: Inheritance,
+        carry: Carry | None,
+    ) -> None:
+        inherits = inheritance == "inherit"
+        self.rule = carry if inherits and carry is not None else Carry()
+        self._lars = optimizer if inherits and isinstance(optimizer, LARS) else None
+        self._optimizer, self._places, self._widths = optimizer, places, widths
+        self._copies, self._positive = _meanings(optimizer)
+        self._resets = inheritance == "reset"
+        groups = getattr(optimizer, "param_groups", ())
+        self._settings = {param: group for group in groups for param in group["params"]}
+
+    def moved(self, param: Tensor, value: Any, key: str = "") -> Any:
+        """Map a parameter's state to the state of its replacement.
+
+        Args:
+            param: the old parameter, or one that is not replaced.
+            value: its state, of any type.
+            key: name of the state, if it is not a dictionary of named entries.
+        """
+        if id(param) not in self._places:
+            return _mapped(value, param.shape, param.shape, partial(self._rescaled, param), key)
+        new = self._places[id(param)][1]
+        return _mapped(value, param.shape, new.shape, partial(self._carried, param), key)
+
+    def _carried(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        name, new = self._places[id(param)]
+        power = _power(self._optimizer, key)
+        chosen = self.rule if power is not None else Carry()
+
+        def place(carry: Carry, tensor: Tensor, power: int = 0) -> Tensor:
+            return carry.carried(tensor, name, *self._widths, power)
+
+        if self._resets:
+            if key in self._copies:
+                return new.detach().to(value.dtype, copy=True)
+            return torch.zeros_like(new, dtype=value.dtype)
+        moved = place(chosen, value, power or 0)
+        if self._lars is not None:
+            moved = self._lars.inherited(param, new, value, moved)
+        begins = _begins_with(self._optimizer, key, self._settings.get(param, {}))
+        if key in self._positive:
+            begins = float(value.mean())
+        if begins:
+            moved = torch.where(place(chosen, torch.ones_like(value)) == 0, begins, moved)
+        if key in self._copies:
+            moved = _moved_along(value, param.detach(), new.detach(), partial(place, Carry()))
+        return torch.empty_like(new, dtype=value.dtype).copy_(moved)
+
+    def _rescaled(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        """Rescale state of a parameter that was not replaced, but whose gradient changed by a factor."""
+        power = None if self._lars is not None and param.dim() > 1 else _power(self._optimizer, key)
+        return value * self.rule.every**power if power else value
+
+
+def rescale_state(optimizer: Optimizer, factors: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
+    """Rescale the state of parameters that were multiplied by factors, in place, so that training continues unchanged.
+
+    Args:
+        optimizer: any.
+        factors: by parameter, the factor on it and the factor on its gradient from now on.
+    """
+    copies, _ = _meanings(optimizer)
+
+    def rescaled(param: Tensor, key: str, value: Tensor) -> Tensor:
+        (weight, gradient), power = factors[param], _power(optimizer, key)
+        if key in copies:
+            return value * weight.to(value)
+        if power is None:
+            return value
+        moved = value * (gradient**power).to(value)
+        if isinstance(optimizer, LARS):
+            moved = optimizer.inherited(param / weight, param, value, moved)
+        return moved.to(value)
+
+    for param in factors:
+        if param in optimizer.state:
+            kept = optimizer.state[param]
+            optimizer.state[param] = _mapped(kept, param.shape, param.shape, partial(rescaled, param))
+
+
+def check_inheritance(inheritance: str) -> None:
+    """Raise a ValueError if there is no such `Inheritance`."""
+    one_of(get_args(Inheritance), optimizer_state=inheritance)
+
+
+def check_following(
+    optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance
+) -> None:
+    """Check that an optimizer's state can be carried through an event that replaces parameters.
+
+    Args:
+        optimizer: any.
+        places: name and replacement of each parameter that is replaced, by its `id`.
+        inheritance: see `follow`.
+
+    Raises:
+        ValueError: state that is not reset has neither its parameter's shape nor a single number; or the optimizer
+            groups parameters by size in a container that growlab cannot carry.
+    """
+    if problem := cannot_replace(optimizer, places):
+        raise ValueError(f"{problem}.")
+    if inheritance not in ("reset", "auto") and (problem := _cannot_follow(optimizer, places)):
+        raise ValueError(f"{problem}; set optimizer_state='reset' (of Grower.follow: state='reset').")
+
+
+def _cannot_follow(optimizer: Any, places: Mapping[int, tuple[str, Tensor]]) -> str:
+    """Describe the state of a replaced parameter that cannot be brought to another shape, or ""."""
+    for param, state in getattr(optimizer, "state", {}).items():
+        # L-BFGS keeps the state of all parameters with the first.
+        everything = bool(places) and isinstance(optimizer, torch.optim.LBFGS)
+        if not isinstance(param, Tensor) or not (everything or id(param) in places):
+            continue
+        for key, value in state.items() if isinstance(state, dict) else [("", state)]:
+            if found := _misfit(value, param.shape):
+                name = places[id(param)][0] if id(param) in places else "the network"
+                return (
+                    f"{type(optimizer).__name__}'s {key!r} of {name} is {found}, the parameter {tuple(param.shape)}: "
+                    "growlab cannot carry it through growth"
+                )
+    return ""
+
+
+def running_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    """Return the optimizer's running means of gradients, by parameter; parameters without one are left out."""
+    found: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                shaped = isinstance(value, Tensor) and value.shape == parameter.shape
+                if shaped and _power(optimizer, key) == 1:
+                    found.setdefault(parameter, value)
+    return found
+
+
+# Meaning of state ----------------------------------------------------------------------------------------
+
+
+def _power(optimizer: Optimizer, key: str) -> int | None:
+    """Return the power of the gradient that state of this name scales with; None if unknown."""
+    if isinstance(optimizer, torch.optim.RMSprop) and key == "momentum_buffer":
+        # It accumulates gradients that are already divided by their root mean square.
+        return 0
+    if key in _POWERS:
+        return _POWERS[key]
+    # Other libraries use similar names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
+    if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
+        return 2
+    return 1 if "momentum" in key or key.startswith(("exp_avg", "grad")) or key.endswith("_grad") else None
+
+
+def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
+    """Names of state, in other libraries' optimizers, that stores weights, and of state that is positive everywhere.
+
+    State that stores present or past weights is recognised by its cosine with the parameters. Positive state is a scale
+    or a rate, such as a preconditioner initialised with ones, for which 0 may be invalid.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def note(param: Tensor, key: str, value: Tensor) -> Tensor:
+        if _power(optimizer, key) is None and value.numel() and value.dtype is not torch.bool:
+            one, other = (
+                (torch.view_as_real(t) if t.is_complex() else t).float() for t in (value, param.detach())
+            )
+            sums = (one * other).sum(), one.square().sum(), other.square().sum(), one.amin().sign().float()
+            found.setdefault(key, []).append(torch.stack(sums).cpu())
+        return value
+
+    state = getattr(optimizer, "state", {})
+    known = [(param, kept, "") for param, kept in state.items() if isinstance(param, Tensor)]
+    for param, kept, name in (*known, *_kept_by_parameter(optimizer)):
+        _mapped(kept, param.shape, param.shape, partial(note, param), name)
+    copies, positive = {"ax"} if isinstance(optimizer, torch.optim.ASGD) else set(), set()
+    for key, several in found.items():
+        product, *squares, _ = torch.stack(several).sum(0).tolist()
+        if product > _ALIKE * (squares[0] * squares[1]) ** 0.5 > 0:
+            copies.add(key)
+        if all(one[3] > 0 for one in several):
+            positive.add(key)
+    return copies, positive
+
+
+def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
+    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are.
+
+    Args:
+        kept: the stored copy, of the old weights' shape.
+        before: the old weights.
+        after: the new weights; the result equals them at new entries.
+        place: maps a tensor of the old shape to the new one, with 0 at new entries.
+    """
+    old, new = place(before.to(kept)), after.to(kept)
+    scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
+    ratio = new / old
+    # For zero weights, and small ones with added noise, the scale of the whole tensor is more reliable.
+    return new + place(kept - before.to(kept)) * torch.where(
+        (ratio - scale).abs() <= scale.abs(), ratio, scale
+    )
+
+
+def _begins_with(optimizer: Optimizer, key: str, settings: Mapping[str, Any]) -> float:
+    """Return the initial value of state of this name, before the first step."""
+    setting = ""
+    if isinstance(optimizer, torch.optim.Rprop) and key == "step_size":
+        setting = "lr"
+    elif isinstance(optimizer, torch.optim.Adagrad) and key == "sum":
+        setting = "initial_accumulator_value"
+    return float({**optimizer.defaults, **settings}[setting]) if setting else 0.0
+
+
+# Contents of state ---------------------------------------------------------------------------------------
+
+
+def _mapped(value: Any, shape: torch.Size, new_shape: torch.Size, change: Change, key: str = "") -> Any:
+    """Copy a parameter's state and replace the tensors in it that have the parameter's shape.
+
+    Args:
+        value: a tensor, containers of tensors at any depth, or anything else, which is returned unchanged.
+        shape: the parameter's shape.
+        new_shape: replaces the shape itself if the state contains it.
+        change: called with the innermost name of a tensor, and the tensor; returns its replacement.
+        key: name of `value` itself.
+    """
+    if isinstance(value, Tensor):
+        return change(key, value) if value.shape == shape else value
+    if isinstance(value, torch.Size):
+        return new_shape if value == shape else value
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        for name, one in value.items():
+            new[name] = _mapped(one, shape, new_shape, change, name if isinstance(name, str) else key)
+        return new
+    if not isinstance(value, (list, tuple, deque)):
+        return value
+    items = [_mapped(one, shape, new_shape, change, key) for one in value]
+    if isinstance(value, tuple):
+        return _rebuilt(value, items)
+    sequence: Any = copy.copy(value)
+    sequence.clear()
+    sequence.extend(items)
+    return sequence
+
+
+def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Make a tuple, or namedtuple of the same class, from other items."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _misfit(value: Any, shape: torch.Size) -> str:
+    """Return the shape or class, in words, that `_mapped` could not bring to another shape, or "".
+
+    Single numbers fit any parameter; objects that contain tensors or arrays may depend on their shapes.
+    """
+    if isinstance(value, Tensor):
+        return "" if value.shape == shape or value.numel() <= 1 else str(tuple(value.shape))
+    if isinstance(value, (dict, list, tuple, deque)):
+        items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+        return next((found for one in items if (found := _misfit(one, shape))), "")
+    arrays = (isinstance(one, Tensor) or hasattr(one, "__array_interface__") for one in _nested(value, True))
+    return type(value).__name__ if any(arrays) else ""
+
+
+def tensors_within(value: Any, objects: bool = True) -> Iterator[Tensor]:
+    """Iterate over all tensors in a value and its containers, and with `objects` in attributes of others, in order."""
+    return (one for one in _nested(value, objects) if isinstance(one, Tensor))
+
+
+def _nested(value: Any, objects: bool, seen: set[int] | None = None) -> Iterator[Any]:
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, (type, str, bytes, int, float)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    yield value
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = (*value.keys(), *value.values())
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        inner = value
+    elif objects and not hasattr(value, "__array_interface__"):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        inner = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    for one in inner:
+        yield from _nested(one, objects, seen)
+
+
+# Containers besides the groups' parameters ----------------------------------------------------------------
+
+
+def _kept(parameter: Tensor, value: Any, name: str) -> Any:
+    return value
+
+
+def replace_in_groups(optimizer: Any, replaced: Mapping[int, Tensor], moved: Moved = _kept) -> None:
+    """Replace parameters in an optimizer's groups, and in the containers that it keeps besides.
+
+    Args:
+        optimizer: any; groups stay the same objects.
+        replaced: the new parameter by `id` of the old one.
+        moved: applied to values of dictionaries whose keys are parameters that are replaced.
+    """
+    # A wrapper of another optimizer shares its groups, which may be updated already.
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"][:] = [replaced.get(id(param), param) for param in group["params"]]
+    for owner, name, value in _elsewhere(optimizer):
+        if (exchanged := _exchanged(value, replaced, moved, name, set())) is not value:
+            owner[name] = exchanged
+
+
+def inside(holder: Any) -> Iterator[Optimizer]:
+    """Optimizers wrapped by another one or any object: its attributes, or in lists and dictionaries there."""
+    for value in getattr(holder, "__dict__", {}).values():
+        values = value.values() if isinstance(value, dict) else value
+        for one in values if isinstance(value, (list, tuple, dict)) else (value,):
+            if isinstance(one, Optimizer):
+                yield one
+
+
+def holds_elsewhere(optimizer: Optimizer, wanted: Container[int]) -> str:
+    """Name of an optimizer's attribute or group entry that contains parameters with these `id`s; "" if none."""
+    for _, name, value in _elsewhere(optimizer):
+        if any(id(tensor) in wanted for tensor in tensors_within(value, objects=False)):
+            return name
+    return ""
+
+
+def cannot_replace(optimizer: Optimizer, wanted: Container[int]) -> str:
+    """Describe the optimizer's container that would not fit parameters of other shapes, or "".
+
+    Args:
+        optimizer: any.
+        wanted: `id`s of the parameters that will be replaced.
+    """
+    for parameter, kept, name in _kept_by_parameter(optimizer):
+        if id(parameter) in wanted and (found := _misfit(kept, parameter.shape)):
+            return (
+                f"{type(optimizer).__name__} holds {found} of a parameter {tuple(parameter.shape)} in {name!r}, which "
+                "growlab cannot carry through growth"
+            )
+    groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
+    lists = [*groups, [param for group in groups for param in group]]
+    shapes = [[param.shape for param in one] for one in lists if any(id(param) in wanted for param in one)]
+    for _, name, value in _elsewhere(optimizer):
+        for container in _containers(value):
+            if isinstance(container, dict):
+                placed = [
+                    _is_size(key, one)
+                    for key, kept in container.items()
+                    for one in tensors_within(kept, objects=False)
+                    if id(one) in wanted
+                ]
+                # A single key that equals a size may be another number by chance.
+                bad = bool(placed) and all(placed)
+                how = "holds parameters by their size in"
+            else:
+                tensors = [one for one in container if isinstance(one, Tensor)]
+                apart = not any(one is param for one in tensors for group in groups for param in group)
+                bad = apart and len(tensors) > 0 and [one.shape for one in tensors] in shapes
+                how = "holds tensors like its parameters, beside its state, in"
+            if bad:
+                return f"{type(optimizer).__name__} {how} {name!r}, which growlab cannot carry through growth"
+    return ""
+
+
+def _elsewhere(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (container, name, value) of attributes and of entries of groups and state that torch does not define."""
+    if isinstance(optimizer, Regional):
+        # Growlab's optimizers get their parameters by `set_regions`.
+        return
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from ((group, name, value) for name, value in list(group.items()) if name != "params")
+    state = getattr(optimizer, "state", {})
+    yield from ((state, name, value) for name, value in list(state.items()) if not isinstance(name, Tensor))
+    known = vars(optimizer)
+    yield from ((known, name, value) for name, value in list(known.items()) if name not in _KNOWN)
+
+
+def _kept_by_parameter(optimizer: Optimizer) -> Iterator[tuple[Tensor, Any, str]]:
+    """Yield (parameter, value, name) of all dictionaries keyed by parameter that an optimizer keeps itself."""
+    for _, name, value in _elsewhere(optimizer):
+        for container in _containers(value):
+            for key, kept in container.items() if isinstance(container, dict) else ():
+                if isinstance(key, Tensor):
+                    yield key, kept, name
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    return (one for one in _nested(value, False) if isinstance(one, (list, tuple, dict, set)))
+
+
+def _exchanged(value: Any, replaced: Mapping[int, Tensor], moved: Moved, name: str, seen: set[int]) -> Any:
+    if isinstance(value, Tensor):
+        return replaced.get(id(value), value)
+    if not isinstance(value, (list, tuple, dict, set)) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    items: list[Any]
+    if isinstance(value, dict):
+        before = [one for pair in value.items() for one in pair]
+        pairs = []
+        for key, kept in value.items():
+            new = _exchanged(kept, replaced, moved, name, seen)
+            known = isinstance(key, Tensor) and id(key) in replaced
+            pairs.append((replaced[id(key)], moved(key, new, name)) if known else (key, new))
+        items, after = pairs, [one for pair in pairs for one in pair]
+    else:
+        before = list(value)
+        after = items = [_exchanged(one, replaced, moved, name, seen) for one in value]
+    if all(new is old for new, old in zip(after, before, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return _rebuilt(value, items)
+    if isinstance(value, list):
+        value[:] = items
+    else:
+        value.clear()
+        value.update(items)
+    return value
+
+
+def _is_size(key: Any, tensor: Tensor) -> bool:
+    if isinstance(key, tuple):
+        # Perhaps together with other keys, such as a dtype.
+        return key == tuple(tensor.shape) or any(isinstance(one, torch.Size) for one in key)
+    return isinstance(key, int) and tensor.numel() > 1 and key == tensor.numel()
+
+
+# State by parameter name ----------------------------------------------------------------------------------
+
+
+def named_state(optimizer: Optimizer, network: nn.Module) -> dict[str, Any]:
+    """Copy an optimizer's state to the CPU, in plain containers, by the names of a network's parameters.
+
+    Args:
+        optimizer: any.
+        network: the network that it trains; state of other parameters is left out.
+
+    Returns:
+        "class": the optimizer's class; "state": state by parameter name; "entries": state of no parameter. It can be
+        read from a file with `torch.load(weights_only=True)`.
+
+    Raises:
+        ValueError: state contains an object other than tensors, numbers and plain containers.
+    """
+    kind = type(optimizer).__name__
+    state = {
+        name: _plain(dict(optimizer.state[parameter]), f"{kind}'s state of {name}")
+        for name, parameter in network.named_parameters()
+        if parameter in optimizer.state
+    }
+    others = {name: value for name, value in optimizer.state.items() if not isinstance(name, Tensor)}
+    entries = {name: _plain(value, f"{kind}'s {name!r}") for name, value in others.items()}
+    return {"class": _class_of(optimizer), "state": state, "entries": entries}
+
+
+def load_named_state(optimizer: Optimizer, network: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Load state saved by `named_state` into an optimizer; its settings and groups are unchanged.
+
+    Args:
+        optimizer: an optimizer of the same class.
+        network: the network that it trains; parameters without saved state start without state.
+        saved: result of `named_state`.
+
+    Raises:
+        ValueError: it belongs to another class of optimizer, or to parameters of other shapes.
+    """
+    if saved["class"] != _class_of(optimizer):
+        raise ValueError(f"it is of {saved['class']}, not of {_class_of(optimizer)}.")
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[Any, Any] = {
+        key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)
+    }
+    state |= saved.get("entries", {})
+    for index, parameter in enumerate(parameters):
+        name = names.get(parameter, "")
+        if name in saved["state"]:
+            state[index] = saved["state"][name]
+            for key, value in state[index].items():
+                if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+                    raise ValueError(f"{key} of {name} is {list(value.shape)}, not {list(parameter.shape)}.")
+    # `load_state_dict` moves tensors to the parameters' devices and precisions.
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(state)})
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: _plain(one, what) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, what) for one in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError(f"{what} holds a {type(value).__name__}.")
