@@ -166,20 +166,18 @@ def test_a_checkpoint_of_another_text_is_refused(folder: Path) -> None:
         data(folder).load_state_dict(saved)
 
 
-def test_one_document_is_cut_by_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_bytes", [None, 100])
+def test_one_document_is_cut_by_position_and_encoded_in_pieces(
+    tmp_path: Path, monkeypatch, batch_bytes
+) -> None:
+    if batch_bytes:
+        monkeypatch.setattr("growlab.lab.data.tokens._BATCH_BYTES", batch_bytes)
     (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(40)))
     made = data(tmp_path / "book.txt")
     assert made.store.split == "position" and "split by position" in made.describe()
     parts = ["".join(text_of(made, part)) for part in PARTS]
     assert "".join(parts) == text
     assert [len(part) / len(text) for part in parts] == pytest.approx([0.9, 0.05, 0.05], abs=0.01)
-
-
-def test_long_documents_are_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(20)))
-    monkeypatch.setattr("growlab.lab.data.tokens._BATCH_BYTES", 100)
-    made = data(tmp_path / "book.txt")
-    assert "".join("".join(text_of(made, part)) for part in PARTS) == text
     assert [made.store.parts[part]["documents"] for part in PARTS] == [1, 1, 1]
 
 
@@ -192,12 +190,8 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
         pq.write_table(rows, tmp_path / "files" / f"{number}.parquet", row_group_size=7)
     made = data(tmp_path / "files", column="body")
     assert sorted(everything(made)) == sorted(texts)
-    with pytest.raises(
-        UserError, match=r"has no column text: its columns are id, body; name one with data.column"
-    ):
-        data(tmp_path / "files")
-    with pytest.raises(UserError, match=r"the column id of .* holds int, not text"):
-        data(tmp_path / "files", column="id")
+    refused(r"has no column text: its columns are id, body; name one with data.column", tmp_path / "files")
+    refused(r"the column id of .* holds int, not text", tmp_path / "files", column="id")
     whole = datasets.Dataset.from_dict({"text": texts})
     whole.save_to_disk(str(tmp_path / "whole"))
     saved = data(tmp_path / "whole")
@@ -211,15 +205,6 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text(texts[3] + "more\n")
     given = data(tmp_path / "files", column="body", test_path=str(tmp_path / "own.txt"))
     assert text_of(given, "test") == [texts[3] + "more\n"] and given.store.parts["train"]["documents"] < 40
-
-
-def test_a_saved_data_set_needs_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "state.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        UserError, match="was saved by Hugging Face's datasets, which is not installed: pip install"
-    ):
-        data(tmp_path)
 
 
 def test_a_document_that_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
@@ -305,50 +290,34 @@ def test_a_text_that_quotes_the_end_of_text_is_not_cut(tmp_path: Path) -> None:
     assert made.store.byte_level
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"path": None}, "data.path is not set"),
-        ({"path": "/nowhere"}, "data.path=/nowhere is not there"),
-        ({"path": "/nowhere/*.txt"}, "has no file of this pattern"),
-        ({"suffixes": [".doc"]}, "has no file that ends with .doc or .parquet; set data.suffixes"),
-        ({"vocab_size": 256}, "data.vocab_size=256 must be above 256"),
-        ({"tokenizer": "/nowhere.json"}, "data.tokenizer=/nowhere.json: there is no /nowhere.json"),
-        ({"context": 10**6}, "has no whole window of data.context=1000000"),
-        ({"epoch_parts": 0}, "epoch_parts must be at least 1, not 0"),
-    ],
-)
-def test_settings_that_cannot_be_used(folder: Path, settings: dict, sentence: str) -> None:
+def refused(sentence: str, path: Path | str | None, **settings) -> None:
     with pytest.raises((UserError, ValueError), match=sentence):
-        made = TokenData(**{"path": str(folder), "vocab_size": VOCABULARY, "context": CONTEXT, **settings})
-        made.setup()
+        data(path, **settings)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "image.txt").write_bytes(bytes([0xFF, 0xD8, 0xFF]))
-    with pytest.raises(UserError, match=r"it is no text in UTF-8"):
-        data(tmp_path / "image.txt")
-    (tmp_path / "broken.parquet").write_text("PAR1")
-    with pytest.raises(UserError, match=r"cannot read .*broken.parquet as Parquet"):
-        data(tmp_path / "broken.parquet")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"data.tokenizer=.* cannot be read"):
-        data(folder, tokenizer=str(tmp_path))
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
-    core.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"none of the usual names.* is not among its 1 tokens; name the one"):
-        data(folder, tokenizer=str(tmp_path))
-    with pytest.raises(UserError, match=r"the end of a text \(b\) is not among its 1 tokens"):
-        data(folder, tokenizer=str(tmp_path), end_of_text="b")
-
-
-def test_bits_per_byte_need_data_that_know_bytes(tmp_path: Path) -> None:
+def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, monkeypatch) -> None:
+    refused("data.path=/nowhere is not there", "/nowhere")
+    refused("has no file of this pattern", "/nowhere/*.txt")
+    refused("has no file that ends with .doc or .parquet; set data.suffixes", folder, suffixes=[".doc"])
+    refused("data.vocab_size=256 must be above 256", folder, vocab_size=256)
+    refused("data.tokenizer=/nowhere.json: there is no /nowhere.json", folder, tokenizer="/nowhere.json")
+    refused("has no whole window of data.context=1000000", folder, context=10**6)
+    refused("epoch_parts must be at least 1, not 0", folder, epoch_parts=0)
+    with pytest.raises(UserError, match="data.path is not set"):
+        TokenData(None).setup()
     with pytest.raises(UserError, match="objective=tokens needs data that know the bytes of their tokens"):
         SubwordPrediction().bind(TextData(None))
-
-
-def test_a_folder_below_that_may_not_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its documents would be missing without a word; the user who runs the tests may read everything."""
+    (tmp_path / "image.txt").write_bytes(bytes([0xFF, 0xD8, 0xFF]))
+    refused(r"it is no text in UTF-8", tmp_path / "image.txt")
+    (tmp_path / "broken.parquet").write_text("PAR1")
+    refused(r"cannot read .*broken.parquet as Parquet", tmp_path / "broken.parquet")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refused(r"data.tokenizer=.* cannot be read", folder, tokenizer=str(tmp_path))
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    core.save(str(tmp_path / "tokenizer.json"))
+    refused(r"none of the usual names.* is not among its 1 tokens", folder, tokenizer=str(tmp_path))
+    refused(r"end of a text \(b\) is not among", folder, tokenizer=str(tmp_path), end_of_text="b")
+    # A folder below that may not be read is not passed over; the user who runs the tests may read everything.
     closed, listed = folder / "part1", os.scandir
 
     def scandir(path):
@@ -357,5 +326,8 @@ def test_a_folder_below_that_may_not_be_read_is_named(folder: Path, monkeypatch:
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match=f"cannot read {closed}: Permission denied"):
-        data(folder)
+    refused(f"cannot read {closed}: Permission denied", folder)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused("was saved by Hugging Face's datasets, which is not installed: pip install", tmp_path / "saved")

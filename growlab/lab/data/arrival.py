@@ -177,11 +177,7 @@ class Arrival:
         self._stages: tuple[Sequence[int], int, int] = ((0,), 1, 1)
 
     def check(self, num_classes: int) -> None:
-        """Refuse classes that the data does not have.
-
-        Raises:
-            UserError: naming them.
-        """
+        """Refuse classes that the data does not have."""
         unknown = sorted({c for named in self._tasks.values() for c in named if not 0 <= c < num_classes})
         if unknown:
             raise UserError(
@@ -228,9 +224,6 @@ def positions_of(labels_N: np.ndarray, classes: Sequence[int], length: int | Non
         labels_N: of all images.
         classes: those wanted.
         length: repeat or cut them to so many, so that every epoch has as many steps; None for all, once.
-
-    Raises:
-        UserError: there is no image of them.
     """
     found = np.flatnonzero(np.isin(labels_N, classes))
     if not len(found):

@@ -46,19 +46,16 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def cached_array(key: str, make: Callable[[], np.ndarray], worthwhile: bool = True) -> np.ndarray | None:
-    """Return the array cached under a key, made and stored if there is none.
+def is_cached(key: str) -> bool:
+    """Return True if an array was stored under a key."""
+    return _path(key).is_file()
 
-    Args:
-        key: text that changes when the array would.
-        make: makes the array; one process at a time calls it.
-        worthwhile: False: return None where there is none.
-    """
-    path = cache_dir() / "arrays" / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".npy")
-    if (found := _loaded(path)) is not None or not worthwhile:
-        return found
+
+def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return the array cached under a key, a text that changes when it would; made and stored if there is none."""
+    path = _path(key)
+    # One process at a time makes it; the others wait, and load it.
     with locked(path):
-        # Another process may have written it while this one waited.
         if (found := _loaded(path)) is None:
             found = make()
             try:
@@ -66,6 +63,10 @@ def cached_array(key: str, make: Callable[[], np.ndarray], worthwhile: bool = Tr
             except UserError as error:
                 log.warning("decoded images are not kept for the next run: %s", error)
     return found
+
+
+def _path(key: str) -> Path:
+    return cache_dir() / "arrays" / (hashlib.sha256(key.encode()).hexdigest()[:24] + ".npy")
 
 
 def _loaded(path: Path) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.base.settings import not_none, one_of, whole
-from growlab.lab.data.cache import cached_array
+from growlab.lab.data.cache import cached_array, is_cached
 from growlab.lab.data.order import CROP, draws
 
 View = Callable[[PIL.Image.Image], PIL.Image.Image]
@@ -305,13 +305,7 @@ class EncodedImages:
         return None if starts is None else np.searchsorted(starts, self.positions, side="right") - 1
 
     def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes]]:
-        """Yield the encoded images of each batch, reading each block once, kept from first to last use.
-
-        For images in blocks only.
-
-        Raises:
-            UserError: a file cannot be read.
-        """
+        """Yield the encoded images of each batch of images in blocks; each block is kept from first to last use."""
         starts, blocks_N = self.source.block_starts, self.blocks_N
         assert starts is not None and blocks_N is not None
         last_use = {block: step for step, batch in enumerate(batches) for block in blocks_N[batch].tolist()}
@@ -336,9 +330,6 @@ class EncodedImages:
             positions: int64 [B].
             views: functions that bring each image to the frame's size; None = `fit`.
             contents: the encoded images, if they have been read already.
-
-        Raises:
-            UserError: a file cannot be read or is no image, or images differ in size.
         """
         frame = self.frame
         images_BHWC = np.empty((len(positions), *astuple(frame)), dtype=np.uint8)
@@ -371,17 +362,12 @@ class EncodedImages:
             with ThreadPoolExecutor(max_workers=8) as pool:
                 return np.flatnonzero(list(pool.map(is_damaged, range(len(self.source)))))
 
-        array = cached_array(f"damaged\n{self.source.fingerprint()}", found)
-        assert array is not None
-        return array.tolist()
+        return cached_array(f"damaged\n{self.source.fingerprint()}", found).tolist()
 
     def decoded(self) -> ImageArray:
         """Return the images decoded, from the cache if they are there.
 
         A few images of a large set are decoded alone; else the whole set is decoded once and cached.
-
-        Raises:
-            UserError: an image cannot be read, or images differ in size.
         """
         total, labels_N = len(self.source), torch.from_numpy(self.labels)
         if total >= _WORTH_CACHING:
@@ -389,8 +375,8 @@ class EncodedImages:
             whole = replace(self, labels=np.zeros_like(everything), positions=everything)
             levels = "" if self.levels is None else f" {self.levels}"
             key = f"{self.source.fingerprint()}\n{self.fit} {self.frame}{levels}"
-            array = cached_array(key, lambda: whole._read_all().numpy(), len(self) >= total // 4)
-            if array is not None:
+            if len(self) >= total // 4 or is_cached(key):
+                array = cached_array(key, lambda: whole._read_all().numpy())
                 cached = ImageArray(torch.from_numpy(array), torch.from_numpy(everything), self.classes)
                 return replace(cached.select(self.positions), labels_N=labels_N)
         return ImageArray(self._read_all(), labels_N, self.classes)

@@ -329,7 +329,6 @@ class WorkerPool:
             epoch: counted from 0; None: evaluation.
 
         Raises:
-            UserError: a sample cannot be read.
             RuntimeError: another reading began meanwhile, or a worker process died (`DIED`).
         """
         self._readings += 1

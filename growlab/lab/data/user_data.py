@@ -99,11 +99,7 @@ class Columns:
     target: str | None = None
 
     def of(self, names: Sequence[str]) -> tuple[list[str], str]:
-        """Names of the inputs and of the target among those of a sample.
-
-        Raises:
-            UserError: one is not there.
-        """
+        """Names of the inputs and of the target among those of a sample."""
         target = self.target or next((name for name in _TARGETS if name in names), None)
         listed = ", ".join(map(str, names))
         if target is None:
@@ -170,11 +166,7 @@ class SamplePart(BatchSource):
             return np.array([int(position) for position in self.sampler], dtype=np.int64)
 
     def read_batch(self, places: np.ndarray, epoch: int | None, contents: list[bytes] | None = None) -> Any:
-        """The collated batch of the samples at these places.
-
-        Raises:
-            UserError: samples cannot be put together.
-        """
+        """The collated batch of the samples at these places."""
         positions = self.positions[places]
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
             index = torch.from_numpy(positions)
@@ -203,11 +195,7 @@ class SamplePart(BatchSource):
                 ) from error
 
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
-        """A batch as (inputs..., target): numbers in float32, images of bytes ([C, H, W]) in 0..1, classes in int64.
-
-        Raises:
-            UserError: it is no such batch.
-        """
+        """A batch as (inputs..., target): numbers in float32, images of bytes ([C, H, W]) in 0..1, classes in int64."""
         if isinstance(batch, Mapping):
             inputs, target = self.columns.of(list(batch))
             batch = [batch[name] for name in (*inputs, target)]
@@ -280,20 +268,14 @@ def open_source(source: Any, columns: Columns, seed: int) -> dict[str, SamplePar
             one (`save_to_disk`), or a mapping of train, val and test to such.
         columns: inputs and target of samples that are mappings.
         seed: of the order and of transforms.
-
-    Raises:
-        UserError: it is something else, or cannot be used.
     """
-    if isinstance(source, (str, Path)):
-        source = _from_disk(Path(source).expanduser())
+    source = _opened(source)
     if isinstance(source, LightningDataModule):
         found = _loaders(source)
     elif isinstance(source, Mapping):
         known = {name: part for part, names in _NAMES.items() for name in names}
-        if unknown := [str(name) for name in source if name not in known]:
-            raise UserError(
-                f"data.source has the parts {', '.join(unknown)}, but train, val and test are wanted."
-            )
+        if unknown := ", ".join(str(name) for name in source if name not in known):
+            raise UserError(f"data.source has the parts {unknown}, but train, val and test are wanted.")
         found = {known[name]: (name, one) for name, one in source.items() if one is not None}
     else:
         found = {"train": ("source", source)}
@@ -325,8 +307,7 @@ def _loaders(module: LightningDataModule) -> dict[str, tuple[str, Any]]:
 
 
 def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
-    if isinstance(source, (str, Path)):
-        source = _from_disk(Path(source).expanduser())
+    source = _opened(source)
     loader = source if isinstance(source, DataLoader) else None
     dataset = source if loader is None else loader.dataset
     named = f"{where} ({type(dataset).__name__})"
@@ -353,21 +334,17 @@ def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
             "follow the growth schedule: give a sampler of single positions, or none."
         )
     sampler = None if isinstance(loader.sampler, _PLAIN) else loader.sampler
-    of_loader = ("drop_last", "batch_size", "num_workers")
-    return replace(
-        part,
-        collate=loader.collate_fn,
-        sampler=sampler,
-        **{name: getattr(loader, name) for name in of_loader},
-    )
+    of_loader = {name: getattr(loader, name) for name in ("drop_last", "batch_size", "num_workers")}
+    return replace(part, collate=loader.collate_fn, sampler=sampler, **of_loader)
 
 
-def _from_disk(folder: Path) -> Any:
-    if not folder.exists():
-        raise UserError(f"data.source={folder} is not there.")
-    if (found := saved_datasets(folder)) is None:
+def _opened(source: Any) -> Any:
+    """The source, or the data set in the folder that it names."""
+    if not isinstance(source, str | Path):
+        return source
+    if (found := saved_datasets(source)) is None:
         raise UserError(
-            f"data.source={folder} is no data set that datasets.save_to_disk wrote; images in class folders are read "
+            f"data.source={source} is no folder that datasets.save_to_disk wrote; images in class folders are read "
             "by data=folder data.root=FOLDER, anything else by data.source._target_=MODULE.FUNCTION."
         )
     return found
