@@ -1,4 +1,4 @@
-"""Data and networks of a user, which know nothing of growlab; tests copy this file beside their runs as `mine.py`."""
+"""Data and networks of a user, which know nothing of growlab; tests copy this file to the folder of their runs as `mine.py`."""
 
 import os
 import random
@@ -87,7 +87,7 @@ def pairs(num: int = 60) -> TensorDataset:
 
 
 class Images(LightningDataModule):
-    """Three classes of images, without a validation set; augmented behind the transfer of a batch."""
+    """Three classes of images, without a validation set; augmented after the transfer of a batch."""
 
     def prepare_data(self) -> None:
         """Once a machine."""

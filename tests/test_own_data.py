@@ -1,4 +1,4 @@
-"""Runs on a user's own data, networks and losses: they grow, go on where they were killed, and agree over ranks."""
+"""Runs on a user's own data, networks and losses: they grow, resume where they were killed, and agree over ranks."""
 
 import json
 import re

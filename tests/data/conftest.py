@@ -21,7 +21,7 @@ def own_cache(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """The real data beside the checkout."""
+    """The real data next to the checkout."""
     folder = Path(__file__).parents[3] / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no shared/data beside the checkout")
@@ -29,7 +29,7 @@ def shared_data() -> Path:
 
 
 class Pictures:
-    """Random images in classes, and the layouts in which they can lie in a folder."""
+    """Random images in classes, and the layouts of folders with them."""
 
     def __init__(self, num_train: int = 40, num_test: int = 12, size: int = 10, channels: int = 3) -> None:
         rng = np.random.default_rng(0)

@@ -33,10 +33,10 @@ def classes(num: int = 100) -> TensorDataset:
 
 
 class Named(Dataset):
-    """A data set whose classes can only be counted by reading it, unless it tells them."""
+    """A data set whose classes can only be counted by reading it, unless it has attributes of them."""
 
-    def __init__(self, **told: Any) -> None:
-        vars(self).update(told)
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
 
     def __len__(self) -> int:
         return 30

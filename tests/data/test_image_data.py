@@ -144,16 +144,16 @@ def test_evaluation_over_ranks_counts_every_image_once():
 def test_streamed_batches_equal_those_in_memory(pictures, tmp_path, num_workers):
     root = str(pictures.as_folders(tmp_path / "data"))
     options = dict(root=root, batch_size=16, eval_batch_size=5, shift=2, mirror=True, limit_train=30)
-    held = ImageData("insects", **options)
+    kept = ImageData("insects", **options)
     streamed = ImageData("insects", **options, in_memory=False, num_workers=num_workers)
-    held.setup()
+    kept.setup()
     streamed.setup()
-    assert isinstance(held.train_dataloader(), MemoryLoader)
+    assert isinstance(kept.train_dataloader(), MemoryLoader)
     assert isinstance(streamed.train_dataloader(), StreamLoader)
-    assert held.mean == streamed.mean and held.std == streamed.std
+    assert kept.mean == streamed.mean and kept.std == streamed.std
     before = torch.get_rng_state()
-    assert equal(train_batches(held, epoch=2), train_batches(streamed, epoch=2))
-    assert equal(list(held.test_dataloader()), list(streamed.test_dataloader()))
+    assert equal(train_batches(kept, epoch=2), train_batches(streamed, epoch=2))
+    assert equal(list(kept.test_dataloader()), list(streamed.test_dataloader()))
     assert torch.equal(torch.get_rng_state(), before)
     x = next(iter(streamed.train_dataloader()))[0]
     assert x.is_contiguous(memory_format=torch.channels_last)

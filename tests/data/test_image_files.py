@@ -370,7 +370,7 @@ def test_without_network_the_download_fails_in_one_sentence(tmp_path, monkeypatc
 
 def test_a_foreign_folder_is_not_filled_with_downloads(tmp_path):
     (tmp_path / "letters.txt").write_text("dear")
-    with pytest.raises(UserError, match="holds no cifar10 data"):
+    with pytest.raises(UserError, match="has no cifar10 data"):
         open_images("cifar10", tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["letters.txt"]
 
@@ -400,7 +400,7 @@ def test_unusable_folders_are_one_sentence(pictures, tmp_path):
     root = pictures.as_folders(tmp_path / "data")
     refused(r"found no cifar10 data in .*train/<class>.*cifar-10-batches-py", tmp_path / "nowhere")
     refused("is a file", root / "train" / "ant" / "00000.png")
-    refused("holds no cifar10 data that growlab knows: searched for .*<class>/", root / "test" / "ant")
+    refused("has no cifar10 data that growlab knows: searched for .*<class>/", root / "test" / "ant")
     refused("leaves nothing to train or to test on", root / "test", test_fraction=0.01)
     (root / "test" / "wasp").mkdir()
     shutil.copy(root / "test" / "ant" / "00000.png", root / "test" / "wasp")

@@ -1,4 +1,4 @@
-"""Which files of a folder are the two sides of a split, told by their names alone."""
+"""The two sides of a split are found by the names of files."""
 
 from pathlib import Path
 

@@ -191,7 +191,7 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
     made = data(tmp_path / "files", column="body")
     assert sorted(everything(made)) == sorted(texts)
     refused(r"has no column text: its columns are id, body; name one with data.column", tmp_path / "files")
-    refused(r"the column id of .* holds int, not text", tmp_path / "files", column="id")
+    refused(r"the column id of .* has values of type int, not text", tmp_path / "files", column="id")
     whole = datasets.Dataset.from_dict({"text": texts})
     whole.save_to_disk(str(tmp_path / "whole"))
     saved = data(tmp_path / "whole")

@@ -87,7 +87,7 @@ class Normalisation:
         self._rows: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def apply(self, images_BHWC: Tensor, channels_last: bool = True) -> Tensor:
-        """Return the normalised images; `channels_last` says how they lie in memory."""
+        """Return the normalised images; `channels_last` is their memory layout."""
         B, H, W, C = images_BHWC.shape
         key = (W, images_BHWC.device)
         if key not in self._rows:

@@ -155,8 +155,8 @@ class Documents:
         for value in values:
             if not isinstance(value, str | None):
                 raise UserError(
-                    f"the column {self.column} of {where} holds {type(value).__name__}, not text; name another with "
-                    "data.column."
+                    f"the column {self.column} of {where} has values of type {type(value).__name__}, not text; name "
+                    "another with data.column."
                 )
             if value is not None:
                 yield value

@@ -65,7 +65,7 @@ class ImageData(RunData):
             images are trained on.
         validation_fraction: part of the training set that "split" takes, the same part of each class.
         test_fraction: part of the training set that the test takes where the data have no test set; the images may
-            then also lie in `<class>/` in `root` itself. None: data without a test set are refused.
+            then also be in `<class>/` in `root` itself. None: data without a test set are refused.
         split_seed: decides which images these are, whatever the seed of the run.
         limit_train: use only so many training images, the first ones of each class.
         limit_test: likewise of the test set.
@@ -149,7 +149,7 @@ class ImageData(RunData):
                 raise ValueError(f"{key} must be above 0 and below 1, not {part}.")
         if crop_scale is not None and in_memory:
             raise UserError(
-                "random crops (data.crop_scale) are cut from the images as they lie in their files; leave out "
+                "random crops (data.crop_scale) are cut from the images in their files; leave out "
                 "data.in_memory=true."
             )
         self.name, self.root, self.download, self.on_error = name, root, download, on_error
@@ -328,8 +328,8 @@ class ImageData(RunData):
 
     def held_bytes(self) -> int:
         """Return the bytes of all images that a run keeps on the training device, besides its batches."""
-        held = [] if self.in_memory is False else self._images.values()
-        return sum(images.images_NHWC.nbytes for images in held if isinstance(images, ImageArray))
+        kept = [] if self.in_memory is False else self._images.values()
+        return sum(images.images_NHWC.nbytes for images in kept if isinstance(images, ImageArray))
 
     def probe_batch(self, n: int) -> Tensor:
         """Return n training images, normalised, not augmented: float32 [n, C, H, W] on the CPU.

@@ -93,7 +93,7 @@ def open_images(
                     )
                 return found
             if any(folder.iterdir()):
-                raise UserError(f"{folder} holds no {name} data that growlab knows: {_searched_for(name)}.")
+                raise UserError(f"{folder} has no {name} data that growlab knows: {_searched_for(name)}.")
         elif folder.exists():
             raise UserError(f"data.root={folder} is a file; point it at the folder with the data.")
         if name in DATASETS and download:
@@ -238,7 +238,7 @@ def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) 
             )
         if not names:
             raise UserError(
-                f"the class folders in {folder} hold no images ({', '.join(sorted(_EXTENSIONS))})."
+                f"the class folders in {folder} have no images ({', '.join(sorted(_EXTENSIONS))})."
             )
         source = _Files(folder, [name for images in names.values() for name in images])
         labels = np.repeat(

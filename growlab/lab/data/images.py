@@ -99,7 +99,7 @@ class RandomCrop:
         """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""
         numbers = _ATTEMPTS * _NUMBERS
         counters = indices_B[:, None] * numbers + np.arange(numbers)
-        # The upper 53 bits: as many as a float64 holds.
+        # The upper 53 bits, the precision of float64.
         uniform = (draws(counters.reshape(-1), CROP, seed, epoch) >> np.uint64(11)) * 2.0**-53
         return [
             partial(self._cut, numbers_T4=numbers_T4, size=size)
@@ -272,8 +272,8 @@ class EncodedImages:
     def levels(self) -> tuple[float, float] | None:
         """Values that become 0 and 255 of images with more than 8 bits a channel; None without such images.
 
-        Of whole numbers 0 and what as many bits hold as a few images use (4095 of a microscope's 12); of real numbers
-        0 and 1 or 0 and 255 where these enclose them; else the least and the largest of a few images.
+        For integers 0 and the largest number of as many bits as a few images use (4095 of a microscope's 12); for real
+        numbers 0 and 1 or 0 and 255 where these enclose them; else the least and the largest of a few images.
         """
         if self.frame_of is not None:
             return self.frame_of.levels

@@ -154,7 +154,7 @@ class ResumableLoader:
         return {"epoch": self.plan.epoch, "batches": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next pass, and that one alone, behind the batches that were given before the checkpoint.
+        """Begin the next pass, and that one alone, after the batches that were given before the checkpoint.
 
         Raises:
             ValueError: the state is of another epoch.

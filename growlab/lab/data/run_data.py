@@ -133,7 +133,7 @@ class RunData(LightningDataModule, ABC):
         return None
 
     def parts(self) -> list[Part]:
-        """Return features beside growing that the data need."""
+        """Return parts of the run that the data need."""
         return []
 
     @property

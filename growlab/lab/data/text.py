@@ -27,7 +27,7 @@ _PROBE_TOKENS = 512
 class WindowLoader(ResumableLoader):
     """Windows of a sequence of tokens.
 
-    Yields (tokens int64 [B, T], the tokens behind them int64 [B, T]); behind the sequence's end there is `NO_TOKEN`.
+    Yields (tokens int64 [B, T], the next tokens int64 [B, T]); after the sequence's end there is `NO_TOKEN`.
 
     Attributes:
         tokens_N: the sequence, of integers, in memory or memory-mapped.
@@ -65,7 +65,7 @@ def check_fractions(validation: float, test: float) -> None:
 
 
 def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.ndarray:
-    """Windows of so many tokens that begin at these places, int64 [B, length]; `NO_TOKEN` behind the last token."""
+    """Windows of so many tokens that begin at these places, int64 [B, length]; `NO_TOKEN` after the last token."""
     places_BT = starts_B[:, None] + np.arange(length)
     windows_BT = np.asarray(tokens_N[np.minimum(places_BT, len(tokens_N) - 1)]).astype(np.int64)
     windows_BT[places_BT >= len(tokens_N)] = NO_TOKEN
@@ -194,7 +194,7 @@ class WindowData(RunData):
 class TextData(WindowData):
     """One text for causal language modelling over characters: the first part to train on, the last two held out.
 
-    A sample is a window of `context` characters and the character behind each. An epoch has every window of the
+    A sample is a window of `context` characters and the next character of each. An epoch has every window of the
     training part once.
 
     Args:
@@ -204,7 +204,7 @@ class TextData(WindowData):
         batch_size: windows in a training batch over all devices.
         eval_batch_size: windows in another batch.
         validation_fraction: part of the text that is watched each epoch.
-        test_fraction: part of the text behind it, which the result is of.
+        test_fraction: part of the text after it, which the result is of.
         limit_characters: use only so many characters from the beginning; None: all.
         seed: of the order.
 

@@ -47,7 +47,7 @@ class TokenData(WindowData):
     begin in one and end in another. A training epoch has every window once (or a part of them, with `epoch_parts`), in
     an order of (seed, epoch) alone. Every token of validation and test is predicted once.
 
-    Token ids lie in the cache folder, under a key of the files' content and of the settings.
+    Token ids are in the cache folder, under a key of the files' content and of the settings.
 
     Args:
         path: a file, a folder (with all below it), a pattern such as `docs/**/*.txt`, Parquet files, or a folder that
@@ -68,7 +68,7 @@ class TokenData(WindowData):
         test_path: likewise, of the result.
         vocab_size: of the byte-level tokenizer that is trained on the training part.
         tokenizer: a `tokenizer.json`, or its folder, to take in its place.
-        end_of_text: of that one, the token behind each document; None: as it says itself.
+        end_of_text: of that one, the token after each document; None: as its own settings say.
 
     Raises:
         UserError: an argument cannot be used; from `setup()` also, the text or its tokenizer cannot be read.
@@ -299,7 +299,7 @@ class _Plan:
             self.dropped += int((sizes_N == 0).sum())
             self.part_of[name] = np.where(sizes_N > 0, PARTS.index(name), -1)
             if not sizes_N.any():
-                raise UserError(f"data.path: {sources[name].path} holds no text for {name}.")
+                raise UserError(f"data.path: {sources[name].path} has no text for {name}.")
         wanted = {part: fraction for part, fraction in fractions.items() if part not in sources}
         if wanted and not _by_document(self.part_of["train"], sizes_N, wanted, seed):
             rest = 1 - sum(wanted.values())
@@ -337,7 +337,7 @@ def _by_document(part_N: np.ndarray, sizes_N: np.ndarray, wanted: dict[str, floa
 
 
 def _line_end(text: str, place: int, within: int = 1000) -> int:
-    """The next place behind a line's end, if one follows within so many characters; else the place itself."""
+    """The next place after a line's end, if one follows within so many characters; else the place itself."""
     found = text.find("\n", place, place + within)
     return place if found < 0 else found + 1
 

@@ -431,7 +431,7 @@ class CustomData(RunData):
         return {} if self._module is None else self._module.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the source's state."""
+        """Restore the source's own state."""
         if self._module is not None:
             self._module.load_state_dict(state_dict)
 
@@ -470,7 +470,7 @@ class CustomData(RunData):
         return self._network
 
     def offer(self, name: str) -> Any | None:
-        """Return the value of an argument that a network may take and the data tell; None if they do not tell it.
+        """Return the value of an argument that a network may take; None if the data do not know it.
 
         Known are `image_shape` [C, H, W], `input_shape`, `in_features`, `in_channels`; `num_classes` (of targets that
         are numbers, how many there are in a sample) and `out_features`, the same.
@@ -505,7 +505,7 @@ class CustomData(RunData):
             return int(self._classes.max()) + 1
         if len(part) > _MANY:
             raise UserError(
-                "the network takes num_classes, and the data set does not tell it without reading all "
+                "the network takes num_classes, and the data set does not know it without reading all "
                 f"{len(part)} samples: set +data.network.num_classes=N."
             )
         print(
