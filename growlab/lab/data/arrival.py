@@ -1,10 +1,8 @@
 """Choose images: class-balanced beginnings, stratified splits, and the images of each epoch where data arrive."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -193,28 +191,24 @@ class Arrival:
         begun = [start for start in self._tasks if start <= epoch]
         return self._tasks[max(begun)] if begun else None
 
-    def chosen(
-        self, part: str, labels_N: np.ndarray, num_classes: int, epoch: int, batch_size: int
-    ) -> tuple[Any, Callable[[], np.ndarray]] | None:
-        """Return a cache key and index function of the epoch's subset of the images; None for all images.
-
-        Args:
-            part: "train", "val" or "test".
-            labels_N: of all images of that part.
-            num_classes: of the data.
-            epoch: counted from 0.
-            batch_size: of the training batches.
-        """
-        classes = self.classes_at(epoch)
-        if classes is not None:
-            length = len(labels_N) if part == "train" else None
-            return classes, partial(positions_of, labels_N, classes, length)
+    def key(self, epoch: int, batch_size: int) -> tuple[int, ...] | None:
+        """Return a key of the epoch's subset of the images, with training batches of this size; None for all images."""
         if self.incremental is None:
-            return None
+            return self.classes_at(epoch)
         starts, of, epochs = self._stages
-        stage = max(s for s, start in enumerate(starts) if start <= epoch * of // epochs)
-        key = (stage, len(starts), batch_size)
-        return key, partial(self.incremental.positions, part, labels_N, num_classes, *key)
+        return (
+            max(s for s, start in enumerate(starts) if start <= epoch * of // epochs),
+            len(starts),
+            batch_size,
+        )
+
+    def positions(
+        self, part: str, labels_N: np.ndarray, num_classes: int, key: tuple[int, ...]
+    ) -> np.ndarray:
+        """Positions of the images of a subset in "train", "val" or "test", of so many classes, labelled so."""
+        if self.incremental is not None:
+            return self.incremental.positions(part, labels_N, num_classes, *key)
+        return positions_of(labels_N, key, len(labels_N) if part == "train" else None)
 
 
 def positions_of(labels_N: np.ndarray, classes: Sequence[int], length: int | None = None) -> np.ndarray:

@@ -302,8 +302,11 @@ class ImageData(RunData):
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
         """Return the number of training images in this epoch, with batches of this size if it is given."""
-        chosen = self._chosen("train", epoch, batch_size) if self.incremental is not None else None
-        return self.num_train if chosen is None else len(chosen[1]())
+        if self.incremental is None:
+            return self.num_train
+        return len(
+            self._positions("train", self._arrival.key(epoch, batch_size or self.global_batch_size(epoch)))
+        )
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
         """Let incremental data arrive with stages that start so in a run `of` epochs; see `RunData`."""
@@ -340,20 +343,18 @@ class ImageData(RunData):
         positions = np.resize(first_balanced(train.labels, n), n)
         return self._normalisation.apply(train.read(positions).cpu(), self.channels_last)
 
-    def _chosen(self, part: str, epoch: int, size: int | None = None) -> Any:
-        size = size or self.global_batch_size(epoch)
-        return self._arrival.chosen(part, self._images[part].labels, self.num_classes, epoch, size)
+    def _positions(self, part: str, key: Any) -> np.ndarray:
+        return self._arrival.positions(part, self._images[part].labels, self.num_classes, key)
 
     def _current(self, part: str, epoch: int) -> Images:
         """The images of a part of the data, or those of the epoch's classes or stage."""
-        chosen = self._chosen(part, epoch)
-        if chosen is None:
+        key = self._arrival.key(epoch, self.global_batch_size(epoch))
+        if key is None:
             return self._images[part]
         if not self._is_in_memory(part):
             raise UserError(f"data.class_schedule and data.incremental work with {_STREAMED}")
-        key, positions = chosen
         if part not in self._of_task or self._of_task[part][0] != key:
-            self._of_task[part] = (key, self._images[part].select(positions()))
+            self._of_task[part] = (key, self._images[part].select(self._positions(part, key)))
         return self._of_task[part][1]
 
     def evaluation(self, part: str) -> MemoryLoader | StreamLoader:
