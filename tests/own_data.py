@@ -1,4 +1,4 @@
-"""Data and networks of a user, which know nothing of growlab; tests copy this file to the folder of their runs as `mine.py`."""
+"""Data and networks of a user, which know nothing of growlab; tests copy this file to their runs as `mine.py`."""
 
 import os
 import random
