@@ -181,11 +181,14 @@ def hydra_started() -> Iterator[None]:
         ("plan.use=both", "plan.use=both must be a list of candidates, such as [half_width, "),
         ("plan.use=[fewer_blocks]", "no candidate can be probed (fewer_blocks: blocks='auto' finds no"),
         ("plan.candidates=null", "plan.candidates leaves none to probe beside the full network."),
-        ("plan.candidates.half_width.width=2", "width of candidate half_width must be above 0 and at most 1"),
-        ("+plan.candidates.half_width.height=2", "plan.candidates.half_width has no 'height'"),
+        ("plan.candidates.half_width.width=2", "half_width.width=2: Input should be less than or equal to 1"),
+        ("+plan.candidates.half_width.height=2", "is no candidate: that has width, depth, settings"),
         ("plan.candidates.both=3", "plan.candidates.both=3 is no candidate: that has width, depth"),
-        ("plan.candidates.both.width=wide", "both.width must be a finite number, not 'wide'"),
-        ("plan.candidates.both.settings=3", "plan.candidates.both.settings=3 must be settings of the run"),
+        ("plan.candidates.both.width=wide", "both.width=wide: Input should be a valid number"),
+        (
+            "plan.candidates.both.settings=3",
+            "plan.candidates.both.settings=3: Input should be a valid dictionary",
+        ),
         ("start_from=a.pt", "start_from=a.pt is of runs: a plan probes networks from their"),
         ("study={_target_: builtins.dict}", "a study is no training of one network"),
         ("trainer.precision=16-mixed", "trainer.precision=16-mixed cannot be probed"),
@@ -195,7 +198,9 @@ def hydra_started() -> Iterator[None]:
 def test_a_configuration_that_cannot_be_probed_is_refused(
     hydra_started: None, argument: str, sentence: str
 ) -> None:
-    chosen = {one.split("=")[0]: one for one in (*TINY, "plan=default", "growth=pairs", argument)}
+    chosen = {
+        one.split("=")[0]: one for one in (*TINY, "name=tiny", "plan=default", "growth=pairs", argument)
+    }
     cfg = compose(PRIMARY, overrides=list(chosen.values()))
     with pytest.raises(UserError) as refused:
         settings = settings_of(cfg)

@@ -233,9 +233,9 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("depth", [-3, 1.5, float("nan")])
 def test_a_depth_that_cannot_be_is_refused(depth: float) -> None:
-    with pytest.raises(UserError, match="the depth of candidate odd must be from 0 to 1"):
+    with pytest.raises(ValidationError, match="depth"):
         Candidate("odd", 0.5, depth=depth)
-    with pytest.raises(UserError, match="width of candidate"):
+    with pytest.raises(ValidationError, match="width"):
         Candidate("odd", 0.0)
 
 

@@ -103,15 +103,10 @@ def page(runs: Sequence[Run]) -> str:
     methods = list(dict.fromkeys(map(_method, runs)))
     colours = {name: line["color"] for name, line in zip(methods, style.line_styles(methods), strict=True)}
     names = [f"{_method(run)}, seed {run.results['seed']}" if run.results else _method(run) for run in runs]
-    content = [
-        # With its folder where others have the same name.
-        _content(
-            run,
-            f"{name} ({run.path.parent.name}/{run.path.name})" if names.count(name) > 1 else name,
-            colours[_method(run)],
-        )
-        for run, name in zip(runs, names, strict=True)
-    ]
+    # With its folder where others have the same name.
+    places = [f" ({run.path.parent.name}/{run.path.name})" for run in runs]
+    unique = [name + (names.count(name) > 1) * place for name, place in zip(names, places, strict=True)]
+    content = [_content(run, name, colours[_method(run)]) for run, name in zip(runs, unique, strict=True)]
     # Inside a script, `</script` would end it, and behind `<!--<script` nothing would.
     return template.replace("/*RUNS*/[]", json.dumps(content, allow_nan=False).replace("<", "\\u003c"))
 

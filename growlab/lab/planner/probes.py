@@ -51,12 +51,18 @@ FULL = "full"
 Batch = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+# Settings of another type or out of their range raise pydantic.ValidationError, a ValueError.
+_checked = pydantic.dataclasses.dataclass(
+    frozen=True, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+)
+
+
+@_checked
 class Candidate:
     """A smaller network that growing could start from, or that could stay as it is.
 
     Attributes:
-        name: what it is called.
+        name: in tables and figures.
         width: of every width group, relative to the full network.
         parts: makes the parts that leave something else out, such as blocks.
         settings: of the configuration, where the plan writes experiments.
@@ -65,17 +71,11 @@ class Candidate:
     """
 
     name: str
-    width: float = 1.0
+    width: Annotated[float, Field(gt=0, le=1)] = 1.0
     parts: Callable[[], Sequence[Part]] = list
     settings: Mapping[str, Any] = field(default_factory=dict)
-    depth: float = 1.0
+    depth: Annotated[float, Field(ge=0, le=1)] = 1.0
     alone: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.width <= 1:
-            raise UserError(f"plan: the width of candidate {self.name} must be above 0 and at most 1.")
-        if not 0 <= self.depth <= 1:
-            raise UserError(f"plan: the depth of candidate {self.name} must be from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Problem:
     accumulate: int = 1
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
+@_checked
 class Settings:
     """Settings of a plan; `conf/plan/default.yaml` has the same.
 
@@ -129,9 +129,6 @@ class Settings:
         charge: what was spent on probing counts as part of the budget.
         start: experiments go on from their probes' last weights, whose cost is taken off their budget.
         seed: of the draws.
-
-    Raises:
-        pydantic.ValidationError: a value is of another type or out of its range.
     """
 
     size: Literal["any", "full"] = "any"

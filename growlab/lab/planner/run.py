@@ -5,6 +5,7 @@ import copy
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
@@ -17,14 +18,13 @@ import yaml
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab.base.errors import UserError, as_user_errors
+from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER, write_json, write_text
-from growlab.base.settings import finite
 from growlab.grower.triggers import At
 from growlab.growth import FixedSize, GrowthMethod, PairGrowth, WidthDecision
 from growlab.lab.planner.probes import FULL, Batch, Candidate, Problem, Settings
@@ -111,9 +111,13 @@ def settings_of(cfg: DictConfig) -> Settings:
     try:
         return Settings(**{name: value for name, value in given.items() if name not in ("candidates", "use")})
     except ValidationError as error:
-        first = error.errors()[0]
-        name = first["loc"][0]
-        raise UserError(f"plan.{name}={given[name]}: {first['msg']}.") from error
+        raise _refused("plan", given, error) from error
+
+
+def _refused(where: str, given: Mapping[Any, Any], error: ValidationError) -> UserError:
+    first = error.errors()[0]
+    name = first["loc"][0]
+    return UserError(f"{where}.{name}={given[name]}: {first['msg']}.")
 
 
 def check(cfg: DictConfig) -> None:
@@ -263,50 +267,39 @@ def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
     Raises:
         UserError: there is no such candidate, or it is none.
     """
-    given = cfg.plan.candidates
-    if not isinstance(given, DictConfig | None):
+    given, names = (OmegaConf.to_container(cfg.plan)[key] for key in ("candidates", "use"))
+    if not isinstance(given, dict | None):
         raise UserError(f"plan.candidates={given} must be candidates by name.")
     known = {str(name): one for name, one in (given or {}).items() if one is not None}
-    if not isinstance(cfg.plan.use, ListConfig | None):
-        raise UserError(
-            f"plan.use={cfg.plan.use} must be a list of candidates, such as [{', '.join(known)}]."
-        )
-    names = list(known) if cfg.plan.use is None else [str(name) for name in cfg.plan.use]
+    if not isinstance(names, list | None):
+        raise UserError(f"plan.use={names} must be a list of candidates, such as [{', '.join(known)}].")
+    names = list(known) if names is None else [str(name) for name in names]
     for name in names:
         if name not in known:
             raise UserError(
                 f"plan.use: there is no candidate '{name}'; there are {', '.join(known) or 'none'}."
-            )
-        if not isinstance(known[name], DictConfig):
-            raise UserError(
-                f"plan.candidates.{name}={known[name]} is no candidate: that has {', '.join(_CANDIDATE)}."
-            )
-        wrong = [key for key in known[name] if key not in _CANDIDATE]
-        if wrong:
-            raise UserError(
-                f"plan.candidates.{name} has no '{wrong[0]}'; a candidate has {', '.join(_CANDIDATE)}."
             )
     if not names:
         raise UserError("plan.candidates leaves none to probe beside the full network.")
     return [_candidate(cfg, data, name, known[name]) for name in names]
 
 
-def _candidate(cfg: DictConfig, data: Any, name: str, given: DictConfig) -> Candidate:
-    width, depth = given.get("width", 1.0), given.get("depth", 1.0)
-    with as_user_errors():
-        finite(**{f"plan.candidates.{name}.width": width, f"plan.candidates.{name}.depth": depth})
-    settings = given.get("settings")
-    if not isinstance(settings, DictConfig | None):
-        raise UserError(f"plan.candidates.{name}.settings={settings} must be settings of the run by name.")
-    settings = OmegaConf.to_container(settings or OmegaConf.create({}))
+def _candidate(cfg: DictConfig, data: Any, name: str, given: Any) -> Candidate:
+    if not isinstance(given, dict) or set(given) - set(_CANDIDATE):
+        raise UserError(f"plan.candidates.{name}={given} is no candidate: that has {', '.join(_CANDIDATE)}.")
+    known = {key: value for key, value in given.items() if value is not None}
+    try:
+        made = Candidate(name, **known)
+    except ValidationError as error:
+        raise _refused(f"plan.candidates.{name}", known, error) from error
     changed = cfg.copy()
     with open_dict(changed):
-        changed.merge_with(settings)
+        changed.merge_with(made.settings)
 
     def parts() -> Sequence[Part]:
-        return make_parts(changed.parts, data, At({0: width, 1: 1.0}, unit="step"))
+        return make_parts(changed.parts, data, At({0: made.width, 1: 1.0}, unit="step"))
 
-    return Candidate(name, float(width), parts, settings, float(depth), alone=width < 1 or depth < 1)
+    return replace(made, parts=parts, alone=made.width < 1 or made.depth < 1)
 
 
 # Experiments -----------------------------------------------------------------------------------------------

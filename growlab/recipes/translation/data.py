@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from growlab.base.errors import UserError
 from growlab.base.settings import not_none, whole
@@ -148,20 +149,14 @@ def collated(
     sides: tuple[Side, Side], batch: np.ndarray, padding: int, end: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sentence pairs of these positions as a batch (see `PairLoader`)."""
-    source, target = (_filled([side[index] for index in batch], padding) for side in sides)
+    sentences = ([torch.from_numpy(side[index].astype(np.int64)) for index in batch] for side in sides)
+    source, target = (pad_sequence(one, batch_first=True, padding_value=padding) for one in sentences)
     previous = torch.full_like(target, padding)
     previous[:, 1:] = target[:, :-1]
     # The last word of a shorter sentence is its end: nothing comes behind it.
     previous[previous == end] = padding
     previous[:, 0] = end
     return source, previous, target
-
-
-def _filled(sentences: list[np.ndarray], padding: int) -> Tensor:
-    filled = torch.full((len(sentences), max(map(len, sentences))), padding, dtype=torch.int64)
-    for row, sentence in zip(filled, sentences, strict=True):
-        row[: len(sentence)] = torch.from_numpy(sentence.astype(np.int64))
-    return filled
 
 
 class TranslationData(RunData):
@@ -299,8 +294,7 @@ class TranslationData(RunData):
     def references(self, split: str) -> list[str]:
         """The target sentences of "val" or "test", as text."""
         split = "valid" if split == "val" else split
-        side = self._sides[split][1]
-        known = self.pairs.references(split)
+        side, known = self._sides[split][1], self.pairs.references(split)
         if known is not None:
             return known[: len(side.lengths)]
         return [self.text(side[index]) for index in range(len(side.lengths))]
