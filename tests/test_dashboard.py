@@ -1,4 +1,4 @@
-"""What the W&B dashboard shows: panels of what is really logged, and sentences where it cannot be made."""
+"""The W&B dashboard: panels of logged values, and refusals."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def test_a_dry_run_prints_every_panel(capsys):
     assert f"    {scatter}" in lines
 
 
-def test_panels_show_what_is_logged():
+def test_panels_show_logged_values():
     """Names of metrics, of results, of growth events, of tables and of figures."""
     logged = {*metric_columns(Classification()), *metric_columns(Classification(), watched="test")}
     logged |= {*(f"growth/{column}" for column in EVENT_COLUMNS)}

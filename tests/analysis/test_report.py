@@ -54,7 +54,7 @@ def test_words_of_a_run_do_not_end_the_page_s_script(tmp_path: Path) -> None:
     assert text.count("</script>") == 1 and runs_of(text)[0]["command"] == run.results["command"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folder(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_folder(tmp_path: Path) -> None:
     results = json.loads((RESULTS / "digits" / "fixed_s0" / "results.json").read_text())
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

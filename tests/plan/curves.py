@@ -35,7 +35,7 @@ def world(
     lost: float = 0.2,
     probed: tuple[float, float] = (0.0626, 0.04),
 ) -> tuple[dict[str, Curves], dict[str, Trial]]:
-    """What a plan would have seen of two networks; growing loses a part of the progress."""
+    """Curves and trial of two networks as a plan would see them; growing loses a part of the progress."""
     rng = np.random.default_rng(seed)
     seen = {"full": measured(full, probed[0], noise, rng), "small": measured(small, probed[1], noise, rng)}
     at, further = probed[1], 0.01

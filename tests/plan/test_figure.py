@@ -22,7 +22,7 @@ def content(path: Path) -> dict:
 
 
 def markers(drawn: Figure) -> dict[str, tuple]:
-    """Of each candidate in the legend: its colour and its marker."""
+    """Colour and marker of each candidate in the legend."""
     (legend,) = drawn.legends
     lines = [line for line in legend.get_lines() if line.get_marker() != "None"]
     names = [
@@ -31,7 +31,7 @@ def markers(drawn: Figure) -> dict[str, tuple]:
     return {name: (line.get_color(), line.get_marker()) for name, line in zip(names, lines, strict=True)}
 
 
-def test_a_candidate_looks_the_same_in_all_plans() -> None:
+def test_a_candidate_has_one_colour_and_marker_in_all_plans() -> None:
     seen: dict[str, set[tuple]] = {}
     for path in PLANS:
         for name, look in markers(figure.drawn(content(path))).items():

@@ -47,7 +47,7 @@ def test_regret_is_the_loss_above_the_best_arm_of_those_that_are_wanted() -> Non
     )
 
 
-def test_the_plan_stands_beside_rules_of_thumb_and_a_coin() -> None:
+def test_the_plan_is_compared_with_rules_of_thumb_and_a_coin() -> None:
     lines = table(PAIRS).splitlines()
     assert (
         "| one | yes | smaller, undecided: best | grow, undecided: best | 0.600 +- 0.141, 40.0 % |"
@@ -100,7 +100,7 @@ def test_every_kept_plan_is_listed_with_its_overrides() -> None:
         assert spent["spent"] <= 0.15 and "schedule.budget=" in listed[path.parent.name]
 
 
-def test_a_gain_that_no_law_tells_apart_is_none() -> None:
+def test_a_gain_within_the_error_of_the_laws_does_not_count() -> None:
     """Draws just above zero are no reason to grow."""
     content = json.loads((KEPT / "b4" / "plan.json").read_text())
     verdict, settings = judged(content, "full"), content["settings"]

@@ -123,7 +123,7 @@ def test_averages_grow_along() -> None:
     assert probe.loss < before
 
 
-def test_what_is_kept_to_start_from_is_from_before_the_trial_growth(planned: Planned) -> None:
+def test_starts_are_from_before_the_trial_growth(planned: Planned) -> None:
     assert planned.starts.keys() == planned.measured.keys()
     widths = {"full": WIDTH, "half": WIDTH // 2, "quarter": WIDTH // 4}
     for name, (weights, optimizer) in planned.starts.items():
@@ -151,14 +151,14 @@ def test_what_is_kept_to_start_from_is_from_before_the_trial_growth(planned: Pla
         ({"make_optimizer": lambda n, m: sgd(n, 1e30)}, {"rates": [1]}, "breaks down at every rate (1 times"),
     ],
 )
-def test_what_cannot_be_planned_is_told_in_a_sentence(
+def test_problems_that_cannot_be_planned_are_refused(
     known: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         plan(problem(**known), Settings(**settings))
 
 
-def test_a_growth_method_of_ones_own_is_what_is_tried() -> None:
+def test_a_custom_growth_method_is_tried() -> None:
     made: list[Net2Net] = []
 
     def method() -> Net2Net:

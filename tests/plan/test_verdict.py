@@ -101,7 +101,7 @@ def test_curves_that_follow_no_law_decide_nothing(name: str, small: Law) -> None
     assert (one.kind, one.decided) == ("full", False)
 
 
-def test_an_experiment_grows_where_the_medians_say_even_beyond_what_is_trusted() -> None:
+def test_an_experiment_grows_where_the_medians_say_even_beyond_the_trusted_range() -> None:
     """A small network that soon stands where the full one never comes: trusted curves see no gain in waiting longer."""
     curves, trials = world(FULL, BETTER, 0, noise=0.003)
     trusted = judge(curves, trials, "full", {"full": 1.0, "small": 1.0}, size="full").growing[0]

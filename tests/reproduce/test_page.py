@@ -48,7 +48,7 @@ def test_the_page_names_methods_as_figures_do(made: str) -> None:
 
 
 def test_a_table_of_rows_is_of_one_network(made: str) -> None:
-    """Of several it would be wider than the page."""
+    """One of several would be wider than the page."""
     heads = [line for line in made.splitlines() if line.startswith("| method ")]
     assert len(heads) > 5
     for head in heads:
@@ -125,7 +125,7 @@ def test_runs_of_a_seed_count_once_and_the_same_in_each_has_no_interval(tmp_path
     assert found.n == 3 and found.text() == "+85.00 points (the same in each, n = 3)"
 
 
-def test_the_published_difference_is_held_against_the_interval(tmp_path: Path) -> None:
+def test_the_published_difference_is_compared_with_the_interval(tmp_path: Path) -> None:
     scores(tmp_path, [0.91, 0.92, 0.93], [0.9, 0.9105, 0.9205])
     check = Check("", "a_s*", "b_s*", published=("resnet20", "Table 2: Ours", "Table 2: Net2Net"))
     found = outcome(check, tmp_path)
@@ -135,7 +135,7 @@ def test_the_published_difference_is_held_against_the_interval(tmp_path: Path) -
         outcome(wrong, tmp_path)
 
 
-def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_missing_rows_are_named(tmp_path: Path) -> None:
     scores(tmp_path, [0.9], [0.8])
     with pytest.raises(UserError, match=r"has no runs c_s\*"):
         outcome(Check("", "c_s*", "b_s*"), tmp_path)
@@ -225,7 +225,7 @@ def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
     assert outcome(Check("", **named, at_most=0), tmp_path).text() == "−2e−16 (n = 3)"
 
 
-def test_a_bound_on_a_number_of_each_network_goes_by_its_interval(tmp_path: Path) -> None:
+def test_a_bound_on_a_number_of_each_network_uses_its_interval(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     table = tmp_path / "study" / "table.csv"
     table.write_text("seed,task,error\n0,a,0.3\n1,a,0.5\n2,a,0.4\n0,b,9\n1,b,9\n2,b,9\n", encoding="utf-8")
@@ -246,7 +246,7 @@ def test_a_bound_on_a_number_of_each_network_goes_by_its_interval(tmp_path: Path
 
 
 @needs()
-def test_what_is_contradicted_has_its_interval() -> None:
+def test_contradictions_have_an_interval() -> None:
     """But for counts, which are of all seeds together."""
     outcomes = [one for standing in standings(registry(), RESULTS) for one in standing.outcomes]
     against = [one for one in outcomes if one.verdict == CONTRADICTED]
@@ -330,7 +330,7 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
     assert Standing(entry(rows=both), tmp_path).rows_text.endswith("of fewer images")
 
 
-def test_the_paper_is_contradicted_by_what_it_states_alone(tmp_path: Path) -> None:
+def test_only_statements_of_the_paper_contradict_it(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.8, 0.81, 0.82001], [0.9, 0.91, 0.92])
     item = entry(
         Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True)

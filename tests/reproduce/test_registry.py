@@ -44,7 +44,7 @@ def test_an_entry_names_what_there_is(item) -> None:
 
 @pytest.mark.parametrize("item", [item for item in ITEMS if item.rows], ids=lambda item: item.name)
 def test_whole_rows_are_runs_of_the_commands(item) -> None:
-    """Of their length, data and seeds, no more of them than the commands make, and each once."""
+    """They have their length, data and seeds; no more of them than the commands make, and each once."""
     standing, jobs = Standing(item, RESULTS), item.jobs()
     runs = [run for rows, of_folder in standing.kept if rows.kind == "whole" for run in of_folder]
     for run in runs:
@@ -112,7 +112,7 @@ def test_figures_of_a_papers_list_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS[::4])
-def test_what_is_read_without_composing_is_what_the_configuration_says(command: str) -> None:
+def test_reading_without_composing_gives_the_composed_values(command: str) -> None:
     words = [word for word in command.split() if not word.startswith("hydra.")]
     given = [f"{key}={_split(value)[-1]}" for key, value in (word.split("=", 1) for word in words)]
     name = words[0].removeprefix("experiment=")

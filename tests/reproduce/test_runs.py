@@ -14,7 +14,7 @@ import pytest
 
 from growlab.base.files import write_json
 from growlab.recipes.papers import __main__ as runs
-from growlab.recipes.papers.__main__ import Place, Training, _tell, command, main
+from growlab.recipes.papers.__main__ import Place, Training, _write_results, command, main
 from growlab.recipes.papers.registry import Job, registry
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
@@ -220,7 +220,7 @@ def test_figures_are_drawn_of_the_runs_that_they_can_show(
         growth, lr_adapt = methods[job.overrides[0].removeprefix("method=")]
         about = {"groups": {"a": {"full_width": 8, "widths": [4, 8]}}, "stage_epochs": (2, 2)}
         write_run(tmp_path / job.folder, growth=growth, lr_adapt=lr_adapt, seed=seed, **about)
-    _tell(item, place, [7])
+    _write_results(item, place, [7])
     assert {path.name for path in tmp_path.glob("*.png")} >= {
         "figure4_compare.png",
         "figure4_rate_factors_ours_0.png",
@@ -263,7 +263,7 @@ sys.exit(command.main(sys.argv[1:]))
     ids=["Ctrl-C under nohup", "a terminal that closes"],
 )
 def test_a_signal_lets_the_run_save(tmp_path: Path, number: signal.Signals, nohup: bool) -> None:
-    """Of the whole group, as a terminal sends it; `nohup` lets the command outlive SIGHUP."""
+    """The whole group gets it, as from a terminal; `nohup` lets the command outlive SIGHUP."""
     (tmp_path / "data" / "cifar10").mkdir(parents=True)
     (tmp_path / "data" / "cifar10" / "train.parquet").touch()
     first, second = REGISTRY.items["table7"].jobs([0])[:2]

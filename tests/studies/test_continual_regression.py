@@ -16,7 +16,7 @@ def embedding_of(network: torch.nn.Module) -> torch.nn.Parameter:
     return network.classifier.parametrizations.weight[0].features.embedding.values
 
 
-def test_networks_side_by_side_compute_what_each_alone_does() -> None:
+def test_stacked_networks_compute_the_same_as_each_alone() -> None:
     networks = [study.network(name, seed) for name in ("hyperfan_in", "kaiming_out") for seed in (3, 4)]
     stack = study.Stack(networks)
     embeddings = torch.stack([embedding_of(network).detach() for network in networks])
@@ -147,7 +147,7 @@ def test_the_figure_picks_out_four_that_trained() -> None:
     )
 
 
-def test_what_diverges_at_every_rate_is_told_so(cli: CommandLine, tmp_path: Path) -> None:
+def test_divergence_at_every_rate_is_reported(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
         *("experiment=hyperfan_continual_regression", "study.steps=30", "study.measure_every=30"),
         *("study.num_seeds=2", "study.initialisations=[kaiming_in]", "study.learning_rates=[10,5]"),
@@ -162,7 +162,7 @@ def test_what_diverges_at_every_rate_is_told_so(cli: CommandLine, tmp_path: Path
     assert (tmp_path / "run" / "losses.png").is_file()
 
 
-def test_an_unknown_initialisation_is_told_in_a_sentence(cli: CommandLine, tmp_path: Path) -> None:
+def test_an_unknown_initialisation_is_refused(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli("experiment=hyperfan_continual_regression", "study.initialisations=[lucky]", cwd=tmp_path)
     assert outcome.code == 2 and "initialisation must be one of" in outcome.err
 

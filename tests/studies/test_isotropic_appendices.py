@@ -1,4 +1,4 @@
-"""What the study of the appendices writes, on small networks, and what its networks are."""
+"""The study of the appendices on small networks: its tables and its networks."""
 
 import copy
 import csv

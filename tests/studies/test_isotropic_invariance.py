@@ -1,4 +1,4 @@
-"""What the study of invariances writes, on small networks."""
+"""The study of invariances on small networks."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What growing the Transformer of IWSLT'14 costs, without training: the counts in its experiment's header."""
+"""Cost of growing the Transformer of IWSLT'14, without training: the counts in its experiment's header."""
 
 from collections.abc import Iterator
 

@@ -31,7 +31,7 @@ def test_a_binarised_folder_is_taken_as_it_is(data):
         assert all(a.equal(b) for a, b in zip(mine, other, strict=True))
 
 
-def test_gzipped_text_and_new_text_are_prepared_anew(data, folder, tmp_path):
+def test_gzipped_text_and_new_text_are_prepared_again(data, folder, tmp_path):
     packed = tmp_path / "packed"
     packed.mkdir()
     for path in folder.iterdir():
@@ -42,7 +42,7 @@ def test_gzipped_text_and_new_text_are_prepared_anew(data, folder, tmp_path):
     assert other.references("test") == data.references("test")
 
 
-def test_what_is_missing_is_said(folder, tmp_path):
+def test_missing_files_are_named(folder, tmp_path):
     preparation = Preparation("de", "en", "none", 100, False, True, 0)
     with pytest.raises(UserError, match="there is no folder"):
         open_pairs(tmp_path / "nowhere", "tiny", preparation)

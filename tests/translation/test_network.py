@@ -92,7 +92,7 @@ def test_growing_keeps_the_function(method, share):
         ({"embedding_features": 15}, "must be even"),
     ],
 )
-def test_what_does_not_fit_is_refused(changed, sentence):
+def test_arguments_that_do_not_fit_are_refused(changed, sentence):
     with pytest.raises(UserError, match=sentence):
         network(**changed)
 

@@ -403,7 +403,7 @@ def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
             joined[name].append((float(run.config["optimizer"]["lr"]), row))
         except (KeyError, TypeError, ValueError) as error:
             path = run.path / "config.yaml"
-            raise UserError(f"{path} tells no optimizer.lr; restore it or leave out this run.") from error
+            raise UserError(f"{path} has no optimizer.lr; restore it or leave out this run.") from error
     return {name: sorted(of_rates, key=lambda one: one[0]) for name, of_rates in joined.items()}
 
 

@@ -87,7 +87,7 @@ def widths_over_time(run: Run) -> Figure:
 
 
 def _binary_axis(axes: Axes, widths: Sequence[int]) -> None:
-    """A logarithmic axis with ticks at powers of two: equal growth looks equal at every width."""
+    """A logarithmic axis with ticks at powers of two: equal factors of growth are equal distances."""
     low, high = math.floor(math.log2(min(widths))), math.ceil(math.log2(max(widths)))
     axes.set_yscale("log", base=2)
     axes.set_ylim(min(widths) / 1.25, max(widths) * 1.3)

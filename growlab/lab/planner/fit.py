@@ -4,8 +4,8 @@ A candidate's held-out loss is taken to be `L(C) = a + b C^-c` with `a >= 0`, `b
 Section 3; Hoffmann et al. 2022, Eq. 2). A short probe does not tell `a` and `c` apart, so no single fit is made: each
 draw weighs the checkpoints at random (Rubin's Bayesian bootstrap, 1981) and then takes (a, c) from the likelihood of
 the weighted residuals on a grid, `b` being the least-squares one. Two assumptions tie the candidates of one plan
-together: their exponents are alike (within a quarter of each other, one deviation), and a smaller network's limit is no
-lower than the full one's.
+together: their exponents are similar (within a quarter of each other, one deviation), and a smaller network's limit is
+no lower than the full one's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,13 +35,13 @@ MIN_POINTS = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """What a probe has measured of a candidate.
+    """Measurements of a candidate by its probe.
 
     Attributes:
         cost: training spent at each checkpoint, in parts of the budget; increasing.
         loss: held-out loss at each.
         seconds_per_cost: seconds that training takes for each unit of cost.
-        steady: whether the loss falls as by a law, see `settled`; else it is hardly trusted beyond what was probed.
+        steady: True if the loss falls as by a law, see `settled`; else it is hardly trusted beyond the probe.
 
     Raises:
         ValueError: there are too few checkpoints, or a loss is below 0.
@@ -69,7 +69,7 @@ class Curves:
         c: [draws].
         error: [draws] deviation of a measured loss from the law.
         reach: cost up to which the law is trusted; beyond it the loss is that at `reach`, an upper bound.
-        steady: whether what was measured falls as by a law.
+        steady: True if the measured loss falls as by a law.
         probed: cost of the last checkpoint.
     """
 
@@ -98,14 +98,14 @@ class Curves:
 
 
 def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
-    """Where training has settled.
+    """Find the checkpoint from which training has settled.
 
     `ln L` over `ln C` of a law falls ever less steeply. Training that still gains speed, as it does from many an
     initialisation, follows none, nor does one whose loss rises.
 
     Returns:
         The first checkpoint that a law may be fitted from: what lies before the steepest part is left out, and at least
-        the last ones stay. And whether they fall as by a law: of as few as a law needs nobody can tell.
+        the last ones stay. And whether they fall as by a law: as few as a law needs do not show it.
     """
     x, y = np.log(cost), np.log(np.maximum(loss, 1e-12))
     first, forced = 0, False

@@ -127,7 +127,7 @@ class Settings:
             where little can be spent.
         latest: part of the budget behind which there is no growing.
         charge: what was spent on probing counts as part of the budget.
-        start: experiments go on from their probes' last weights, whose cost is taken off their budget.
+        start: experiments start from their probes' last weights, whose cost is taken off their budget.
         seed: of the draws.
     """
 
@@ -143,7 +143,7 @@ class Settings:
 
 @dataclass
 class Account:
-    """What probing has spent, in parts of the budget; it never goes over its limit.
+    """Cost of probing so far, in parts of the budget; it never exceeds its limit.
 
     Attributes:
         limit: part of the budget that may be spent.
@@ -179,7 +179,7 @@ class Checkpoint:
 
 
 class Start(NamedTuple):
-    """A training that can be gone on with: weights by name, and `growlab.optim.named_state` where it can be kept."""
+    """Start of a further training: weights by name, and `growlab.optim.named_state` where it can be kept."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any] | None
@@ -255,7 +255,7 @@ class Probe:
 
     @property
     def loss(self) -> float:
-        """The last checkpoint's loss; infinite where training broke down or there is none."""
+        """The last checkpoint's loss; infinite where training broke down or before the first."""
         return self.points[-1].loss if self.points else inf
 
     @property

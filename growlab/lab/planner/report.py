@@ -172,14 +172,14 @@ def _line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
     spare = [colour for colour in style.PALETTE if colour != _GROWN]
     others = [name for name in names if name != FULL and name not in _KNOWN]
     seats = {name: seat for seat, name in enumerate((*_KNOWN, *others))}
-    looks = {
+    styles = {
         name: {
             "color": spare[seat % len(spare)],
             "marker": style.MARKERS[2 + seat % (len(style.MARKERS) - 2)],
         }
         for name, seat in seats.items()
     } | {FULL: {"color": style.FIXED_SIZE[0], "marker": style.MARKERS[0]}}
-    return [looks[name] for name in names]
+    return [styles[name] for name in names]
 
 
 def _fitted_from(measured: Measured) -> float:

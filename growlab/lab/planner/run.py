@@ -163,14 +163,14 @@ def check(cfg: DictConfig) -> None:
 
 
 def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
-    """The problem, and the data that it is of, set up with a part of the training set held out.
+    """The problem and its data, set up with a part of the training set held out.
 
     Raises:
         UserError: the configuration cannot be probed.
     """
     check(cfg)
     method = _method(cfg)
-    held, data = _data(cfg)
+    num_held_out, data = _data(cfg)
     # As configured, so that an error is that of a run, and comes before anything is probed.
     _optimizer(cfg, make_network(cfg.model, data), None)
     objective = make_objective(cfg.objective, data)
@@ -179,7 +179,7 @@ def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
         for_lightning(OmegaConf.merge(cfg.trainer, {"devices": 1})),
         **{"logger": False, "callbacks": [], "enable_checkpointing": False, "_convert_": "all"},
     )
-    samples = held + sum(
+    samples = num_held_out + sum(
         sum(data.samples_in_batches(part, data.batch_size)) for part in range(data.epoch_parts)
     )
     problem = Problem(
@@ -265,7 +265,7 @@ def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
     """The candidates of `plan.candidates` that are asked for.
 
     Raises:
-        UserError: there is no such candidate, or it is none.
+        UserError: there is no such candidate, or it is not valid.
     """
     given, names = (OmegaConf.to_container(cfg.plan)[key] for key in ("candidates", "use"))
     if not isinstance(given, dict | None):

@@ -21,7 +21,7 @@ _LEAST_STEPS = 40
 _MARGIN = 0.01
 _MOST_SAMPLES, _LEAST_SAMPLES, _LEAST_BATCHES = 2000, 96, 2
 # Part of the full network's probe that its evaluations may cost, and how many these are.
-_FOR_LOOKS, _LOOKS = 0.08, 8
+_FOR_EVALUATIONS, _EVALUATIONS = 0.08, 8
 # Steps of the full network that may be spent before two, and all, rates are tried for every candidate; with two,
 # candidates that can only grow are probed as well.
 _TWO_RATES, _ALL_RATES = 150, 400
@@ -134,9 +134,9 @@ class _Search:
                 f"leaves too little of plan.max_cost={settings.max_cost:g}: raise that, or plan.multiple."
             )
         steps = needed / settings.max_cost * self.steps
-        looks = _FOR_LOOKS * 3 * steps * self._batch_size() / _LOOKS
+        affordable = _FOR_EVALUATIONS * 3 * steps * self._batch_size() / _EVALUATIONS
         least = max(_LEAST_SAMPLES, _LEAST_BATCHES * self._batch_size())
-        self.samples = int(min(_MOST_SAMPLES, max(least, looks)))
+        self.samples = int(min(_MOST_SAMPLES, max(least, affordable)))
         self.full.samples = self.samples
 
     def _possible(self) -> dict[str, Probe]:
@@ -185,13 +185,13 @@ class _Search:
         return _FOR_RATES * self.settings.max_cost / max(1, len(self.settings.rates) - 1)
 
     def _halving(self, name: str, rates: Sequence[float], part: float) -> list[float]:
-        """Train at every rate for as much, and go on with the best; returns the rates, best first."""
+        """Train at every rate at equal cost and keep the best; returns the rates, best first."""
         probes = [self._at(name, rate) for rate in rates]
         self.tried += [probe for probe in probes if not any(probe is one for one in self.tried)]
         if len(probes) > 1:
             for probe in probes:
                 probe.train(spend=part)
-                self._tell(name, probe)
+                self._report(name, probe)
         # In the order that was given: in doubt the earlier one.
         if len(probes) > 1 and all(probe.broken for probe in probes):
             self._breaks_down(name, rates)
@@ -215,7 +215,7 @@ class _Search:
         same = [probe for probe in begun if probe.rate == rate]
         return same[-1] if same else self._probe(first.candidate, rate)
 
-    def _tell(self, name: str, probe: Probe) -> None:
+    def _report(self, name: str, probe: Probe) -> None:
         self.say(
             f"{name:>14}  rate x{probe.rate:<4g} {probe.steps:5d} steps  {100 * probe.cost:6.2f} % of the budget  "
             f"held-out loss {probe.loss:.3f}   (spent {100 * self.account.spent:.2f} %)"
@@ -247,13 +247,13 @@ class _Search:
         lower = [rate for rate in self.settings.rates if usual <= rate < probe.rate]
         more += probe.spent
         probe.train(cost=cost, spend=more, wary=bool(lower))
-        self._tell(name, probe)
+        self._report(name, probe)
         if not (lower and probe.rises):
             return
         other = self._at(name, max(lower))
         self.tried += [other] * (not any(other is one for one in self.tried))
         other.train(cost=cost, spend=other.spent + more - probe.spent)
-        self._tell(name, other)
+        self._report(name, other)
         if other.loss < probe.loss:
             self.best[name] = other
 

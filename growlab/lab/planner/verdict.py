@@ -25,7 +25,7 @@ _FARTHEST = 8.0
 # Relative to the full network's last loss: half of what no fitted curve is known better than.
 _LEAST_GAIN = 0.002
 #: Relative to the same: by how much the laws' draws miss what comes, with its decaying rate and seeds. Wider by so much
-#: on each side, nine of ten ranges held (`notebooks/results/plan`).
+#: on each side, nine of ten ranges contained it (`notebooks/results/plan`).
 MISSED = 0.11
 
 
@@ -58,7 +58,7 @@ class Gain:
 
     @classmethod
     def of(cls, draws: np.ndarray, margin: float = 0.0) -> "Gain":
-        """Of draws.
+        """Median and range of draws.
 
         Args:
             draws: [draws].
@@ -187,7 +187,7 @@ def judge(
     smaller.sort(key=lambda one: -one.likely)
     ways = tuple(growing), tuple(smaller)
     known = full.reach >= budget and full.steady
-    # A gain that is lost in what a curve is off its law at best is none.
+    # A gain below the least error of a curve does not count.
     least = _LEAST_GAIN * float(np.median(end))
     if known and growing and growing[0].loss.low + margin > least and curves[growing[0].candidate].steady:
         # The laws say so; whether that is more than they miss by is another matter.

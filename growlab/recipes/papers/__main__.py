@@ -325,7 +325,7 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
         print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
         if training.stopped:
             print("the same command resumes" if item.minutes is None else "the same command starts it again")
-        _tell(item, place, arguments.seeds)
+        _write_results(item, place, arguments.seeds)
     if received:
         raise _Ended(received[0])
     if failed:
@@ -362,8 +362,8 @@ def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> st
     return f"about {minutes / 60:.1f} hours at the pace of {len(paces)} finished run(s)"
 
 
-def _tell(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
-    """Write finished runs beside the published values, as a table and as the figures that can be drawn.
+def _write_results(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
+    """Write finished runs with the published values, as a table and as the figures that can be drawn.
 
     Of the seeds that the commands name, and of those that are asked for.
     """

@@ -44,7 +44,7 @@ class Standing:
 
     Attributes:
         item: the entry.
-        results: the folder of the rows that are kept, such as `notebooks/results`; None where there is none.
+        results: the folder of the rows that are kept, such as `notebooks/results`; None without one.
         seeds: count runs of these alone; None: of those that the commands name.
     """
 

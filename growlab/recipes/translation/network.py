@@ -69,7 +69,7 @@ class FairseqTransformer(nn.Module):
     """An encoder and a decoder of fairseq's layers, between embeddings of a fixed dimension.
 
     Layers, embeddings, their initialisation and the names of their weights are fairseq's; what it computes is too,
-    which a test holds it to. Its own forward asks the data whether there is padding, and its attention takes the
+    as a test checks. Its own forward asks the data whether there is padding, and its attention takes the
     layers' width for that of all heads together: here layers are called in plain form, whatever their widths.
 
     The embeddings' dimension stays; one linear map leads from it into the layers' width and one back out (Yuan et al.
@@ -172,7 +172,7 @@ class FairseqTransformer(nn.Module):
     def _embedded(self, tokens_BT: Tensor, embedding: nn.Embedding, into: nn.Linear) -> Tensor:
         features = embedding.embedding_dim
         x = math.sqrt(features) * embedding(tokens_BT)
-        # Computed here, not kept: a number for each feature that no weight makes holds the embeddings' dimension.
+        # Computed here, not kept: a buffer of so many features would fix the embeddings' dimension.
         x = into(x + sinusoids(tokens_BT.shape[1], features, self.padding + 1, x))
         return F.dropout(x, self.dropout, self.training)
 

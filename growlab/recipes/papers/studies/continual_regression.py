@@ -100,7 +100,7 @@ class Stack:
     Shape suffixes: E networks, P numbers that one emits, K features, L size of an embedding, S samples, T tasks.
 
     Args:
-        networks: main networks that `parametrise` with sharing="network" has worked on, alike but for their numbers.
+        networks: main networks that `parametrise` with sharing="network" has worked on, equal but for their numbers.
     """
 
     def __init__(self, networks: Sequence[MLP]) -> None:

@@ -109,7 +109,7 @@ def isotropic_appendices(
 def collapsed(
     seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
 ) -> Iterator[dict[str, Any]]:
-    """Networks with each normaliser, on two rings, which no affine map tells apart, and on the data."""
+    """Networks with each normaliser, on two rings, which no affine map separates, and on the data."""
     rings = [_rings(generator(seed, number, "rings")) for number in (0, 1)]
     for name in NETWORKS:
         torch.manual_seed(seed)
@@ -171,11 +171,11 @@ def _rings(source: torch.Generator) -> tuple[Tensor, Tensor]:
 def diverging(
     network: nn.Module, graph: WidthGraph, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]], lr: float
 ) -> Iterator[dict[str, Any]]:
-    """Networks that compute the same, trained on by SGD beside the network itself.
+    """Train networks that compute the same, and the network itself, on by SGD.
 
     "product": the first layer is a linear layer S V^T behind another one, U, as if the diagonal form had not been
     multiplied out (Eqs. 49-52). The names of `COLUMNS`: four new neurons in the second layer with such outgoing
-    weights (Eqs. 53-56), of which the norm of the new incoming weights is told too.
+    weights (Eqs. 53-56), whose new incoming weights are measured too.
     """
     group = list(graph.isotropic)[1]
     old = graph.full_widths[group]
