@@ -13,6 +13,8 @@ from growlab.lab.networks import MLP, resnet20
 from growlab.lab.training.plan import StageCost
 from growlab.widths import trace
 
+from .fake_runs import STAGE_WIDTHS
+
 
 def resnet20_flops(a: int, b: int, c: int) -> int:
     """Two a multiply-add: 32x32, 16x16 and 8x8 positions of 3x3 convolutions, then the classifier."""
@@ -48,13 +50,7 @@ def test_cost_of_growing_resnet20_is_the_published_one(resnet):
     stages = schedule.widths(graph)
     flops = [*map(StageCost(network, graph, (), torch.randn(1, 3, 32, 32)), stages)]
     expected = [
-        resnet20_flops(a, b, c)
-        for a, b, c in zip(
-            [4, 4, 6, 6, 8, 10, 12, 14, 16],
-            [8, 10, 12, 14, 16, 20, 24, 28, 32],
-            [16, 20, 24, 28, 34, 40, 48, 58, 64],
-            strict=True,
-        )
+        resnet20_flops(*widths) for widths in zip(*(STAGE_WIDTHS[full] for full in (16, 32, 64)), strict=True)
     ]
     assert flops == expected
     cost = train_cost_percent(schedule.epochs, flops, expected[-1], 160)
@@ -68,15 +64,14 @@ def test_the_fixed_size_run_costs_all():
     assert train_cost_percent([5, 5], [1, 3], 4, 10) == 50.0
 
 
+TRANSFORMER = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+
+
 @pytest.mark.parametrize(
     ("layer", "shape", "by_hand"),
     [
         # Projections of queries, keys, values and output, scores and sums, two layers of a perceptron.
-        (
-            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
-            (1, 10, 64),
-            2 * 10 * (4 * 64 * 64 + 2 * 10 * 64 + 2 * 64 * 128),
-        ),
+        (TRANSFORMER, (1, 10, 64), 2 * 10 * (4 * 64 * 64 + 2 * 10 * 64 + 2 * 64 * 128)),
         (nn.LSTM(64, 64, batch_first=True), (1, 10, 64), 2 * 10 * 4 * (64 * 64 + 64 * 64)),
     ],
 )

@@ -61,12 +61,6 @@ def test_cost_and_loss_are_each_others_inverse() -> None:
     assert np.isinf(curves.cost_at(curves.a)).all()
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    seen = {"full": measured(LAW, 0.1, 0.01, np.random.default_rng(5))}
-    one, again, other = (fit(seen, "full", seed=seed)["full"] for seed in (0, 0, 1))
-    assert (one.b == again.b).all() and (one.b != other.b).any()
-
-
 def test_a_few_points_are_no_curve() -> None:
     short = tuple(range(1, MIN_POINTS))
     with pytest.raises(ValueError, match="at least 4 checkpoints, not 3"):

@@ -1,6 +1,5 @@
 """The registry: every entry can be run, and every statement finds its rows and its published values."""
 
-import re
 from collections import Counter
 from itertools import product
 
@@ -90,25 +89,6 @@ def test_every_prepared_sweep_has_an_entry() -> None:
     assert {name for name in presets - named if not name.startswith(("frontier_", "multipliers_"))} == {
         "digits_methods"
     }
-
-
-@needs()
-def test_figures_of_a_papers_list_are_all_there() -> None:
-    """The second and third paper's figures by number, the first one's by the text that names them."""
-    titles = {paper: " ".join(i.title for i in ITEMS if i.paper == paper) for paper in REGISTRY.papers}
-    numbers = {
-        paper: {
-            number
-            for first, last in re.findall(
-                r"(\d+)(?: to (\d+))?", re.sub(r"Section [\d.A-Z]+|Table \d+", "", text)
-            )
-            for number in range(int(first), int(last or first) + 1)
-        }
-        for paper, text in titles.items()
-    }
-    assert set(range(1, 30)) <= numbers["chang"]
-    assert {3, 4, 5, 6, 7, *range(9, 15)} <= numbers["yuan"]
-    assert {3, 4, 5} <= numbers["bird"]
 
 
 @pytest.mark.parametrize("command", COMMANDS[::4])
