@@ -127,6 +127,7 @@ def _import_everything(traces: Path) -> None:
         "growlab.lab.training.build",
         "growlab.lab.training.launcher",
         "growlab.lab.planner.__main__",
+        "growlab.lab.planner.run",
         "sympy.combinatorics",
         "sympy.tensor.tensor",
     ):
