@@ -231,7 +231,7 @@ def test_a_depth_that_cannot_be_is_refused(depth: float) -> None:
     with pytest.raises(ValidationError, match="depth"):
         Candidate("odd", 0.5, depth=depth)
     with pytest.raises(ValidationError, match="width"):
-        Candidate("odd", 0.0)
+        Candidate("odd", width=0.0)
 
 
 @pytest.mark.parametrize(("warmup", "decay"), [(0.8, 0.2), (0.9, 0.1), (0.7, 0.3), (0.0, 1.0)])
