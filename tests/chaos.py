@@ -1,9 +1,8 @@
 """`make chaos`: a small grown training is killed again and again and must end as the undisturbed one, bit for bit.
 
-Every process is killed by SIGKILL at a random step, before or inside a growth event, at a moment of a file's way to
-the disk, or at any time whatever, and the next one resumes. A run that comes to its end is compared with one that
-nothing disturbed: weights, optimizer, metrics, growth events, results. Then another begins, until there were enough
-kills.
+SIGKILL strikes at a random step, before or inside a growth event, while a file is written, or at a random time, and
+the next process resumes. A run that ends is compared with an undisturbed one: weights, optimizer, metrics, growth
+events, results. Then another begins, until there were enough kills.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Any
 
 from tests.command_line import CommandLine
 from tests.faults import WRITE_MOMENTS
-from tests.runs import MLP, NUM_STEPS, Left
+from tests.runs import MLP, NUM_STEPS, STEPWISE, Left, whole_run
 
 SIGKILL = int(signal.SIGKILL)
 # A process that was never struck comes to its end; this many files are written in one of six epochs.
@@ -38,23 +37,23 @@ def fault(draw: random.Random) -> tuple[Any, ...]:
     return kind, draw.uniform(0, _SECONDS), SIGKILL
 
 
-def chaos(cli: CommandLine, folder: Path, kills: int, seed: int) -> tuple[Counter[str], int, list[str]]:
+def chaos(
+    cli: CommandLine, folder: Path, undisturbed: Left, kills: int, seed: int
+) -> tuple[Counter[str], int, list[str]]:
     """Kill until there were enough.
 
     Args:
         cli: the command line.
         folder: empty; a run that came out wrong stays there.
+        undisturbed: what the same run leaves without kills.
         kills: how many.
         seed: decides when; `after` a time depends on the machine's speed too.
 
     Returns:
         Number of kills by kind and moment, number of runs, and what came out wrong.
     """
-    command = (*MLP, "checkpoint.every_n_steps=1")
+    command = (*MLP, STEPWISE)
     draw, struck, runs = random.Random(seed), Counter[str](), 0
-    outcome = cli(*command, "hydra.run.dir=undisturbed", cwd=folder)
-    assert outcome.code == 0, outcome.err
-    undisturbed = Left.by(folder / "undisturbed")
     wrong: list[str] = []
     while struck.total() < kills and not wrong:
         run = f"run_{runs}"
@@ -88,7 +87,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="chaos_"))
     cli = CommandLine()
     try:
-        struck, runs, wrong = chaos(cli, folder, arguments.kills, arguments.seed)
+        undisturbed = whole_run(cli, *MLP).left
+        struck, runs, wrong = chaos(cli, folder, undisturbed, arguments.kills, arguments.seed)
     finally:
         cli.close()
     for kind, number in sorted(struck.items()):

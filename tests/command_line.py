@@ -1,7 +1,7 @@
-"""Real runs of the command line, each in a process of its own that has everything imported already.
+"""Real runs of the command line, each in a separate process that has everything imported already.
 
-Starting Python, torch and Lightning takes longer than a small run. So one process imports them once and forks
-for every run: exit codes, signals, what is printed and what is left behind are those of a real process.
+Starting Python, torch and Lightning takes longer than a small run, so one process imports them once and forks for
+every run: exit codes, signals, output and files are those of a real process.
 """
 
 import json
@@ -32,30 +32,33 @@ class Outcome:
     err: str
 
 
-# A variable in the environment: where the process that forks listens.
+# A variable in the environment: the address of the process that forks.
 SERVER = "GROWLAB_TESTSERVER"
 
 
-def traces_beside(address: str) -> Path:
-    """The folder in which all processes keep what they trace (tests/once.py)."""
-    return Path(address).parent / "traces"
+def shared_folder(address: str, name: str) -> Path:
+    """A folder that all processes of the tests share."""
+    return Path(address).parent / name
 
 
 class Server:
     """The process that imports everything once and forks for the runs of all callers (tests/forking.py).
 
-    Whoever finds its address in the environment calls it; it ends with the process that has started it.
+    Callers find its address in the environment; it ends with the process that started it.
     """
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self.address = os.path.join(self._folder.name, "socket")
-        traces = traces_beside(self.address)
-        traces.mkdir()
+        traces = shared_folder(self.address, "traces")
+        for folder in (traces, shared_folder(self.address, "runs")):
+            folder.mkdir()
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        environment.pop("HYDRA_FULL_ERROR", None)
-        # Whoever calls before everything is imported waits; if the process dies, it is told.
+        # Without compiled files, starting takes three times as long.
+        for name in ("HYDRA_FULL_ERROR", "PYTHONDONTWRITEBYTECODE"):
+            environment.pop(name, None)
+        # Callers wait until everything is imported; if the process dies, they fail.
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(self.address)
             listening.listen()
@@ -66,7 +69,7 @@ class Server:
             )
 
     def announce(self) -> None:
-        """Tell the processes that this one starts."""
+        """Export the address to the processes that this one starts."""
         os.environ[SERVER] = self.address
 
     def close(self) -> None:
@@ -77,12 +80,18 @@ class Server:
 
 
 class CommandLine:
-    """`python -m growlab ARGUMENTS`, many times over."""
+    """`python -m growlab ARGUMENTS`, many times over.
+
+    Attributes:
+        shared: folder of the runs that all processes of the tests share.
+    """
 
     def __init__(self) -> None:
         self._own = None if SERVER in os.environ else Server()
+        address = os.environ[SERVER] if self._own is None else self._own.address
+        self.shared = shared_folder(address, "runs")
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(os.environ[SERVER] if self._own is None else self._own.address)
+        self._socket.connect(address)
         self._lines = self._socket.makefile("rw")
 
     def __call__(
@@ -120,7 +129,6 @@ class CommandLine:
             assert answer, "the process that forks the runs has died"
             code, left = json.loads(answer)
             outcome = Outcome(code, *((Path(folder) / name).read_text() for name in ("stdout", "stderr")))
-            # Whatever happens to a run.
             assert not left, f"left behind: {left}\n{outcome.err}"
             return outcome
 
@@ -131,7 +139,7 @@ class CommandLine:
         assert outcome.code == 0, outcome.err
 
     def close(self) -> None:
-        """Call it no more."""
+        """Disconnect."""
         self._lines.close()
         self._socket.close()
         if self._own is not None:
@@ -139,14 +147,14 @@ class CommandLine:
 
 
 def offer_port(folder: Path) -> None:
-    """Write a port that is free into a folder, for `join`."""
+    """Write a free port into a folder, for `join`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (folder / "port").write_text(str(free.getsockname()[1]))
 
 
 def join(rank: int, folder: Path) -> None:
-    """Let this process be a rank of two, as torchrun tells it, which meet at the folder's port."""
+    """Make this process one of two ranks, with torchrun's variables; they meet at the folder's port."""
     port = (folder / "port").read_text()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0", GROUP_RANK="0")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

@@ -2,19 +2,23 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.command_line import SERVER, CommandLine, Server, traces_beside
+from tests.command_line import SERVER, CommandLine, Server, shared_folder
 
 if TYPE_CHECKING:
-    from tests.runs import Left
+    from tests.runs import Left, Whole
 
+# Every process would compile torch and Lightning again.
+sys.dont_write_bytecode = False
 # Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
 settings.register_profile("seeded", derandomize=True)
 settings.load_profile("seeded")
@@ -23,20 +27,20 @@ _TRACES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that gives tests to others starts the one that their runs fork from."""
+    """Start the process that runs fork from, in the process that distributes the tests."""
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         config.stash[_SERVER] = Server()
         config.stash[_SERVER].announce()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported and collected stays: a full collection need not go through a million objects each time."""
-    # Imported here, since the process that gives tests to others needs nothing of torch.
+    """Exempt everything imported and collected from garbage collection, which would visit a million objects."""
+    # Imported here, since the process that distributes the tests needs nothing of torch.
     from tests.once import read_conf_once, trace_once
 
     read_conf_once()
     if SERVER in os.environ:
-        trace_once(traces_beside(os.environ[SERVER]))
+        trace_once(shared_folder(os.environ[SERVER], "traces"))
     else:
         session.config.stash[_TRACES] = tempfile.TemporaryDirectory()
         trace_once(Path(session.config.stash[_TRACES].name))
@@ -62,18 +66,14 @@ def cli() -> Iterator[CommandLine]:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Left]":
-    """What a run leaves that nothing disturbs, made once for each configuration."""
-    from tests.runs import Left
+def whole(cli: CommandLine) -> "Callable[..., Whole]":
+    """An undisturbed run of these arguments, made once for all processes of the tests."""
+    from tests.runs import whole_run
 
-    made: dict[tuple[str, ...], Left] = {}
+    return partial(whole_run, cli)
 
-    def run(*arguments: str) -> Left:
-        if arguments not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            outcome = cli(*arguments, "hydra.run.dir=run", cwd=folder)
-            assert outcome.code == 0, outcome.err
-            made[arguments] = Left.by(folder / "run")
-        return made[arguments]
 
-    return run
+@pytest.fixture(scope="session")
+def uninterrupted(whole: "Callable[..., Whole]") -> "Callable[..., Left]":
+    """What an undisturbed run leaves."""
+    return lambda *arguments: whole(*arguments).left

@@ -4,16 +4,47 @@ from pathlib import Path
 
 import numpy as np
 import PIL.Image
+import yaml
 
 from tests.command_line import ROOT
 
+_FOLDER = ROOT / "conf" / "experiment"
 # A sweep's preset runs what the experiment that it names runs; test_configs.py composes each of its jobs. Those of
 # translation train on text: tests/translation runs them.
 EXPERIMENTS = sorted(
     path.stem
-    for path in (ROOT / "conf" / "experiment").glob("*.yaml")
+    for path in _FOLDER.glob("*.yaml")
     if not {"sweeper:", "study:", "translation"} & set(path.read_text().split())
 )
+
+
+def _choices(experiment: str) -> set[tuple[str, str]]:
+    """Choices of an experiment and of those that it begins with."""
+    defaults = yaml.safe_load((_FOLDER / f"{experiment}.yaml").read_text(encoding="utf-8")).get(
+        "defaults", []
+    )
+    found: set[tuple[str, str]] = set()
+    for entry in defaults:
+        if isinstance(entry, dict):
+            for group, choice in entry.items():
+                found |= {(group, str(one)) for one in (choice if isinstance(choice, list) else [choice])}
+        elif entry != "_self_":
+            found |= _choices(entry)
+    return found
+
+
+def _covering() -> list[str]:
+    """Few experiments that make, together, every choice that any of them makes."""
+    found: list[str] = []
+    choices = {experiment: _choices(experiment) for experiment in EXPERIMENTS}
+    left = set().union(*choices.values())
+    while left:
+        found.append(max(EXPERIMENTS, key=lambda experiment: len(choices[experiment] & left)))
+        left -= choices[found[-1]]
+    return found
+
+
+COVERING = _covering()
 
 # Hypernetworks have tens of times the parameters of what they emit, up to 136 million.
 _NARROWER = {
@@ -71,7 +102,6 @@ def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
         *_OTHER_DATA.get(experiment, data),
         *(("schedule.total_epochs=2", "growth.first=1") if decides else schedule),
         *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
-        # ImageNet's networks take 224 pixels; here their batches are read in the run's own process.
         *("probe_size=2", "statistics_images=4"),
         *_NARROWER.get(experiment, ()),
     )

@@ -1,4 +1,4 @@
-"""Faults: what may happen to a run, put in place in its process before it begins."""
+"""Faults that are installed in a run's process before the run begins."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def _strike(number: int) -> None:
 
 
 def _at_step(step: int, number: int) -> None:
-    """A signal after so many optimizer steps."""
+    """Send a signal after so many optimizer steps."""
     from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
@@ -34,7 +34,7 @@ def _at_step(step: int, number: int) -> None:
 
 
 def _at_validation(epoch: int, batch: int, number: int) -> None:
-    """A signal in the validation of an epoch."""
+    """Send a signal in the validation of an epoch."""
     from growlab.lab.training import Task
 
     original = Task.validation_step
@@ -48,7 +48,7 @@ def _at_validation(epoch: int, batch: int, number: int) -> None:
 
 
 def _before_growth(stage: int, number: int) -> None:
-    """A signal between the last step of a stage and the growth event that begins the given one."""
+    """Send a signal between the last step of a stage and the growth event that begins the given one."""
     from growlab.grower import Grower
 
     grow_once = Grower._grow_once
@@ -62,7 +62,7 @@ def _before_growth(stage: int, number: int) -> None:
 
 
 def _in_growth(stage: int, number: int) -> None:
-    """A signal in the middle of an event: the network has grown, the optimizer has not followed."""
+    """Send a signal in an event when the network has grown and the optimizer has not followed."""
     from growlab.grower import Grower
     from growlab.optim import followers
 
@@ -86,7 +86,7 @@ WRITE_MOMENTS = ("opened", "half", "unsynchronised", "unnamed", "named", "folder
 
 
 def _at_write(count: int, moment: str, number: int) -> None:
-    """A signal at a moment of the n-th file that is written."""
+    """Send a signal at a moment of the n-th file that is written."""
     opened, replace, fsync = tempfile.NamedTemporaryFile, os.replace, os.fsync
     written = 0
 
@@ -125,12 +125,12 @@ def _at_write(count: int, moment: str, number: int) -> None:
 
 
 def _after(seconds: float, number: int) -> None:
-    """A signal at any moment whatever, inside torch too."""
+    """Send a signal after so many seconds, inside torch too."""
     threading.Timer(seconds, _strike, [number]).start()
 
 
 def _at_checkpoint(count: int, moment: str, number: int) -> None:
-    """A signal before or after the n-th checkpoint takes its place."""
+    """Send a signal before or after the n-th checkpoint takes its place."""
     replace, seen = os.replace, []
 
     def struck(source: Any, target: Any) -> None:
@@ -145,7 +145,7 @@ def _at_checkpoint(count: int, moment: str, number: int) -> None:
 
 
 def _keep_checkpoints(folder: str) -> None:
-    """No fault: every checkpoint is kept, by its step."""
+    """Keep every checkpoint, named by its step; no fault."""
     from growlab.lab.training.checkpoints import AtomicCheckpointIO
 
     save = AtomicCheckpointIO.save_checkpoint
@@ -158,7 +158,7 @@ def _keep_checkpoints(folder: str) -> None:
 
 
 def _full_disk(epoch: int, limit: int) -> None:
-    """From an epoch on no file may become larger than so many bytes."""
+    """Limit the size of files from an epoch on, in bytes."""
     from growlab.lab.training import GrowthProgress
 
     def on_train_epoch_start(self: Any, trainer: Any, task: Any) -> None:
@@ -181,7 +181,7 @@ def _loss_is_nan(step: int) -> None:
 
 
 def _weights_are_nan(step: int) -> None:
-    """The gradient of one step is not finite, though its loss is."""
+    """Make the gradient of one step not finite, and leave its loss finite."""
     from growlab.frontends.lightning import Growth
 
     def on_before_optimizer_step(self: Any, trainer: Any, task: Any, optimizer: Any) -> None:
@@ -194,7 +194,7 @@ def _weights_are_nan(step: int) -> None:
 # Phases of a run, each with the function that is called in it.
 PHASES = {
     "read": "growlab.lab.data.loaders.ImageBatches.read_batch",
-    "trace": "growlab.grower.preparing.trace",
+    "trace": "growlab.grower.tracing.trace",
     "step": "growlab.lab.training.task.Task.training_step",
     "event": "growlab.grower.grower.grow",
     "checkpoint": "growlab.lab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",
@@ -205,12 +205,12 @@ PHASES = {
 
 
 def _fails(phase: str, call: int, sentence: str | None) -> None:
-    """The n-th call of a phase's function raises, and the time is left in a file `failed`.
+    """Let the n-th call of a phase's function raise, and write the time into a file `failed`.
 
     Args:
         phase: one of `PHASES`.
         call: counted from 1, in each process.
-        sentence: of a `UserError`; None: a mistake of our own.
+        sentence: of a `UserError`; None: a bug.
     """
     owner_name, _, name = PHASES[phase].rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
@@ -235,7 +235,7 @@ def _no_wandb() -> None:
 
 
 def _with_figures() -> None:
-    """No fault: the figures that other tests do without."""
+    """Draw the figures that other tests do without; no fault."""
     from growlab.lab.analysis.report import write_run_report
     from growlab.lab.training import run as experiment
 
@@ -243,18 +243,18 @@ def _with_figures() -> None:
 
 
 def _together(*faults: Sequence[Any]) -> None:
-    """Several of these at once."""
+    """Install several of these."""
     for name, *rest in faults:
         FAULTS[name](*rest)
 
 
 def _on_rank(rank: int, *fault: Any) -> None:
-    """Another fault, in one of several processes."""
+    """Install another fault in one of several processes."""
     os.environ[FAULT_ON_RANK] = json.dumps([rank, *fault])
 
 
 def _attempts(*faults: Sequence[Any]) -> None:
-    """A rank and a fault for each attempt that a run's processes make."""
+    """Install a fault on a rank for each attempt that a run's processes make."""
     os.environ[FAULTS_OF_ATTEMPTS] = json.dumps(faults)
 
 

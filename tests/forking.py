@@ -1,4 +1,4 @@
-"""The process that forks for every run of every `tests.command_line.CommandLine`; it has imported everything before."""
+"""The process that forks for every run of every `tests.command_line.CommandLine`, with everything imported."""
 
 import atexit
 import contextlib
@@ -36,11 +36,11 @@ _LEFT_SEC = 10.0
 def _serve(listening: socket.socket, traces: Path) -> None:
     """Import everything; fork for every caller that connects until standard input ends."""
     _import_everything(traces)
-    # No run need take down torch's libraries when it ends.
+    # No run has to take down torch's libraries when it ends.
     for finalizer in list(weakref.finalize._registry):
         if finalizer.peek()[1] is torch.library._del_library:
             finalizer.detach()
-    # What is imported stays: a run's first full collection would go through all of it, and copy its pages.
+    # A run's first full collection would visit everything imported, and copy its pages.
     gc.collect()
     gc.freeze()
     while sys.stdin not in (ready := select.select([sys.stdin, listening], [], [])[0]):
@@ -50,7 +50,7 @@ def _serve(listening: socket.socket, traces: Path) -> None:
             _answer(connection)
             os._exit(0)
         connection.close()
-    # To take everything down in order takes seconds.
+    # An orderly end takes seconds.
     os._exit(0)
 
 
@@ -73,7 +73,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _exit_code(child: int, limit_sec: float) -> int:
-    """Of a run, which is killed if it has not come to an end."""
+    """Exit code of a run, which is killed after a time limit."""
     ended = os.pidfd_open(child)
     if not select.select([ended], [], [], limit_sec)[0]:
         os.kill(child, signal.SIGKILL)
@@ -82,7 +82,7 @@ def _exit_code(child: int, limit_sec: float) -> int:
 
 
 def _end_session(session: int) -> list[int]:
-    """Kill the processes of a session that do not end by themselves; which these are."""
+    """Kill the processes of a session that do not end by themselves, and return their ids."""
     deadline = time.monotonic() + _LEFT_SEC
     while (members := _members(session)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -93,7 +93,7 @@ def _end_session(session: int) -> list[int]:
 
 
 def _members(session: int) -> list[int]:
-    """Processes of a session, those left out that have ended and are waited for."""
+    """Processes of a session that have not ended."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ def _members(session: int) -> list[int]:
 
 
 def _leave(code: int) -> None:
-    """End this process as the interpreter does: what waits for ever at its exit shows here too."""
+    """End this process as the interpreter does, so that what blocks its exit shows here too."""
     with contextlib.suppress(BaseException):
         threading._shutdown()
     with contextlib.suppress(BaseException):
@@ -113,6 +113,7 @@ def _leave(code: int) -> None:
 
 
 def _import_everything(traces: Path) -> None:
+    _adapt_once()
     from hydra._internal.hydra import Hydra
 
     from growlab.base.errors import UserError
@@ -128,17 +129,24 @@ def _import_everything(traces: Path) -> None:
         "growlab.lab.training.launcher",
         "growlab.lab.planner.__main__",
         "growlab.lab.planner.run",
+        "growlab.lab.cli.sweeps",
+        "hydra._internal.logging_config",
+        "hydra.experimental.callback",
+        "rich._emoji_codes",
+        "torch.utils.serialization.config",
+        "pydantic.dataclasses",
+        "pydantic.types",
         "sympy.combinatorics",
         "sympy.tensor.tensor",
     ):
         importlib.import_module(name)
-    # A second for every run; tests/analysis looks at figures.
+    # A second for every run; tests/analysis tests figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
     image_files.load_digits = cache(image_files.load_digits)
     image_files.load_digits()
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
-    # What is written survives a killed process without: it is the machine that may fail.
+    # Files survive a killed process without it.
     os.fsync = lambda descriptor: None
     # fairseq would import it, and wandb's folder for its files goes with the first process that ends.
     sys.modules["wandb"] = None
@@ -156,33 +164,51 @@ def _import_everything(traces: Path) -> None:
 
 
 def _compose_once() -> None:
-    """Read every file of `conf/` and register the schemas for all runs: a third of a second of each."""
+    """Read every file of `conf/`, register the schemas and check all default settings, for all runs."""
     from hydra import compose, initialize_config_dir
 
     from growlab.lab.training import configs
+    from growlab.lab.training.build import check_settings
     from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
 
     read_conf_once()
     register_schemas()
     configs.register = lambda conf: None
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        compose(PRIMARY)
+        cfg = compose(PRIMARY, overrides=["name=warm"])
+        cfg.logger = {}
+        check_settings(cfg)
+
+
+def _adapt_once() -> None:
+    """Keep pydantic's adapters of types, each of which takes milliseconds."""
+    import pydantic
+
+    make, known = pydantic.TypeAdapter, {}
+
+    def made_once(kind: Any, **settings: Any) -> Any:
+        key = repr(kind), repr(settings)
+        if key not in known:
+            known[key] = make(kind, **settings)
+        return known[key]
+
+    pydantic.TypeAdapter = made_once
 
 
 class _Forked:
-    """What torch's elastic agent makes of a command, without the seconds that importing everything takes."""
+    """Stands in for the process that torch's elastic agent starts; nothing has to be imported."""
 
     def __init__(
         self, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **rest: Any
     ) -> None:
         self.proc, self.returncode = self, None
         with warnings.catch_warnings():
-            # Python 3.12 and later say so of every fork beside threads; a rank has none of theirs.
+            # Python 3.12 and later warn of every fork with threads; a rank has none of theirs.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            # As in a process that starts anew.
+            # As in a new process.
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -244,7 +270,7 @@ def _main(arguments: list[str], program: str | None = None) -> int:
 
     try:
         sys.stdin.close()
-        # A process that Hydra was used in already, such as one that starts others, has an initialised Hydra.
+        # A process that has used Hydra, such as one that starts others, has an initialised one.
         GlobalHydra.instance().clear()
         sys.argv = ["growlab", *arguments]
         if program is not None:

@@ -26,7 +26,7 @@ tracing = importlib.import_module("growlab.widths.trace")
 
 
 def read_conf_once() -> None:
-    """Keep in this process's memory what Hydra reads from files, and leave out what it makes for nothing."""
+    """Keep in this process's memory what Hydra reads from files, and skip what it makes without need."""
     # Hydra loads its own sources anew when it looks for plugins.
     Plugins.instance()
     known: dict[Any, bytes] = {}
@@ -45,7 +45,7 @@ def read_conf_once() -> None:
 
 
 def _copied(metadata: base.Metadata, memo: dict[int, Any]) -> base.Metadata:
-    """A copy whose own dictionaries are copies; what else it holds are types and plain values."""
+    """Copy metadata with its dictionaries; everything else in it is a type or a plain value."""
     made = copy.copy(metadata)
     made.flags = copy.copy(metadata.flags)
     made.resolver_cache = defaultdict(dict, copy.deepcopy(dict(metadata.resolver_cache), memo))
@@ -92,7 +92,7 @@ def _told(value: Any) -> Any:
 
 
 def _key(model: nn.Module, inputs: tuple[Any, ...], settings: tuple[Any, ...]) -> str | None:
-    """One for all that a trace depends on; None where that is more than classes that are known and plain values."""
+    """Key of everything that a trace depends on; None if that is more than known classes and plain values."""
     modules = list(model.named_modules())
     known = all(type(each).__module__.partition(".")[0] in _LIBRARIES for _, each in modules)
     hooked = any(each._forward_hooks or each._forward_pre_hooks for _, each in modules)

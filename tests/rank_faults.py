@@ -1,4 +1,4 @@
-"""What may happen to one of several processes, and what they may leave for a test to look at."""
+"""Faults of one of several processes, and files that all of them leave for a test."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import torch
 
 
 def keep_ranks(folder: str) -> None:
-    """Every rank writes all that it holds into a folder, after each growth event and at the end of each epoch."""
+    """Write the state of every rank into a folder, after each growth event and at the end of each epoch."""
     from growlab.grower import Grower
     from growlab.lab.training.saving import SaveCheckpoints
 
@@ -36,7 +36,7 @@ def keep_ranks(folder: str) -> None:
 
 
 def drift(what: str, step: int) -> None:
-    """After so many steps this process holds another "weight", "buffer", "average" or "state" of the optimizer."""
+    """Change a "weight", "buffer", "average" or "state" of the optimizer in this process after so many steps."""
     from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
@@ -46,7 +46,7 @@ def drift(what: str, step: int) -> None:
         tensor = {
             "weight": lambda: weight,
             "average": lambda: task.grower.copies()["ema"].classifier.weight,
-            "buffer": lambda: task.network.bn1.running_mean,
+            "buffer": lambda: next(b for n, b in task.network.named_buffers() if "running_mean" in n),
             "state": lambda: trainer.optimizers[0].state[weight].get("momentum_buffer"),
         }[what]()
         with torch.no_grad():
@@ -56,7 +56,7 @@ def drift(what: str, step: int) -> None:
 
 
 def other_draws() -> None:
-    """This process draws other weights than the others when it grows."""
+    """Draw other weights than the other processes when growing."""
     from growlab.grower import grower
 
     grow = grower.grow
@@ -68,7 +68,7 @@ def other_draws() -> None:
 
 
 def parity_fails() -> None:
-    """This process alone measures that a growth event changed the outputs."""
+    """Measure, in this process alone, that a growth event changed the outputs."""
     from growlab.growth import parity
 
     parity.relative_error = lambda *rest: 1.0
@@ -76,7 +76,7 @@ def parity_fails() -> None:
 
 
 def breaks(step: int) -> None:
-    """A mistake in the program that only this process runs into."""
+    """Raise a bug's exception in this process alone."""
     from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
@@ -87,7 +87,7 @@ def breaks(step: int) -> None:
 
 
 def parent_dies(step: int, folder: str) -> None:
-    """The process that started this one is killed; this one would go on for a minute, and says who it is."""
+    """Kill the process that started this one, which writes its id and would continue for a minute."""
     from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
@@ -103,7 +103,7 @@ def parent_dies(step: int, folder: str) -> None:
 
 
 def interrupt_parent(step: int) -> None:
-    """Ctrl-C, which reaches the process in the terminal's foreground: the one that started this one."""
+    """Send Ctrl-C to the process in the terminal's foreground: the one that started this one."""
     from growlab.frontends.lightning import Growth
 
     def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
@@ -114,7 +114,7 @@ def interrupt_parent(step: int) -> None:
 
 
 def signal_parent(number: int) -> None:
-    """A signal to the process that started this one, before this one listens to signals."""
+    """Send a signal to the process that started this one, before this one listens to signals."""
     from growlab.lab.training import saving
 
     os.kill(os.getppid(), number)
@@ -122,7 +122,7 @@ def signal_parent(number: int) -> None:
 
 
 def no_names() -> None:
-    """No name server answers."""
+    """Let no name server answer."""
 
     def getfqdn(name: str = "") -> str:
         raise OSError("no name server")

@@ -1,17 +1,22 @@
 """Small runs of the command line: their settings, their networks, and what they leave behind."""
 
 import csv
+import hashlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 
+from growlab.lab import networks
 from tests.command_line import CommandLine, Outcome
 
 # 18 steps in 6 epochs and 3 stages, with everything that has a state: momentum, batch sizes that change,
@@ -20,8 +25,19 @@ SMALL = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
     *("schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2"),
 )
-MLP = (*SMALL, "model=mlp8", "model.width=12", "model.batch_norm=true")
+STEPWISE = "checkpoint.every_n_steps=1"
+MLP3 = ("model=mlp8", "model._target_=tests.runs.mlp3", "model.width=12", "model.batch_norm=true")
+MLP = (*SMALL, *MLP3)
+# Two convolutions with batch normalisation.
+SMOOTH = ("model=custom", "model._target_=tests.runs.smooth")
 NUM_STEPS = 18
+
+
+def mlp3(
+    image_shape: Sequence[int], num_classes: int, width: int = 12, batch_norm: bool = False
+) -> nn.Module:
+    """Three hidden layers, named as those of `mlp8`."""
+    return networks.mlp.MLP(torch.Size(image_shape).numel(), [width] * 3, num_classes, batch_norm)
 
 
 def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:
@@ -147,18 +163,76 @@ class Left:
         return [name for name in vars(self) if not same(getattr(self, name), getattr(other, name))]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run that nothing disturbed: its folder, which stays as it is, what it printed, its checkpoints by step."""
+
+    folder: Path
+    out: str
+    err: str
+
+    @cached_property
+    def left(self) -> Left:
+        """What it left."""
+        return Left.by(self.folder)
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """Its results.json, times and commands included."""
+        return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+
+    @cached_property
+    def checkpoints(self) -> dict[int, Path]:
+        """Every checkpoint that it wrote, one each step unless its settings say otherwise."""
+        return {int(path.stem): path for path in (self.folder.parent / "kept").iterdir()}
+
+
+def whole_run(cli: CommandLine, *arguments: str, fault: tuple[Any, ...] | None = None) -> Whole:
+    """An undisturbed run, made once for all processes of the tests.
+
+    Args:
+        cli: the command line.
+        arguments: overrides, without the folder.
+        fault: one of those that disturb nothing.
+    """
+    name = hashlib.sha256(json.dumps([arguments, fault]).encode()).hexdigest()[:16]
+    place, done = cli.shared / name, cli.shared / name / "printed.json"
+    with FileLock(cli.shared / f"{name}.lock"):
+        if not done.exists():
+            shutil.rmtree(place, ignore_errors=True)
+            kept = place / "kept"
+            kept.mkdir(parents=True)
+            often = () if any(a.startswith("checkpoint.") for a in arguments) else (STEPWISE,)
+            more = ("hydra.run.dir=run", *often)
+            faults = [["keep_checkpoints", str(kept)], *([] if fault is None else [fault])]
+            outcome = cli(*arguments, *more, cwd=place, fault=("together", *faults))
+            assert outcome.code == 0, outcome.err
+            done.write_text(json.dumps([outcome.out, outcome.err]))
+    return Whole(place / "run", *json.loads(done.read_text()))
+
+
 def kept_run(cli: CommandLine, folder: Path, arguments: Sequence[str]) -> tuple[Left, dict[int, Path]]:
-    """What an undisturbed run leaves in FOLDER/whole, and all of its checkpoints by their step."""
-    kept = folder / "kept"
-    kept.mkdir()
-    outcome = cli(*arguments, "hydra.run.dir=whole", cwd=folder, fault=("keep_checkpoints", str(kept)))
-    assert outcome.code == 0, outcome.err
-    return Left.by(folder / "whole"), {int(path.stem): path for path in kept.iterdir()}
+    """What an undisturbed run leaves, and all of its checkpoints by their step."""
+    whole = whole_run(cli, *arguments)
+    return whole.left, whole.checkpoints
 
 
 def resumed_from(cli: CommandLine, folder: Path, arguments: Sequence[str], checkpoint: Path) -> Outcome:
-    """The run that goes on from a checkpoint, in FOLDER/run: that of a process killed before it wrote another."""
+    """Resume in FOLDER/run from a checkpoint, as after the death of a process that wrote no later one."""
     last = folder / "run" / "checkpoints" / "last.ckpt"
     last.parent.mkdir(parents=True)
     shutil.copy(checkpoint, last)
     return cli(*arguments, "hydra.run.dir=run", "ckpt_path=last", cwd=folder)
+
+
+def struck(
+    cli: CommandLine, folder: Path, arguments: Sequence[str], faults: Sequence[tuple[Any, ...]]
+) -> Left:
+    """What a run leaves in FOLDER/run that is killed by each of the faults in turn and resumed each time."""
+    command = (*arguments, "hydra.run.dir=run")
+    for number, fault in enumerate(faults):
+        outcome = cli(*command, *["ckpt_path=last"] * (number > 0), cwd=folder, fault=fault)
+        assert outcome.code == -signal.SIGKILL, (fault, outcome.err)
+    outcome = cli(*command, "ckpt_path=last", cwd=folder)
+    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    return Left.by(folder / "run")

@@ -16,7 +16,7 @@ SENTENCE = "the disk is gone."
 # Once a phase has failed, the run may take so long to end on a busy machine; alone it takes less than one second.
 SECONDS = 20.0
 # Few enough for the normal suite: with workers, on one rank; and where ranks differ.
-FAST = {("read", 2, 1), ("step", 2, 1), ("event", 2, 1), ("read", 2, 2)}
+FAST = {("read", 2, 1), ("event", 2, 1), ("read", 2, 2)}
 
 
 def fail(
@@ -52,9 +52,7 @@ def test_a_failure_in_any_phase_ends_every_process_with_its_sentence(
 
 
 @pytest.mark.parametrize("phase", ["read", pytest.param("event", marks=pytest.mark.slow)])
-def test_a_mistake_of_our_own_beside_workers_is_a_traceback(
-    cli: CommandLine, tmp_path: Path, phase: str
-) -> None:
+def test_a_bug_with_data_workers_is_a_traceback(cli: CommandLine, tmp_path: Path, phase: str) -> None:
     outcome = fail(cli, tmp_path, phase, 2, 1, sentence=None)
     assert outcome.code == 1 and "RuntimeError: our own mistake" in outcome.err
 
@@ -73,10 +71,10 @@ def _shared_memory() -> set[str]:
         ),
     ],
 )
-def test_a_signal_beside_workers_leaves_nothing_behind(
+def test_a_signal_with_data_workers_leaves_nothing_behind(
     cli: CommandLine, tmp_path: Path, number: signal.Signals, ranks: int
 ) -> None:
-    """Neither processes (which `cli` looks for) nor shared memory nor a lock: the same command goes on."""
+    """No processes (which `cli` checks), shared memory or lock: the same command resumes."""
     command = (*STREAMED, "data.num_workers=2", *[TWO_RANKS] * (ranks - 1))
     fault = ("at_step", 4, int(number))
     before = _shared_memory()

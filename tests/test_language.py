@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import torch
 from growlab.lab.data import TextData
 from growlab.lab.networks import CausalTransformer
 from tests.command_line import CommandLine
-from tests.runs import Left, table
+from tests.runs import Left, Whole, resumed_from, table
 
-SIGKILL = int(signal.SIGKILL)
 # 5 steps an epoch, and normalisations that are weighted in 9 of the last stage's 10 steps.
 TEXT = ("data.context=8", "data.limit_characters=1200", "data.batch_size=32")
 SIZES = {"num_layers": 1, "width": 16, "num_heads": 2, "head_dim": 8, "rotary_dim": 2, "hidden": 20}
@@ -25,41 +23,25 @@ GPT = (
 DROPOUT = (*GPT, "model.dropout=0.2", "ema.decay=0.9")
 
 
-def test_killed_in_the_middle_of_epochs_and_of_annealing(
-    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+def test_resumed_in_the_middle_of_an_epoch_and_of_annealing(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
-    command = (*DROPOUT, "hydra.run.dir=run", "checkpoint.every_n_steps=1")
-    for number, step in enumerate((3, 8, 12)):
-        outcome = cli(
-            *command, *["ckpt_path=last"] * (number > 0), cwd=tmp_path, fault=("at_step", step, SIGKILL)
-        )
-        assert outcome.code == -SIGKILL, outcome.err
-        saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    run = whole(*DROPOUT)
+    for step in (3, 8, 12):
+        saved = torch.load(run.checkpoints[step], weights_only=True)
         state = saved["growlab"]["grower"]["growth"]
         # As the next step sees it; the event was behind the fifth.
-        progress = max(0, saved["global_step"] - 5) / 9
+        progress = max(0, step - 5) / 9
         assert (state["norm_progress"], bool(state["norm_weights"])) == (pytest.approx(progress), step > 5)
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    outcome = resumed_from(cli, tmp_path, DROPOUT, run.checkpoints[8])
     assert outcome.code == 0, outcome.err
-    left = Left.by(tmp_path / "run")
-    assert left.differences(uninterrupted(*DROPOUT)) == []
-    (event,) = left.growth["events"]
+    assert Left.by(tmp_path / "run").differences(run.left) == []
+    (event,) = run.left.growth["events"]
     assert event["weighted_norms"] == ["blocks.0.norm1", "blocks.0.norm2", "norm"]
     assert event["parity_error_train"] < 1e-5
 
 
-def test_a_run_does_not_go_on_with_another_text(cli: CommandLine, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("to grow is to keep what was learned\n" * 40)
-    command = (*GPT, "data.path=text.txt", "hydra.run.dir=run", "checkpoint.every_n_steps=1")
-    assert cli(*command, cwd=tmp_path, fault=("at_step", 3, SIGKILL)).code == -SIGKILL
-    text.write_text(text.read_text().replace("learned", "leanred"))
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
-    assert outcome.code == 2 and "Traceback" not in outcome.err
-    assert "the text is not the one that the checkpoint was trained on" in outcome.err
-
-
-def test_results_are_told_in_bits_and_the_network_is_an_ordinary_one(
+def test_results_are_in_bits_and_the_network_is_an_ordinary_one(
     cli: CommandLine, uninterrupted: Callable[..., Left]
 ) -> None:
     left = uninterrupted(*DROPOUT)

@@ -1,4 +1,4 @@
-"""Experiments and parts in a folder of the user's own: found by every process, and by each command that is told."""
+"""Experiments and parts in a folder or package of the user, found by every process and by printed commands."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ import pytest
 from growlab.lab.cli.app import _with_more
 from growlab.lab.training.configuration import register_schemas
 from growlab.lab.training.resuming import resume_override
-from tests.command_line import CommandLine
+from tests.command_line import PLAN, CommandLine
 from tests.parts_here import needs
 from tests.runs import MLP
 
@@ -36,77 +36,59 @@ def own(tmp_path: Path) -> Path:
     return folder.parent
 
 
-def saved(cli: CommandLine, options: tuple[str, ...], folder: Path) -> str:
-    """The command to go on with of a run that is asked to end."""
-    fault = ("at_step", 7, int(signal.SIGTERM))
-    outcome = cli(*options, *MLP, "experiment=yours", cwd=folder, fault=fault)
-    assert outcome.code == 0, outcome.err
-    return outcome.err.splitlines()[-1].split("resume with: growlab ")[1]
-
-
 def results(folder: Path) -> dict:
     (path,) = folder.glob("runs/*/*/results.json")
     return json.loads(path.read_text())
 
 
 @BOTH
-def test_the_command_to_go_on_with_finds_the_experiment(
+def test_printed_commands_and_last_find_the_experiment(
     options: tuple[str, ...], cli: CommandLine, own: Path, tmp_path: Path
 ) -> None:
-    told = saved(cli, options, tmp_path)
-    assert cli(*shlex.split(told), cwd=tmp_path).code == 0
-    assert results(tmp_path)["experiment"] == "yours_with_mlp8"
-
-
-@pytest.mark.parametrize("behind", [False, True])
-@BOTH
-def test_last_finds_the_run(
-    options: tuple[str, ...], behind: bool, cli: CommandLine, own: Path, tmp_path: Path
-) -> None:
-    saved(cli, options, tmp_path)
-    overrides = (*MLP, "experiment=yours", "ckpt_path=last")
-    if behind and not options[0].startswith("--"):
-        overrides, options = (*options, *overrides), ()
-    arguments = (*overrides, *options) if behind else (*options, *overrides)
-    outcome = cli(*arguments, cwd=tmp_path)
+    command = (*options, *MLP, "experiment=yours")
+    outcome = cli(*command, cwd=tmp_path, fault=("at_step", 7, int(signal.SIGTERM)))
     assert outcome.code == 0, outcome.err
-    assert results(tmp_path)["experiment"] == "yours_with_mlp8"
+    printed = shlex.split(outcome.err.splitlines()[-1].split("resume with: growlab ")[1])
+    outcome = cli(*printed, cwd=tmp_path, fault=("at_step", 13, int(signal.SIGTERM)))
+    assert outcome.code == 0, outcome.err
+    # Options may stand behind the overrides.
+    outcome = cli(*MLP, "experiment=yours", "ckpt_path=last", *options, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert results(tmp_path)["experiment"] == "yours_with_mlp3"
 
 
-@BOTH
 def test_processes_find_the_experiment_and_so_does_the_command_in_the_results(
-    options: tuple[str, ...], cli: CommandLine, own: Path, tmp_path: Path
+    cli: CommandLine, own: Path, tmp_path: Path
 ) -> None:
-    outcome = cli(*options, *MLP, "experiment=mine", "trainer=ddp_cpu", cwd=tmp_path)
+    command = (*OPTIONS["config-dir"], *MLP, "experiment=mine", "schedule.epochs=[1,1]")
+    outcome = cli(*command, "schedule.widths=[0.5,1]", "trainer=ddp_cpu", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     row = results(tmp_path)
-    assert (row["experiment"], row["world_size"]) == ("mine_with_mlp8", 2)
+    assert (row["experiment"], row["world_size"]) == ("mine_with_mlp3", 2)
     words = shlex.split(row["command"].partition("growlab")[2])
     composed = cli(*words, "--cfg", "job", cwd=tmp_path)
-    assert composed.code == 0 and "_target_: growlab.lab.networks.mlp8" in composed.out, composed.err
+    assert composed.code == 0 and "_target_: tests.runs.mlp3" in composed.out, composed.err
 
 
 @needs("depth")
-@BOTH
-@pytest.mark.parametrize("name", ["wrong", "behind"])
-def test_a_part_that_an_experiment_asks_for_in_vain_is_told(
-    name: str, options: tuple[str, ...], cli: CommandLine, own: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("arguments", "planned"),
+    [
+        ((*OPTIONS["config-dir"], "experiment=behind"), False),
+        ((*OPTIONS["searchpath"], "experiment=wrong"), False),
+        (("experiment=wrong", "schedule.budget=2", *OPTIONS["config-dir"]), True),
+    ],
+    ids=["config_dir", "searchpath", "plan"],
+)
+def test_a_part_that_does_not_exist_is_refused(
+    arguments: tuple[str, ...], planned: bool, cli: CommandLine, own: Path, tmp_path: Path
 ) -> None:
-    outcome = cli(*options, f"experiment={name}", cwd=tmp_path)
-    assert outcome.code == 2 and outcome.out == ""
-    assert "there is no parts 'depht'" in outcome.err
+    outcome = cli(*arguments, cwd=tmp_path, environment={PLAN: "1"} if planned else None)
+    assert outcome.code == 2 and "there is no parts 'depht'" in outcome.err
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))
 
 
-@needs("depth")
-def test_a_plan_takes_options_behind_its_settings(cli: CommandLine, own: Path, tmp_path: Path) -> None:
-    program = "import sys; from growlab.lab.planner.__main__ import main; sys.exit(main())"
-    arguments = ("experiment=wrong", "schedule.budget=2", "--config-dir", str(own))
-    outcome = cli(*arguments, cwd=tmp_path, program=program)
-    assert outcome.code == 2 and "there is no parts 'depht'" in outcome.err
-
-
-def test_both_ways_beside_each_other(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_together(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "it's, [another]" / "experiment"
     other.mkdir(parents=True)
     (other / "theirs.yaml").write_text("# @package _global_\ndefaults: [mine]\n")
@@ -129,13 +111,13 @@ def test_both_ways_beside_each_other(own: Path, tmp_path: Path, monkeypatch: pyt
         ("g", "", "g M"),
     ],
 )
-def test_more_overrides_stand_beside_the_others(argv: str, overrides: str, expected: str) -> None:
+def test_more_overrides_stand_next_to_the_others(argv: str, overrides: str, expected: str) -> None:
     assert _with_more(argv.split(), overrides.split(), ["M"]) == expected.split()
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with configurations of its own: a part, and experiments with it and with a part that is not there."""
+    """A package with a part, and experiments with it and with a part that does not exist."""
     conf = tmp_path / "mine" / "conf"
     for group in ("parts", "experiment"):
         (conf / group).mkdir(parents=True)
@@ -159,32 +141,33 @@ def package(tmp_path: Path) -> Path:
 IN_PACKAGE = "hydra.searchpath=[pkg://mine.conf]"
 
 
-@pytest.mark.parametrize("with_init", [True, False])
 def test_parts_and_experiments_of_a_package_are_found(
-    with_init: bool, cli: CommandLine, package: Path, tmp_path: Path
+    cli: CommandLine, package: Path, tmp_path: Path
 ) -> None:
-    if with_init:
-        (package / "__init__.py").touch()
-    outcome = cli(IN_PACKAGE, *MLP, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)
+    """With and without an `__init__.py` next to the configurations."""
+    short = ("schedule.epochs=[1,1]", "schedule.widths=[0.5,1]")
+    outcome = cli(IN_PACKAGE, *MLP, *short, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     row = results(tmp_path)
-    assert row["experiment"] == "counting_with_mlp8" and IN_PACKAGE in row["command"]
+    assert row["experiment"] == "counting_with_mlp3" and IN_PACKAGE in row["command"]
     (path,) = tmp_path.glob("runs/*/*/growth.json")
     counted = [event["counted_steps"] for event in json.loads(path.read_text())["events"]]
     assert counted and all(steps > 0 and steps % 3 == 0 for steps in counted)
+    (package / "__init__.py").touch()
+    composed = cli(IN_PACKAGE, "experiment=counting", "--cfg", "job", cwd=tmp_path)
+    assert composed.code == 0 and "_target_: mine.counting.Counted" in composed.out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        ((IN_PACKAGE, "parts=[cuonted]"), "there is no parts 'cuonted'"),
         ((IN_PACKAGE, "experiment=miscounting"), "there is no parts 'cuonted'"),
         (("hydra.searchpath=[pkg://mine.cnf]", "experiment=counting"), "there is no experiment 'counting'"),
     ],
 )
-def test_what_a_package_has_not_is_told(
-    arguments: tuple[str, ...], told: str, cli: CommandLine, package: Path, tmp_path: Path
+def test_names_that_a_package_lacks_are_refused(
+    arguments: tuple[str, ...], message: str, cli: CommandLine, package: Path, tmp_path: Path
 ) -> None:
     outcome = cli(*arguments, *MLP, cwd=tmp_path)
-    assert outcome.code == 2 and told in outcome.err, outcome.err
+    assert outcome.code == 2 and message in outcome.err, outcome.err
     assert not list(tmp_path.glob("runs/*/*/config.yaml"))

@@ -1,27 +1,31 @@
-"""A run that was killed and goes on equals one that was never interrupted, bit for bit."""
+"""A run that was killed, stopped or damaged at any moment and resumed equals an uninterrupted one, bit for bit."""
 
-import json
 import random
+import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from growlab.base.errors import UserError
-from growlab.lab.training.checkpoints import read_header
+from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable_checkpoint
 from growlab.lab.training.resuming import resume_override
+from growlab.lab.training.saving import SavePolicy
 from tests.command_line import CommandLine
-from tests.runs import MLP, SMALL, Left, table
+from tests.runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, resumed_from, struck, whole_run
 
-SIGKILL = int(signal.SIGKILL)
-RESNET = (
-    *(*SMALL, "model.width=4", "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true"),
+SIGKILL, SIGTERM, SIGINT, SIGUSR1 = map(int, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+BATCHES = (
+    *(*SMALL, "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true"),
     *("schedule.learning_rate.clock=cost", "schedule.learning_rate.shape=wsd"),
     "schedule.learning_rate.rewarm_steps=2",
 )
+RESNET = (*BATCHES, "model.width=4")
 ADAM = (
     *(*MLP, "growth=net2net", "lr_adapt=none", "optimizer=adamw", "optimizer_state=zero_new"),
     "trainer.precision=64-true",
@@ -63,58 +67,168 @@ HYPERFAN = (
 CHUNKS = (*HYPERFAN, "growth.sharing=chunk", "growth.hidden_features=[4]")
 
 
+DROPOUT = (*SMALL, "model=custom", "model._target_=tests.runs.dropout_mlp", "growth=net2net")
+STREAMED = (*DROPOUT, "data.in_memory=false", "data.num_workers=1", "trainer.precision=bf16-mixed")
+TWO_RANKS = (*MLP, "trainer=ddp_cpu")
+
+
+def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path) -> None:
+    """A run that saves itself at the ends of epochs alone; `tests.chaos` kills one that does at every step."""
+    faults = [
+        # Before the first checkpoint, and before the first growth event.
+        ("at_step", 2, SIGKILL),
+        ("before_growth", 1, SIGKILL),
+        # The epoch's rows are written, its checkpoint is not; the checkpoint is there, the epoch has not ended.
+        ("at_checkpoint", 2, "before", SIGKILL),
+        ("at_checkpoint", 1, "after", SIGKILL),
+        ("before_growth", 2, SIGKILL),
+        ("at_step", NUM_STEPS, SIGKILL),
+    ]
+    left = struck(cli, tmp_path, MLP, faults)
+    assert left.differences(uninterrupted(*MLP)) == []
+    assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "behind"),
+    [
+        *(((*BATCHES, *SMOOTH), 0), (ON_DEMAND, 0), (INCREMENTAL, 0), (ISOTROPIC, 0)),
+        *((ADAM, 1), (ACCUMULATED, 1), (DEEPENED, 1), (FIREFLY, 1), (BY_STEPS, 1), (DROPOUT, 1)),
+    ],
+    ids=lambda value: "before" if value == 0 else "behind" if value == 1 else "",
+)
+def test_every_kind_of_run_resumes(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path, arguments: tuple[str, ...], behind: int
+) -> None:
+    """With the first growth event still to come, or one step behind it, in the middle of an epoch."""
+    run = whole(*arguments)
+    first, second, *_ = (event["step"] for event in run.left.growth["events"])
+    assert first + behind < second
+    outcome = resumed_from(cli, tmp_path, arguments, run.checkpoints[first + behind])
+    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    assert Left.by(tmp_path / "run").differences(run.left) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [MLP, STREAMED, ACCUMULATED], ids=["mlp", "streamed", "accumulated"])
+def test_killed_at_every_step(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    steps = range(1, uninterrupted(*arguments).checkpoint["global_step"] + 1)
+    left = struck(cli, tmp_path, (*arguments, STEPWISE), [("at_step", step, SIGKILL) for step in steps])
+    assert left.differences(uninterrupted(*arguments)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_many_checkpoints_of_a_longer_run_resume(cli: CommandLine, tmp_path: Path, ranks: int) -> None:
+    """From the end of every epoch, both sides of every stage boundary and twenty other of 72 steps."""
+    command = (
+        *("data.limit_train=96", "data.limit_test=20", "data.batch_size=8", "model=mlp8", "model.width=12"),
+        *(
+            "model.batch_norm=true",
+            "schedule.epochs=[2,2,2]",
+            "schedule.widths=[0.5,0.75,1]",
+            "ema.decay=0.9",
+        ),
+        *("data.validation=none", "log_rates_every_n_steps=1000"),
+        *(["trainer=ddp_cpu", f"trainer.devices={ranks}"] if ranks > 1 else []),
+    )
+    run = whole_run(cli, *command)
+    chosen = {*range(12, 73, 12), 24, 25, 48, 49}
+    chosen |= set(random.Random(0).sample(sorted({*range(1, 72)} - chosen), 20))
+    assert len(run.left.growth["events"]) == 2 and len(chosen) == 6 + 2 + 20
+    differences = {}
+    for step in sorted(chosen):
+        outcome = resumed_from(cli, tmp_path, command, run.checkpoints[step])
+        assert outcome.code == 0, (step, outcome.err)
+        if found := Left.by(tmp_path / "run").differences(run.left):
+            differences[step] = found
+        shutil.rmtree(tmp_path / "run")
+    assert differences == {}
+
+
+# Signals --------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("arguments", "faults"),
     [
-        # Any moment: before the first checkpoint, in the middle of stages, at the last step.
-        *((MLP, [("at_step", step, SIGKILL)]) for step in sorted(random.Random(0).sample(range(1, 19), 3))),
-        (RESNET, [("before_growth", 1, SIGKILL)]),
-        (MLP, [("before_growth", 2, SIGKILL)]),
-        # The epoch's rows are written, its checkpoint is not.
-        (MLP, [("at_checkpoint", 4, "before", SIGKILL)]),
-        # The checkpoint is there, the epoch has not ended.
-        (MLP, [("at_checkpoint", 2, "after", SIGKILL)]),
-        (MLP, [("at_checkpoint", 6, "after", SIGKILL)]),
-        # Twice, the second time at the event that the first resumption had to catch up with.
-        (MLP, [("before_growth", 1, SIGKILL), ("before_growth", 1, SIGKILL), ("at_step", 14, SIGKILL)]),
-        (ADAM, [("before_growth", 1, SIGKILL), ("at_step", 11, SIGKILL)]),
-        (ACCUMULATED, [("before_growth", 1, SIGKILL), ("at_step", 7, SIGKILL)]),
-        (INCREMENTAL, [("before_growth", 1, SIGKILL), ("at_checkpoint", 4, "after", SIGKILL)]),
-        (ON_DEMAND, [("before_growth", 1, SIGKILL), ("at_checkpoint", 4, "after", SIGKILL)]),
-        (DEEPENED, [("before_growth", 2, SIGKILL), ("at_step", 14, SIGKILL)]),
-        (FIREFLY, [("before_growth", 1, SIGKILL), ("at_step", 11, SIGKILL)]),
-        (ISOTROPIC, [("before_growth", 2, SIGKILL), ("at_step", 11, SIGKILL)]),
-        (BY_STEPS, [("at_step", 7, SIGKILL), ("before_growth", 4, SIGKILL)]),
+        (
+            MLP,
+            [
+                (("at_step", 4, SIGTERM), 4),
+                (("at_validation", 3, 0, SIGTERM), 12),
+                (("at_step", 14, SIGINT), 14),
+            ],
+        ),
+        pytest.param(
+            (*MLP, "data.eval_batch_size=4"),
+            # The last step of an epoch and of a stage: the epoch's end and validation follow first.
+            [
+                (("at_step", 5, SIGUSR1), 5),
+                (("at_step", 6, SIGTERM), 6),
+                (("at_validation", 3, 1, SIGTERM), 12),
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=lambda value: (
-        "-".join("_".join(map(str, fault)) for fault in value) if isinstance(value, list) else ""
-    ),
+    ids=["inside", "boundaries"],
 )
-def test_killed_and_resumed_equals_uninterrupted(
+def test_a_signal_saves_at_once_and_prints_the_command_that_resumes(
     cli: CommandLine,
     uninterrupted: Callable[..., Left],
     tmp_path: Path,
     arguments: tuple[str, ...],
-    faults: list[tuple[object, ...]],
+    faults: list[tuple[tuple[Any, ...], int]],
 ) -> None:
-    command = (*arguments, "hydra.run.dir=run")
-    for number, fault in enumerate(faults):
-        outcome = cli(*command, *["ckpt_path=last"] * (number > 0), cwd=tmp_path, fault=fault)
-        assert outcome.code == -SIGKILL, outcome.err
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    """The printed command finds the run from any folder, as `ckpt_path=last` does from the run's own."""
+    place = tmp_path / "odd (copy), v2={x}"
+    place.mkdir()
+    command = (*arguments, "checkpoint.signals=[SIGTERM,SIGUSR1]")
+    printed, where = list(command), place
+    for number, (fault, step) in enumerate(faults):
+        if number == 2:
+            printed, where = [*command, "ckpt_path=last"], place
+        outcome = cli(*printed, cwd=where, fault=fault)
+        assert outcome.code == (130 if fault[-1] == SIGINT else 0) and "Traceback" not in outcome.err
+        line = outcome.err.splitlines()[-1]
+        name = signal.Signals(fault[-1]).name
+        assert line.startswith(f"{name}: saved after step {step}; resume with: growlab ")
+        (run,) = (place / "runs").glob("*/*")
+        assert not (run / "results.json").exists()
+        assert torch.load(run / "checkpoints" / LAST, weights_only=True)["global_step"] == step
+        printed, where = shlex.split(line.split("resume with: growlab ")[1]), tmp_path
+    outcome = cli(*printed, cwd=where)
     assert outcome.code == 0, outcome.err
-    left, whole = Left.by(tmp_path / "run"), uninterrupted(*arguments)
-    assert left.differences(whole) == []
-    # The comparison sees something: rows of every epoch, and weights that have moved since the first stage.
-    assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3", "4", "5"]
-    assert len(left.growth["events"]) >= 2
-    assert "Traceback" not in outcome.err and "Warning" not in outcome.err
+    assert list((place / "runs").glob("*/*")) == [run] and not (tmp_path / "runs").exists()
+    # Runs that start within a second have different names.
+    assert re.fullmatch(r"[\d-]{10}_[\d-]{8}_\d{6}", run.name)
+    assert Left.by(run).differences(uninterrupted(*arguments)) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"every_n_steps": 0}, "checkpoint.every_n_steps=0 must be at least 1"),
+        ({"every_minutes": -1.0}, "checkpoint.every_minutes=-1.0 must be positive"),
+        ({"signals": ["SIGKILL"]}, "SIGKILL is no signal that a run can wait for"),
+        ({"signals": ["TERM"]}, "TERM is no signal that a run can wait for"),
+    ],
+)
+def test_impossible_policies_are_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        SavePolicy(**setting)
+
+
+# Which run, and from which folder -------------------------------------------------------------------------
 
 
 def test_a_job_of_a_sweep_that_was_killed_resumes(
     cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
 ) -> None:
-    """The same command as before, without `ckpt_path`; a job of other settings starts from the beginning."""
+    """The same command again, without `ckpt_path`; a job of other settings starts from the beginning."""
     sweep = ("-m", *MLP, "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "seed=0,1")
     assert cli(*sweep, cwd=tmp_path, fault=("at_step", 14, SIGKILL)).code == -SIGKILL
     job = tmp_path / "sweep" / "0"
@@ -123,93 +237,84 @@ def test_a_job_of_a_sweep_that_was_killed_resumes(
     again = cli(*sweep, cwd=tmp_path)
     assert again.code == 0, again.err
     assert again.out.count("resuming from") == 1 and "sweep/0/checkpoints" in again.out
+    # The second job of a process is the same as a run in a process of its own.
     for seed in (0, 1):
-        whole = uninterrupted(*MLP, f"seed={seed}")
+        whole = uninterrupted(*MLP, *[f"seed={seed}"] * seed)
         assert Left.by(tmp_path / "sweep" / str(seed)).differences(whole) == []
-    changed = cli(*(*sweep[:-1], "seed=0", "hydra.sweep.dir=other", "optimizer.lr=0.025"), cwd=tmp_path)
-    assert changed.code == 0, changed.err
-    assert "resuming" not in changed.out
+    other = (*sweep[:-1], "seed=0", "hydra.sweep.dir=other", "optimizer.lr=0.025")
+    changed = cli(*other, cwd=tmp_path, fault=("at_step", 1, SIGKILL))
+    assert changed.code == -SIGKILL and "resuming" not in changed.out
     assert "starting from the beginning: " in changed.err
     assert "other/0 was interrupted with optimizer.lr=" in changed.err
 
 
-def test_a_finished_run_is_not_trained_again(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_trained_again(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
+) -> None:
     """Killed after the last checkpoint, before results: they are made from the checkpoint."""
-    command = (*MLP, "hydra.run.dir=run")
-    assert cli(*command, cwd=tmp_path).code == 0
-    before = Left.by(tmp_path / "run")
-    told = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))["command"]
+    run = whole(*MLP)
+    shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run" / "results.json").unlink()
     (tmp_path / "run" / "model.pt").unlink()
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
+    outcome = cli(*MLP, STEPWISE, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     assert "stage" not in outcome.err
-    assert Left.by(tmp_path / "run").differences(before) == []
-    # The command that makes the run, not the one that went on with it.
-    again = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))["command"]
-    assert again == told and "ckpt_path" not in told
+    again = Whole(tmp_path / "run", outcome.out, outcome.err)
+    assert again.left.differences(run.left) == []
+    # The command that makes the run, not the one that resumed it.
+    assert again.results["command"].split() == [
+        word for word in run.results["command"].split() if "ckpt_path" not in word
+    ]
 
 
-def test_last_is_the_newest_run_of_the_experiment(cli: CommandLine, tmp_path: Path) -> None:
-    """Without a folder, `ckpt_path=last` finds the run and goes on in its folder."""
-    assert cli(*MLP, cwd=tmp_path, fault=("at_step", 4, SIGKILL)).code == -SIGKILL
-    (run,) = (tmp_path / "runs").glob("*/*")
-    outcome = cli(*MLP, "ckpt_path=last", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert list((tmp_path / "runs").glob("*/*")) == [run]
-    assert [row["epoch"] for row in table(run / "metrics.csv")] == ["0", "1", "2", "3", "4", "5"]
-    outcome = cli(*MLP, "ckpt_path=last", "experiment=resnet20_cifar10", cwd=tmp_path)
-    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-    assert "holds no earlier run of this experiment" in outcome.err
-
-
-def test_a_sweep_goes_on_in_the_folder_that_it_is_given() -> None:
+def test_a_sweep_resumes_in_the_folder_that_it_is_given() -> None:
     command = ["seed=0,1", "ckpt_path=last"]
     with pytest.raises(UserError, match=r"add hydra\.sweep\.dir=FOLDER"):
         resume_override(command, multirun=True)
     assert resume_override([*command, "hydra.sweep.dir=sweep"], multirun=True) is None
 
 
-def test_a_checkpoint_goes_on_in_another_folder_with_another_place_for_the_data(
-    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+def test_a_checkpoint_resumes_in_another_folder_with_the_data_in_another_place(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
-    assert cli(*MLP, "hydra.run.dir=a", cwd=tmp_path, fault=("at_step", 8, SIGKILL)).code == -SIGKILL
-    arguments = ("ckpt_path=a/checkpoints/last.ckpt", "data.in_memory=false", "data.eval_batch_size=7")
-    outcome = cli(*MLP, "hydra.run.dir=b", *arguments, cwd=tmp_path)
+    run = whole(*MLP)
+    more = (f"ckpt_path={run.checkpoints[8]}", "data.in_memory=false", "data.eval_batch_size=7")
+    outcome = cli(*MLP, "hydra.run.dir=b", *more, cwd=tmp_path)
     assert outcome.code == 0, outcome.err
-    left, whole = Left.by(tmp_path / "b"), uninterrupted(*MLP)
-    assert set(left.differences(whole)) <= {"metrics", "results"}, "only sums over other batches may differ"
+    differences = Left.by(tmp_path / "b").differences(run.left)
+    assert set(differences) <= {"metrics", "results"}, "only sums over other batches may differ"
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("model.width=16", "model.width=12, not 16"),
-        ("model=resnet20", "model._target_=growlab.lab.networks.mlp8, not growlab.lab.networks.resnet20"),
-        ("growth=net2net", "growth._target_=growlab.growth.VarianceTransfer, not growlab.growth.Net2Net"),
-        ("optimizer.lr=0.5", "optimizer.lr=0.1, not 0.5"),
-        ("seed=3", "seed=0, not 3"),
-        ("schedule.epochs=[2,2,3]", "schedule.epochs=[2, 2, 2], not [2, 2, 3]"),
-    ],
-)
-def test_a_checkpoint_of_other_settings_is_refused(
-    cli: CommandLine, checkpoint: Path, change: str, told: str
+@pytest.mark.slow
+def test_a_run_resumes_on_another_number_of_ranks(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
-    arguments = [a for a in MLP if not (change == "model=resnet20" and a.startswith("model"))]
-    outcome = cli(*arguments, change, f"ckpt_path={checkpoint}", cwd=checkpoint.parent)
+    """Batches are global ones, so only float sums differ, if batch normalisation sees whole batches."""
+    run = whole(*MLP)
+    outcome = resumed_from(cli, tmp_path, TWO_RANKS, run.checkpoints[5])
+    assert outcome.code == 2 and "statistics over 1/2 of each batch, not 1/1" in outcome.err, outcome.err
+    command = (*TWO_RANKS, "trainer.sync_batchnorm=true", "hydra.run.dir=run", "ckpt_path=last")
+    outcome = cli(*command, cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    for row, wanted in zip(Left.by(tmp_path / "run").metrics, run.left.metrics, strict=True):
+        assert float(row["train_loss"]) == pytest.approx(float(wanted["train_loss"]), rel=1e-3)
+        assert row["step"] == wanted["step"]
+
+
+# Checkpoints that cannot be resumed from ------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_other_settings_is_refused(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
+) -> None:
+    changes = ("model.width=16", "optimizer.lr=0.5", "seed=3", "schedule.epochs=[2,2,3]")
+    outcome = cli(*MLP, *changes, f"ckpt_path={whole(*MLP).checkpoints[4]}", cwd=tmp_path)
     assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1), outcome.err
-    assert told in outcome.err
-
-
-@pytest.fixture(scope="module")
-def checkpoint(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    assert cli(*MLP, "hydra.run.dir=run", cwd=folder, fault=("at_step", 4, SIGKILL)).code == -SIGKILL
-    return folder / "run" / "checkpoints" / "last.ckpt"
+    assert "model.width=12, not 16; optimizer.lr=0.1, not 0.5 and 2 more: " in outcome.err
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda path, good: None, "is not a file"),
         (lambda path, good: path.mkdir(), "is not a file"),
@@ -229,30 +334,90 @@ def checkpoint(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Pa
     ],
     ids=["missing", "folder", "text", "torn", "weights", "list"],
 )
-def test_what_is_no_checkpoint_is_told(
-    cli: CommandLine, checkpoint: Path, tmp_path: Path, make: Callable[[Path, bytes], object], told: str
+def test_other_files_are_refused(
+    whole: Callable[..., Whole], tmp_path: Path, make: Callable[[Path, bytes], object], message: str
 ) -> None:
     path = tmp_path / "given.ckpt"
-    make(path, checkpoint.read_bytes())
-    outcome = cli(*MLP, f"ckpt_path={path}", cwd=tmp_path)
-    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1), outcome.err
-    assert f"ckpt_path={path} {told}" in outcome.err
+    make(path, whole(*MLP).checkpoints[4].read_bytes())
+    with pytest.raises(UserError, match=re.escape(f"ckpt_path={path} {message}")):
+        read_header(path)
+
+
+def test_a_checkpoint_without_a_part_that_resuming_needs_is_refused(
+    whole: Callable[..., Whole], tmp_path: Path
+) -> None:
+    checkpoint = whole(*MLP).checkpoints[4]
+    assert read_header(checkpoint)
+    needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks")
+    for without in (*needed, "pytorch-lightning_version"):
+        for emptied in (False, True):
+            content = torch.load(checkpoint, weights_only=True)
+            value = content.pop(without)
+            if emptied:
+                content[without] = type(value)()
+            torch.save(content, tmp_path / "given.ckpt")
+            message = f"is a checkpoint without {without}, which a run needs to go on"
+            with pytest.raises(UserError, match=message):
+                read_header(tmp_path / "given.ckpt")
+
+
+@pytest.fixture
+def two_checkpoints(whole: Callable[..., Whole], tmp_path: Path) -> Path:
+    """The checkpoints of a run that was killed after its ninth step."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    for step, name in ((8, PREVIOUS), (9, LAST)):
+        shutil.copy(whole(*MLP).checkpoints[step], folder / name)
+    return folder
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change one bit of one number: the file is whole, and torch loads it without a warning."""
+    content = bytearray(path.read_bytes())
+    name, weight = next(iter(torch.load(path, weights_only=True)["state_dict"].items()))
+    content[content.index(weight.numpy().tobytes()) + 2] ^= 1
+    path.write_bytes(content)
+    assert not torch.equal(torch.load(path, weights_only=True)["state_dict"][name], weight)
+
+
+def test_a_damaged_checkpoint_is_recognised_and_the_one_before_it_used(
+    cli: CommandLine, uninterrupted: Callable[..., Left], two_checkpoints: Path, tmp_path: Path
+) -> None:
+    flip_a_bit(two_checkpoints / LAST)
+    outcome = cli(*MLP, STEPWISE, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
+    assert outcome.code == 0 and "is damaged (" in outcome.err, outcome.err
+    assert Left.by(tmp_path / "run").differences(uninterrupted(*MLP)) == []
+    # Nothing is left but the two newest.
+    assert sorted(path.name for path in two_checkpoints.iterdir()) == [LAST, PREVIOUS]
+
+
+def test_the_newest_whole_checkpoint_is_found(two_checkpoints: Path) -> None:
+    run, last, previous = two_checkpoints.parent, two_checkpoints / LAST, two_checkpoints / PREVIOUS
+    whole = last.read_bytes()
+    assert usable_checkpoint(run) == (last, None)
+    last.write_bytes(whole[: len(whole) // 2])
+    found, warning = usable_checkpoint(run)
+    assert found == previous and "is damaged (" in warning
+    last.unlink()
+    assert usable_checkpoint(run) == (previous, None)
+    last.write_bytes(b"nothing")
+    previous.write_bytes(b"nothing")
+    with pytest.raises(UserError, match=f"no checkpoint can be read .*{LAST}.*{PREVIOUS}"):
+        usable_checkpoint(run)
 
 
 @pytest.mark.parametrize(
-    "without",
-    ["state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "pytorch-lightning_version"],
+    ("limit", "code"),
+    [(20_000, 0), pytest.param(8_000, 2, marks=pytest.mark.slow)],
+    ids=["checkpoints", "results"],
 )
-@pytest.mark.parametrize("emptied", [False, True])
-def test_a_checkpoint_that_lacks_what_a_run_goes_on_from_is_told(
-    checkpoint: Path, tmp_path: Path, without: str, emptied: bool
-) -> None:
-    content = torch.load(checkpoint, weights_only=True)
-    if emptied:
-        content[without] = [] if isinstance(content[without], list) else {}
-    else:
-        del content[without]
-    torch.save(content, tmp_path / "given.ckpt")
-    with pytest.raises(UserError, match=f"is a checkpoint without {without}, which a run needs to go on"):
-        read_header(tmp_path / "given.ckpt")
-    assert read_header(checkpoint)
+def test_training_continues_on_a_full_disk(cli: CommandLine, tmp_path: Path, limit: int, code: int) -> None:
+    """From the second epoch on no checkpoint can be written, then no result either: the first one survives."""
+    outcome = cli(*MLP, "hydra.run.dir=run", cwd=tmp_path, fault=("full_disk", 1, limit))
+    assert outcome.code == code and "Traceback" not in outcome.err, outcome.err
+    assert outcome.err.count("warning: no checkpoint at step") == 5 and "epoch 5/5" in outcome.err
+    assert code == 0 or "File too large" in outcome.err.splitlines()[-1]
+    assert (tmp_path / "run" / "results.json").exists() == (code == 0)
+    folder = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == [LAST]
+    assert torch.load(folder / LAST, weights_only=True)["epoch"] == 0

@@ -1,4 +1,4 @@
-"""Runs that begin with a file: its weights, the state of its optimizer, and files that are of something else."""
+"""Runs that start from a file: its weights, its optimizer's state, and files of other optimizers."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from growlab import optim
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
 from growlab.lab.data import ImageData
-from growlab.lab.networks import mlp8
+from growlab.lab.networks import mlp5, mlp8
 from growlab.lab.training.warm_start import continuing, start_from
 from growlab.optim import named_state
 from tests.command_line import CommandLine
@@ -51,7 +51,7 @@ def test_a_first_stage_begins_with_the_weights_and_the_optimizer_of_a_file(tmp_p
 
 
 @pytest.mark.parametrize("optimizer", ["none", "foreign", "other"])
-def test_without_state_of_the_same_optimizer_it_begins_anew(
+def test_state_of_another_optimizer_is_left_out(
     optimizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = make(0), make(1)
@@ -73,34 +73,24 @@ def test_without_state_of_the_same_optimizer_it_begins_anew(
 
 
 def test_a_run_takes_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: Path) -> None:
-    """Beginning with a run's own last weights and momentum is not what a resumed run does: that has its checkpoint."""
-    options = ("model=mlp5", "model.width=16", "data.limit_train=200", "data.limit_test=50", "growth=none")
-    options += (
-        "lr_adapt=none",
-        "schedule=exponential",
-        "schedule.total_epochs=2",
-        "trainer=cpu",
-        "data.validation=none",
+    """A resumed run has its checkpoint; the file may be gone by then."""
+    options = (
+        *("model=mlp5", "model.width=8", "data.limit_train=60", "data.limit_test=20", "growth=none"),
+        *("lr_adapt=none", "schedule=exponential", "schedule.total_epochs=2", "data.validation=none"),
     )
-    first = cli(*options, "hydra.run.dir=first", cwd=tmp_path)
-    assert first.code == 0, first.err
-    weights = torch.load(tmp_path / "first" / "model.pt", weights_only=True)
-    trained = [name for name in weights if "num" not in name and "running" not in name]
-    momentum = {name: {"momentum_buffer": torch.ones_like(weights[name])} for name in trained}
+    torch.manual_seed(1)
+    weights = mlp5((1, 8, 8), 10, width=8).state_dict()
+    momentum = {name: {"momentum_buffer": torch.ones_like(weight)} for name, weight in weights.items()}
     ends = {}
     for name, optimizer in {
         "without": None,
         "with": {"class": "growlab.optim.sgd.SGD", "state": momentum},
-        "adam": {"class": "growlab.optim.adam.Adam", "state": momentum},
     }.items():
         torch.save({"state_dict": weights, "optimizer": optimizer}, tmp_path / f"{name}.pt")
         run = cli(*options, f"start_from={name}.pt", f"hydra.run.dir={name}", cwd=tmp_path)
         assert run.code == 0, run.err
-        assert ("left aside" in run.out) == (name == "adam"), run.out
         ends[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
-    assert all(torch.equal(tensor, ends["without"][key]) for key, tensor in ends["adam"].items())
     assert any(not torch.equal(tensor, ends["without"][key]) for key, tensor in ends["with"].items())
-    # The file may be gone by the time that a run is resumed.
     (tmp_path / "with.pt").unlink()
     again = cli(*options, "start_from=with.pt", "hydra.run.dir=with", "ckpt_path=last", cwd=tmp_path)
     assert again.code == 0, again.err

@@ -7,9 +7,8 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
-from growlab.lab.networks import mlp8
 from growlab.lab.training.fresh_statistics import FreshStatistics, fresh_statistics
-from tests.runs import MLP
+from tests.runs import MLP, mlp3
 
 
 class Centred(nn.Module):
@@ -114,7 +113,7 @@ def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_sa
     # Two batches of the last epoch, as they were augmented, give the statistics that the trained network keeps ...
     data = ImageData("digits", limit_train=96, limit_test=40, batch_size=32, shift=1, validation="split")
     data.setup()
-    network = mlp8(data.image_shape, data.num_classes, width=12, batch_norm=True)
+    network = mlp3(data.image_shape, data.num_classes, width=12, batch_norm=True)
     network.load_state_dict(fresh.weights)
     first = next(m for m in network.modules() if isinstance(m, nn.BatchNorm1d))
     seen = []
