@@ -13,7 +13,7 @@ _NAMED = {
     "classes": (),
     "depth": ("depth.", "=grown_", "llama_text", "plan.use=[fewer_blocks]"),
     "hypernets": ("=hyperfan",),
-    "isotropic": ("=isotropic",),
+    "isotropic": ("=isotropic", "isotropic.", "gain_weights."),
     "osgd": ("osgd.", "=table14"),
     "resolution": ("resolution.",),
 }

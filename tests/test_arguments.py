@@ -108,7 +108,7 @@ def test_what_is_no_argument_is_told(make: Callable[[], Any], told: str) -> None
         ),
         ("GainWeights", {"decay": "x"}, "decay must be a finite number, not 'x'"),
         ("GainWeights", {"decay": float("inf")}, "decay must be a finite number, not inf"),
-        ("Depth", {"start": "x"}, "start must be zero or identity or stack or gstack, not 'x'"),
+        ("Depth", {"start": "x"}, "start must be zero, identity, stack or gstack, not 'x'"),
         ("Hyperfan", {"output_multiplier": "x"}, "output_multiplier must be True or False, not 'x'"),
         ("Hyperfan", {"embedding_features": 1.5}, "embedding_features must be an integer, not 1.5"),
         ("Hyperfan", {"chunk_channels": 0}, "chunk_channels must be at least 1, not 0"),

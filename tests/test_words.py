@@ -48,7 +48,7 @@ FEATURES = {
         },
     ),
     "depth": Feature(
-        r"\bDepth\b|parts.depth import|depth\.(blocks|start)|STARTS|\bAbsent\b",
+        r"\bDepth\b|parts.depth import|depth\.(blocks|start)|STARTS|\bSkippedBlock\b",
         ("parts/depth",),
         {
             **EXPORTS,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
@@ -36,8 +35,8 @@ class Classes(WidthPart):
 
     def __init__(self, order: Sequence[int], counts: Callable[[int], Sequence[int]]) -> None:
         classes = list(order) if isinstance(order, Sequence) else []
-        numbers = bool(classes) and all(isinstance(one, Integral) for one in classes)
-        if not numbers or sorted(classes) != [*range(len(classes))]:
+        whole = all(isinstance(one, Integral) for one in classes)
+        if not classes or not whole or sorted(classes) != [*range(len(classes))]:
             raise UserError(f"order must name every class from 0 on once, such as [2, 0, 1], not {order!r}.")
         if not callable(counts):
             raise UserError(f"counts must be a function of the number of stages, not {counts!r}.")
@@ -67,11 +66,7 @@ class Classes(WidthPart):
             return {}
         counts, number = list(self._counts(num_stages)), len(self._order)
         whole = all(isinstance(one, Integral) and 1 <= one <= number for one in counts)
-        if (
-            len(counts) != num_stages
-            or not whole
-            or any(after < before for before, after in pairwise(counts))
-        ):
+        if len(counts) != num_stages or not whole or sorted(counts) != counts:
             raise UserError(
                 f"counts({num_stages}) must give {num_stages} ascending numbers of classes from 1 to {number}, not "
                 f"{counts}."
@@ -115,10 +110,6 @@ def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
 
     Growth methods do not change its width: a new class is not a copy or a twin of another. `open_classes` widens it.
 
-    Args:
-        graph: width graph of a network at full width.
-        num_classes: number of its outputs.
-
     Returns:
         The graph with the group, or None if the outputs are not the plain rows of a single layer.
     """
@@ -127,9 +118,8 @@ def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
         return None
     (head,) = heads
     rows = graph.axes[head.weight][0]
-    if head.depthwise or head.transposed or head.offset or head.emitters or rows.groups:
-        return None
-    if rows.length({}) != num_classes:
+    special = head.depthwise or head.transposed or head.offset or head.emitters or rows.groups
+    if special or rows.length({}) != num_classes:
         return None
     opened = Axis((Part(CLASSES),), "out")
     names = [head.weight, *([] if head.bias is None else [head.bias])]
@@ -142,15 +132,8 @@ def open_classes(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Add rows to the output layer for new classes, drawn as the method draws its weights; biases are zero.
 
-    **Preserves** the outputs of previous classes exactly.
-
-    Args:
-        model: the network; changed in place.
-        graph: width graph with the group of classes.
-        method: growth method; `method.new_weights` draws the rows.
-        state: growth state, which is updated; the rows' birth stage is its stage.
-        count: number of classes from now on.
-        seed: the run's seed.
+    **Preserves** the outputs of previous classes exactly. The network is changed in place, and the state updated to
+    `count` classes; its stage is the rows' birth stage.
 
     Returns:
         Old and new tensors by name, for `growlab.optim.follow`.
@@ -174,12 +157,7 @@ def open_classes(
 def sort_classes(model: nn.Module, graph: WidthGraph, order: Sequence[int]) -> None:
     """Sort the output layer's rows from the order of arrival into that of the labels, in place.
 
-    Row multipliers of the forward are folded into the weights first.
-
-    Args:
-        model: the network, with all classes.
-        graph: width graph with the group of classes.
-        order: class of each row.
+    Row multipliers of the forward are folded into the weights first. `order` has the class of each row.
     """
     fold_multipliers(model)
     tensors = tensors_of(model, graph)

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import sum_over_ranks
+from growlab.base.settings import one_of
 from growlab.grower.cost import forward_flops
 from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork, Widths
@@ -52,11 +53,7 @@ class Orthogonalised:
         self._square: Tensor | None = None
 
     def remember(self, gradients: Mapping[str, Tensor]) -> None:
-        """Store the mean gradient G.
-
-        Args:
-            gradients: gradients by parameter name; missing ones count as zero.
-        """
+        """Store the mean gradient G by parameter name; missing ones count as zero."""
         self.gradients, self._square = {name: g.detach().clone() for name, g in gradients.items()}, None
 
     def follow(
@@ -68,14 +65,9 @@ class Orthogonalised:
     ) -> None:
         """Carry G through a growth event: zero at new entries, and rotated with the basis of channels.
 
-        Args:
-            graph: the network's width graph.
-            widths_before: width of each group before the growth event.
-            widths_after: width of each group after it.
-            carry: the event's rule for gradients, used only if it rotates bases.
+        Of the event's rule for gradients only rotations of bases are used.
         """
-        turned = carry is not None and bool(carry.bases)
-        rule = carry if carry is not None and turned else Carry()
+        rule = carry if carry is not None and carry.bases else Carry()
         self.gradients = {
             name: rule.carried(g, name, graph, widths_before, widths_after) if name in graph.axes else g
             for name, g in self.gradients.items()
@@ -83,11 +75,7 @@ class Orthogonalised:
         self._square = None
 
     def project(self, strength: float) -> None:
-        """Subtract `strength` times the component along G from the gradients, in place.
-
-        Args:
-            strength: lambda, from 0 (no change) to 1 (orthogonal to G).
-        """
+        """Subtract `strength` (lambda) times the component along G from the gradients, in place."""
         if strength == 0 or not self.gradients:
             return
         pairs = []
@@ -139,40 +127,38 @@ class OldGradient(Part):
     name = "osgd"
 
     def __init__(self, anneal: Literal["stage", "run"] = "stage") -> None:
-        if anneal not in ("stage", "run"):
-            raise UserError(f"anneal must be stage or run, not {anneal!r}.")
+        with as_user_errors():
+            one_of(("stage", "run"), anneal=anneal)
         self._anneal: str = str(anneal)
         self._known: Orthogonalised | None = None
-        self._saved: Mapping[str, Any] | None = None
 
     def check(self, grower: GrowingNetwork) -> None:
         """Check that stages' ends are known, for annealing, and that previous data can be iterated again."""
-        if self._anneal == "stage" and grower.training.steps and grower.trigger.stage_end(grower) is None:
+        steps, batches = grower.training.steps, grower.training.epoch_batches
+        if self._anneal == "stage" and steps and grower.trigger.stage_end(grower) is None:
             raise UserError(
                 "anneal='stage' needs stages whose ends, or the latest ones, are known before; set anneal='run'."
             )
-        if grower.training.epoch_batches is not None and not grower.training.steps:
+        if batches is not None and not steps:
             raise UserError(
                 "old gradients need the number of steps in every epoch, to fall to 0 by their end: give provide "
                 "steps=[...]."
             )
-        if grower.training.steps and grower.training.epoch_batches is None:
+        if steps and batches is None:
             raise UserError(
                 "old gradients need data whose epochs can be gone through again; leave OldGradient out."
             )
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Start without a stored gradient, or with that of a loaded checkpoint."""
+        """Start without a stored gradient."""
         self._known = Orthogonalised(grower.network)
-        if self._saved is not None:
-            self._known.load_state_dict(self._saved)
 
     def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
         """Measure and store the gradient on the data of the stage that ends; its passes count as cost."""
         assert self._known is not None
         if grower.training.epoch_batches is None:
             raise UserError(
-                "osgd looks at the data of the stage that ends: give epoch_batches to Grower.provide."
+                "osgd measures on the data of the stage that ends: give epoch_batches to Grower.provide."
             )
         stage = grower.state.stage + 1
         # An order and augmentation that differ from every training epoch's.
@@ -206,12 +192,7 @@ class OldGradient(Part):
 
 
 def strength(grower: GrowingNetwork, anneal: str) -> float:
-    """Return the strength of the projection at the next step: lambda of Eq. 21.
-
-    Args:
-        grower: the grower, at step `grower.clock.step` of `grower.training.steps`.
-        anneal: see `OldGradient`.
-    """
+    """Return the strength of the projection at the next step: lambda of Eq. 21; see `OldGradient`."""
     if not grower.events:
         return 0.0
     ends = list(accumulate(grower.training.steps))
@@ -228,12 +209,8 @@ def mean_gradients(
 ) -> tuple[dict[str, Tensor], int]:
     """Compute the gradient of the mean loss over batches, in train mode and the parameters' precision.
 
-    Statistics of normalisations are restored, and no optimizer steps.
-
-    Args:
-        grower: the grower, with the network before it grows.
-        batches: this process's batches.
-        pass_number: seeds dropout, together with the batch's number and the process.
+    Statistics of normalisations are restored, and no optimizer steps. `pass_number` seeds dropout, together with the
+    batch's number and the process, whose batches these are.
 
     Returns:
         Gradients by parameter name, and the number of samples over all processes.

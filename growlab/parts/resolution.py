@@ -157,12 +157,7 @@ class Resolution(Part):
 
 @dataclass(frozen=True)
 class Cut:
-    """Sizes of a batch before and after resizing.
-
-    Attributes:
-        before: original size, (H, W) of images or (T,) of sequences.
-        after: new size.
-    """
+    """Sizes of a batch before and after resizing: (H, W) of images or (T,) of sequences."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -189,10 +184,8 @@ class Cut:
 class Resizer:
     """A forward pre-hook that resizes a network's inputs in training mode while gradients are recorded.
 
-    Passes without gradients (evaluation, probes, statistics of batch normalisation) use full inputs.
-
-    Attributes:
-        size: pixels of the shorter side, or tokens.
+    Passes without gradients (evaluation, probes, statistics of batch normalisation) use full inputs. `size` is in
+    pixels of the shorter side, or tokens.
     """
 
     def __init__(self, size: int) -> None:
@@ -214,11 +207,7 @@ class Resizer:
 def resized(
     inputs: tuple[Any, ...], named: dict[str, Any], size: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Cut | None]:
-    """Resize the images or sequences among a forward's inputs; also return the `Cut`, or None if not larger.
-
-    Raises:
-        UserError: they are neither images nor sequences.
-    """
+    """Resize the images or sequences among a forward's inputs; also return the `Cut`, or None if not larger."""
     cut = _cut_of([value for value in (*inputs, *named.values()) if isinstance(value, Tensor)], size)
     if cut is None:
         return inputs, named, None
@@ -234,11 +223,7 @@ def resized_inputs(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 
 def size_of(inputs: Iterable[Any]) -> int:
-    """Return the size of a network's inputs: pixels of the shorter side of images, or tokens of sequences.
-
-    Raises:
-        UserError: they are neither.
-    """
+    """Return the size of a network's inputs: pixels of the shorter side of images, or tokens of sequences."""
     # At size 1, any larger input is cut.
     cut = _cut_of([x for x in inputs if isinstance(x, Tensor)], 1)
     return 1 if cut is None else min(cut.before)

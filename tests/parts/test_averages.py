@@ -1,23 +1,23 @@
 """An average of the weights that grows with the network."""
 
-from pathlib import Path
+import copy
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from omegaconf import OmegaConf
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.base.errors import UserError
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.lab.networks import resnet20
+from growlab.lab.training.user_callbacks import user_callbacks
 from growlab.parts import Averages
-from growlab.widths import tensors_of, trace
-from tests.command_line import CommandLine
-from tests.runs import MLP, Left, kept_run, resumed_from, table
-
-STEPWISE = "checkpoint.every_n_steps=1"
+from growlab.widths import WidthGraph, tensors_of, trace
+from tests.test_grower import PROBE, Loop, mlp, normed
 
 METHODS = {
     "net2net": Net2Net(noise_std=1e-3),
@@ -27,10 +27,20 @@ METHODS = {
 }
 
 
-def network_at(seed: int, method, graph, widths) -> tuple[nn.Module, GrowthState]:
+@cache
+def traced() -> tuple[Tensor, WidthGraph, dict[str, int]]:
+    """A probe batch, the graph of the full network, and half its widths."""
+    torch.manual_seed(0)
+    probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    graph = trace(resnet20((3, 8, 8), 4, width=8).double(), probe[:2])
+    return probe, graph, {group: max(2, width // 2) for group, width in graph.full_widths.items()}
+
+
+def network_at(seed: int, method: Any) -> tuple[nn.Module, GrowthState]:
+    _, graph, narrow = traced()
     torch.manual_seed(seed)
     network = resnet20((3, 8, 8), 4, width=8).double()
-    state = plant(network, graph, method, widths, seed)
+    state = plant(network, graph, method, narrow, seed)
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
             # Statistics too: as after some training, and different for each seed.
@@ -42,16 +52,9 @@ def network_at(seed: int, method, graph, widths) -> tuple[nn.Module, GrowthState
 @pytest.mark.parametrize("name", METHODS)
 def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
     """In float64; that it computes what it did is checked by `grow` itself."""
-    method = METHODS[name]
-    torch.manual_seed(0)
-    full = resnet20((3, 8, 8), 4, width=8).double()
-    probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
-    graph = trace(full, probe[:2])
-    narrow = {group: max(2, width // 2) for group, width in graph.full_widths.items()}
+    method, (probe, graph, _) = METHODS[name], traced()
     wide = {group: max(4, 3 * width // 4) for group, width in graph.full_widths.items()}
-    early, state = network_at(1, method, graph, narrow)
-    late, _ = network_at(2, method, graph, narrow)
-
+    (early, state), (late, _) = network_at(1, method), network_at(2, method)
     average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
     for network in (early, late):
         average.update_parameters(network)
@@ -59,111 +62,80 @@ def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
     for network in (early, average.module, late):
         before = GrowthState.from_dict(state.as_dict())
         grow(network, graph, method, before, wide, 0, (probe,), leader=leader)
-
     norms = {n for norm in graph.norms for n in (norm.weight, norm.running_var, norm.running_mean)}
-    wanted = {
-        key: 0.25 * tensor + 0.75 * late.state_dict()[key] for key, tensor in early.state_dict().items()
-    }
     for key, tensor in average.module.state_dict().items():
         # Variances scale with the square of what means scale with, and weights of norms with what eps needs.
         if tensor.is_floating_point() and key not in norms:
-            torch.testing.assert_close(tensor, wanted[key], rtol=1e-9, atol=1e-12)
+            wanted = 0.25 * early.state_dict()[key] + 0.75 * late.state_dict()[key]
+            torch.testing.assert_close(tensor, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_scales_of_its_own_would_take_the_average_away_from_the_network() -> None:
-    """The negative case: what a network's own weights decide differs from average to network."""
-    method = METHODS["constraint"]
-    torch.manual_seed(0)
-    full = resnet20((3, 8, 8), 4, width=8).double()
-    probe = torch.randn(8, 3, 8, 8, dtype=torch.float64)
-    graph = trace(full, probe[:2])
-    narrow = {group: max(2, width // 2) for group, width in graph.full_widths.items()}
-    late, state = network_at(2, method, graph, narrow)
-    halved, _ = network_at(2, method, graph, narrow)
-    with torch.no_grad():
-        halved.conv1.weight.mul_(0.5)
-    leader = tensors_of(late, graph)
+def test_scales_computed_from_the_average_would_part_it_from_the_network() -> None:
+    """The negative case: scales that a network's weights decide differ from average to network."""
+    method, (probe, graph, _) = METHODS["constraint"], traced()
+    late, state = network_at(2, method)
+    rows = late.conv1.out_channels
     grown = []
-    for follows in (None, leader):
-        copy, _ = network_at(2, method, graph, narrow)
-        copy.load_state_dict(halved.state_dict())
+    for leader in (None, tensors_of(late, graph)):
+        halved = copy.deepcopy(late)
+        with torch.no_grad():
+            halved.conv1.weight.mul_(0.5)
         own = GrowthState.from_dict(state.as_dict())
-        grow(copy, graph, method, own, graph.full_widths, 0, (probe,), leader=follows)
-        grown.append(copy.conv1.weight[: narrow_rows(late)])
+        grow(halved, graph, method, own, graph.full_widths, 0, (probe,), leader=leader)
+        grown.append(halved.conv1.weight[:rows])
     grow(late, graph, method, state, graph.full_widths, 0, (probe,))
-    rows = late.conv1.weight[: len(grown[0])]
-    torch.testing.assert_close(grown[1], 0.5 * rows)
-    assert not torch.allclose(grown[0], 0.5 * rows)
+    torch.testing.assert_close(grown[1], 0.5 * late.conv1.weight[:rows])
+    assert not torch.allclose(grown[0], 0.5 * late.conv1.weight[:rows])
 
 
-def narrow_rows(network: nn.Module) -> int:
-    return network.conv1.out_channels
+def test_averages_grow_along_as_a_part_or_as_the_users_module() -> None:
+    average = Averages(decay=0.7)
+    loop = Loop(parts=[average])
+    own = AveragedModel(loop.network, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)
+    loop.grower.follow(own)
+    loop.optimizer.register_step_post_hook(lambda *_: own.update_parameters(loop.network))
+    loop.train()
+    for name, tensor in own.module.state_dict().items():
+        assert torch.equal(average.module.state_dict()[name], tensor), name
+    assert all(e["ema_parity_error_eval"] < 1e-5 for e in loop.grower.events)
+    outputs = average.module.eval()(PROBE)
+    loop.grower.finish()
+    plain = mlp().eval()
+    plain.load_state_dict(average.module.state_dict())
+    assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
 
 
-def test_an_average_changes_nothing_else_and_goes_on_from_a_checkpoint(
-    cli: CommandLine, uninterrupted, tmp_path: Path
-) -> None:
-    """With a decay of nearly nothing it is the network itself, through every growth event."""
-    _, kept = kept_run(cli, tmp_path, command := (*MLP, "growth.noise_std=0", "ema.decay=1e-9", STEPWISE))
-    outcome = resumed_from(cli, tmp_path, command, kept[8])
-    assert outcome.code == 0, outcome.err
-    left, plain = Left.by(tmp_path / "run"), uninterrupted(*MLP, "growth.noise_std=0")
-    assert all(torch.equal(left.weights[key], tensor) for key, tensor in plain.weights.items())
-    average = torch.load(tmp_path / "run" / "model_ema.pt", weights_only=True)
-    assert average.keys() == plain.weights.keys()
-    for key, tensor in plain.weights.items():
-        if tensor.is_floating_point():
-            torch.testing.assert_close(average[key], tensor)
-    for row in table(tmp_path / "run" / "metrics.csv"):
-        assert float(row["val_ema_loss"]) == pytest.approx(float(row["val_loss"]), rel=1e-4)
-    assert left.results["test_ema_loss"] == pytest.approx(left.results["test_loss"], rel=1e-4)
-    assert all(event["ema_parity_error_eval"] < 1e-4 for event in left.growth["events"])
+def test_averages_resume() -> None:
+    def loop() -> Loop:
+        return Loop(network=normed, parts=[Averages(decay=0.7)])
+
+    def average(loop: Loop) -> list[object]:
+        return [t.tolist() for t in loop.grower.parts[0].module.state_dict().values()]
+
+    whole = average(loop().train())
+    for killed in (2, 3, 4, 9):
+        assert average(loop().resume(loop().train(killed).saved()).train()) == whole
 
 
-def test_an_average_resumes_bit_for_bit(cli: CommandLine, tmp_path: Path) -> None:
-    whole, kept = kept_run(cli, tmp_path, command := (*MLP, "ema.decay=0.9", STEPWISE))
-    assert resumed_from(cli, tmp_path, command, kept[8]).code == 0
-    assert Left.by(tmp_path / "run").differences(whole) == []
+def test_an_average_changes_nothing_else() -> None:
+    plain, averaged = Loop().train(), Loop(parts=[Averages(decay=0.7)]).train()
+    for name, tensor in plain.network.state_dict().items():
+        assert torch.equal(averaged.network.state_dict()[name], tensor), name
 
 
-def test_the_average_of_two_ranks_is_that_of_one(cli: CommandLine, tmp_path: Path) -> None:
-    """With statistics over all images, in float64; ranks are compared, the average too, by the run itself."""
-    arguments = (*MLP, "ema.decay=0.9", "trainer.precision=64-true")
-    ranks = ("trainer=ddp_cpu", "trainer.sync_batchnorm=true")
-    for name, more in (("one", ()), ("two", ranks)):
-        outcome = cli(*arguments, *more, f"hydra.run.dir={name}", cwd=tmp_path)
-        assert outcome.code == 0, outcome.err
-    one, two = (torch.load(tmp_path / name / "model_ema.pt", weights_only=True) for name in ("one", "two"))
-    for key, tensor in one.items():
-        torch.testing.assert_close(two[key], tensor, rtol=1e-7, atol=1e-9)
-    weights = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
-    assert not any(torch.equal(two[key], tensor) for key, tensor in weights.items() if tensor.dim() > 1)
-
-
-def test_an_average_that_drifts_on_one_rank_is_noticed(cli: CommandLine, tmp_path: Path) -> None:
-    command = (*MLP, "ema.decay=0.9", "trainer=ddp_cpu", "hydra.run.dir=run")
-    outcome = cli(*command, cwd=tmp_path, fault=("on_rank", 1, "drift", "average", 2))
-    assert outcome.code == 2, outcome.err
-    told = [
-        line for line in outcome.err.splitlines() if line.startswith("error: ranks hold different values")
-    ]
-    assert len(told) == 1 and "classifier.weight of ema" in told[0]
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, 2.0, None, "x"])
+@pytest.mark.parametrize("decay", [0.0, 1.0, None, "x"])
 def test_impossible_decays_are_refused(decay: Any) -> None:
     with pytest.raises(UserError, match=r"^decay must lie between 0 and 1"):
         Averages(decay)
 
 
-@pytest.mark.parametrize(
-    "callback", ["StochasticWeightAveraging, swa_lrs: 0.1", "EMAWeightAveraging"], ids=["swa", "ema"]
-)
-def test_averages_that_do_not_grow_are_refused(cli: CommandLine, tmp_path: Path, callback: str) -> None:
-    given = f"+trainer.callbacks=[{{_target_: lightning.pytorch.callbacks.{callback}}}]"
-    outcome = cli(*MLP, given, "hydra.run.dir=run", cwd=tmp_path)
-    assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome.err
-    assert "does not grow with the network; use ema.decay=0.999 instead" in outcome.err
+@pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_averages_that_do_not_grow_are_refused(callback: str) -> None:
+    given = {"_target_": f"lightning.pytorch.callbacks.{callback}"}
+    if callback.startswith("Stochastic"):
+        given["swa_lrs"] = 0.1
+    with pytest.raises(UserError, match="does not grow with the network"):
+        user_callbacks(OmegaConf.create({"trainer": {"callbacks": [given]}}))
 
 
 def test_buffers_that_are_not_saved_take_on_the_networks_precision_too() -> None:

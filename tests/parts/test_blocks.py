@@ -28,7 +28,7 @@ def resnet(num_blocks: int = 3) -> CifarResNet:
 
 
 class Residual(nn.Module):
-    """What a Transformer's layer is without attention: a norm, two layers, and the input beside them."""
+    """A Transformer layer without attention: a norm and two layers around which the input is passed on."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def step(
     return receipt
 
 
-@pytest.mark.parametrize("method", [PairGrowth(), Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()], ids=lambda m: m.name)
 def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
     network = resnet()
     graph = trace(network, IMAGES)
@@ -91,7 +91,7 @@ def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
     assert all(p.grad.abs().max() > 0 for p in network.parameters())
 
 
-@pytest.mark.parametrize("method", [PairGrowth(), Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
 def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
     """While a layer is left out, what it reads and what it would put out are the same channels."""
     torch.manual_seed(0)
@@ -172,18 +172,17 @@ def test_a_block_that_changes_the_outputs_is_taken_out_again(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("blocks", "start", "told"),
+    ("blocks", "start", "message"),
     [
         (["layers.0.7"], "zero", r"names layers\.0\.7, but the network has no layers\.0\.7"),
         (["layers.0:0"], "zero", "no such modules"),
         (["layers.1.0"], "zero", "cannot be|changes the number|does not run"),
         (["classifier"], "zero", "does not run without|cannot be"),
-        (["layers.0.1"], "one", "start must be zero"),
     ],
 )
-def test_what_cannot_be_left_out_is_told(blocks: list[str], start: str, told: str) -> None:
+def test_blocks_that_cannot_be_left_out_are_refused(blocks: list[str], start: str, message: str) -> None:
     network = resnet()
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         Blocks(network, trace(network, IMAGES), blocks, start, (IMAGES,))
 
 
@@ -196,7 +195,7 @@ def wide_first() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "x", "block", "start", "told"),
+    ("make", "x", "block", "start", "message"),
     [
         (
             resnet,
@@ -216,13 +215,15 @@ def wide_first() -> nn.Module:
         ),
     ],
 )
-def test_a_start_that_does_not_fit_is_told(make: Any, x: Tensor, block: str, start: str, told: str) -> None:
+def test_a_start_that_does_not_fit_is_refused(
+    make: Any, x: Tensor, block: str, start: str, message: str
+) -> None:
     network = make()
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         Blocks(network, trace(network, x), [block], start, (x,))
 
 
-def test_a_block_without_one_to_copy_is_told_when_it_comes_in() -> None:
+def test_a_block_without_one_to_copy_is_refused_when_it_comes_in() -> None:
     network = resnet()
     depth = Blocks(network, trace(network, IMAGES), ["layers.0.2"], "stack", (IMAGES,))
     depth.leave_out(network)
@@ -240,13 +241,13 @@ def test_blocks_come_evenly() -> None:
     assert len(depth.present_at(1.0)) == 6
 
 
-def test_a_trigger_has_to_know_how_far_growth_is() -> None:
+def test_blocks_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
     run = SimpleNamespace(trigger=ByMethod(), seed_widths=trace(resnet(), IMAGES).full_widths)
     with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
         Depth().check(run)
 
 
-def test_blocks_whose_weights_are_computed_from_others_are_told() -> None:
+def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:
     network = nn.Sequential(nn.Linear(20, 8), *(Residual(8) for _ in range(3)), nn.Linear(8, 3)).double()
     nn.utils.parametrizations.weight_norm(network[2].up)
     with pytest.raises(UserError, match=r"no functions of others, which those of 2\.up are"):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.grower import Grower
+from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.lab.networks.mlp import MLP
-from growlab.parts.classes import CLASSES, open_classes, sort_classes, with_classes
+from growlab.parts.classes import CLASSES, Classes, open_classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
 
 METHODS = [PairGrowth(), Net2Net(), VarianceTransfer(noise_std=0.0)]
@@ -40,6 +42,37 @@ def test_old_logits_stay_and_new_rows_are_drawn(method) -> None:
     assert 0.5 * expected < rows.std() < 1.7 * expected
     assert state.widths[CLASSES] == 7 and state.births[CLASSES] == [0, 0, 0, 1, 1, 1, 1]
     assert {name for name, (_, new) in replaced.items() if new.shape[0] == 7} == set(replaced)
+
+
+@pytest.mark.parametrize("method", [GradMax(steps=1), Net2Net()], ids=lambda m: m.name)
+def test_methods_that_see_data_or_copies_meet_classes_that_come(method) -> None:
+    """Net2Net says where every channel's optimizer state comes from, also that of the classes that it saw."""
+
+    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.Generator().manual_seed(step)
+        return torch.randn(8, 20, generator=source), torch.randint(4, (8,), generator=source)
+
+    torch.manual_seed(0)
+    network, order = MLP(20, [12, 8], 10, batch_norm=True), torch.randperm(10).tolist()
+    part = Classes(order, lambda stages: [4, 7, 10][:stages])
+    trigger = {0: 0.5, 1: 0.75, 2: 1.0}
+    grower = Grower(network, batch(0)[0], method=method, trigger=trigger, parts=[part])
+    grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    optimizer = torch.optim.AdamW(network.parameters(), 0.01)
+    grower.follow(optimizer, state="inherit")
+    for step in range(6):
+        grower.step(epoch=step // 2)
+        x, y = batch(step)
+        optimizer.zero_grad()
+        # Labels of the classes that have arrived, as the network's rows.
+        F.cross_entropy(network(x), grower.targets(torch.tensor(order)[y])).backward()
+        optimizer.step()
+    events = grower.events
+    assert [event["widths_after"]["classes"] for event in events] == [7, 10]
+    assert all(event["parity_error_eval"] <= event["parity_tolerance_eval"] for event in events)
+    x = batch(9)[0]
+    before = network.eval()(x)
+    assert torch.allclose(grower.finish().eval()(x)[:, order], before, rtol=1e-5, atol=1e-6)
 
 
 def test_the_same_seed_gives_the_same_rows() -> None:

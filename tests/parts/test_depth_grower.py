@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.grower.triggers import At
+from growlab.grower.triggers import At, Budget, OnDemand
 from growlab.growth import (
     FireFly,
     GradMax,
@@ -25,19 +26,11 @@ from growlab.growth import (
     VarianceTransfer,
     make_schedule,
 )
-from growlab.parts import Averages, Depth, Part
+from growlab.lab.networks.resnet import CifarResNet
+from growlab.parts import Averages, Depth, OldGradient, Part
 from growlab.widths import UnsupportedOperation
 from tests.command_line import ROOT
-from tests.test_grower import (
-    EPOCHS,
-    OPTIMIZERS,
-    PROBE,
-    STAGES,
-    STEPS,
-    Loop,
-    batch,
-    two_groups,
-)
+from tests.test_grower import EPOCHS, OPTIMIZERS, PROBE, STAGES, STEPS, Loop, batch, two_groups
 
 PAGE = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "schedules.md").read_text(encoding="utf-8")
 
@@ -68,6 +61,7 @@ def adam(network: nn.Module) -> torch.optim.Optimizer:
 ALONE = {0: 1.0, 1: 1.0, 3: 1.0}
 BY_STEPS = At({0: 0.5, 4: 0.75, 7: 1.0}, unit="step")
 SCHEDULE = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
+BUDGET = OnDemand(Budget(90), SCHEDULE, EPOCHS)
 # What of a run differs from the default: optimizer, network, and settings of the grower.
 RUNS: dict[str, dict[str, Any]] = {
     "regions and rates": {"make": OPTIMIZERS["growlab"]},
@@ -78,8 +72,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "depth alone": {"make": adam, "trigger": ALONE},
     "at steps": {"make": adam, "trigger": BY_STEPS},
     "a schedule": {"make": OPTIMIZERS["momentum"], "trigger": SCHEDULE, "method": Net2Net()},
-    "averages": {"make": adam, "average": True},
-    "named, in another order": {"make": adam, "parts": {"blocks": ["3", "2"]}},
+    "averages, old gradients, named in another order": {
+        **{"make": adam, "parts": {"blocks": ["3", "2"]}},
+        "more": lambda: [Averages(0.9), OldGradient("stage")],
+    },
+    "copies in a budget, old gradients": {
+        **{"make": adam, "parts": {"start": "stack", "state": "copy"}, "method": PairGrowth()},
+        **{"trigger": BUDGET, "more": lambda: [OldGradient("run"), Averages(0.9)]},
+    },
 }
 
 
@@ -88,12 +88,20 @@ def loop(
     network: Any = layer_normed,
     trigger: Any = STAGES,
     parts: dict[str, Any] | None = None,
-    average: bool = False,
+    more: Callable[[], list[Part]] = list,
     **settings: Any,
 ) -> Loop:
-    own: list[Part] = [Depth(**(parts or {})), *([Averages(0.9)] if average else [])]
-    made = Loop(make, network, trigger, parts=own, **settings)
-    made.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    made = Loop(make, network, trigger, parts=[Depth(**(parts or {})), *more()], **settings)
+    batches, samples = [batch(number) for number in range(9)], [8 * STEPS] * EPOCHS
+    of_run = {
+        "steps": [STEPS] * EPOCHS,
+        "epoch_batches": lambda epoch, order: batches[:STEPS],
+        "samples": samples,
+        "flops": lambda widths, fraction: int(sum(widths.values()) * (1 + fraction)),
+        "reference_flops": 2 * sum(made.grower.full_graph.full_widths.values()) * sum(samples),
+    }
+    loss = F.cross_entropy
+    made.grower.provide(lambda number: batches[:number], loss, **(of_run if more is not list else {}))
     return made
 
 
@@ -102,11 +110,15 @@ def blocks_of(run: Loop) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_resumed_at_any_step_it_is_the_uninterrupted_run(name: str) -> None:
+def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(name: str) -> None:
     whole = loop(**RUNS[name])
-    files = [whole.train(killed).saved() for killed in range(2, STEPS * EPOCHS, 3)]
-    files += [whole.train(STEPS * 3 + after).saved() for after in (0, 1)]
+    files = [whole.train(killed).saved() for killed in (2, STEPS * 3 - 1)]
+    # From the second step after a block came in.
+    files.append(whole.train(STEPS * 3 + 1).saved())
+    before = {key: p.detach().clone() for key, p in whole.network.named_parameters()}
     wanted = whole.train().everything()
+    last = [(key, p) for key, p in whole.network.named_parameters() if key.startswith("3.")]
+    assert last and not any(torch.equal(before[key], p) for key, p in last)
     assert (
         sorted(name for names in blocks_of(whole) for name in names) == ["2", "3"]
         and len(blocks_of(whole)) == 2
@@ -118,32 +130,28 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(("network", "optimizer", "grower"))))
-def test_parts_of_a_checkpoint_load_in_any_order(order: tuple[str, ...]) -> None:
-    """An optimizer that comes first waits for the blocks that its state is of."""
-
-    def made() -> Loop:
-        return Loop(OPTIMIZERS["momentum"], layer_normed, parts=[Depth()])
-
-    file = made().train(STEPS + 1).saved()
-    resumed = made().resume(file, (*order, "rate"))
-    assert resumed.train().everything() == made().train().everything()
-
-
 def without_fixed_tensors() -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Linear(6, 8), *(Residual(nn.LayerNorm) for _ in range(3)), nn.LayerNorm(8)]
     return nn.Sequential(*blocks, nn.Linear(8, 3, bias=False))
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(("network", "optimizer", "grower"))))
-def test_a_network_whose_tensors_all_change_their_shapes_resumes_in_any_order(order: tuple[str, ...]) -> None:
-    def made() -> Loop:
-        return Loop(OPTIMIZERS["momentum"], without_fixed_tensors, parts=[Depth()])
+_ORDERS = list(itertools.permutations(("network", "optimizer", "grower")))
 
-    file = made().train(STEPS + 1).saved()
-    resumed = made().resume(file, (*order, "rate"))
-    assert resumed.train().everything() == made().train().everything()
+
+@pytest.mark.parametrize(
+    ("network", "orders"), [(layer_normed, _ORDERS[2:4]), (without_fixed_tensors, _ORDERS)]
+)
+def test_a_checkpoint_loads_in_any_order(network: Any, orders: list[tuple[str, ...]]) -> None:
+    """An optimizer that comes first waits for the blocks that its state is of."""
+
+    def made() -> Loop:
+        return Loop(OPTIMIZERS["momentum"], network, parts=[Depth()])
+
+    file, whole = made().train(STEPS + 1).saved(), made().train().everything()
+    for order in orders:
+        file.seek(0)
+        assert made().resume(file, (*order, "rate")).train().everything() == whole, order
 
 
 @pytest.mark.parametrize("order", [("network", "grower"), ("grower", "network")])
@@ -168,32 +176,26 @@ def test_an_optimizer_that_waits_for_its_network_does_not_step() -> None:
     assert early.train().done == STEPS * EPOCHS
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_everything_learns_from_the_second_step_after_a_block_came_in(name: str) -> None:
-    run = loop(**RUNS[name]).train(STEPS * 3)
-    run.train(STEPS * 3 + 1)
-    before = {key: p.detach().clone() for key, p in run.network.named_parameters()}
-    run.train(STEPS * 3 + 3)
-    assert all(
-        not torch.equal(before[key], p) for key, p in run.network.named_parameters() if key.startswith("3.")
-    )
-
-
 def doubled(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = batch(step)
     return x.double(), y
 
 
 @pytest.mark.parametrize(
-    "method",
+    ("method", "start"),
     [
-        *(PairGrowth(), Net2Net(), VarianceTransfer(), RandomGrowth()),
+        *(
+            (PairGrowth(), "stack"),
+            (Net2Net(), "zero"),
+            (VarianceTransfer(), "stack"),
+            (RandomGrowth(), "zero"),
+        ),
         # Channels under a layer normalisation are not theirs.
-        *(method(fallback="pairs") for method in (GradMax, FireFly, Splitting, Tiny)),
+        *((GradMax(fallback="pairs"), "zero"), (FireFly(fallback="pairs"), "stack")),
+        *((Splitting(fallback="pairs"), "zero"), (Tiny(fallback="pairs"), "stack")),
     ],
-    ids=lambda method: method.name,
+    ids=str,
 )
-@pytest.mark.parametrize("start", ["zero", "stack"])
 def test_blocks_come_in_exactly_while_any_method_widens(method: GrowthMethod, start: str) -> None:
     network = layer_normed().double()
     part = Depth(start=start)
@@ -255,7 +257,7 @@ def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
 
 
 class Tabled(nn.Module):
-    """A residual block with a table of its own beside the stream, which no training changes."""
+    """A residual block with a constant table, which no training changes."""
 
     def __init__(self, index: int, kept: str) -> None:
         super().__init__()
@@ -302,9 +304,14 @@ def trained_with_blocks(network: nn.Module, start: Any, resumed: dict[str, Any] 
     return grower
 
 
-@pytest.mark.parametrize("start", ["zero", "stack", "gstack"])
-@pytest.mark.parametrize("kept", ["plain", "not persistent", "persistent", "frozen"])
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("start", "kept", "resumed"),
+    [
+        (start, kept, (place + index) % 2 == 1)
+        for place, start in enumerate(("zero", "stack", "gstack"))
+        for index, kept in enumerate(("plain", "not persistent", "persistent", "frozen"))
+    ],
+)
 def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resumed: bool) -> None:
     network, fresh, state = tabled(kept), tabled(kept), None
     tables = [block.table.clone() for block in fresh[1:5]]
@@ -345,20 +352,12 @@ def test_a_network_that_keeps_its_widths_need_not_be_traced() -> None:
     assert blocks_of(whole) == [["layers.2"], ["layers.3"]]
     for file in files:
         assert loop(**settings).resume(file).train().everything() == wanted
-    # Names of tensors alone tell which blocks there are.
-    tensors = {
-        name: tensor for name, tensor in loop(**settings).train(STEPS + 1).network.state_dict().items()
-    }
+    # Names of tensors alone determine which blocks there are.
     other = loop(**settings)
-    other.network.load_state_dict(dict(tensors))
+    other.network.load_state_dict(dict(loop(**settings).train(STEPS + 1).network.state_dict()))
     assert set(other.grower.state.blocks) == {"layers.2"}
     with pytest.raises(UnsupportedOperation):
         loop(network=untraceable)
-
-
-def test_the_state_of_copies_must_be_known() -> None:
-    with pytest.raises(UserError, match=r"^state must be zero or copy, not 'half'"):
-        Depth(state="half")  # type: ignore[arg-type]
 
 
 def test_the_guides_example_runs() -> None:
@@ -370,3 +369,19 @@ def test_the_guides_example_runs() -> None:
     assert [one["block"] for one in inserted] == ["2", "3"]
     assert all(one["copied_from"] for one in inserted)
     layer_normed().load_state_dict(names["network"].state_dict())
+
+
+def test_methods_that_see_data_leave_blocks_alone_that_are_yet_to_come() -> None:
+    """A block that comes in with an event is there before the network widens."""
+    torch.manual_seed(0)
+    network = CifarResNet(3, 10, 1, (8,))
+    part, method = Depth(), GradMax(steps=1)
+    x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 10
+    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[part])
+    grower.provide(lambda number: [(x, y)] * number, F.cross_entropy)
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+    groups = [set(event["report"]["groups"]) for event in grower.events]
+    assert "layers.0.1.conv1" in groups[0] and "layers.0.2.conv1" not in groups[0]
+    assert {f"layers.0.{block}.conv1" for block in range(3)} <= groups[1]
+    assert all(event["parity_error_eval"] <= event["parity_tolerance_eval"] for event in grower.events)

@@ -1,5 +1,6 @@
 """Dynamic orthogonalised SGD against Eq. 21 computed apart."""
 
+from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Literal
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.grower import Grower
 from growlab.grower.triggers import Clock, Scheduled, Training
 from growlab.growth import PairGrowth, grow, make_schedule, plant
 from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
@@ -35,7 +35,7 @@ def with_random_gradients(network: nn.Module, seed: int) -> nn.Module:
 
 @cache
 def grown() -> tuple[nn.Module, Orthogonalised, dict[str, Tensor]]:
-    """A network that has grown, what remembers its old gradient, and that gradient padded by hand."""
+    """A network that has grown, its old gradient as carried through growth, and that gradient padded by hand."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     graph = trace(network, torch.randn(2, 5).double())
@@ -101,7 +101,7 @@ def test_nothing_remembered_and_a_zero_gradient_change_nothing() -> None:
         *(("run", step, 1 - (step - 6) / 11) for step in (6, 9, 10, 17)),
     ],
 )
-def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
+def test_the_strength_falls_evenly_from_1_after_an_event_to_0(
     anneal: Literal["stage", "run"], step: int, strength: float
 ) -> None:
     layer = nn.Linear(2, 1, bias=False)
@@ -127,38 +127,23 @@ def test_what_is_taken_out_falls_evenly_from_all_after_an_event_to_nothing(
 
 
 @pytest.mark.parametrize(
-    ("anneal", "end", "batches", "message"),
+    ("anneal", "end", "training", "message"),
     [
-        ("stage", None, list, "anneal='stage' needs stages whose ends"),
-        ("stage", 3, None, "need data whose epochs can be gone through again"),
-        ("run", None, None, "need data whose epochs can be gone through again"),
-        ("stage", 3, list, None),
-        ("run", None, list, None),
+        ("stage", None, {"steps": [3, 3], "epoch_batches": list}, "needs stages whose ends"),
+        ("run", None, {"steps": [3, 3]}, "need data whose epochs can be gone through again"),
+        ("run", None, {"epoch_batches": list}, "the number of steps in every epoch, .* give provide steps="),
+        ("stage", 3, {"steps": [3, 3], "epoch_batches": list}, None),
     ],
 )
-def test_a_run_has_what_the_annealing_needs_or_is_told(anneal, end, batches, message) -> None:
-    run = SimpleNamespace(
-        trigger=SimpleNamespace(stage_end=lambda run: end),
-        training=Training(steps=[3, 3], epoch_batches=batches),
-    )
-    if message is None:
-        OldGradient(anneal).check(run)
-        return
-    with pytest.raises(UserError, match=message):
+def test_annealing_needs_ends_of_stages_steps_and_data(anneal, end, training, message) -> None:
+    trigger = SimpleNamespace(stage_end=lambda run: end)
+    run = SimpleNamespace(trigger=trigger, training=Training(**training))
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
         OldGradient(anneal).check(run)
 
 
-def test_steps_of_the_epochs_have_to_be_told() -> None:
-    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2))
-    trigger, about = {0: 0.5, 1: 1.0}, {"loss": nn.functional.mse_loss}
-    grower = Grower(network, torch.randn(2, 5), method=PairGrowth(), trigger=trigger, parts=[OldGradient()])
-    data = [(torch.randn(4, 5), torch.randn(4, 2))]
-    with pytest.raises(UserError, match=r"the number of steps in every epoch, .* give provide steps="):
-        grower.provide(lambda number: data, epoch_batches=lambda: data, **about)
-
-
-class Looked(nn.Module):
-    """A part that is not used, and one that draws and keeps statistics where it is told to."""
+class PartlyUsed(nn.Module):
+    """A layer that is not used, and others, with draws and statistics if `noisy`."""
 
     def __init__(self, noisy: bool) -> None:
         super().__init__()
@@ -170,21 +155,16 @@ class Looked(nn.Module):
         return self.layers(x)
 
 
-def looking(noisy: bool, **training: object) -> SimpleNamespace:
+def before_growth(noisy: bool, **training: object) -> SimpleNamespace:
     torch.manual_seed(0)
     settings = {"loss": nn.functional.cross_entropy, "weight": None, "seed_draws": None, **training}
-    return SimpleNamespace(network=Looked(noisy).double(), training=SimpleNamespace(**settings))
+    return SimpleNamespace(network=PartlyUsed(noisy).double(), training=SimpleNamespace(**settings))
 
 
 def batches_of(*sizes: int) -> list[tuple[Tensor, Tensor]]:
     source = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(size, 4, generator=source, dtype=torch.float64),
-            torch.randint(3, (size,), generator=source),
-        )
-        for size in sizes
-    ]
+    made = [torch.randn(size, 4, generator=source, dtype=torch.float64) for size in sizes]
+    return [(x, torch.randint(3, (len(x),), generator=source)) for x in made]
 
 
 @pytest.mark.parametrize("classes", [None, torch.tensor([0.1, 2.0, 5.0], dtype=torch.float64)])
@@ -195,7 +175,7 @@ def test_the_mean_over_batches_is_that_of_all_samples_at_once(classes: Tensor | 
         return nn.functional.cross_entropy(output, target, weight=classes)
 
     weight = None if classes is None else lambda output, target: classes[target].sum()
-    run = looking(False, loss=loss, weight=weight)
+    run = before_growth(False, loss=loss, weight=weight)
     run.network.layers[0].bias.requires_grad_(False)
     batches = batches_of(5, 1, 7)
     found, samples = mean_gradients(run, batches)
@@ -209,9 +189,9 @@ def test_the_mean_over_batches_is_that_of_all_samples_at_once(classes: Tensor | 
         )
 
 
-def test_a_look_leaves_no_trace_and_its_passes_draw_differently() -> None:
+def test_measuring_changes_nothing_and_its_passes_draw_differently() -> None:
     calls: list[tuple[int, int]] = []
-    run = looking(True, seed_draws=lambda *place: calls.append(place))
+    run = before_growth(True, seed_draws=lambda *place: calls.append(place))
     run.network.layers[2].eval()
     modes = [module.training for module in run.network.modules()]
     before = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}

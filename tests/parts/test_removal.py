@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,7 @@ from tests.runs import MLP
 
 @dataclass(frozen=True)
 class Files:
-    """What belongs to a part.
-
-    Attributes:
-        code: below growlab/.
-        conf: below conf/; patterns.
-        tests: below tests/; patterns.
-        others: settings of other parts, which then still work.
-    """
+    """Patterns of a part's files below growlab/, conf/ and tests/, and settings of other parts, which still work."""
 
     code: tuple[str, ...]
     conf: tuple[str, ...]
@@ -41,13 +35,13 @@ class Files:
 LISTING = tuple(
     f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits", "words")
 )
-# Tests of features that meet belong to each of them.
-TOGETHER = ("parts/test_combinations.py", "parts/*/test_combinations.py", "parts/test_depth_grower.py")
+# Tests of parts that meet belong to each of them.
+TOGETHER = ("parts/test_depth_grower.py", "parts/hypernets/test_growth.py", "parts/isotropic/test_part.py")
 PARTS = {
     "averages": Files(
         ("parts/averages.py",),
         ("parts/ema.yaml",),
-        ("parts/test_averages*.py", "parts/*/test_averages.py", *TOGETHER),
+        ("parts/test_averages.py", *TOGETHER),
         ("osgd.anneal=run",),
     ),
     "old gradients": Files(
@@ -63,21 +57,10 @@ PARTS = {
     "depth": Files(
         ("parts/depth", "recipes/papers/entries/*_depth.yaml"),
         (
-            "parts/depth.yaml",
-            "method/grown_*.yaml",
-            "method/smaller.yaml",
-            "experiment/*depth.yaml",
-            "experiment/*testbed*.yaml",
-            "experiment/*llama_text.yaml",
-            "experiment/frontier_*.yaml",
+            *("parts/depth.yaml", "method/grown_*.yaml", "method/smaller.yaml", "experiment/*depth.yaml"),
+            *("experiment/*testbed*.yaml", "experiment/*llama_text.yaml", "experiment/frontier_*.yaml"),
         ),
-        (
-            "parts/depth",
-            "parts/test_blocks.py",
-            "parts/test_finding.py",
-            "parts/test_depth_runs.py",
-            *TOGETHER,
-        ),
+        ("parts/test_blocks.py", "parts/test_finding.py", *TOGETHER),
         ("ema.decay=0.9", "osgd.anneal=stage"),
     ),
     "resolution": Files(
@@ -85,7 +68,7 @@ PARTS = {
         ("parts/resolution.yaml", "method/grown_resolution.yaml"),
         ("parts/test_resolution.py",),
     ),
-    "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes*.py", *TOGETHER)),
+    "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes.py",)),
     "isotropic layers": Files(
         ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/entries/3_bird*.yaml"),
         ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),
@@ -93,8 +76,7 @@ PARTS = {
     ),
     "hypernetworks": Files(
         (
-            "parts/hypernets",
-            "recipes/papers/studies/continual_regression*.py",
+            *("parts/hypernets", "recipes/papers/studies/continual_regression*.py"),
             "recipes/papers/entries/2_chang.yaml",
         ),
         ("*/hyperfan*.yaml", "*/hypernet*.yaml", "experiment/*hyperfan.yaml"),
@@ -131,14 +113,8 @@ def called(code: Path, folder: Path, *command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
     # It has imported what the copy lacks.
     environment.pop(SERVER, None)
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    whole = [sys.executable, "-m", *command]
+    done = subprocess.run(whole, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -163,6 +139,7 @@ def noticing(code: Path, files: Files) -> list[str]:
     return found
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Names of what a module imports when it is imported itself."""
     found: set[str] = set()
@@ -192,7 +169,7 @@ def test_tests_that_name_a_part_are_known() -> None:
     skip_unless_whole()
     assert set(LISTING) <= set(noticing(ROOT, PARTS["averages"]))
     assert "tests/test_resume.py" in noticing(ROOT, PARTS["averages"])
-    assert "tests/parts/test_classes_runs.py" in noticing(ROOT, PARTS["old gradients"])
+    assert "tests/parts/test_runs.py" in noticing(ROOT, PARTS["old gradients"])
     assert "tests/optim/test_follow.py" not in noticing(ROOT, PARTS["averages"])
 
 

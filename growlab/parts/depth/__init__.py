@@ -1,6 +1,5 @@
 """Growth in depth: insert blocks while a network trains, without changing its function."""
 
-from growlab.parts.depth.blocks import Blocks
-from growlab.parts.depth.deepening import Depth
+from growlab.parts.depth.blocks import Blocks, Depth
 
 __all__ = ["Blocks", "Depth"]

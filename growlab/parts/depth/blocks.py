@@ -6,27 +6,29 @@ its original place, so in the end the network has its original class, shapes and
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from growlab.base.errors import UserError
-from growlab.growth import constants
+from growlab.base import ranks
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import one_of
+from growlab.grower.part import BlockPart
+from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
+from growlab.growth import GrowthState, constants
 from growlab.growth.constants import with_offset, without_offset
 from growlab.growth.method import Expansion, GrowthMethod
 from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
-from growlab.parts.depth.absent import Absent
-from growlab.parts.depth.draws import alike_draws
-from growlab.parts.depth.finding import Block
-from growlab.parts.depth.search import Chain, Search, twins
-from growlab.parts.depth.starts import COPYING, START_PRESERVES, STARTS, ZEROING, Site
+from growlab.optim.followers import copy_state, order_parameters
+from growlab.parts.depth.finding import Block, SkippedBlock, same_draws
+from growlab.parts.depth.search import Search, describe, same_shaped_before
+from growlab.parts.depth.starts import COPYING, START_PRESERVES, STARTS, ZEROING, Insertion
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
 from growlab.widths.trials import copied
-
-Widths = Mapping[str, int]
 
 
 class Blocks:
@@ -43,7 +45,6 @@ class Blocks:
     Attributes:
         blocks: blocks by name, in the order of insertion.
         constants: constants of the whole network at full width, by name, see `growlab.growth.constants`.
-        chains: chains that were searched, with reasons for blocks that stay; empty if `blocks` was given.
 
     Raises:
         UserError: a block cannot be left out, or none is found.
@@ -57,16 +58,14 @@ class Blocks:
         start: str,
         example: tuple[Any, ...],
     ) -> None:
-        if start not in STARTS:
-            raise UserError(f"start must be {' or '.join(STARTS)}, not {start!r}.")
         self.full, self.start = graph, start
         self.constants = constants.kept(graph, tensors_of(network, graph))
         # Wrong names raise an error before the network runs.
         given = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
-        search = Search(network, example, start)
-        self.chains: list[Chain] = []
+        search, reasons = Search(network, example, start), dict[str, str]()
         if given is None:
-            found, self.chains = search.all()
+            found, chains = search.all()
+            reasons = {name: reason for chain in chains for name, reason in chain.reasons.items()}
         else:
             found = [search.named(name, paths) for name, paths in given]
         self.blocks: dict[str, Block] = {}
@@ -80,11 +79,11 @@ class Blocks:
             except UserError as error:
                 if given is not None:
                     raise
-                self.chains = [_without(chain, block.name, str(error)) for chain in self.chains]
+                reasons[block.name] = str(error)
                 continue
             self.blocks[block.name] = block
         if not self.blocks:
-            raise UserError(_none_found(start, self.chains))
+            raise UserError(_none_found(start, reasons))
         modules = dict(network.named_modules())
         self._modules = {
             name: [copied(modules[path]).cpu() for path in block.paths] for name, block in self.blocks.items()
@@ -105,13 +104,10 @@ class Blocks:
             self.blocks[name].leave_out(network)
 
     def graph(self, present: Collection[str], full: WidthGraph | None = None) -> WidthGraph:
-        """Return the width graph of the network with only these blocks: the same groups, fewer tensors.
+        """Return the width graph of the network with only the named blocks: the same groups, fewer tensors.
 
-        If a left-out block maps the channels of one group to another, its consumers read the first group.
-
-        Args:
-            present: names of the present blocks.
-            full: width graph with all blocks; None: as at construction.
+        If a left-out block maps the channels of one group to another, its consumers read the first group. `full` is the
+        width graph with all blocks, by default as at construction.
         """
         absent = [block for name, block in self.blocks.items() if name not in present]
         graph = _kept(full or self.full, lambda name: not any(block.holds(name) for block in absent))
@@ -171,7 +167,7 @@ class Blocks:
     def restore(self, network: nn.Module, names: Collection[str], widths: Widths) -> None:
         """Insert the blocks of a checkpoint's network and leave out the others, in place."""
         for name, block in self.blocks.items():
-            there = not any(isinstance(network.get_submodule(path), Absent) for path in block.paths)
+            there = not any(isinstance(network.get_submodule(path), SkippedBlock) for path in block.paths)
             if name in names and not there:
                 self.put_in(network, name, widths)
             elif name not in names and there:
@@ -196,12 +192,12 @@ class Blocks:
         Args:
             network: changed in place.
             name: name of the block.
-            method: the growth method of the run.
+            method: see `growlab.growth.grow`, like all that follow.
             widths: width of each group.
-            seed: the run's seed.
+            seed: seed of the run.
             stage: the stage that begins.
             probe: positional inputs for the parity check.
-            agree: see `growlab.growth.grow`.
+            agree: called with numbers on which ranks have to agree.
 
         Returns:
             The block's entry in the event's receipt, and the originals of its copied parameters, by name.
@@ -211,7 +207,7 @@ class Blocks:
             UserError: the start does not fit the block.
         """
         probe = positional(probe)
-        with alike_draws():
+        with same_draws():
             before = observe(network, probe)
         stood = self.put_in(network, name, widths)
         block, graph = self.blocks[name], self.only(name)
@@ -222,10 +218,10 @@ class Blocks:
                 expansion = Expansion(graph, tensors, widths, widths, seed, stage, constants=still)
                 replace_tensors(network, graph, without_offset(graph, method.initialise(expansion)))
             own = self._tied[name].keys() | self.constants.keys()
-            site = Site(network, block, probe, next(twins(network, block), ()), own)
+            insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
             with torch.no_grad():
-                STARTS[self.start](site)
-            with alike_draws():
+                STARTS[self.start](insertion)
+            with same_draws():
                 after = observe(network, probe)
             allowed = (0.0, 0.0) if self.start in START_PRESERVES else None
             parity = compare(network, probe, before, after, agree, allowed=allowed)
@@ -239,11 +235,11 @@ class Blocks:
             for path, module in zip(block.paths, stood, strict=True):
                 network.set_submodule(path, module)
             raise
-        copied = site.copied if self.start in COPYING else {}
+        copied = insertion.copied if self.start in COPYING else {}
         receipt = {
             "block": name,
             "start": self.start,
-            "copied_from": list(site.twin) if copied else None,
+            "copied_from": list(insertion.twin) if copied else None,
             "parity_error_eval": errors[0],
             "parity_error_train": errors[1],
             "parity_tolerance": tolerance,
@@ -280,24 +276,18 @@ class Blocks:
 
     def _stream(self, block: Block) -> frozenset[str]:
         """Groups with tensors both inside and outside of a block."""
-        outside = {
-            g
-            for name, axes in self.full.axes.items()
-            if not block.holds(name)
-            for a in axes
-            for g in a.groups
-        }
-        inside = {
-            g for name, axes in self.full.axes.items() if block.holds(name) for a in axes for g in a.groups
-        }
-        return frozenset(inside & outside)
+        groups: dict[bool, set[str]] = {True: set(), False: set()}
+        for name, axes in self.full.axes.items():
+            groups[block.holds(name)].update(group for axis in axes for group in axis.groups)
+        return frozenset(groups[True] & groups[False])
 
     def _alias(self, block: Block) -> dict[str, str]:
         """Map the block's output group to the group that replaces it while left out; empty for a residual block."""
         axes = [axis for name, own in self.full.axes.items() if block.holds(name) for axis in own]
         stream = self._stream(block)
-        taken = {g for axis in axes if axis.role == "in" for g in axis.groups} & stream
-        given = {g for axis in axes if axis.role == "out" for g in axis.groups} & stream
+        taken, given = (
+            {g for axis in axes if axis.role == role for g in axis.groups} & stream for role in ("in", "out")
+        )
         new = given - taken
         if not new:
             return {}
@@ -341,11 +331,7 @@ def _renamed(axis: Axis, aliases: Mapping[str, str]) -> Axis:
 
 
 def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
-    """Resolve a block's name to paths of modules.
-
-    Raises:
-        UserError: the network has no such modules.
-    """
+    """Resolve a block's name to paths of modules."""
     parent, _, last = name.rpartition(".")
     first, colon, end = last.partition(":")
     known = dict(network.named_modules())
@@ -362,23 +348,149 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _without(chain: Chain, name: str, reason: str) -> Chain:
-    """Move a block of a chain from `found` to `reasons`."""
-    if name not in chain.found:
-        return chain
-    found = tuple(one for one in chain.found if one != name)
-    return replace(chain, found=found, reasons={**chain.reasons, name: reason})
-
-
-def _none_found(start: str, chains: Sequence[Chain]) -> str:
-    told = [f"{name}: {reason}" for chain in chains for name, reason in chain.reasons.items()]
-    if not told:
+def _none_found(start: str, reasons: Mapping[str, str]) -> str:
+    if not reasons:
         return (
             "blocks='auto' finds no modules of one kind behind one another that put out what goes in; name "
             "blocks."
         )
-    more = f", and {len(told) - 1} more" if len(told) > 1 else ""
+    name, reason = next(iter(reasons.items()))
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     return (
-        f"blocks='auto' finds no block that start={start!r} fits ({told[0]}{more}); name blocks, or choose "
+        f"blocks='auto' finds no block that start={start!r} fits ({name}: {reason}{more}); name blocks, or choose "
         "another start: identity for layers without a residual, gstack for copies that change the outputs."
     )
+
+
+class Depth(BlockPart):
+    """Inserts blocks evenly as growth proceeds, before the widening of each event.
+
+    Args:
+        blocks: names of blocks in the order of insertion; "auto": all that follow another of their kind in a sequence
+            and keep the shape of their input.
+        start: initialisation of inserted blocks, see `growlab.parts.depth.starts`: "zero" zeroes the residual branch,
+            "identity" is Net2Deeper, "stack" copies the previous block with its branch zeroed, "gstack" copies it
+            entirely, which changes outputs.
+        state: optimizer state of copied parameters: "zero", or "copy" for their original's state (zeroed parameters
+            start without). The event's rule for optimizer state is applied afterwards, as for all parameters.
+
+    Raises:
+        UserError: `blocks` is not a list of names, or `start` or `state` is unknown.
+    """
+
+    name = "depth"
+    grows = True
+    one_group = True
+
+    def __init__(
+        self,
+        blocks: str | Sequence[str] = "auto",
+        start: Literal["zero", "identity", "stack", "gstack"] = "zero",
+        state: Literal["zero", "copy"] = "zero",
+    ) -> None:
+        if not isinstance(blocks, str | Sequence):
+            raise UserError(f"blocks must be auto or a list of names of modules, not {blocks!r}.")
+        self._names = None if blocks == "auto" else [blocks] if isinstance(blocks, str) else list(blocks)
+        with as_user_errors():
+            one_of(STARTS, start=start)
+            one_of(("zero", "copy"), state=state)
+        self._start, self._state = str(start), str(state)
+        #: Blocks of the network; set by `prepare`.
+        self.depth: Blocks
+
+    @classmethod
+    def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
+        """Describe chains of blocks: those that may be inserted later, by which starts, and why others stay."""
+        return describe(network, example)
+
+    def applies(self, trigger: Trigger) -> bool:
+        """Return True if the network grows, or is a baseline of reduced depth; others have all blocks."""
+        return not isinstance(trigger, Never) or trigger.depth < 1
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Find the blocks; the network is not changed yet."""
+        for path, module in network.named_modules():
+            computed = module.parametrizations if is_parametrized(module) else ()
+            if any(f"{path}.parametrizations.{name}.original" not in graph.axes for name in computed):
+                raise UserError(
+                    f"blocks that come in later need weights that are no functions of others, which those of {path} "
+                    "are: choose another growth method or model."
+                )
+        self.depth = Blocks(network, graph, self._names, self._start, example)
+        return graph
+
+    def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
+        """Leave out the blocks that a full network does not have at a fraction of growth."""
+        present = self.depth.present_at(fraction_grown)
+        self.depth.leave_out(network, [name for name in self.depth.blocks if name not in present])
+        return self.depth.graph(present, graph)
+
+    def check(self, grower: GrowingNetwork) -> None:
+        """Check that the trigger knows the fraction of growth at each stage."""
+        if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
+            raise UserError(
+                "blocks that come in later need a trigger that knows how far growth has come: take a schedule of "
+                "stages or a demand, and a growth method that follows it."
+            )
+
+    def begin(self, grower: GrowingNetwork) -> None:
+        """Record the blocks of the seed network: none if it grows, a fraction in a baseline of reduced depth."""
+        fraction = grower.trigger.fraction_grown(0, grower.seed_widths)
+        assert fraction is not None
+        grower.state.blocks |= dict.fromkeys(self.depth.present_at(fraction), 0)
+        grower.state.constants |= self.depth.constants
+
+    def births(self, state: GrowthState) -> Mapping[str, int]:
+        """Return the birth stages of the blocks' tensors, by name."""
+        return self.depth.births(state.blocks)
+
+    def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
+        """Insert the blocks of the next stage, and add them to optimizers and averages.
+
+        Returns:
+            The inserted blocks with their parity errors, under "inserted"; empty if there are none.
+
+        Raises:
+            ParityError: a block changed the outputs; it is removed again.
+            UserError: the start does not fit a block, or names do not determine its parameter group in an optimizer.
+        """
+        state, stage = grower.state, grower.state.stage + 1
+        fraction = grower.trigger.fraction_grown(state.scheduled_stage + 1, widths)
+        assert fraction is not None
+        past, inserted, copied = dict(grower.network.named_parameters()), [], dict[str, str]()
+        for name in self.depth.present_at(fraction):
+            if name in state.blocks:
+                continue
+            now = (grower.method, state.widths, grower.seed, stage)
+            receipt, sources = self.depth.insert(grower.network, name, *now, grower.probe(), ranks.agreed)
+            inserted.append(receipt)
+            copied |= sources
+            for copy in grower.copies().values():
+                # The average of a new block is its initial value.
+                self.depth.put_in(copy, name, state.widths, grower.network)
+                copy.requires_grad_(False)
+            state.blocks[name] = stage
+        if not inserted:
+            return {}
+        grower.graph = grower.graph_at(state)
+        parameters = dict(grower.network.named_parameters())
+        for optimizer in grower.optimizers:
+            order_parameters(optimizer, past, parameters)
+            if self._state == "copy":
+                copy_state(optimizer, {parameters[new]: parameters[old] for new, old in copied.items()})
+        return {"inserted": inserted}
+
+    def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
+        """Return the width graph with the blocks of a growth state."""
+        return self.depth.graph(state.blocks, graph)
+
+    def state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
+        """Infer the present blocks from the names of a state_dict's tensors."""
+        present = [name for name in self.depth.blocks if set(self.depth.tensors(name)) <= set(names)]
+        return replace(state, blocks={name: state.blocks.get(name, state.stage) for name in present})
+
+    def restore(self, network: nn.Module, state: GrowthState) -> None:
+        """Insert the blocks of a growth state and leave out the others."""
+        self.depth.restore(network, state.blocks, state.widths)

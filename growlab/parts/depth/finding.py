@@ -4,20 +4,126 @@ Found by structure and shapes, not by names: siblings of one kind of which each 
 keeps its shape. The autograd graph of one forward pass shows how each uses its input, which is then measured.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from growlab.growth.outputs import main_output, quietly
-from growlab.parts.depth.absent import Absent, Handover, Kind
 from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with, changed
 from growlab.widths.trials import copied
+
+
+class _SameDraws(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(0)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """Make every random operation draw the same numbers for the same shape.
+
+    Otherwise an inserted block would shift the draws of the blocks behind it, such as those of stochastic depth in
+    train mode, and outputs before and after could not be compared. Generators are restored.
+    """
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), _SameDraws():
+        yield
+
+
+#: Output of a placeholder: the block's input ("stream"), or zeros for the network to add ("branch").
+Kind = Literal["stream", "branch"]
+
+
+class SkippedBlock(nn.Module):
+    """Placeholder for a block that is not inserted yet; see `Kind`.
+
+    Plain attributes of the block, which the network's code may read, are copied to it. `pass_through` composes its
+    output from its inputs; None if it maps its first input to one tensor.
+    """
+
+    def __init__(
+        self, block: nn.Module, kind: Kind = "stream", pass_through: "PassThrough | None" = None
+    ) -> None:
+        super().__init__()
+        own = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        vars(self).update({name: value for name, value in own.items() if not isinstance(value, Tensor)})
+        self._kind, self._pass_through = kind, pass_through
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Map the block's inputs to an output of the block's structure."""
+        if self._pass_through is None:
+            return args[0] if self._kind == "stream" else torch.zeros_like(args[0])
+        return self._pass_through.output((args, named), zeros=self._kind == "branch")
+
+
+class PassThrough:
+    """Composes a block's output from its (positional, named) inputs and constants, as observed in one call.
+
+    Attributes:
+        problem: reason why the output cannot be composed without the block, or "".
+
+    Raises:
+        ValueError: the block has no tensor among its inputs or outputs.
+    """
+
+    def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
+        given, _ = pytree.tree_flatten_with_path(inputs)
+        tensors = [(place, value) for place, value in given if isinstance(value, Tensor)]
+        made, spec = pytree.tree_flatten(output)
+        mains = [index for index, value in enumerate(made) if isinstance(value, Tensor)]
+        if not tensors or not mains:
+            raise ValueError("it maps no tensor to a tensor")
+        self.place, self.main = tensors[0]
+        self.main_output: Tensor = made[mains[0]]
+        self.problem = ""
+        # Paths of inputs (True), and constants (False).
+        self._spec, self._entries = spec, list[tuple[bool, Any]]()
+        for index, value in enumerate(made):
+            if index == mains[0]:
+                self._entries.append((True, self.place))
+                continue
+            same = [place for place, x in given if x is value and isinstance(x, Tensor)]
+            if isinstance(value, Tensor) and not same:
+                self.problem = "it puts out more than one tensor of its own"
+            self._entries.append((True, same[0]) if same else (False, value))
+        self._index = mains[0]
+
+    @property
+    def plain(self) -> bool:
+        """True if the block maps its first input to one tensor."""
+        first: tuple[Any, ...] = (pytree.SequenceKey(0), pytree.SequenceKey(0))
+        return self._spec.is_leaf() and tuple(self.place) == first
+
+    def taken(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+        """Return the main tensor among the block's (positional, named) inputs."""
+        main: Tensor = pytree.key_get(inputs, self.place)
+        return main
+
+    def released(self) -> "PassThrough":
+        """Release the tensors of the call, and return self."""
+        del self.main, self.main_output
+        return self
+
+    def output(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], zeros: bool) -> Any:
+        """Compose the block's output from its (positional, named) inputs, with zeros as main output if so asked."""
+        values = [pytree.key_get(inputs, entry) if taken else entry for taken, entry in self._entries]
+        if zeros:
+            values[self._index] = torch.zeros_like(values[self._index])
+        return pytree.tree_unflatten(values, self._spec)
+
 
 # Containers: two modules of such a class may differ in their contents.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -27,12 +133,7 @@ FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, Key
 
 @dataclass(frozen=True)
 class Span:
-    """Modules that run directly one after the other.
-
-    Attributes:
-        paths: paths of the modules.
-        kind: output of their placeholders, see `Absent`.
-    """
+    """Paths of modules that run directly one after the other, and the output of their placeholders."""
 
     paths: tuple[str, ...]
     kind: Kind
@@ -47,14 +148,14 @@ class Block:
         spans: its modules.
         zeroed: names of the parameters to zero so that it adds nothing; None if there are none, see `obstacle`.
         obstacle: reason why `zeroed` is None.
-        handovers: by path, compositions of the placeholder's output, for modules that are not plain.
+        pass_throughs: by path, compositions of the placeholder's output, for modules that are not plain.
     """
 
     name: str
     spans: tuple[Span, ...]
     zeroed: tuple[str, ...] | None = None
     obstacle: str = ""
-    handovers: Mapping[str, Handover] = field(default_factory=dict, compare=False)
+    pass_throughs: Mapping[str, PassThrough] = field(default_factory=dict, compare=False)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -69,19 +170,13 @@ class Block:
         """Replace the block by placeholders in a network, in place."""
         for span in self.spans:
             for path in span.paths:
-                absent = Absent(network.get_submodule(path), span.kind, self.handovers.get(path))
+                absent = SkippedBlock(network.get_submodule(path), span.kind, self.pass_throughs.get(path))
                 network.set_submodule(path, absent)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Sequence of sibling modules of one kind.
-
-    Attributes:
-        order: index among the network's runs.
-        units: name and module paths of each sibling.
-        kind: class of the modules.
-    """
+    """Sequence of sibling modules of a class `kind`: the name and module paths of each; `order` is its index."""
 
     order: int
     units: tuple[tuple[str, tuple[str, ...]], ...]
@@ -94,16 +189,11 @@ class _Call:
     result: Edge | None
     shape_in: tuple[int, ...]
     shape_out: tuple[int, ...]
-    handover: Handover
+    pass_through: PassThrough
 
 
 class Forward:
-    """Records inputs and outputs of every module in one forward pass of a copy of a network.
-
-    Args:
-        network: the network; left unchanged.
-        example: positional inputs.
-    """
+    """Records inputs and outputs of every module in one forward pass of a copy of a network."""
 
     def __init__(self, network: nn.Module, example: tuple[Any, ...]) -> None:
         self.network = copied(network)
@@ -111,14 +201,10 @@ class Forward:
         self._paths = {id(module): path for path, module in self.network.named_modules()}
         for parameter in self.network.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        handles = [
-            module.register_forward_hook(self._noting(path), with_kwargs=True)
-            for path, module in self.network.named_modules()
-        ]
-        handles += [
-            module.register_forward_pre_hook(self._coming(path), with_kwargs=True)
-            for path, module in self.network.named_modules()
-        ]
+        handles = []
+        for path, module in self.network.named_modules():
+            handles.append(module.register_forward_pre_hook(self._record_inputs(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._record_call(path), with_kwargs=True))
         self._sources: dict[str, list[dict[int, Edge | None]]] = {}
         try:
             output = traced_output(self.network, example)
@@ -158,7 +244,7 @@ class Forward:
             self._ancestors[path] = ancestors(source[0])
         return self._ancestors[path]
 
-    def _coming(self, path: str) -> Callable[..., None]:
+    def _record_inputs(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
             # Before the module runs, which may change its inputs in place.
             edges = {id(x): edge_of(x) for x in tensors_in((args, named))}
@@ -166,18 +252,18 @@ class Forward:
 
         return hook
 
-    def _noting(self, path: str) -> Callable[..., None]:
+    def _record_call(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
             edges = self._sources[path].pop()
             calls = self.calls.setdefault(path, [])
             try:
-                handover = Handover((args, named), output)
+                pass_through = PassThrough((args, named), output)
             except ValueError as error:
                 calls.append(str(error))
                 return
-            taken, made = handover.main, handover.main_output
+            taken, made = pass_through.main, pass_through.main_output
             shapes = tuple(taken.shape), tuple(made.shape)
-            calls.append(_Call(edges.get(id(taken)), edge_of(made), *shapes, handover.released()))
+            calls.append(_Call(edges.get(id(taken)), edge_of(made), *shapes, pass_through.released()))
 
         return hook
 
@@ -215,10 +301,8 @@ def signature(network: nn.Module, paths: Sequence[str]) -> list[tuple[str, tuple
 def runs_of_units(forward: Forward, bare: bool) -> list[Run]:
     """Find sequences of sibling modules of one kind that have parameters.
 
-    Args:
-        forward: forward pass of the network.
-        bare: include plain layers, and segments of `nn.Sequential` from one layer up to the next, such as a convolution
-            with its normalisation and ReLU.
+    With `bare`, also plain layers, and segments of `nn.Sequential` from one layer up to the next, such as a convolution
+    with its normalisation and ReLU.
     """
     found: list[Run] = []
     for path, parent in forward.network.named_modules():
@@ -247,21 +331,23 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
         if inside[0] and not all(inside):
             return f"other modules share its {names[0]}"
     for call in known:
-        if call.handover.problem:
-            return call.handover.problem
+        if call.pass_through.problem:
+            return call.pass_through.problem
     joined = all(one.result == other.source for one, other in pairwise(known))
-    handovers = {
-        path: c.handover for path, c in zip(paths, known, strict=True) if not c.handover.plain and not joined
+    pass_throughs = {
+        path: c.pass_through
+        for path, c in zip(paths, known, strict=True)
+        if not c.pass_through.plain and not joined
     }
     if joined and len(known) == 1:
-        handovers = {} if known[0].handover.plain else {paths[0]: known[0].handover}
+        pass_throughs = {} if known[0].pass_through.plain else {paths[0]: known[0].pass_through}
     whole = _Call(
-        known[0].source, known[-1].result, known[0].shape_in, known[-1].shape_out, known[0].handover
+        known[0].source, known[-1].result, known[0].shape_in, known[-1].shape_out, known[0].pass_through
     )
     if joined and whole.shape_in == whole.shape_out:
         zeroed, obstacle = _kept(forward, whole)
         if zeroed is not None or not _is_branch(forward, paths[0], whole):
-            return Block(name, (Span(paths, "stream"),), zeroed, obstacle, handovers)
+            return Block(name, (Span(paths, "stream"),), zeroed, obstacle, pass_throughs)
     elif joined and len(known) == 1:
         return f"it puts out {list(whole.shape_out)} where {list(whole.shape_in)} goes in"
     spans, every = list[Span](), list[str]()
@@ -275,7 +361,7 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
             return f"{path}: {obstacle}" if len(paths) > 1 else obstacle
         spans.append(Span((path,), "branch" if branch else "stream"))
         every += added
-    return Block(name, tuple(spans), tuple(every), "", handovers)
+    return Block(name, tuple(spans), tuple(every), "", pass_throughs)
 
 
 def _kept(forward: Forward, call: _Call) -> tuple[tuple[str, ...] | None, str]:

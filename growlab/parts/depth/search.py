@@ -1,5 +1,6 @@
 """Search a network for blocks that fit a start, with reasons for those that do not."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +13,6 @@ from growlab.base.errors import UserError
 from growlab.growth.outputs import quietly
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
-from growlab.parts.depth.draws import alike_draws
 from growlab.parts.depth.finding import (
     FAILURES,
     Block,
@@ -22,10 +22,11 @@ from growlab.parts.depth.finding import (
     called,
     learnt_parameters,
     runs_of_units,
+    same_draws,
     signature,
     traced_output,
 )
-from growlab.parts.depth.starts import COPYING, ZEROING, Site, identity
+from growlab.parts.depth.starts import COPYING, ZEROING, Insertion, identity
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with
 from growlab.widths.trials import copied
@@ -49,13 +50,7 @@ class Chain:
 
 
 class Search:
-    """Searches a network for blocks that fit a start.
-
-    Args:
-        network: the network at full width and depth; left unchanged.
-        example: positional inputs.
-        start: a name in `growlab.parts.depth.starts.STARTS`.
-    """
+    """Searches a network at full width and depth for blocks that fit a start, a name in `STARTS`."""
 
     def __init__(self, network: nn.Module, example: tuple[Any, ...], start: str) -> None:
         self._network, self._example, self._start = network, example, start
@@ -89,11 +84,7 @@ class Search:
         return [blocks[name] for name in order], list(_chains(runs, blocks, reasons))
 
     def named(self, name: str, paths: tuple[str, ...]) -> Block:
-        """Return the block with a name.
-
-        Raises:
-            UserError: it cannot be left out, or does not fit the start.
-        """
+        """Return the block with a name."""
         found = self._fitting(name, called(self._forward, paths), ())
         reason = found if isinstance(found, str) else self._measured({name: found}).get(name)
         if isinstance(found, str) or reason is not None:
@@ -112,7 +103,7 @@ class Search:
             return found.obstacle
         if self._start == "identity" and found.zeroed is not None:
             return "it has a residual branch, for which there is start='zero'"
-        if self._start in COPYING and next(twins(self._network, found), None) is None:
+        if self._start in COPYING and not same_shaped_before(self._network, found):
             return "no block of the same shapes comes before it to copy"
         return found
 
@@ -130,7 +121,7 @@ class Search:
             for name, block in blocks.items():
                 try:
                     with torch.no_grad():
-                        identity(Site(rehearsal, block, self._example))
+                        identity(Insertion(rehearsal, block, self._example))
                 except UserError as error:
                     wrong[name] = str(error).removeprefix("start='identity'").rstrip(".").lstrip()
                     continue
@@ -152,7 +143,7 @@ class Search:
             assert not isinstance(call, str)
 
             def hook(module: nn.Module, args: Any, named: Any) -> None:
-                entered[path] = call.handover.taken((args, named)).detach().clone()
+                entered[path] = call.pass_through.taken((args, named)).detach().clone()
 
             return hook
 
@@ -172,7 +163,7 @@ class Search:
                 hook = leave(block, span.paths[0], span.kind == "branch")
                 handles.append(last.register_forward_hook(hook, with_kwargs=True))
         try:
-            with quietly(network), alike_draws():
+            with quietly(network), same_draws():
                 for training in (False, True):
                     network.train(training)
                     call_with(network, self._example)
@@ -208,13 +199,8 @@ class Search:
         return f"nothing would be learnt in {lost[0]} without it" if lost else None
 
 
-def twins(network: nn.Module, block: Block) -> Iterator[tuple[str, ...]]:
-    """Iterate over paths of earlier siblings with the same shapes at present, nearest first.
-
-    Args:
-        network: the network; blocks that are left out do not count.
-        block: one of its blocks.
-    """
+def same_shaped_before(network: nn.Module, block: Block) -> tuple[str, ...]:
+    """Paths of the nearest earlier sibling of a block with the same shapes that is present, or ()."""
     parent, _, last = block.name.rpartition(".")
     names = list(network.get_submodule(parent)._modules)
     own = signature(network, block.paths)
@@ -231,7 +217,8 @@ def twins(network: nn.Module, block: Block) -> Iterator[tuple[str, ...]]:
             )
         known = dict(network.named_modules())
         if all(path in known for path in paths) and signature(network, paths) == own:
-            yield paths
+            return paths
+    return ()
 
 
 def _chains(runs: Sequence[Run], blocks: Mapping[str, Block], reasons: Mapping[str, str]) -> Iterator[Chain]:
@@ -245,3 +232,49 @@ def _chains(runs: Sequence[Run], blocks: Mapping[str, Block], reasons: Mapping[s
         if found or (why and not inside):
             yield Chain(run.kind, names, found, why)
         outer += names
+
+
+_SHOWN_NAMES = 3
+
+
+def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
+    """Describe chains of blocks of one kind, one per line: exact starts, and reasons why other blocks stay.
+
+    The network, at full width and depth, is left unchanged.
+    """
+    try:
+        blocks, chains = Search(network, example, "zero").all()
+    except FAILURES as error:
+        return [f"not looked for: {(str(error).splitlines() or ['no message'])[0]}"]
+    lines = []
+    copied = {block.name for block in blocks if same_shaped_before(network, block)}
+    for chain in chains:
+        if chain.found:
+            same = [name for name in chain.found if name in copied]
+            starts = "zero" if not same else f"zero, stack from {same[0]} on"
+            lines.append(_later(chain, "zero or stack" if len(same) == len(chain.found) else starts))
+        lines += _reasons(chain.reasons)
+    if any(chain.found for chain in chains):
+        return lines
+    chains = Search(network, example, "identity").all()[1]
+    lines += [_later(chain, "identity") for chain in chains if chain.found]
+    return lines or ["no modules of one kind behind one another"]
+
+
+def _later(chain: Chain, starts: str) -> str:
+    some = f"{len(chain.found)} of {len(chain.names)} {chain.kind} ({_shortened(chain.found)})"
+    return f"{some} may come in later, exactly with start={starts}"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    if len(names) <= _SHOWN_NAMES:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]}, ... {names[-1]}"
+
+
+def _reasons(reasons: Mapping[str, str]) -> list[str]:
+    """Group names whose reasons differ only in numbers, one line each, with the first reason."""
+    grouped: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        grouped.setdefault(re.sub(r"\d+", "*", reason), []).append(name)
+    return [f"{_shortened(names)} cannot be left out: {reasons[names[0]]}" for names in grouped.values()]

@@ -20,7 +20,7 @@ _AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
-class Site:
+class Insertion:
     """Context of a start: the network and the block that was just inserted.
 
     Attributes:
@@ -53,10 +53,10 @@ class Site:
         }
 
 
-Start = Callable[[Site], None]
+Start = Callable[[Insertion], None]
 
 
-def zero(site: Site) -> None:
+def zero(insertion: Insertion) -> None:
     """Zero the last operation with parameters in each branch of a residual block, so that it adds nothing.
 
     This is the weight and bias of a batch normalisation at the end of a branch, as usual in residual networks (Goyal et
@@ -66,13 +66,13 @@ def zero(site: Site) -> None:
     **Preserves** exactly if the block passes its input on around the branches. The zeroed parameters learn from the
     first step, those before them from the second.
     """
-    for name in site.block.zeroed or ():
+    for name in insertion.block.zeroed or ():
         owner, _, attribute = name.rpartition(".")
-        module = site.network.get_submodule(owner)
+        module = insertion.network.get_submodule(owner)
         _assign(module, attribute, torch.zeros_like(getattr(module, attribute)))
 
 
-def identity(site: Site) -> None:
+def identity(insertion: Insertion) -> None:
     """Net2Deeper: initialise a layer, its batch normalisation and its activation as the identity (Chen et al. 2016).
 
     The weight is the identity matrix or a Dirac kernel; a batch normalisation is the identity for the probe batch's
@@ -83,16 +83,16 @@ def identity(site: Site) -> None:
     of their statistics.
     """
     seen: list[Tensor] = []
-    paths = site.block.paths
-    first = site.network.get_submodule(paths[0])
+    paths = insertion.block.paths
+    first = insertion.network.get_submodule(paths[0])
     handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
     try:
-        with quietly(site.network):
-            site.network.train()
-            call_with(site.network, site.probe)
+        with quietly(insertion.network):
+            insertion.network.train()
+            call_with(insertion.network, insertion.probe)
     finally:
         handle.remove()
-    modules = site.modules
+    modules = insertion.modules
     affine = [m for m in modules if isinstance(m, _AFFINE)]
     if len(affine) != 1 or affine[0].weight.shape[0] != affine[0].weight.shape[1]:
         raise UserError(
@@ -124,7 +124,7 @@ def identity(site: Site) -> None:
         norm.bias.copy_(mean)
 
 
-def stack(site: Site) -> None:
+def stack(insertion: Insertion) -> None:
     """Copy the previous block, and zero the last operation with parameters in each branch.
 
     The layers start from the trained weights of the previous block (progressive stacking, Gong et al. 2019, with the
@@ -132,27 +132,27 @@ def stack(site: Site) -> None:
 
     **Preserves** exactly, as `zero` does.
     """
-    gstack(site)
-    zero(site)
+    gstack(insertion)
+    zero(insertion)
 
 
-def gstack(site: Site) -> None:
+def gstack(insertion: Insertion) -> None:
     """Copy the previous block unchanged: the operator G_stack (Du et al. 2024, arXiv 2405.15319, Section 3).
 
     **Preserves** nothing.
     """
-    if not site.twin:
+    if not insertion.twin:
         raise UserError(
-            f"there is no block of the same shape before {site.block.name} to copy; let blocks come in "
+            f"there is no block of the same shape before {insertion.block.name} to copy; let blocks come in "
             "behind one of their kind, in order."
         )
-    for path, twin in zip(site.block.paths, site.twin, strict=True):
+    for path, twin in zip(insertion.block.paths, insertion.twin, strict=True):
         # The original's rows may have multipliers, which are folded into the copy.
-        source = copy.deepcopy(site.network.get_submodule(twin))
+        source = copy.deepcopy(insertion.network.get_submodule(twin))
         fold_multipliers(source)
         known = _tensors(source)
-        for name, tensor in _tensors(site.network.get_submodule(path)).items():
-            if f"{path}.{name}" not in site.own:
+        for name, tensor in _tensors(insertion.network.get_submodule(path)).items():
+            if f"{path}.{name}" not in insertion.own:
                 tensor.copy_(known[name])
 
 

@@ -1,11 +1,16 @@
 """Hypernetworks that emit a network's weights: parametrisation, initialisation, and growth by them."""
 
-from growlab.parts.hypernets.growth import Hyperfan
+from growlab.parts.hypernets.growth import Hyperfan, emitted_graph
 from growlab.parts.hypernets.initialisations import INITIALISATIONS, Emission, Initialisation
 from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted
-from growlab.parts.hypernets.networks import MonteCarlo, hypernetwork
-from growlab.parts.hypernets.parametrise import Hypernet, emitted, materialize, parametrise
-from growlab.parts.hypernets.width_graph import emitted_graph
+from growlab.parts.hypernets.parametrise import (
+    Hypernet,
+    MonteCarlo,
+    emitted,
+    hypernetwork,
+    materialize,
+    parametrise,
+)
 
 __all__ = [
     "INITIALISATIONS",

@@ -1,19 +1,156 @@
 """Grow a network whose weights a hypernetwork emits, by widening the hypernetwork."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from growlab.base.settings import one_of, sorted_into
+from growlab.base.errors import UserError
+from growlab.base.settings import one_of
 from growlab.growth import Expansion, NewWeights, VarianceTransfer
 from growlab.growth.method import WeightRule
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
+from growlab.parts.hypernets.modules import Chunks, Emitted
 from growlab.parts.hypernets.parametrise import Hypernet, materialize, parametrise
-from growlab.parts.hypernets.width_graph import emitted_graph
-from growlab.widths import Layer, WidthGraph
+from growlab.widths import Axis, Group, Layer, Part, WidthGraph
+
+
+def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> WidthGraph:
+    """Return the width graph of the tensors that emit a network's weights.
+
+    H of a weight [O, I, ...] is [O, I, ..., K]: its first two dimensions carry the channels, the last behaves like a
+    kernel dimension. Tensors of chunks are arrays over chunks [A, B, ...], rows and columns of the weight in blocks of
+    `channels`; widths are then counted in such blocks, so that every width is a whole number of chunks.
+
+    Args:
+        network: a network parametrised by `parametrise`.
+        graph: its width graph before that.
+        channels: channels per chunk, the unit of widths; 1 without chunks.
+
+    Raises:
+        UserError: a width or a growing weight is not a whole number of chunks.
+    """
+    units = {}
+    for name, group in graph.groups.items():
+        if group.full_width % channels or group.below % channels:
+            raise UserError(
+                f"the {group.full_width} channels of {group.name} do not split into chunks of {channels}; choose "
+                "other chunk_channels."
+            )
+        units[name] = Group(name, group.full_width // channels, group.below // channels)
+    modules = dict(network.named_modules())
+    axes: dict[str, tuple[Axis, ...]] = {}
+    chosen: dict[str, Layer] = {}
+    for name, plain in graph.axes.items():
+        owner, _, attribute = name.rpartition(".")
+        module = modules.get(owner)
+        if module is None or not parametrize.is_parametrized(module, attribute):
+            axes[name] = tuple(_in_units(axis, channels) for axis in plain)
+            continue
+        by = module.get_submodule(f"parametrizations.{attribute}")[0]
+        place = f"{owner}.parametrizations.{attribute}"
+        layer = next(layer for layer in graph.layers if layer.weight == name)
+        if isinstance(by, Emitted):
+            own, chosen[name] = _emitted(by, place, plain, layer)
+        elif isinstance(by, Chunks):
+            own, chosen[name] = _chunked(by, place, plain, layer, channels)
+        else:
+            raise UserError(
+                f"{name} is parametrised by something that growlab does not know; growth cannot widen it."
+            )
+        axes |= own
+    return replace(
+        graph,
+        groups=units,
+        axes=axes,
+        layers=tuple(chosen.get(layer.weight, layer) for layer in graph.layers),
+        written={place: _in_units(axis, channels) for place, axis in graph.written.items()},
+        channel_norms=tuple(
+            replace(norm, axis=_in_units(norm.axis, channels)) for norm in graph.channel_norms
+        ),
+        attentions=tuple(
+            replace(
+                attention,
+                axis=_in_units(attention.axis, channels),
+                queries=tuple(part for name in attention.queries for part in _linear(name, chosen.get(name))),
+            )
+            for attention in graph.attentions
+        ),
+    )
+
+
+def _emitted(
+    by: Emitted, place: str, plain: tuple[Axis, ...], layer: Layer
+) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
+    """Return the axes of H and beta, and the layer with them in place of its weight."""
+    features, weight = by.output.weight.shape[-1], f"{place}.0.output.weight"
+    axes = {f"{place}.original": plain, weight: (*plain, _fixed(features))}
+    variance = 1 / (features * (1 + by.features.embedding.noise**2 / 3))
+    return axes, replace(
+        layer,
+        weight=weight,
+        offset=f"{place}.original",
+        inputs_per_entry=1 / features,
+        outputs_per_entry=1 / features,
+        variance_per_entry=variance,
+    )
+
+
+def _chunked(
+    by: Chunks, place: str, plain: tuple[Axis, ...], layer: Layer, channels: int
+) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
+    """Return the axes of the tensors of chunks, and the layer with the gains in place of its weight."""
+    rows, columns = (_in_units(axis, channels) for axis in plain[:2])
+    # The blocked dimension has one place for each chunk.
+    blocked = [rows, _blocks(columns, channels)] if by.by_inputs else [_blocks(rows, channels), columns]
+    own = {"embedding.values": by.embedding.values, "weight": by.weight, "bias": by.bias}
+    axes: dict[str, tuple[Axis, ...]] = {f"{place}.original": tuple(blocked)}
+    axes |= {
+        f"{place}.0.{n}": (*blocked, *(_fixed(s) for s in tensor.shape[2:])) for n, tensor in own.items()
+    }
+    kernel = prod(by.kernel)
+    return axes, replace(
+        layer,
+        weight=f"{place}.original",
+        emitters=tuple(f"{place}.0.{part}" for part in own),
+        inputs_per_entry=kernel * (channels if by.by_inputs else 1),
+        outputs_per_entry=kernel * (1 if by.by_inputs or layer.depthwise else channels),
+    )
+
+
+def _linear(name: str, layer: Layer | None) -> list[str]:
+    """Names of the tensors that a (possibly emitted) tensor is linear in: scaling all of them scales it."""
+    return [name] if layer is None else [n for n in (layer.weight, layer.offset) if n is not None]
+
+
+def _fixed(size: int) -> Axis:
+    return Axis((Part(None, size),), "fixed")
+
+
+def _in_units(axis: Axis, channels: int) -> Axis:
+    """Express an axis with widths counted in blocks of channels."""
+    parts = [
+        part if part.group is None else replace(part, inner=part.inner * channels) for part in axis.parts
+    ]
+    return Axis(tuple(parts), axis.role)
+
+
+def _blocks(axis: Axis, channels: int) -> Axis:
+    """Reduce an axis, with widths counted in blocks of channels, to one position per block."""
+    parts = []
+    for part in axis.parts:
+        if part.group is not None:
+            parts.append(replace(part, inner=part.inner // channels))
+        elif part.outer % channels:
+            raise UserError(f"{part.outer} fixed channels do not split into chunks of {channels}.")
+        else:
+            parts.append(Part(None, part.outer // channels))
+    return Axis(tuple(parts), axis.role)
+
 
 _RULES = ("hyperfan_in", "hyperfan_out")
 _SHARINGS = ("layer", "chunk")
@@ -21,11 +158,7 @@ _SHARINGS = ("layer", "chunk")
 
 @dataclass(frozen=True)
 class EmittedWeights(NewWeights):
-    """Initialisation of new entries in the tensors that emit weights.
-
-    Attributes:
-        init: the initialisation and its distribution.
-    """
+    """Initialisation `init` of new entries in the tensors that emit weights."""
 
     init: Initialisation = field(default_factory=Initialisation)
 
@@ -61,27 +194,6 @@ class EmittedWeights(NewWeights):
         return self.init.draw(shape, emitted / shape[-1], source)
 
 
-@dataclass(frozen=True)
-class Emitting:
-    """Settings of the hypernetwork of a growing network.
-
-    Attributes:
-        sharing: "layer" or "chunk"; see `Hypernet`.
-        embedding_features: size of an embedding.
-        hidden_features: widths of the hidden layers of h.
-        embedding: "fixed" or "trained".
-        distribution: "uniform" or "normal".
-        chunk_channels: number of channels of a chunk; must divide every width.
-    """
-
-    sharing: Literal["layer", "chunk"] = "layer"
-    embedding_features: int = 8
-    hidden_features: Sequence[int] = ()
-    embedding: Literal["fixed", "trained"] = "trained"
-    distribution: Literal["uniform", "normal"] = "uniform"
-    chunk_channels: int = 2
-
-
 class Hyperfan(VarianceTransfer):
     """Train a network through a hypernetwork that emits its growing weights, and widen the hypernetwork.
 
@@ -110,14 +222,16 @@ class Hyperfan(VarianceTransfer):
         rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
         noise_std: see `GrowthMethod`.
         gain: r of hidden layers; the output layer's is 1.
-        settings: fields of `Emitting`.
+        sharing: "layer" or "chunk"; see `Hypernet`.
+        embedding_features: size of an embedding.
+        hidden_features: widths of the hidden layers of h.
+        embedding: "fixed" or "trained".
+        distribution: "uniform" or "normal".
+        chunk_channels: number of channels of a chunk; must divide every width.
 
     Raises:
         ValueError: a setting is invalid.
-        TypeError: a setting is unknown.
     """
-
-    SETTINGS = (Emitting,)
 
     def __init__(
         self,
@@ -126,24 +240,21 @@ class Hyperfan(VarianceTransfer):
         rescale_unnormalised: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
-        **settings: Any,
+        sharing: Literal["layer", "chunk"] = "layer",
+        embedding_features: int = 8,
+        hidden_features: Sequence[int] = (),
+        embedding: Literal["fixed", "trained"] = "trained",
+        distribution: Literal["uniform", "normal"] = "uniform",
+        chunk_channels: int = 2,
     ) -> None:
         super().__init__(
             "ratio", output_multiplier, False, rescale_unnormalised, noise_std=noise_std, gain=gain
         )
-        (kind,) = sorted_into(self.SETTINGS, settings, "Hyperfan")
         one_of(_RULES, new_weights=new_weights)
-        one_of(_SHARINGS, sharing=kind.sharing)
-        self.hypernet = Hypernet(
-            kind.sharing,
-            new_weights,
-            kind.distribution,
-            kind.embedding_features,
-            tuple(kind.hidden_features),
-            kind.embedding,
-            gain=gain,
-            chunk_channels=kind.chunk_channels,
-        )
+        one_of(_SHARINGS, sharing=sharing)
+        features = (embedding_features, tuple(hidden_features))
+        drawn = (new_weights, distribution, *features, embedding)
+        self.hypernet = Hypernet(sharing, *drawn, gain=gain, chunk_channels=chunk_channels)
         self.new_weights = EmittedWeights(gain, 1, new_weights, self.hypernet.variances)
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:

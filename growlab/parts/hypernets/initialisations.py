@@ -29,7 +29,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import above, one_of
 
 # Combinations of the variances that preserve activations (by fan-in) and gradients (by fan-out). Both may be 0.
 _COMBINED: dict[str, Callable[[float, float], float]] = {
@@ -43,7 +44,6 @@ INITIALISATIONS = (
     *(f"{family}_{rule}" for family in ("hyperfan", "xavier", "kaiming") for rule in _COMBINED),
     *("small_random", "kaiming_tenth", "constant_embedding"),
 )
-DISTRIBUTIONS = ("uniform", "normal")
 
 
 @dataclass(frozen=True)
@@ -83,35 +83,19 @@ class Initialisation:
     small_std: float = 0.01
 
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("initialisation", self.name, INITIALISATIONS),
-            ("distribution", self.distribution, DISTRIBUTIONS),
-        ):
-            if value not in known:
-                raise UserError(f"{what} must be one of {', '.join(known)}, not {value!r}.")
-        if not self.small_std > 0:
-            raise UserError(f"small_std must be above 0, not {self.small_std}.")
+        with as_user_errors():
+            one_of(INITIALISATIONS, initialisation=self.name)
+            one_of(("uniform", "normal"), distribution=self.distribution)
+            above(0, small_std=self.small_std)
 
     def hidden(self, features_in: int, features_out: int, relu: bool) -> float:
-        """Variance of a layer before the output layer.
-
-        Args:
-            features_in: its fan-in.
-            features_out: its fan-out.
-            relu: a ReLU follows it.
-        """
+        """Variance of a layer before the output layer, by its fan-in and fan-out and whether a ReLU follows it."""
         if self._hyperfan or self.name == "constant_embedding":
             return (2.0 if relu else 1.0) / features_in
         return self._classical(features_in, features_out)
 
     def weight(self, emission: Emission, features: int, num_outputs: int) -> float:
-        """Variance of H, the weight of an output layer.
-
-        Args:
-            emission: the emitted layer.
-            features: size of h(e), d_k.
-            num_outputs: number of values that it emits.
-        """
+        """Variance of H, the weight of an output layer that emits `num_outputs` values from `features` = d_k."""
         before = emission.gain / (features * emission.embedding_variance)
         if self._hyperfan:
             return self._combined(
@@ -134,9 +118,7 @@ class Initialisation:
 
     def shared(self, features: int, num_outputs: int) -> float:
         """Variance of an output layer that emitted layers of different sizes share."""
-        if self._hyperfan:
-            return 1.0 / features
-        return self._output(features, num_outputs)
+        return 1.0 / features if self._hyperfan else self._output(features, num_outputs)
 
     def plain(self, emission: Emission) -> float:
         """Variance of the weights of a plain layer, not emitted by a hypernetwork.
@@ -169,9 +151,7 @@ class Initialisation:
         )
 
     def _output(self, features: int, num_outputs: int) -> float:
-        if self.name == "kaiming_tenth":
-            return 0.01 * self._classical(features, num_outputs)
-        return self._classical(features, num_outputs)
+        return (0.01 if self.name == "kaiming_tenth" else 1.0) * self._classical(features, num_outputs)
 
     def _classical(self, fan_in: int, fan_out: int) -> float:
         if self.name == "small_random":

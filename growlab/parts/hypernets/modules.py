@@ -38,12 +38,7 @@ class Embedding(nn.Module):
 
 
 class Features(nn.Module):
-    """Features h(e), the input of an output layer.
-
-    Args:
-        embedding: e, [L].
-        hidden: layers before the output layer; may be shared with other embeddings.
-    """
+    """Features h(e), the input of an output layer: hidden layers, which may be shared, of an embedding e [L]."""
 
     def __init__(self, embedding: Embedding, hidden: nn.Module) -> None:
         super().__init__()
@@ -55,12 +50,7 @@ class Features(nn.Module):
 
 
 class Output(nn.Module):
-    """Linear output layer of a hypernetwork.
-
-    Args:
-        weight: H, [..., K].
-        bias: beta, [...], or None if it is stored elsewhere.
-    """
+    """Linear output layer of a hypernetwork: H [..., K] and beta [...], None if that is stored elsewhere."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -71,9 +61,7 @@ class Output(nn.Module):
 class Emitted(nn.Module):
     """Parametrisation of one tensor: H h(e) + beta, where beta is the parametrised tensor's `original`.
 
-    Args:
-        output: H, whose leading dimensions are the tensor's; may be shared.
-        features: h(e); may be shared.
+    H (`output`), whose leading dimensions are the tensor's, and h(e) (`features`) may be shared.
     """
 
     def __init__(self, output: Output, features: Features) -> None:
@@ -87,7 +75,7 @@ class Emitted(nn.Module):
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
         """Return the beta with which `tensor` is emitted."""
-        return tensor - (self.forward(torch.zeros_like(tensor)))
+        return tensor - self.forward(torch.zeros_like(tensor))
 
 
 class Chunks(nn.Module):

@@ -1,10 +1,10 @@
 """Parametrise the weights of any network by a hypernetwork, and turn the result into a plain network again."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import log, prod
 from typing import Any
 
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from growlab.base.errors import UserError, as_user_errors
-from growlab.base.settings import above, at_least, flag, not_none, whole
+from growlab.base.settings import above, at_least, flag, not_none, one_of, whole
 from growlab.growth.method import generator
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted, Features, Output, linear_layers
 
 SHARINGS = ("layer", "size", "network", "chunk")
-EMBEDDINGS = ("fixed", "trained")
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_EVERY_CLASS = ("__dict__", "__weakref__")
 
@@ -66,11 +65,17 @@ class Hypernet:
     emit_last: bool = True
 
     def __post_init__(self) -> None:
-        for name, known in (("sharing", SHARINGS), ("embedding", EMBEDDINGS)):
-            if getattr(self, name) not in known:
-                raise UserError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}.")
         with as_user_errors():
-            self._check_numbers()
+            one_of(SHARINGS, sharing=self.sharing)
+            one_of(("fixed", "trained"), embedding=self.embedding)
+            for features in self.hidden_features:
+                whole(1, hidden_features=features)
+            whole(
+                1, embedding_features=self.embedding_features, **not_none(chunk_channels=self.chunk_channels)
+            )
+            above(0, gain=self.gain, output_gain=self.output_gain)
+            at_least(0, noise=self.noise)
+            flag(biases=self.biases, emit_last=self.emit_last)
         if self.sharing == "network" and self.initialisation == "constant_embedding":
             raise UserError(
                 "constant_embedding gives every layer an embedding of its own: sharing='network' has one."
@@ -80,17 +85,6 @@ class Hypernet:
                 "sharing='chunk' emits no biases and has one hidden layer: give one hidden_features."
             )
         _ = self.variances
-
-    def _check_numbers(self) -> None:
-        hidden = self.hidden_features
-        if isinstance(hidden, str) or not isinstance(hidden, Sequence):
-            raise ValueError(f"hidden_features must be a list of widths, not {hidden!r}.")
-        for features in hidden:
-            whole(1, hidden_features=features)
-        whole(1, embedding_features=self.embedding_features, **not_none(chunk_channels=self.chunk_channels))
-        above(0, gain=self.gain, output_gain=self.output_gain, small_std=self.small_std)
-        at_least(0, noise=self.noise)
-        flag(biases=self.biases, emit_last=self.emit_last)
 
     @property
     def variances(self) -> Initialisation:
@@ -128,11 +122,6 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
     The previous weights are lost; biases that are not emitted start at 0 (Section 4.1, Case 1). Emitted tensors keep
     their names (`layer.weight` is computed when it is read); trained parameters are in `layer.parametrizations`.
 
-    Args:
-        network: changed in place.
-        hypernet: settings of the hypernetwork.
-        seed: seed of its initialisation.
-
     Returns:
         The network.
 
@@ -158,16 +147,13 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
 def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
     """Initialise a plain network by the initialisation's rule for networks without hypernetworks; biases are 0.
 
-    Args:
-        network: changed in place: the weights of every linear layer and convolution.
-        hypernet: initialisation, distribution and gains; other fields are not used.
-        seed: seed of the draws.
+    Of `hypernet`, the initialisation, distribution and gains are used.
 
     Returns:
-        The network.
+        The network, changed in place.
 
     Raises:
-        UserError: there is no such layer, or the initialisation is only defined for hypernetworks.
+        UserError: there is no linear layer or convolution, or the initialisation is only defined for hypernetworks.
     """
     _draw(list(find_layers(network, hypernet)), hypernet, seed)
     return network
@@ -175,11 +161,11 @@ def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Modu
 
 def _draw(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
     """Draw the weights of plain layers by the initialisation, and zero their biases."""
+    init = hypernet.variances
     with torch.no_grad():
         for layer in layers:
-            weight, variance = layer.module.weight, hypernet.variances.plain(layer.emission)
-            source = generator(seed, 0, f"weight of {layer.name}")
-            weight.copy_(hypernet.variances.draw(tuple(weight.shape), variance, source))
+            weight, source = layer.module.weight, generator(seed, 0, f"weight of {layer.name}")
+            weight.copy_(init.draw(tuple(weight.shape), init.plain(layer.emission), source))
     _zero_biases(layers)
 
 
@@ -192,13 +178,8 @@ def _zero_biases(layers: Iterable[Layer]) -> None:
 def materialize(network: nn.Module) -> nn.Module:
     """Turn a network with emitted weights into a plain one with equal outputs, in place.
 
-    Noise on embeddings is left out. The network has its original classes, shapes and state_dict keys again.
-
-    Args:
-        network: changed in place.
-
-    Returns:
-        The network.
+    Noise on embeddings is left out. The network has its original classes, shapes and state_dict keys again; it is also
+    returned.
     """
     noises = {module: module.noise for module in network.modules() if isinstance(module, Embedding)}
     for embedding in noises:
@@ -265,8 +246,8 @@ def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: i
             tensor = getattr(layer.module, tensor_name)
             own = f"{layer.name}.{tensor_name}"
             # Not the bias's shape: its variance depends on the layer's fan-in too.
-            alike = (tensor_name, tuple(layer.module.weight.shape), layer.emission)
-            of_output = alike if hypernet.sharing == "size" else own
+            kind = (tensor_name, tuple(layer.module.weight.shape), layer.emission)
+            of_output = kind if hypernet.sharing == "size" else own
             of_hidden = "network" if hypernet.sharing == "network" else of_output
             of_embedding = "network" if hypernet.sharing == "network" else own
 
@@ -312,13 +293,13 @@ def _parametrise_by_chunks(layers: Sequence[Layer], hypernet: Hypernet, seed: in
     by_kernel: dict[tuple[int, ...], list[Layer]] = defaultdict(list)
     for layer in layers:
         by_kernel[tuple(layer.module.weight.shape[2:])].append(layer)
-    for kernel, alike in by_kernel.items():
-        channels = hypernet.chunk_channels or _highest_common_factor(alike)
-        numbers, example = channels * prod(kernel), alike[0].module.weight
+    for kernel, same_kernel in by_kernel.items():
+        channels = hypernet.chunk_channels or _highest_common_factor(same_kernel)
+        numbers, example = channels * prod(kernel), same_kernel[0].module.weight
         variance = init.shared(features, numbers)
         weight = init.draw((numbers, features), variance, generator(seed, 0, f"shared output {kernel}"))
         output = Output(weight.to(example), example.new_zeros(numbers))
-        for layer in alike:
+        for layer in same_kernel:
             old = layer.module.weight
             rows, columns = old.shape[:2]
             if rows % channels and columns % channels:
@@ -341,5 +322,52 @@ def _parametrise_by_chunks(layers: Sequence[Layer], hypernet: Hypernet, seed: in
 def _highest_common_factor(layers: Sequence[Layer]) -> int:
     """Return the largest chunk size that divides the inputs or the outputs of every weight."""
     shapes = [tuple(layer.module.weight.shape[:2]) for layer in layers]
-    candidates = range(max(max(shape) for shape in shapes), 0, -1)
+    candidates = range(max(map(max, shapes)), 0, -1)
     return next(k for k in candidates if all(rows % k == 0 or columns % k == 0 for rows, columns in shapes))
+
+
+class MonteCarlo(nn.Module):
+    """Average a noisy network's class probabilities over several passes in eval mode; outputs their logarithm.
+
+    Args:
+        network: a network whose passes differ, since its embeddings are noisy.
+        samples: number of passes.
+    """
+
+    def __init__(self, network: nn.Module, samples: int) -> None:
+        super().__init__()
+        self.network, self.samples = network, samples
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a batch to logits, or in eval mode to log-probabilities, [B, num_classes]."""
+        if self.training:
+            return self.network(x)
+        passes = [torch.log_softmax(self.network(x), 1) for _ in range(self.samples)]
+        return torch.logsumexp(torch.stack(passes), 0) - log(self.samples)
+
+
+def hypernetwork(
+    image_shape: Sequence[int],
+    num_classes: int,
+    network: Callable[..., nn.Module],
+    monte_carlo_samples: int = 1,
+    **hypernet: Any,
+) -> nn.Module:
+    """Build a network whose weights a hypernetwork emits, seeded from torch's global generator.
+
+    Args:
+        image_shape: [C, H, W].
+        num_classes: number of logits.
+        network: builds the main network from `image_shape` and `num_classes`.
+        monte_carlo_samples: number of passes averaged in eval mode, for noisy embeddings.
+        hypernet: fields of `Hypernet`; with `sharing="none"` the network stays a plain one, drawn by the
+            initialisation.
+    """
+    if monte_carlo_samples < 1:
+        raise UserError(f"monte_carlo_samples must be at least 1, not {monte_carlo_samples}.")
+    made = network(image_shape=image_shape, num_classes=num_classes)
+    seed = int(torch.randint(2**31, ()))
+    if hypernet.get("sharing") == "none":
+        return initialise(made, Hypernet(**{**hypernet, "sharing": "layer"}), seed)
+    parametrise(made, Hypernet(**hypernet), seed)
+    return made if monte_carlo_samples == 1 else MonteCarlo(made, monte_carlo_samples)

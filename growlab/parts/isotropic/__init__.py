@@ -1,23 +1,21 @@
 """Isotropic layers, which adapt their widths during training by their singular values (G. Bird)."""
 
 from growlab.parts.isotropic.activations import Blend, ChiNorm, IntrinsicLength, IsotropicActivation
-from growlab.parts.isotropic.choices import Choices
-from growlab.parts.isotropic.deepen import deepen
-from growlab.parts.isotropic.gain_weights import GainWeights
-from growlab.parts.isotropic.inputs import change_inputs
 from growlab.parts.isotropic.method import Isotropic
 from growlab.parts.isotropic.networks import (
     IsotropicCNN,
     IsotropicMLP,
     NestedNetwork,
+    change_inputs,
+    deepen,
     isotropic_cnn,
     isotropic_mlp,
     isotropic_nested,
     nested,
     orthogonal_weights,
 )
-from growlab.parts.isotropic.part import IsotropicLayers
-from growlab.parts.isotropic.resize import change_width
+from growlab.parts.isotropic.part import GainWeights, IsotropicLayers
+from growlab.parts.isotropic.resize import Choices, change_width
 from growlab.parts.isotropic.sparsify import Diagonal, densify, sparsify
 from growlab.parts.isotropic.spectrum import diagonalise, diagonalise_partially, spectra
 

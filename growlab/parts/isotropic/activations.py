@@ -12,13 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from growlab.base.settings import finite, one_of
+
 # Below this squared radius tanh(r) / r and its slope are computed by a series; omitted terms are smaller than float64's
 # rounding.
 _SMALL = 1e-3
 # Taylor coefficients of tanh(sqrt(s)) / sqrt(s) in s.
 _TANH_SERIES = (1.0, -1 / 3, 2 / 15, -17 / 315, 62 / 2835)
-
-
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -88,14 +88,11 @@ class IntrinsicLength:
     kind: Literal["trained", "constant", "signed"] = "trained"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("trained", "constant", "signed"):
-            raise ValueError(f"an intrinsic length is trained, constant or signed, not {self.kind!r}")
-        if self.kind == "signed" and not math.isfinite(self.start):
-            raise ValueError(f"an intrinsic length must be a number, not {self.start}")
-        if self.kind != "signed" and not 0 < self.start < math.inf:
+        one_of(("trained", "constant", "signed"), length_kind=self.kind)
+        finite(length=self.start)
+        if self.kind != "signed" and not self.start > 0:
             raise ValueError(
-                f"an intrinsic length must be above 0, or None to leave it out; not {self.start} (one that is signed "
-                "may be negative)"
+                f"length must be above 0, or None to leave it out; not {self.start} (a signed one may be negative)."
             )
 
 
@@ -123,21 +120,18 @@ class IsotropicActivation(nn.Module):
         self, kind: str = "tanh", length: float | IntrinsicLength | None = 0.01, gain_channel: bool = False
     ) -> None:
         super().__init__()
-        if kind not in GAINS:
-            raise ValueError(f"an isotropic activation is one of {', '.join(GAINS)}, not {kind!r}")
+        one_of(GAINS, kind=kind)
         self.kind = kind
         # Growth finds the gain channel and the intrinsic length by these names (`growlab.widths.rules.rotation`).
         self.gain_channel = gain_channel
         self.log_length: nn.Parameter | None = None
         self.length: nn.Parameter | None = None
-        if length is None:
-            return
-        length = length if isinstance(length, IntrinsicLength) else IntrinsicLength(length)
-        if length.kind == "signed":
-            self.length = nn.Parameter(torch.tensor(float(length.start)))
-        else:
-            start = torch.tensor(math.log(length.start))
-            self.log_length = nn.Parameter(start, requires_grad=length.kind == "trained")
+        own = IntrinsicLength(length) if isinstance(length, int | float) else length
+        if own is not None and own.kind == "signed":
+            self.length = nn.Parameter(torch.tensor(float(own.start)))
+        elif own is not None:
+            start = torch.tensor(math.log(own.start))
+            self.log_length = nn.Parameter(start, requires_grad=own.kind == "trained")
 
     @property
     def intrinsic_length(self) -> Tensor | None:

@@ -1,28 +1,114 @@
 """Growth and pruning of isotropic layers by singular values (Bird, Section 3.3)."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from growlab.base.errors import as_user_errors
-from growlab.base.settings import at_least, not_none, one_of, sorted_into
+from growlab.base.settings import at_least, flag, not_none, one_of, sorted_into, whole
 from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WidthDecision
-from growlab.parts.isotropic.choices import IMPORTANCES, Choices
-from growlab.parts.isotropic.decision import Boundaries, Widths
-from growlab.parts.isotropic.layer import Change
-from growlab.parts.isotropic.observation import Observation, watch
-from growlab.parts.isotropic.resize import change_width
-from growlab.parts.isotropic.spectrum import (
-    SIDES,
-    consumers,
-    decompose,
-    folded,
-    gain_columns,
-    producers,
-)
+from growlab.parts.isotropic.resize import IMPORTANCES, Change, Choices, Observation, change_width, watch
+from growlab.parts.isotropic.spectrum import SIDES, consumers, decompose, folded, gain_columns, producers
 from growlab.widths import Carry, WidthGraph
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """Epochs or steps at which the widths of layers are decided.
+
+    Attributes:
+        every_n_epochs: number of epochs between two boundaries.
+        every_n_steps: number of optimizer steps between two boundaries instead, or None.
+        first: epoch (or step) of the first boundary; None for `every_n_epochs` (`every_n_steps`).
+        last: epoch (or step) of the last boundary, or None.
+
+    Raises:
+        ValueError: a number is below 1, or `last` is before the first boundary.
+    """
+
+    every_n_epochs: int = 1
+    every_n_steps: int | None = None
+    first: int | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        whole(1, every_n_epochs=self.every_n_epochs)
+        whole(1, **not_none(every_n_steps=self.every_n_steps, first=self.first))
+        whole(0, **not_none(last=self.last))
+        of_first = self.every_n_epochs if self.every_n_steps is None else self.every_n_steps
+        if self.last is not None and self.last < (earliest := self.first or of_first):
+            raise ValueError(
+                f"last={self.last} lies before the first look at the layers, at {earliest}: none follows."
+            )
+
+    def before(self, epoch: int, step: int) -> int | None:
+        """Number of the latest boundary up to this batch, ascending over a run, or None.
+
+        Args:
+            epoch: the current epoch.
+            step: number of optimizer steps done.
+        """
+        now, every = (
+            (epoch, self.every_n_epochs) if self.every_n_steps is None else (step, self.every_n_steps)
+        )
+        first = self.first or every
+        if now < first or (self.last is not None and now > self.last):
+            return None
+        # Between two boundaries the previous one is returned: it may not have been evaluated yet.
+        return now - (now - first) % every
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Rule for the width of a layer.
+
+    Attributes:
+        scaffold: Xi, number of neurons kept below the threshold.
+        threshold: theta.
+        relative: the threshold is theta times the layer's largest score instead of theta.
+        target_width: width that every layer moves towards instead, or None.
+        neurons_per_event: largest number of neurons that one event adds to or removes from a layer; None for no limit.
+        min_width: smallest width of a layer.
+        max_width: largest width of a layer; None for no limit.
+
+    Raises:
+        ValueError: a value is invalid.
+    """
+
+    scaffold: int = 1
+    threshold: float = 0.1
+    relative: bool = True
+    target_width: int | None = None
+    neurons_per_event: int | None = None
+    min_width: int = 1
+    max_width: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"neurons_per_event": self.neurons_per_event, "max_width": self.max_width}
+        whole(1, min_width=self.min_width, **not_none(target_width=self.target_width, **limits))
+        whole(0, scaffold=self.scaffold)
+        at_least(0, threshold=self.threshold)
+        flag(relative=self.relative)
+        if self.max_width is not None and self.max_width < self.min_width:
+            raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
+
+    def after(self, width: int, scores: Tensor | None) -> int:
+        """Return the width of a layer after a boundary.
+
+        Args:
+            width: its current width.
+            scores: scores of its neurons, [width]; None with a target width.
+        """
+        wanted = width if self.target_width is None else self.target_width
+        if scores is not None:
+            limit = self.threshold * (float(scores.max()) if self.relative else 1.0)
+            wanted = width + self.scaffold - int((scores < limit).sum())
+        if self.neurons_per_event is not None:
+            wanted = min(max(wanted, width - self.neurons_per_event), width + self.neurons_per_event)
+        return max(self.min_width, wanted if self.max_width is None else min(wanted, self.max_width))
+
 
 MODES = ("scaffold", "scheduled")
 
@@ -75,11 +161,7 @@ class Isotropic(GrowthMethod, WidthDecision):
         self.wants_gradients = self.choices.importance == "gradient"
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
-        """Check that the network has isotropic layers.
-
-        Raises:
-            UserError: it has none.
-        """
+        """Check that the network has isotropic layers."""
         with as_user_errors():
             adaptable(graph)
         return graph
@@ -125,11 +207,17 @@ class Isotropic(GrowthMethod, WidthDecision):
         if leading is not None:
             leading |= {name: leading[name] * scale.to(leading[name]) for name, scale in scales.items()}
         # The averaged network's observations, from which its change was decided.
-        as_leader = replace(expansion, observed=expansion.leader_observed or expansion.observed)
+        seen = expansion.leader_observed or expansion.observed
         gradients = {n: g * scales[n].to(g) if n in scales else g for n, g in expansion.gradients.items()}
         report: dict[str, dict[str, float | list[float]]] = {}
         bases: dict[str, Tensor] = {}
         removes = False
+
+        def change(group: str, of: Mapping[str, Tensor], observed: Any, leader: Change | None) -> Change:
+            width, draws = expansion.new_widths[group], expansion.generator
+            given = (self.choices, gradients or None, observed, draws, leader)
+            return change_width(graph, of, widths, group, width, *given)
+
         for group in adaptable(graph):
             before = decompose(SIDES[self.choices.direction](graph, group, tensors, widths))[1]
             report[group] = {"singular_values": before.tolist()}
@@ -137,17 +225,17 @@ class Isotropic(GrowthMethod, WidthDecision):
                 continue
             first = None
             if leading is not None:
-                first = self._change(as_leader, group, leading, widths, gradients, None)
+                first = change(group, leading, seen, None)
                 leading |= first.tensors
-            change = self._change(expansion, group, tensors, widths, gradients, first)
-            tensors |= change.tensors
+            own = change(group, tensors, expansion.observed, first)
+            tensors |= own.tensors
             widths[group] = expansion.new_widths[group]
-            bases[group] = change.basis
-            removes = removes or bool(change.removed)
-            report[group] |= {"removed": change.removed, "removed_part": change.removed_part}
+            bases[group] = own.basis
+            removes = removes or bool(own.removed)
+            report[group] |= {"removed": own.removed, "removed_part": own.removed_part}
             if gradients:
-                carry = Carry(bases={group: change.basis})
-                before_widths = {**widths, group: change.basis.shape[1]}
+                carry = Carry(bases={group: own.basis})
+                before_widths = {**widths, group: own.basis.shape[1]}
                 gradients = {
                     name: carry.carried(value, name, graph, before_widths, widths)
                     for name, value in gradients.items()
@@ -163,28 +251,6 @@ class Isotropic(GrowthMethod, WidthDecision):
             folded=frozenset(scales),
         )
 
-    def _change(
-        self,
-        expansion: Expansion,
-        group: str,
-        tensors: Mapping[str, Tensor],
-        widths: Mapping[str, int],
-        gradients: Mapping[str, Tensor],
-        leader: Change | None,
-    ) -> Change:
-        return change_width(
-            expansion.graph,
-            tensors,
-            widths,
-            group,
-            expansion.new_widths[group],
-            self.choices,
-            gradients or None,
-            expansion.observed,
-            expansion.generator,
-            leader,
-        )
-
     def _scores(
         self,
         graph: WidthGraph,
@@ -193,13 +259,11 @@ class Isotropic(GrowthMethod, WidthDecision):
         widths: Mapping[str, int],
         gradients: Mapping[str, Tensor],
     ) -> Tensor:
-        left, values, right = decompose(SIDES[self.choices.direction](graph, group, tensors, widths))
-        layers = producers if self.choices.direction == "forward" else consumers
-        known = all(layer.weight in gradients for layer in layers(graph, group))
-        gradient = (
-            SIDES[self.choices.direction](graph, group, gradients, widths) if known and gradients else None
-        )
-        return IMPORTANCES[self.choices.importance](left, values, right, gradient)
+        side = SIDES[self.choices.direction]
+        layers = (producers if self.choices.direction == "forward" else consumers)(graph, group)
+        known = bool(gradients) and all(layer.weight in gradients for layer in layers)
+        gradient = side(graph, group, gradients, widths) if known else None
+        return IMPORTANCES[self.choices.importance](*decompose(side(graph, group, tensors, widths)), gradient)
 
 
 def _reads_gains(graph: WidthGraph, group: str, widths: Mapping[str, int]) -> bool:
@@ -207,17 +271,13 @@ def _reads_gains(graph: WidthGraph, group: str, widths: Mapping[str, int]) -> bo
 
 
 def adaptable(graph: WidthGraph) -> list[str]:
-    """Return the isotropic groups whose width can change.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the isotropic groups whose width can change."""
     found = [group for group in graph.isotropic if producers(graph, group)]
     if not found:
         reasons = {**graph.fixed, **graph.individuated}
-        told = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
+        listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise ValueError(
             "isotropic growth needs a layer whose channels no operation tells apart, such as those of "
-            f"growlab's IsotropicMLP; this network has none{f' ({told})' if told else ''}."
+            f"growlab's IsotropicMLP; this network has none{f' ({listed})' if listed else ''}."
         )
     return found

@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from growlab.base.settings import one_of
+from growlab.optim.followers import replace_parameters
 from growlab.parts.isotropic.activations import (
     GAINS,
     Blend,
@@ -24,17 +26,18 @@ _ELEMENTWISE = {"elementwise_tanh": nn.Tanh, "elementwise_relu": nn.ReLU, "eleme
 
 
 def _activation(name: str, length: float | IntrinsicLength | None, gain_channel: bool) -> nn.Module:
-    if name not in GAINS and name not in _ELEMENTWISE:
-        raise ValueError(f"activation must be one of {', '.join([*GAINS, *_ELEMENTWISE])}, not {name!r}")
-    if name in _ELEMENTWISE and gain_channel:
+    one_of([*GAINS, *_ELEMENTWISE], activation=name)
+    if name not in _ELEMENTWISE:
+        return IsotropicActivation(name, length, gain_channel)
+    if gain_channel:
         raise ValueError(f"{name} has no gain: take gain_channel=False")
-    return _ELEMENTWISE[name]() if name in _ELEMENTWISE else IsotropicActivation(name, length, gain_channel)
+    return _ELEMENTWISE[name]()
 
 
 def _read_gains(layers: list[nn.Module], classifier: nn.Linear) -> None:
     """Add an input for the previous activation's gain to every layer but the first."""
-    readers = [layer for layer in layers if isinstance(layer, (nn.Linear, nn.Conv2d))]
-    for layer in [*readers[1:], classifier] if readers else []:
+    readers = [layer for layer in (*layers, classifier) if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    for layer in readers[1:]:
         add_gain_column(layer)
 
 
@@ -52,8 +55,6 @@ class IsotropicMLP(nn.Module):
         gain_channel: let layers read each activation's gain, see `IsotropicActivation`; with zero weights at first.
         blend: make each activation but the first a x + (1 - a) f(x) with a trained a, initially 0, so that a layer can
             be inserted as the identity.
-
-    Layers have torch's default initialisation.
 
     Raises:
         ValueError: the activation is unknown, or has no gain.
@@ -93,15 +94,8 @@ class IsotropicCNN(nn.Module):
 
     Average pooling commutes with rotations of channels; max-pooling does not.
 
-    Args:
-        in_channels: number of channels of the image.
-        channels: width of each block.
-        pools: pooling factor after each block, 1 for none.
-        num_classes: number of logits.
-        activation: as for `IsotropicMLP`.
-        length: likewise.
-        chi_norm: likewise.
-        gain_channel: likewise.
+    `channels` and `pools` have the width and the pooling factor (1 for none) of each block; the other arguments are
+    those of `IsotropicMLP`.
 
     Raises:
         ValueError: the activation is unknown or has no gain, or `channels` and `pools` differ in length.
@@ -119,19 +113,12 @@ class IsotropicCNN(nn.Module):
         gain_channel: bool = False,
     ) -> None:
         super().__init__()
-        if len(channels) != len(pools):
-            raise ValueError(
-                f"{len(channels)} widths of blocks and {len(pools)} pooling factors do not match"
-            )
         layers: list[nn.Module] = []
         width_in = in_channels
         for width, pool in zip(channels, pools, strict=True):
-            layers.append(nn.Conv2d(width_in, width, 3, padding=1))
-            if chi_norm:
-                layers.append(ChiNorm(width))
+            layers += [nn.Conv2d(width_in, width, 3, padding=1), *([ChiNorm(width)] if chi_norm else [])]
             layers.append(_activation(activation, length, gain_channel))
-            if pool > 1:
-                layers.append(nn.AvgPool2d(pool))
+            layers += [nn.AvgPool2d(pool)] if pool > 1 else []
             width_in = width
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(width_in, num_classes)
@@ -179,8 +166,7 @@ class NestedNetwork(nn.Module):
         products: Literal["first", "last"] = "first",
     ) -> None:
         super().__init__()
-        if products not in ("first", "last"):
-            raise ValueError(f"products must be first or last, not {products!r}")
+        one_of(("first", "last"), products=products)
         widths = [*hidden_features, num_classes]
         self.products = products
         self.terms = [width for level, width in enumerate(widths, start=1) for _ in range(level)]
@@ -216,11 +202,9 @@ class NestedNetwork(nn.Module):
 def nested(network: IsotropicMLP) -> NestedNetwork:
     """Convert a dense isotropic network to an equivalent nested network (Eqs. 39-45).
 
-    Args:
-        network: a network without Chi-normalisers and gain channels.
-
     Raises:
-        ValueError: an activation is not isotropic or has a gain channel, or there are other modules between the layers.
+        ValueError: an activation is not isotropic or has a gain channel, or there are other modules, such as
+            Chi-normalisers, between the layers.
     """
     layers = [module for module in network.hidden if isinstance(module, nn.Linear)]
     activations = [m for m in network.hidden if isinstance(m, IsotropicActivation) and not m.gain_channel]
@@ -263,9 +247,8 @@ def orthogonal_weights(network: nn.Module) -> None:
                 module.bias.zero_()
 
 
-def _drawn(network: nn.Module, weights: str) -> None:
-    if weights not in ("default", "orthogonal"):
-        raise ValueError(f"weights must be default or orthogonal, not {weights!r}")
+def _draw_weights(network: nn.Module, weights: str) -> None:
+    one_of(("default", "orthogonal"), weights=weights)
     if weights == "orthogonal":
         orthogonal_weights(network)
 
@@ -283,30 +266,16 @@ def isotropic_mlp(
     weights: Weights = "default",
     blend: bool = False,
 ) -> IsotropicMLP:
-    """Build the paper's MLP [pixels, width, classes] (Section 4), or one with `depth` hidden layers.
+    """Build the paper's MLP [pixels, width, classes] (Section 4), or one with `depth` hidden layers of that width.
 
-    Args:
-        image_shape: [C, H, W].
-        num_classes: number of logits.
-        width: width of every hidden layer.
-        depth: number of hidden layers.
-        activation: as for `IsotropicMLP`.
-        length: initial intrinsic length of each activation, or None for none.
-        chi_norm: as for `IsotropicMLP`.
-        gain_channel: likewise.
-        length_kind: see `IntrinsicLength`.
-        weights: "default" (torch's initialisation) or "orthogonal" (`orthogonal_weights`).
-        blend: as for `IsotropicMLP`.
-
-    Raises:
-        ValueError: a value is invalid.
+    `length` is the initial intrinsic length, of the kind `length_kind` (see `IntrinsicLength`), or None for none.
+    `weights` is "default" (torch's initialisation) or "orthogonal" (`orthogonal_weights`). The other arguments are
+    those of `IsotropicMLP`.
     """
-    pixels = torch.Size(image_shape).numel()
     start = None if length is None else IntrinsicLength(length, length_kind)
-    network = IsotropicMLP(
-        pixels, [width] * depth, num_classes, activation, start, chi_norm, gain_channel, blend
-    )
-    _drawn(network, weights)
+    pixels, widths = torch.Size(image_shape).numel(), [width] * depth
+    network = IsotropicMLP(pixels, widths, num_classes, activation, start, chi_norm, gain_channel, blend)
+    _draw_weights(network, weights)
     return network
 
 
@@ -322,29 +291,16 @@ def isotropic_cnn(
     length_kind: LengthKind = "trained",
     weights: Weights = "default",
 ) -> IsotropicCNN:
-    """Build an `IsotropicCNN` with blocks of width, 2 width, 4 width, ... channels.
+    """Build an `IsotropicCNN` with blocks of width, 2 width, 4 width, ... channels, one per entry of `pools`.
 
-    Args:
-        image_shape: [C, H, W].
-        num_classes: number of logits.
-        width: width of the first block.
-        pools: pooling factor of each block.
-        activation: as for `IsotropicCNN`.
-        length: initial intrinsic length of each activation, or None for none.
-        chi_norm: as for `IsotropicCNN`.
-        gain_channel: likewise.
-        length_kind: see `IntrinsicLength`.
-        weights: "default" (torch's initialisation) or "orthogonal" (`orthogonal_weights`).
-
-    Raises:
-        ValueError: a value is invalid.
+    The other arguments are those of `isotropic_mlp`.
     """
-    channels = [width * 2**block for block in range(len(pools))]
     start = None if length is None else IntrinsicLength(length, length_kind)
+    channels = [width * 2**block for block in range(len(pools))]
     network = IsotropicCNN(
         image_shape[0], channels, pools, num_classes, activation, start, chi_norm, gain_channel
     )
-    _drawn(network, weights)
+    _draw_weights(network, weights)
     return network
 
 
@@ -357,16 +313,98 @@ def isotropic_nested(
     length: float | None = 0.01,
     products: Literal["first", "last"] = "first",
 ) -> NestedNetwork:
-    """Build a `NestedNetwork` on flattened images, with `depth` levels of equal width before the logits.
-
-    Args:
-        image_shape: [C, H, W].
-        num_classes: number of logits.
-        width: width of every level but the last.
-        depth: number of those levels.
-        activation: as for `NestedNetwork`.
-        length: likewise.
-        products: likewise.
-    """
+    """Build a `NestedNetwork` on flattened images, with `depth` levels of equal width before the logits."""
     pixels = torch.Size(image_shape).numel()
     return NestedNetwork(pixels, [width] * depth, num_classes, activation, length, products)
+
+
+def deepen(
+    layers: nn.Sequential, position: int, activation: IsotropicActivation | None = None
+) -> list[nn.Parameter]:
+    """Insert a linear layer and an activation, initialised as the identity.
+
+    The weight is the identity matrix, the bias zero, and the activation f*(x; a) = a x + (1 - a) f(x) starts at a = 1.
+
+    **Preserves** the output exactly. All three are trained; f takes effect as a moves away from 1.
+
+    Args:
+        layers: the network's layers; changed in place.
+        position: index in `layers` after which to insert; the output of the module there is [B, n].
+        activation: f; None for isotropic tanh with a trained intrinsic length.
+
+    Returns:
+        The new parameters, for `optimizer.add_param_group`. Trace the network again before its widths change.
+
+    Raises:
+        ValueError: there is no linear layer at or before the position, which determines the width.
+
+    Examples:
+        >>> layers = nn.Sequential(nn.Linear(4, 3), IsotropicActivation())
+        >>> x = torch.randn(5, 4)
+        >>> before = layers(x)
+        >>> new = deepen(layers, 1)
+        >>> torch.equal(layers(x), before), len(layers), sum(p.numel() for p in new)
+        (True, 4, 14)
+    """
+    linear = [module for module in layers[: position + 1] if isinstance(module, nn.Linear)]
+    if not 0 <= position < len(layers) or not linear:
+        raise ValueError(f"there is no linear layer at or before position {position} of {len(layers)} layers")
+    reference = linear[-1].weight
+    identity = nn.Linear(len(reference), len(reference))
+    nn.init.eye_(identity.weight)
+    nn.init.zeros_(identity.bias)
+    new = nn.Sequential(identity, Blend(activation or IsotropicActivation())).to(
+        reference.device, reference.dtype
+    )
+    for offset, module in enumerate(new, start=1):
+        layers.insert(position + offset, module)
+    return list(new.parameters())
+
+
+def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.optim.Optimizer) -> None:
+    """Append inputs with zero weights to a first layer, or remove its last ones.
+
+    **Preserves** the output exactly when inputs are added, with any values, and when inputs that are zero are removed.
+    New weights learn from the first step, since their gradient is that of the layer's output times the new inputs.
+
+    Args:
+        layer: the layer, changed in place; its inputs are a flattened sample, or the channels of an image.
+        count: number of inputs to add, or, if negative, to remove from the end.
+        optimizers: optimizers of its weight; they keep their state, with zeros for new entries.
+
+    Raises:
+        ValueError: no input would remain, or the layer has groups or reads a gain channel.
+
+    Trace the network again before its widths change.
+
+    Examples:
+        >>> layer, x = nn.Linear(3, 2), torch.randn(5, 3)
+        >>> before = layer(x)
+        >>> change_inputs(layer, 2)
+        >>> torch.allclose(layer(torch.cat([x, torch.randn(5, 2)], 1)), before)
+        True
+    """
+    old = layer.weight
+    inputs = old.shape[1]
+    if inputs + count < 1:
+        raise ValueError(f"{-count} of {inputs} inputs cannot go: a layer keeps at least one")
+    if getattr(layer, "reads_gain", False) or getattr(layer, "groups", 1) != 1:
+        raise ValueError(
+            "only a layer that reads all its inputs, and no gain behind them, can have more or fewer"
+        )
+    new = nn.Parameter(_resized(old.detach(), count), old.requires_grad)
+    for optimizer in optimizers:
+        for name, value in optimizer.state.get(old, {}).items():
+            if isinstance(value, Tensor) and value.shape == old.shape:
+                optimizer.state[old][name] = _resized(value, count)
+        replace_parameters(optimizer, {id(old): new})
+    layer.weight = new
+    if isinstance(layer, nn.Linear):
+        layer.in_features += count
+    else:
+        layer.in_channels += count
+
+
+def _resized(tensor: Tensor, count: int) -> Tensor:
+    """Append `count` columns of zeros, or remove as many from the end if it is negative."""
+    return nn.functional.pad(tensor, (*[0] * (2 * (tensor.dim() - 2)), 0, count)).clone()

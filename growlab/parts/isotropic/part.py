@@ -1,13 +1,14 @@
-"""Part that adapts the widths of isotropic layers while the rest of the network grows by a schedule."""
+"""Parts for isotropic layers in growing networks: widths that they adapt themselves, and weights psi of gains."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import gather
-from growlab.grower.part import WidthPart
+from growlab.base.settings import at_least
+from growlab.grower.part import Part, WidthPart
 from growlab.grower.triggers import GrowingNetwork, Never, OnDemand, Trigger, Widths
 from growlab.growth.method import WidthDecision
 from growlab.parts.isotropic.method import Isotropic, adaptable
@@ -25,9 +26,6 @@ class IsotropicLayers(WidthPart):
     Args:
         mode: see `Isotropic`.
         settings: other arguments of `Isotropic`.
-
-    Raises:
-        ValueError: a value is invalid.
     """
 
     SETTINGS = (Isotropic,)
@@ -50,11 +48,7 @@ class IsotropicLayers(WidthPart):
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Take over all groups in the norm of an isotropic activation; those that are not isotropic keep their width.
-
-        Raises:
-            UserError: the network has no isotropic layer.
-        """
+        """Take over all groups in the norm of isotropic activations; those that are not isotropic keep their width."""
         with as_user_errors():
             adaptable(graph)
         # A method that does not support norms must not widen groups whose norm is computed.
@@ -77,11 +71,9 @@ class IsotropicLayers(WidthPart):
             )
         if isinstance(grower.trigger, OnDemand) and grower.trigger.demand.plans_cost:
             raise UserError(
-                "a budget is kept by what widths to come will cost, which nobody can tell of isotropic layers: their "
-                "singular values decide on the way. Take a schedule of stages, or leave IsotropicLayers "
-                "out."
+                "a budget needs the cost of widths to come, which isotropic layers decide on the way by their singular "
+                "values: take a schedule of stages, or leave IsotropicLayers out."
             )
-
         assert self._prepared is not None
         for group in self.groups:
             behind = [
@@ -98,11 +90,7 @@ class IsotropicLayers(WidthPart):
         return {group: [width] * num_stages for group, width in self._start.items()}
 
     def decide(self, grower: GrowingNetwork) -> Widths | None:
-        """Decide the layers' widths, once at each boundary; None if nothing changes.
-
-        Raises:
-            UserError: gradients for the scores are missing.
-        """
+        """Decide the layers' widths, once at each boundary; None if nothing changes."""
         boundary = self.method.boundary(grower.clock.epoch, grower.clock.step)
         if boundary is None or boundary <= self._asked:
             return None
@@ -123,3 +111,78 @@ class IsotropicLayers(WidthPart):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         self._asked = int(state["asked"])
+
+
+MODES = ("constant", "decayed")
+
+
+class GainWeights(Part):
+    """Freezes or decays the weights psi by which layers read gain channels.
+
+    With a gain channel a layer computes W f(x) + psi g + b, and psi absorbs the contribution of a removed neuron's
+    bias. Before any neuron is removed, psi is 0.
+
+    Args:
+        mode: "constant": only removed neurons change psi, not optimizers or weight decay; "decayed": decay * ||psi||^2
+            is added to the loss, so that psi fades and the network learns to do without it. Without this part, psi is
+            trained like all weights.
+        decay: coefficient of "decayed".
+
+    Raises:
+        UserError: the mode is unknown, or the decay is negative.
+    """
+
+    name = "gain_weights"
+
+    def __init__(self, mode: Literal["constant", "decayed"] = "decayed", decay: float = 0.1) -> None:
+        if mode not in MODES:
+            raise UserError(f"mode must be {' or '.join(MODES)}, not {mode!r}.")
+        with as_user_errors():
+            at_least(0, decay=decay)
+        self._mode, self._decay = str(mode), decay
+        self._held: list[tuple[nn.Module, Tensor]] = []
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Check that the network has layers that read gain channels."""
+        if not readers(network):
+            raise UserError(
+                f"mode={self._mode!r} needs layers that read gains, such as those of growlab's IsotropicMLP with "
+                "gain_channel=True; this network has none."
+            )
+        return graph
+
+    def before_step(self, grower: GrowingNetwork) -> None:
+        """Add the decay's gradient, or store psi and zero its gradient."""
+        layers = readers(grower.network)
+        if self._mode == "constant":
+            self._held = [(layer, gain_weights(layer).clone()) for layer in layers]
+        for layer in layers:
+            if layer.weight.grad is None:
+                continue
+            if self._mode == "constant":
+                # Optimizers' moments of psi stay zero.
+                gain_weights(layer, layer.weight.grad).zero_()
+            else:
+                gain_weights(layer, layer.weight.grad).add_(gain_weights(layer), alpha=2 * self._decay)
+
+    def after_step(self, grower: GrowingNetwork) -> None:
+        """Restore a constant psi."""
+        for layer, value in self._held:
+            gain_weights(layer).copy_(value)
+        self._held = []
+
+
+def readers(network: nn.Module) -> list[nn.Linear | nn.Conv2d]:
+    """Return the layers with a column for the gain (`add_gain_column`)."""
+    return [
+        module
+        for module in network.modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and getattr(module, "reads_gain", False)
+    ]
+
+
+def gain_weights(layer: nn.Module, tensor: Tensor | None = None) -> Tensor:
+    """Return the column psi [out, 1, ...] of a layer's weight, or of a tensor of its shape, as a detached view."""
+    return (layer.get_parameter("weight") if tensor is None else tensor).detach()[:, -1:]

@@ -1,21 +1,407 @@
 """Add and remove neurons of an isotropic layer, as functions of tensors (Bird, Sections 3.1-3.3)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import exp, sqrt
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from growlab.parts.isotropic.choices import IMPORTANCES, Choices
-from growlab.parts.isotropic.layer import Change, LayerTensors
-from growlab.parts.isotropic.observation import Observation
+from growlab.base.settings import finite, flag, one_of
+from growlab.growth.outputs import positional, quietly
 from growlab.parts.isotropic.spectrum import (
+    SIDES,
     consumers,
     decompose,
+    gain_columns,
     gather_constant,
     order_by_square,
     producers,
 )
-from growlab.widths import WidthGraph
+from growlab.widths import Axis, WidthGraph, applied, resized
+from growlab.widths.inputs import call_with
+from growlab.widths.rules.rotation import LOG_LENGTH
+
+Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
+Correction = Literal["bias", "batch", "none"]
+Direction = Literal["forward", "backward"]
+COLUMNS, DIRECTIONS = get_args(Columns), get_args(Direction)
+
+# Scores [n] of the neurons of a spectrum: (left [n, n], values [n], right [K, n], gradient [n, K] or None) -> [n].
+Importance = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def gradient_times_value(left: Tensor, values: Tensor, right: Tensor, gradient: Tensor | None) -> Tensor:
+    """Score neurons by the first-order change of the loss without them: |s_i dL/ds_i|, dL/ds_i = u_i^T G v_i."""
+    if gradient is None:
+        raise ValueError(
+            "importance='gradient' needs an optimizer that keeps a running mean of the gradient, such as "
+            "adam or sgd with momentum, and one step of it."
+        )
+    return (values * ((left.T @ gradient.to(left)) * right.T).sum(1)).abs()
+
+
+IMPORTANCES: dict[str, Importance] = {
+    "singular_value": lambda left, values, right, gradient: values,
+    "gradient": gradient_times_value,
+}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options for details that the paper does not specify.
+
+    Attributes:
+        columns: outgoing weights U* of a new neuron. "orthogonal": orthogonal to those of all others (Gram-Schmidt),
+            with their root mean square norm, or random if they span the space; "zero"; "copy": those of the neuron with
+            the largest singular value; "random": random with that norm; "small": random, 0.01 per weight, as in the
+            author's later code.
+        bias: b* of a new neuron in units of sqrt(o), within (-1, 1). If it is not 0 and columns are not "zero", growth
+            is exact only on average (E[g]), or with a gain channel.
+        correction: compensation for a removed neuron's constant part. "bias": b*^2 is added to the intrinsic length and
+            E[g] U* b* to the next biases, as in the paper; if layers read a gain channel, U* b* is added to their
+            weights psi, which is exact. "batch": the mean and mean square of the neuron's input on the batch are used
+            instead of b* and b*^2; equal if its singular value is 0. "none": no compensation.
+        least_squares: let the remaining neurons replace a removed one: the next weights reproduce its linear
+            contribution best on the batch (Eq. 30 with the batch's covariance instead of that of white inputs, for
+            which Eq. 30 is plain deletion).
+        importance: score of a neuron, a name in `IMPORTANCES`; neurons with the lowest scores are removed.
+        rotate: rotate the basis on growth too (optimizers such as Adam depend on it); on removal it is always rotated.
+        direction: "forward": singular values of the incoming weights; "backward": of the outgoing ones (Section 2.3.2,
+            the right-sided form). A neuron without outgoing weights still counts in the norm, so its removal is never
+            exact: its mean square on the batch is added to the intrinsic length, also with the correction "bias". Exact
+            growth in this direction needs `columns="zero"` and a bias, without which such a neuron would have no
+            gradient.
+
+    Raises:
+        ValueError: a choice is unknown, or `bias` is out of range.
+    """
+
+    columns: Columns = "orthogonal"
+    bias: float = 0.0
+    correction: Correction = "bias"
+    least_squares: bool = False
+    importance: Literal["singular_value", "gradient"] = "singular_value"
+    rotate: bool = True
+    direction: Direction = "forward"
+
+    def __post_init__(self) -> None:
+        one_of(IMPORTANCES, importance=self.importance)
+        one_of(COLUMNS, columns=self.columns)
+        one_of(get_args(Correction), correction=self.correction)
+        one_of(DIRECTIONS, direction=self.direction)
+        flag(least_squares=self.least_squares, rotate=self.rotate)
+        finite(bias=self.bias)
+        if not -1 < self.bias < 1:
+            raise ValueError(f"bias must lie between -1 and 1 (b*^2 < o), not {self.bias}.")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Statistics of an isotropic activation on a batch.
+
+    Attributes:
+        gain: E[g], mean factor on the vectors.
+        mean: E[x] of its input x, [n].
+        square: E[x x^T], [n, n].
+    """
+
+    gain: float
+    mean: Tensor
+    square: Tensor
+
+
+def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor]) -> Mapping[str, Observation]:
+    """Run a batch in eval mode and observe every activation whose norm is over a single group.
+
+    Args:
+        model: the network; left unchanged.
+        graph: its width graph, traced with `follow_norms`.
+        probe: its positional inputs.
+
+    Returns:
+        Observations by module path, in float64 on the activations' device. Modules whose output does not have the shape
+        of their first input are left out: they are more than an activation.
+    """
+    known, found = dict(model.named_modules()), dict[str, Observation]()
+    with_gain = {radius.name for radius in graph.radii if radius.gain_channel}
+
+    def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            x = inputs[0]
+            if name in with_gain and isinstance(output, Tensor):
+                output = output[:, :-1]
+            if not isinstance(output, Tensor) or output.shape != x.shape:
+                return
+            x_BN, f_BN = (tensor.double().movedim(1, -1).flatten(0, -2) for tensor in (x, output))
+            squares_B = x_BN.square().sum(1)
+            gains_B = (f_BN * x_BN).sum(1)[squares_B > 0] / squares_B[squares_B > 0]
+            gain = float(gains_B.mean()) if len(gains_B) else 1.0
+            found[name] = Observation(gain, x_BN.mean(0), x_BN.T @ x_BN / len(x_BN))
+
+        return hook
+
+    names = [radius.name for radius in graph.radii if len(radius.groups) == 1]
+    hooks = [known[name].register_forward_hook(record(name)) for name in names if name in known]
+    try:
+        with quietly(model):
+            model.eval()
+            call_with(model, positional(probe))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+# Root mean square of the entries of a small new column, as in the author's later code.
+_SMALL = 0.01
+
+
+@dataclass(frozen=True)
+class Change:
+    """Result of changing a layer's width.
+
+    Attributes:
+        tensors: every tensor that changed, by name.
+        basis: new channels as combinations of old ones, [new width, old width]; zeros for a new neuron.
+        rotation: basis that the layer was rotated to, [old width, old width].
+        kept: indices of the remaining channels in that basis, [at most old width].
+        removed: singular values of the neurons that were removed, ascending.
+        removed_part: Frobenius norm of the removed part of the incoming weights relative to the whole.
+        stand_in: coefficients by which remaining channels replace removed ones, [removed, kept]; None on growth.
+    """
+
+    tensors: dict[str, Tensor]
+    basis: Tensor
+    rotation: Tensor
+    kept: Tensor
+    removed: list[float] = field(default_factory=list)
+    removed_part: float = 0.0
+    stand_in: Tensor | None = None
+
+
+@dataclass
+class LayerTensors:
+    """Tensors of an isotropic group in float64, changed in place.
+
+    Attributes:
+        graph: the width graph.
+        widths: width of each group; that of the group is updated.
+        group: the isotropic group.
+        tensors: all tensors that depend on its channels, by name.
+        choices: see `Choices`.
+        observed: see `change_width`.
+    """
+
+    graph: WidthGraph
+    widths: dict[str, int]
+    group: str
+    tensors: dict[str, Tensor]
+    choices: Choices
+    observed: Mapping[str, Observation]
+
+    def deciding(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Weights [width, K] whose singular values decide on neurons, from `tensors` (or gradients of them)."""
+        return SIDES[self.choices.direction](self.graph, self.group, tensors, self.widths)
+
+    def turn(self, rotation: Tensor) -> None:
+        """Rotate the basis of the channels."""
+        self._apply(rotation, rotation)
+        self.observed = {
+            name: replace(seen, mean=rotation @ seen.mean, square=rotation @ seen.square @ rotation.T)
+            for name, seen in self.observations().items()
+        }
+
+    def remove(self, kept: Tensor, removed: Tensor, leader: Change | None = None) -> Tensor:
+        """Remove channels and compensate for their constant part; returns the coefficients `stand_in`."""
+        seen = next(iter(self.observed.values()), None)
+        identity = torch.eye(self.widths[self.group]).to(kept.device, torch.float64)
+        stand_in = torch.zeros(len(removed), len(kept)).to(identity)
+        if leader is not None and leader.stand_in is not None:
+            stand_in = leader.stand_in
+        elif self.choices.least_squares and seen is not None:
+            covariance = seen.square - torch.outer(seen.mean, seen.mean)
+            inverse = torch.linalg.pinv(covariance[kept][:, kept], hermitian=True, rtol=1e-9)
+            stand_in = covariance[removed][:, kept] @ inverse
+        constant, square = self.constants(seen)
+        rest = constant[removed] - stand_in @ constant[kept]
+        self._move_constant(rest, removed, +1)
+        for name in self._lengths():
+            self._lengthen(name, square[removed].sum())
+        select = identity[kept]
+        self._apply(select, select + stand_in.T @ identity[removed])
+        return stand_in
+
+    def add(
+        self, count: int, generator: Callable[[str], torch.Generator], leader: Change | None = None
+    ) -> None:
+        """Append channels with zero incoming weights and, if chosen, a bias."""
+        before, old = dict(self.widths), self.widths[self.group]
+        self.widths[self.group] = old + count
+        for name, axes in self.graph.axes.items():
+            if name in self.tensors and any(self.group in axis.groups for axis in axes):
+                self.tensors[name] = resized(self.tensors[name], axes, before, self.widths)
+        for layer in consumers(self.graph, self.group):
+            if leader is None:
+                self._new_columns(layer.weight, old, generator(f"columns of {layer.weight}"))
+            else:
+                self._same_columns(layer.weight, old, leader.tensors[layer.weight])
+        biases = self._new_biases(count)
+        if not biases:
+            return
+        bias = next(one.bias for one in producers(self.graph, self.group) if one.bias is not None)
+        new = torch.arange(old, old + count)
+        axis = self.graph.axes[bias][0]
+        for channel, value in zip(new.tolist(), biases, strict=True):
+            self.tensors[bias][self._positions(axis, channel)] = value
+        for name in self._lengths():
+            self._lengthen(name, -self.tensors[bias].new_tensor(biases).square().sum())
+        self._move_constant(self.tensors[bias].new_tensor(biases), new, -1)
+
+    def constants(self, seen: Observation | None = None) -> tuple[Tensor, Tensor]:
+        """Constant part of each channel, independent of the input, and its square, both [width]."""
+        width = self.widths[self.group]
+        nothing = next(iter(self.tensors.values())).new_zeros(width)
+        if self.choices.correction == "none":
+            return nothing, nothing
+        backward = self.choices.direction == "backward"
+        if (backward or self.choices.correction == "batch") and seen is not None:
+            # In the rotated matrix a mean square of 0 may be slightly negative by rounding.
+            return seen.mean, seen.square.diagonal().clamp(min=0)
+        if self._centred():
+            return nothing, nothing
+        total = nothing.clone()
+        for layer in producers(self.graph, self.group):
+            if layer.bias is not None:
+                # If the group is repeated on the axis, the mean of its biases.
+                axis = self.graph.axes[layer.bias][0]
+                places = [self._positions(axis, channel) for channel in range(width)]
+                total += torch.stack([self.tensors[layer.bias][place].mean() for place in places])
+        return total, total.square()
+
+    # Parts ---------------------------------------------------------------------------------------------
+
+    def _apply(self, matrix: Tensor, consuming: Tensor) -> None:
+        for name, tensor in self.tensors.items():
+            axes = self.graph.axes[name]
+            self.tensors[name] = applied(
+                tensor, axes, {self.group: matrix}, self.widths, {self.group: consuming}
+            )
+        self.widths[self.group] = len(matrix)
+
+    def observations(self) -> dict[str, Observation]:
+        """Observations of activations whose norm is over this group alone."""
+        names = [radius.name for radius in self.graph.radii if radius.groups == (self.group,)]
+        return {name: self.observed[name] for name in names if name in self.observed}
+
+    def _lengths(self) -> list[str]:
+        radii = [radius for radius in self.graph.radii if self.group in radius.groups]
+        return [radius.length for radius in radii if radius.length is not None]
+
+    def _length(self, name: str) -> float:
+        """Return the intrinsic length o from its parameter."""
+        value = float(self.tensors[name])
+        return exp(value) if name.endswith(LOG_LENGTH) else value
+
+    def _lengthen(self, name: str, more: Tensor) -> None:
+        """Add `more`, which may be negative, to an intrinsic length."""
+        length = self.tensors[name]
+        if not name.endswith(LOG_LENGTH):
+            self.tensors[name] = length + more
+        elif more < 0:
+            self.tensors[name] = length + torch.log1p(more / length.exp())
+        else:
+            self.tensors[name] = torch.logaddexp(length, more.log())
+
+    def _centred(self) -> bool:
+        """Return True if a mean is subtracted behind the layers, so that their biases have no effect."""
+        biases = {layer.bias for layer in producers(self.graph, self.group)}
+        return any(
+            len(axes) == 1 and self.group in axes[0].groups and name not in biases
+            for name, axes in self.graph.axes.items()
+        )
+
+    def _move_constant(self, constant: Tensor, channels: Tensor, sign: int) -> None:
+        """Add (+1) or subtract (-1) U* c of channels in the weights of the gain, or E[g] U* c in the next biases."""
+        seen = next(iter(self.observed.values()), None)
+        gain = 1.0 if seen is None else seen.gain
+        weights: set[str] = set()
+        for layer in consumers(self.graph, self.group):
+            reads_gain = gain_columns(self.graph, self.group, layer, self.widths)
+            if layer.weight in weights if reads_gain else layer.bias is None:
+                continue
+            weights.add(layer.weight)
+            weight, axis = self.tensors[layer.weight], self.graph.axes[layer.weight][1]
+            shift = sum(
+                value * weight.index_select(1, self._positions(axis, channel))
+                for value, channel in zip(constant, channels.tolist(), strict=True)
+            )
+            if reads_gain:
+                weight = self.tensors[layer.weight] = weight.clone()
+                weight[:, reads_gain] += sign * shift
+            elif layer.bias is not None:
+                bias = self.tensors[layer.bias]
+                self.tensors[layer.bias] = bias + sign * gain * shift.flatten(1).sum(1)
+
+    def _new_biases(self, count: int) -> list[float] | None:
+        """Return b* of each new channel, or None if it is 0."""
+        if self.choices.bias == 0:
+            return None
+        lengths = self._lengths()
+        has_bias = any(layer.bias is not None for layer in producers(self.graph, self.group))
+        if not lengths or not has_bias or self._centred():
+            raise ValueError(
+                f"bias={self.choices.bias} needs an intrinsic length and a bias that reaches it, which "
+                f"{self.group} has not; set bias=0."
+            )
+        length = min(self._length(name) for name in lengths)
+        biases = []
+        for _ in range(count):
+            biases.append(self.choices.bias * sqrt(abs(length)))
+            length -= biases[-1] ** 2
+        return biases
+
+    def _new_columns(self, name: str, old: int, source: torch.Generator) -> None:
+        weight, axis = self.tensors[name], self.graph.axes[name][1]
+        places = [self._positions(axis, channel) for channel in range(self.widths[self.group])]
+        columns = torch.stack([weight.index_select(1, place).flatten() for place in places[:old]])
+        norm = columns.square().sum(1).mean().sqrt()
+        for channel, place in enumerate(places[old:]):
+            if self.choices.columns == "zero":
+                return
+            if self.choices.columns == "copy":
+                column = columns[channel % old]
+            else:
+                drawn = torch.randn(columns.shape[1], generator=source, dtype=torch.float64).to(columns)
+                column = drawn
+                if self.choices.columns == "orthogonal":
+                    basis = torch.linalg.svd(columns, full_matrices=False)[2]
+                    rank = int(torch.linalg.matrix_rank(columns))
+                    column = drawn - basis[:rank].T @ (basis[:rank] @ drawn)
+                    if rank == columns.shape[1]:
+                        column = drawn
+                size = _SMALL * len(drawn) ** 0.5 if self.choices.columns == "small" else norm
+                column = column * (size / torch.linalg.vector_norm(column))
+                columns = torch.cat([columns, column[None]])
+            shape = (len(weight), len(place), *weight.shape[2:])
+            weight.index_copy_(1, place, column.view(shape))
+
+    def _same_columns(self, name: str, old: int, theirs: Tensor) -> None:
+        axis = self.graph.axes[name][1]
+        for channel in range(old, self.widths[self.group]):
+            place = self._positions(axis, channel)
+            self.tensors[name].index_copy_(1, place, theirs.to(self.tensors[name]).index_select(1, place))
+
+    def _positions(self, axis: Axis, channel: int) -> Tensor:
+        """Positions of a channel of the group along an axis."""
+        marks = {
+            group: torch.full((self.widths[group],), -1 if group != self.group else 0)
+            for group in axis.groups
+        }
+        marks[self.group] = torch.arange(self.widths[self.group])
+        found = axis.spread(marks, self.widths, fixed=-1) == channel
+        return found.nonzero().flatten().to(next(iter(self.tensors.values())).device)
 
 
 def change_width(
@@ -40,10 +426,9 @@ def change_width(
 
     **Preserves** the output exactly on growth with the default choices. A neuron whose singular value is 0 outputs g
     b*: a constant times the gain, which depends on the others. Its removal is exact if b* = 0, if the consumers read a
-    gain channel (psi' = psi + U* b*; weights and biases of other neurons cannot replace it), or if another neuron with
-    the singular value 0 stays: such neurons are rotated so that one of them has all of their bias. Otherwise g is
-    replaced by E[g] (an error of 3e-3 to 4.5e-2 on the project's test networks). Removing a neuron with a small
-    singular value also changes the output in proportion to it.
+    gain channel (psi' = psi + U* b*), or if another neuron with the singular value 0 stays: such neurons are rotated so
+    that one of them has all of their bias. Otherwise g is replaced by E[g] (an error of 3e-3 to 4.5e-2 on the project's
+    test networks). Removing a neuron with a small singular value also changes the output in proportion to it.
 
     Args:
         graph: width graph traced with `follow_norms`.
@@ -61,9 +446,16 @@ def change_width(
     Raises:
         ValueError: the group is not such a layer, or a choice does not fit it.
     """
-    choices = choices or Choices()
-    layer = _layer(graph, tensors, widths, group, new_width, choices, observed or {})
-    width = widths[group]
+    if group not in graph.isotropic or not producers(graph, group):
+        raise ValueError(f"{group} is not an isotropic layer whose width could change")
+    if new_width < 1:
+        raise ValueError(f"{group} must keep at least one neuron, not {new_width}")
+    choices, width = choices or Choices(), widths[group]
+    involved = [name for name, axes in graph.axes.items() if any(group in axis.groups for axis in axes)]
+    involved += [layer.bias for layer in consumers(graph, group) if layer.bias is not None]
+    involved += [r.length for r in graph.radii if group in r.groups and r.length is not None]
+    work = {name: tensors[name].detach().double() for name in dict.fromkeys(involved)}
+    layer = LayerTensors(graph, dict(widths), group, work, choices, observed or {})
     if leader is not None:
         rotation, kept = leader.rotation, leader.kept
     elif new_width < width:
@@ -84,7 +476,7 @@ def change_width(
         gone = sorted(norms[removed].tolist())
         stand_in = layer.remove(kept, removed, leader)
     else:
-        layer.add(new_width - width, generator or _fixed, leader)
+        layer.add(new_width - width, generator or (lambda name: torch.Generator().manual_seed(0)), leader)
         basis = torch.nn.functional.pad(basis, (0, 0, 0, new_width - width))
     changed = {
         name: tensor.to(tensors[name])
@@ -92,27 +484,6 @@ def change_width(
         if tensor.shape != tensors[name].shape or not torch.equal(tensor, tensors[name].double())
     }
     return Change(changed, basis, rotation, kept, gone, part, stand_in)
-
-
-def _layer(
-    graph: WidthGraph,
-    tensors: Mapping[str, Tensor],
-    widths: Mapping[str, int],
-    group: str,
-    new_width: int,
-    choices: Choices,
-    observed: Mapping[str, Observation],
-) -> LayerTensors:
-    """Collect all tensors that depend on a group's channels, in float64."""
-    if group not in graph.isotropic or not producers(graph, group):
-        raise ValueError(f"{group} is not an isotropic layer whose width could change")
-    if new_width < 1:
-        raise ValueError(f"{group} must keep at least one neuron, not {new_width}")
-    involved = [name for name, axes in graph.axes.items() if any(group in axis.groups for axis in axes)]
-    involved += [layer.bias for layer in consumers(graph, group) if layer.bias is not None]
-    involved += [r.length for r in graph.radii if group in r.groups and r.length is not None]
-    work = {name: tensors[name].detach().double() for name in dict.fromkeys(involved)}
-    return LayerTensors(graph, dict(widths), group, work, choices, observed)
 
 
 def _decided(
@@ -134,7 +505,3 @@ def _decided(
         left, values = order_by_square(left, values, seen.square, rounding)
     scores = IMPORTANCES[layer.choices.importance](left, values, right, gradient)
     return left.T, torch.argsort(scores, descending=True, stable=True)[:new_width].sort()[0]
-
-
-def _fixed(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(0)

@@ -10,15 +10,18 @@ import torch
 from torch import nn
 
 from growlab.base.errors import UserError
+from growlab.grower import Grower
 from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
 from growlab.lab.networks import MLP, CifarResNet
 from growlab.optim import SGD, NormRatio, follow, weight_regions
+from growlab.parts import Averages, Depth
 from growlab.parts.hypernets import Hyperfan, emitted
 from growlab.widths import WidthGraph, trace
 from tests.cases import NETWORKS, outputs, roughen, widths_at
+from tests.test_grower import OPTIMIZERS, STEPS, Loop
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
-DTYPES = [pytest.param(torch.float64, id="float64"), pytest.param(torch.float32, id="float32")]
+DTYPES = (torch.float64, torch.float32)
 # Shared weights cannot be emitted.
 NAMES = [name for name in NETWORKS if name != "shared"]
 PARTS = (0.2, 0.65, 1.0)
@@ -84,9 +87,16 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
     return run
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    # Each kind and each network in both precisions.
+    [
+        (kind, name, DTYPES[(place + index) % 2])
+        for place, kind in enumerate(KINDS)
+        for index, name in enumerate(NAMES)
+    ],
+    ids=str,
+)
 def test_the_function_is_preserved_and_the_plain_network_computes_it(
     kind: str, name: str, dtype: torch.dtype
 ) -> None:
@@ -231,32 +241,6 @@ def test_gradients_of_old_entries_follow_the_carry_rule(kind: str) -> None:
         torch.testing.assert_close(after[name][index], carried[index], rtol=1e-6, atol=1e-12)
 
 
-def test_training_between_events_parts_twins_and_goes_on() -> None:
-    for kind in ("layer", "chunk"):
-        run = even_mlp({**KINDS[kind], "chunk_channels": 2}, 0.25)
-        optimizer = SGD(run.network.parameters(), lr=0.02, momentum=0.9)
-        y, losses = torch.randn(8, 4, dtype=torch.float64), []
-        for part in (0.5, 1.0):
-            for _ in range(15):
-                optimizer.zero_grad()
-                loss = (run.network(run.x) * run.state.output_factor - y).square().mean()
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss.detach()))
-            before = dict(run.state.widths)
-            event = run.grow(part)
-            assert event.parity_error_eval < 1e-10
-            follow(optimizer, event.replaced, run.graph, before, run.state.widths, carry=event.carry)
-        assert losses[-1] < 0.8 * losses[0]
-        row = run.network.hidden[2].weight.detach()
-        assert torch.equal(row[4], row[6])
-        optimizer.zero_grad()
-        (run.network(run.x) - y).square().mean().backward()
-        optimizer.step()
-        row = run.network.hidden[2].weight.detach()
-        assert not torch.allclose(row[4], row[6])
-
-
 def test_the_same_seed_grows_the_same_network() -> None:
     states = []
     for global_seed in (0, 1):
@@ -267,19 +251,11 @@ def test_the_same_seed_grows_the_same_network() -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def test_depthwise_bookkeeping_follows() -> None:
-    run = Run.of("depthwise", "layer")
-    assert run.network.depthwise.groups == run.network.depthwise.weight.shape[0] == 1
-    run.grow(0.65)
-    assert run.network.depthwise.groups == run.network.stem.out_channels == 5
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"new_weights": "fan_in"}, "new_weights must be hyperfan_in or hyperfan_out"),
         ({"sharing": "size"}, "sharing must be layer or chunk"),
-        ({"embedding_features": 0}, "embedding_features must be at least 1, not 0."),
     ],
 )
 def test_bad_settings_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -322,3 +298,59 @@ def test_new_channels_of_chunks_are_normalised_as_the_others_are() -> None:
     event = run.grow(0.5)
     assert event.parity_error_eval < 1e-12
     assert largest() < 10 * before
+
+
+# With blocks that come in, and resumed --------------------------------------------------------------------------
+
+
+def resnet() -> CifarResNet:
+    torch.manual_seed(0)
+    return CifarResNet(2, 10, 1, (8, 8)).double()
+
+
+@pytest.mark.parametrize(("sharing", "start"), [("layer", "zero"), ("layer", "stack"), ("chunk", "stack")])
+def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str) -> None:
+    grown, x = resnet(), torch.randn(8, 1, 8, 8, dtype=torch.float64)
+    parts = [Averages(0.9), Depth("auto", start)]
+    method = Hyperfan(sharing=sharing, embedding_features=3)
+    grower = Grower(grown, x, method=method, trigger={0: 0.5, 1: 1.0}, parts=parts)
+    optimizer = torch.optim.SGD(grown.parameters(), 0.01, momentum=0.9)
+    grower.follow(optimizer)
+    for epoch in range(2):
+        grower.step(epoch=epoch, step=epoch)
+        before = [p.detach().clone() for p in grown.parameters()]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(grown(x), torch.arange(8)).backward()
+        optimizer.step()
+    (receipt,) = grower.events
+    assert len(receipt["inserted"]) >= 2 and receipt["parity_error_eval"] < 1e-12
+    assert receipt["ema_parity_error_eval"] < 1e-12
+    for block in receipt["inserted"]:
+        assert max(block["parity_error_eval"], block["parity_error_train"]) < 1e-12
+    # What emits the weights of a block that has come in is trained; chunks of all layers have one output layer.
+    own = "output" if sharing == "layer" else "embedding"
+    emitting = [name for name, _ in grown.named_parameters() if "layers.1.1" in name and own in name]
+    outputs = {name for name, _ in grown.named_parameters() if "layers.1.1" in name and "output" in name}
+    assert bool(outputs) == (sharing == "layer")
+    moved = {
+        name
+        for old, (name, new) in zip(before, grown.named_parameters(), strict=True)
+        if not torch.equal(old, new)
+    }
+    assert emitting and any("layers.1.1" in name for name in moved)
+    outputs = grown.eval()(x)
+    plain = resnet()
+    plain.load_state_dict(copy.deepcopy(grower.finish().state_dict()))
+    assert torch.allclose(plain.eval()(x), outputs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["layer", "chunk"])
+def test_a_resumed_loop_equals_one_that_was_not_interrupted(sharing: str) -> None:
+    def loop() -> Loop:
+        method = Hyperfan(sharing=sharing, embedding_features=3, noise_std=1e-3)
+        return Loop(OPTIMIZERS["momentum"], method=method, parts=[Averages(0.9)])
+
+    whole = loop()
+    files = [whole.train(killed).saved() for killed in (2, STEPS + 1)]
+    wanted = whole.train().everything()
+    assert all(loop().resume(file).train().everything() == wanted for file in files)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError
 from growlab.lab.networks import MLP, AllConv, mobilenetv1, resnet20
 from growlab.parts.hypernets import INITIALISATIONS, Emission, Hypernet, Initialisation, emitted, parametrise
-from growlab.parts.hypernets.parametrise import initialise, materialize
+from growlab.parts.hypernets.parametrise import initialise
 
 E, F = 40, 30  # sizes of an embedding and of what the output layer of chunks reads
 
@@ -20,6 +20,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mobilenet": lambda: mobilenetv1((3, 32, 32), 10, width=4),
     "resnet-20": lambda: resnet20((3, 32, 32), 10, width=8),
 }
+
+SHARINGS, DISTRIBUTIONS = ("layer", "size", "network"), ("uniform", "normal", "uniform")
+PAIRS = list(zip(NETWORKS, ("layer", "size", "network", "chunk"), strict=True))
 
 # Variance of an emitted weight, Var(e) = 1: fan-in j, fan-out i, n numbers that the output layer emits.
 BY_TENSOR: dict[str, Callable[[int, int, int], float]] = {
@@ -63,7 +66,7 @@ BY_CHUNK: dict[str, Callable[[int, int, int], float]] = {
 MEANS = tuple(name for name in INITIALISATIONS if name.endswith(("geometric", "arithmetic")))
 
 
-def shown(network: str) -> list[str]:
+def visible(network: str) -> list[str]:
     return [name for name in INITIALISATIONS if name not in MEANS or network in ("mlp", "all-conv")]
 
 
@@ -73,11 +76,10 @@ def fans(module: nn.Module) -> tuple[int, int]:
     return shape[1] * kernel, shape[0] // groups * kernel
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "normal"])
-@pytest.mark.parametrize("sharing", ["layer", "size", "network"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ["mlp", "all-conv", "mobilenet"])
+@pytest.mark.parametrize(("sharing", "distribution"), list(zip(SHARINGS, DISTRIBUTIONS, strict=True)))
 def test_emitted_variance_by_tensor(network: str, sharing: str, distribution: str) -> None:
-    for init in shown(network):
+    for init in visible(network):
         if init == "constant_embedding" and sharing == "network":
             continue
         net = parametrise(NETWORKS[network](), Hypernet(sharing, init, distribution, E), seed=3)
@@ -99,10 +101,11 @@ def test_emitted_variance_by_tensor(network: str, sharing: str, distribution: st
         assert abs(sum(squares) / len(squares) - 1) < 5 * sqrt(0.8 / (E * different) + 2 / smallest)
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "normal"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "distribution"), [("mlp", "uniform"), ("all-conv", "normal"), ("mobilenet", "uniform")]
+)
 def test_emitted_variance_by_chunks(network: str, distribution: str) -> None:
-    for init in shown(network):
+    for init in visible(network):
         hypernet = Hypernet("chunk", init, distribution, E, (F,))
         net = parametrise(NETWORKS[network](), hypernet, seed=4)
         for module, _ in emitted(net):
@@ -120,7 +123,7 @@ def test_emitted_variance_by_chunks(network: str, distribution: str) -> None:
 def test_weights_and_biases(init: str, gain: float) -> None:
     """Table 1's right half: variance is shared between the two so that y = W x + b keeps the variance of x."""
     narrow, wide = [], []
-    for seed in range(40):
+    for seed in range(30):
         net = nn.Sequential(nn.Linear(60, 90), nn.ReLU(), nn.Linear(90, 40), nn.ReLU(), nn.Linear(40, 5))
         parametrise(net, Hypernet("layer", init, "uniform", E, biases=True, gain=gain), seed)
         wide.append([net[0].weight.var().item(), net[0].bias.square().mean().item()])
@@ -138,18 +141,17 @@ def test_weights_and_biases(init: str, gain: float) -> None:
 @pytest.mark.parametrize(
     ("init", "gain", "weights", "biases"),
     [
-        # Fan-ins 50, 500, 500, fan-outs 500, 500, 500: Table 1 shares the variance of what the two add up to.
-        ("hyperfan_in", 1.0, [1 / 100, 1 / 1000, 1 / 1000, 1 / 1000], [0.5, 0.5, 0.5, 0.5]),
-        ("hyperfan_out", 1.0, [1 / 500, 1 / 500, 1 / 500, 1 / 500], [0.9, 0.0, 0.0, 0.0]),
-        ("hyperfan_out", 2.0, [2 / 500, 2 / 500, 2 / 500, 1 / 500], [1.8, 0.0, 0.0, 0.0]),
+        # Fan-ins 25, 250, 250, fan-outs 250, 250, 250: Table 1 shares the variance of what the two add up to.
+        ("hyperfan_in", 1.0, [1 / 50, 1 / 500, 1 / 500, 1 / 500], [0.5, 0.5, 0.5, 0.5]),
+        ("hyperfan_out", 2.0, [2 / 250, 2 / 250, 2 / 250, 1 / 250], [1.8, 0.0, 0.0, 0.0]),
     ],
 )
 def test_layers_that_share_a_hypernetwork_have_each_their_own_variances(
     init: str, gain: float, weights: list[float], biases: list[float]
 ) -> None:
     """Three biases have one shape and two fan-ins, and the last layer has the hidden ones' shape and another gain."""
-    net = MLP(50, [500, 500, 500], 500)
-    hypernet = Hypernet("size", init, embedding_features=400, biases=True, gain=gain)
+    net = MLP(25, [250, 250, 250], 250)
+    hypernet = Hypernet("size", init, embedding_features=200, biases=True, gain=gain)
     parametrise(net, hypernet, seed=3)
     layers = [net.hidden[0], net.hidden[2], net.hidden[4], net.classifier]
     # The spread of a mean of n squares, and of the embedding's.
@@ -160,8 +162,7 @@ def test_layers_that_share_a_hypernetwork_have_each_their_own_variances(
     assert shared[1] is shared[2] and (shared[3] is shared[1]) == (gain == 1)
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "normal"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "distribution"), [("mlp", "uniform"), ("all-conv", "normal")])
 def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
     network: str, distribution: str
 ) -> None:
@@ -189,8 +190,7 @@ def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
             assert module.bias is None or not module.bias.any()
 
 
-@pytest.mark.parametrize("sharing", ["layer", "size", "network", "chunk"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "sharing"), PAIRS)
 def test_biases_that_are_not_emitted_start_at_zero(network: str, sharing: str) -> None:
     net = parametrise(NETWORKS[network](), Hypernet(sharing), seed=5)
     biases = [m.bias for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d) and m.bias is not None]
@@ -199,11 +199,7 @@ def test_biases_that_are_not_emitted_start_at_zero(network: str, sharing: str) -
 
 @pytest.mark.parametrize(
     ("init", "expected"),
-    [
-        ("hyperfan_harmonic", 0.4 / 0.9),
-        ("hyperfan_geometric", sqrt(0.2)),
-        ("hyperfan_arithmetic", 0.45),
-    ],
+    [("hyperfan_harmonic", 0.4 / 0.9), ("hyperfan_geometric", sqrt(0.2)), ("hyperfan_arithmetic", 0.45)],
 )
 def test_means_of_the_variances_of_biases(init: str, expected: float) -> None:
     """Of 1/2 by the fan-in and 1 - 60/100 = 0.4, or nothing, by the fan-out."""
@@ -213,8 +209,7 @@ def test_means_of_the_variances_of_biases(init: str, expected: float) -> None:
     assert variances == pytest.approx([expected * 2 / 4, nothing])
 
 
-@pytest.mark.parametrize("sharing", ["layer", "size", "network", "chunk"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "sharing"), PAIRS)
 def test_the_last_layer_may_be_a_plain_one(network: str, sharing: str) -> None:
     """Its weights are those of the network without a hypernetwork; all others are emitted."""
     hypernet = Hypernet(sharing, "hyperfan_out", output_gain=3.0, emit_last=False)
@@ -238,12 +233,11 @@ def test_what_is_about_hypernetworks_alone_is_refused_without_one(init: str) -> 
         initialise(MLP(3, [4], 2), Hypernet(initialisation=init))
 
 
-@pytest.mark.parametrize("hidden", [(30,), (50, 20)])
-def test_a_deeper_h_keeps_the_variance_of_its_embedding(hidden: tuple[int, ...]) -> None:
+def test_a_deeper_h_keeps_the_variance_of_its_embedding() -> None:
     variances = []
     for seed in range(60):
-        hypernet = Hypernet("layer", "hyperfan_in", "normal", E, hidden)
-        net = parametrise(nn.Sequential(nn.Linear(50, 40)), hypernet, seed)
+        net = nn.Sequential(nn.Linear(50, 40))
+        parametrise(net, Hypernet("layer", "hyperfan_in", "normal", E, (50, 20)), seed)
         variances.append(net[0].weight.square().mean().item() * 50)
     variances = torch.tensor(variances)
     assert abs(float(variances.mean()) - 1) < 4 * float(variances.std()) / sqrt(len(variances))
@@ -271,10 +265,10 @@ def activation_variances(init: str, depth: int, seed: int, width: int = 128, emb
 def test_activations_over_depth() -> None:
     """Section 3's product: hyperfan keeps the scale over 50 layers, fan-in explodes and fan-out vanishes."""
     depth, width, embedding = 50, 128, 64
-    kept = torch.stack([activation_variances("hyperfan_in", depth, seed) for seed in range(40)]).mean(0)
+    kept = torch.stack([activation_variances("hyperfan_in", depth, seed) for seed in range(20)]).mean(0)
     assert kept.min() > 0.5 and kept.max() < 2
     for init, factor in (("xavier_in", width), ("xavier_out", embedding / width)):
-        logs = torch.stack([activation_variances(init, depth, seed) for seed in range(4)]).log().mean(0)
+        logs = torch.stack([activation_variances(init, depth, seed) for seed in range(3)]).log().mean(0)
         for layer in range(9, depth):
             assert float(logs[layer]) == pytest.approx((layer + 1) * log(factor), rel=0.2)
 
@@ -308,13 +302,6 @@ def test_the_output_layer_alone_has_a_gain_of_its_own() -> None:
         )
 
 
-def test_noise_does_not_stay_in_the_weights_of_an_ordinary_network() -> None:
-    made = [parametrise(MLP(6, [5], 4), Hypernet(embedding_features=3, noise=0.5), seed=7) for _ in range(2)]
-    assert not torch.equal(*(network.train().classifier.weight for network in made))
-    first, second = (materialize(network).state_dict() for network in made)
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-
-
 @pytest.mark.parametrize("distribution", ["uniform", "normal"])
 def test_draws_do_not_depend_on_the_default_dtype(distribution: str) -> None:
     drawn, plain = [], torch.get_default_dtype()
@@ -326,11 +313,3 @@ def test_draws_do_not_depend_on_the_default_dtype(distribution: str) -> None:
     finally:
         torch.set_default_dtype(plain)
     torch.testing.assert_close(*drawn, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"name": "hyperfan"}, {"distribution": "cauchy"}, {"small_std": 0.0}], ids=str
-)
-def test_an_impossible_initialisation_is_refused(arguments: dict[str, object]) -> None:
-    with pytest.raises(UserError):
-        Initialisation(**arguments)

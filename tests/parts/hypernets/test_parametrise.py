@@ -24,12 +24,18 @@ def parts(module: nn.Module, name: str = "weight") -> nn.Module:
     return module.parametrizations[name]
 
 
-@pytest.mark.parametrize("sharing", ["layer", "size", "network", "chunk"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "sharing"),
+    [
+        *(("mlp", sharing) for sharing in ("layer", "size", "network", "chunk")),
+        *(("all-conv", "chunk"), ("mobilenet", "layer"), ("mobilenet", "chunk"), ("resnet-20", "size")),
+        ("all-conv", "network"),
+    ],
+)
 def test_everything_is_trained_and_materialized_equal(network: str, sharing: str) -> None:
     make, shape = NETWORKS[network]
     net, x = make().double(), torch.randn(4, *shape, dtype=torch.float64)
-    plain, shown = set(net.state_dict()), repr(net)
+    plain, text = set(net.state_dict()), repr(net)
     hypernet = Hypernet(
         sharing, embedding_features=6, hidden_features=(7,), embedding="trained", biases=sharing != "chunk"
     )
@@ -46,7 +52,7 @@ def test_everything_is_trained_and_materialized_equal(network: str, sharing: str
     assert torch.equal(copied(x), expected)
     materialize(net)
     assert torch.equal(net(x), expected)
-    assert set(net.state_dict()) == plain and repr(net) == shown
+    assert set(net.state_dict()) == plain and repr(net) == text
     assert not [m for m in net.modules() if parametrize.is_parametrized(m)]
     assert torch.equal(copied(x), expected), "such as an average of the weights"
     fresh = make().double()
@@ -110,15 +116,11 @@ def test_chunks_are_equation_6() -> None:
                 torch.testing.assert_close(weight[rows, columns], chunk)
 
 
-def test_has_chunks_as_in_the_paper() -> None:
-    """All-CNN-C in blocks of (96, 3, 3): K = 96 is the highest common factor (Chang et al. 2020, Appendix B.3)."""
-    with torch.device("meta"):
-        net = allconv((3, 32, 32), 10)
-    sizes = [module.weight.shape for module in net.features if isinstance(module, nn.Conv2d)]
+def test_chunks_are_those_of_the_paper() -> None:
+    """All-CNN-C in blocks of its first width: the highest common factor (Chang et al. 2020, Appendix B.3)."""
     small = allconv((3, 32, 32), 10, width=12)
     parametrise(small, Hypernet("chunk", embedding_features=2))
     assert {parts(m)[0].size for m, _ in emitted(small) if parts(m)[0].kernel == (3, 3)} == {12}
-    assert [tuple(s[:2]) for s in sizes[:4]] == [(96, 3), (96, 96), (96, 96), (192, 96)]
 
 
 def test_noise_is_drawn_at_every_use_and_left_out_of_the_plain_network() -> None:
@@ -149,7 +151,7 @@ def test_an_emitted_tensor_can_be_assigned() -> None:
 
 
 @pytest.mark.parametrize("sharing", ["layer", "chunk"])
-def test_weights_are_emitted_in_full_precision(sharing: str) -> None:
+def test_weights_are_emitted_in_full_precision_under_autocast(sharing: str) -> None:
     net = parametrise(nn.Sequential(nn.Linear(16, 16)), Hypernet(sharing, embedding_features=6))
     expected = net[0].weight
     with torch.autocast("cpu", torch.bfloat16):
@@ -161,21 +163,19 @@ def test_a_compiled_network_computes_the_same() -> None:
     net = parametrise(MLP(6, [5], 4), Hypernet("layer", embedding_features=3))
     x = torch.randn(2, 6)
     expected = net(x)
-    net.compile(backend="aot_eager")
+    net.compile(backend="eager")
     torch.testing.assert_close(net(x), expected)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sharing": "block"}, "sharing must be one of"),
-        ({"embedding": "learned"}, "embedding must be one of"),
-        ({"embedding_features": 0}, "embedding_features must be at least 1, not 0"),
+        ({"sharing": "block"}, "sharing must be layer, size, network or chunk"),
+        ({"embedding": "learned"}, "embedding must be fixed or trained"),
         ({"noise": -1.0}, "noise must be at least 0, not -1"),
         ({"sharing": "chunk", "biases": True}, "emits no biases"),
         ({"sharing": "chunk", "hidden_features": (3, 3)}, "one hidden layer"),
         ({"sharing": "network", "initialisation": "constant_embedding"}, "sharing='network' has one"),
-        ({"initialisation": "kaiming"}, "initialisation must be one of"),
         ({"sharing": "chunk", "chunk_channels": 5}, "do not split into chunks of 5"),
     ],
 )

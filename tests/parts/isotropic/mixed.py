@@ -1,4 +1,4 @@
-"""A network in which isotropic layers stand beside others."""
+"""A network in which isotropic layers stand between others."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Weights for gains that are held or decay, and inputs that come and go."""
+"""Weights for gains that are constant or decay, and inputs that come and go."""
 
 import copy
 from typing import Any
@@ -12,17 +12,7 @@ from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.triggers import ByMethod
 from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicMLP, change_inputs
-from growlab.parts.isotropic.gain_weights import gain_weights, readers
-from tests.command_line import CommandLine
-from tests.parts.combined import check_resumed
-from tests.runs import SMALL
-
-RUN = (
-    *(*SMALL, "model=isotropic_mlp", "model.width=6", "model.depth=2", "model.gain_channel=true"),
-    *("growth=isotropic", "growth.scaffold=2", "growth.threshold=0.5", "lr_adapt=none"),
-    *("schedule.epochs=null", "schedule.widths=null", "schedule.total_epochs=5"),
-    *("optimizer=adamw", "optimizer.lr=0.01"),
-)
+from growlab.parts.isotropic.part import gain_weights, readers
 
 
 def made() -> tuple[IsotropicMLP, Tensor, Tensor]:
@@ -37,13 +27,8 @@ def made() -> tuple[IsotropicMLP, Tensor, Tensor]:
 def trained(
     network: nn.Module, x: Tensor, y: Tensor, part: GainWeights | None, steps: int, make: Any
 ) -> None:
-    grower = Grower(
-        network,
-        x[:2],
-        method=Isotropic(first=10**6),
-        trigger=ByMethod(),
-        parts=() if part is None else (part,),
-    )
+    parts = () if part is None else (part,)
+    grower = Grower(network, x[:2], method=Isotropic(first=10**6), trigger=ByMethod(), parts=parts)
     optimizer = make(network.parameters())
     grower.follow(optimizer)
     for _ in range(steps):
@@ -101,41 +86,49 @@ def test_without_the_part_they_are_trained_like_others() -> None:
     assert all((gain_weights(a) != b).all() for a, b in zip(readers(network), before, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["constant", "decayed"])
-def test_a_resumed_run_equals_one_that_was_not_interrupted(
-    cli: CommandLine, tmp_path: Any, mode: str
-) -> None:
-    run = check_resumed(cli, tmp_path, (*RUN, f"gain_weights.mode={mode}"))
-    psi = run.weights["classifier.weight"][:, -1]
-    # Neurons went, and left biases in psi that no optimizer touched.
-    assert any(e["widths_after"] < e["widths_before"] for e in map(_sizes, run.growth["events"]))
-    assert psi.count_nonzero() > 0
-
-
-def _sizes(event: dict[str, Any]) -> dict[str, int]:
-    return {key: min(event[key].values()) for key in ("widths_before", "widths_after")}
+def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
+    network, x, y = made()
+    method, part = Isotropic(scaffold=1, threshold=0.5), GainWeights("constant")
+    grower = Grower(network, x[:2], method=method, trigger=ByMethod(), parts=[part])
+    optimizer = adamw(network.parameters())
+    grower.follow(optimizer)
+    for step in range(4):
+        psi = [gain_weights(layer).clone() for layer in readers(network)]
+        (event,) = grower.step(epoch=step) or [None]
+        changed = [
+            not torch.equal(gain_weights(layer), old)
+            for layer, old in zip(readers(network), psi, strict=True)
+        ]
+        assert event is not None or not any(changed)
+        psi = [gain_weights(layer).clone() for layer in readers(network)]
+        optimizer.zero_grad()
+        F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        assert all(
+            torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True)
+        )
+    assert any(min(e["widths_after"].values()) < min(e["widths_before"].values()) for e in grower.events)
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("mode", "decay", "message"),
     [
-        ("gain_weights.mode=held", "expected one of [constant, decayed]"),
-        ("gain_weights.decay=-1", "decay must be at least 0, not -1"),
-        ("model.gain_channel=false", "needs layers that read gains"),
+        ("all", 0.1, "mode must be constant or decayed, not 'all'"),
+        ("decayed", -1, "decay must be at least 0, not -1"),
     ],
 )
-def test_what_cannot_be_is_told(cli: CommandLine, tmp_path: Any, override: str, told: str) -> None:
-    outcome = cli(*RUN, "gain_weights.mode=decayed", override, cwd=tmp_path)
-    assert outcome.code == 2 and told in outcome.err and "Traceback" not in outcome.err
+def test_impossible_settings_are_refused(mode: Any, decay: float, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        GainWeights(mode, decay)
 
 
-def test_a_part_that_knows_no_such_mode_is_told() -> None:
-    with pytest.raises(UserError, match="not 'all'"):
-        GainWeights("all")  # type: ignore[arg-type]
+def test_a_network_without_gains_is_refused() -> None:
+    network = IsotropicMLP(6, [5], 3).double()
+    with pytest.raises(UserError, match="needs layers that read gains"):
+        trained(network, torch.randn(4, 6, dtype=torch.float64), torch.arange(4) % 3, GainWeights(), 0, adamw)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-@pytest.mark.parametrize("convolution", [False, True])
+@pytest.mark.parametrize(("convolution", "optimizer"), [(False, "SGD"), (True, "Adam")])
 def test_new_inputs_change_nothing_and_learn_from_the_first_step(convolution: bool, optimizer: str) -> None:
     torch.manual_seed(0)
     layer = (nn.Conv2d(3, 4, 3, padding=1) if convolution else nn.Linear(3, 4)).double()
@@ -163,7 +156,7 @@ def test_new_inputs_change_nothing_and_learn_from_the_first_step(convolution: bo
     ]
 
 
-def test_inputs_that_cannot_change_are_told() -> None:
+def test_inputs_that_cannot_change_are_refused() -> None:
     network = made()[0]
     with pytest.raises(ValueError, match="6 of 6 inputs cannot go"):
         change_inputs(network.hidden[0], -6)

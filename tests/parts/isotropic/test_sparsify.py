@@ -81,10 +81,12 @@ def test_partial_diagonalisation_and_its_inverse(name: str, training: bool) -> N
     assert all(p is parameters[n] for n, p in network.named_parameters()), "parameters stay the same objects"
 
 
-@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
-    ("name", "layer"),
-    [*(("mlp", f"hidden.{i}") for i in (2, 4, 6)), ("mlp chi", "hidden.3"), ("residual", "branch")],
+    ("name", "layer", "training"),
+    [
+        *(("mlp", "hidden.2", False), ("mlp", "hidden.4", False), ("mlp", "hidden.6", True)),
+        *(("mlp chi", "hidden.3", True), ("residual", "branch", True)),
+    ],
 )
 def test_full_diagonalisation_and_its_inverse(name: str, layer: str, training: bool) -> None:
     """Wider than high, higher than wide, a 1x1 convolution out of a residual stream."""
@@ -102,8 +104,7 @@ def test_full_diagonalisation_and_its_inverse(name: str, layer: str, training: b
         assert torch.allclose(value, before[key], atol=1e-12), key
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-@pytest.mark.parametrize("width", [2, 7, 16])
+@pytest.mark.parametrize(("depth", "width"), [(1, 7), (2, 16), (5, 2)])
 def test_parameters_left_are_equation_19(depth: int, width: int) -> None:
     """2D + 1 maps of width N, intrinsic lengths aside."""
     network, graph, x = made(IsotropicMLP(width, [width] * (2 * depth), width, length=None), width)

@@ -21,8 +21,7 @@ from growlab.base.files import write_json
 from growlab.growth.method import generator
 from growlab.lab.analysis import style
 from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, change_width, isotropic_mlp
-from growlab.parts.isotropic.choices import COLUMNS, DIRECTIONS
-from growlab.parts.isotropic.observation import watch
+from growlab.parts.isotropic.resize import COLUMNS, DIRECTIONS, watch
 from growlab.parts.isotropic.spectrum import decompose
 from growlab.recipes.papers.studies.measuring import (
     accuracy,

@@ -26,7 +26,7 @@ from growlab.parts.isotropic import (
     sparsify,
     spectra,
 )
-from growlab.parts.isotropic.observation import watch
+from growlab.parts.isotropic.resize import watch
 from growlab.recipes.papers.studies.measuring import (
     accuracy,
     batches_of,
