@@ -278,7 +278,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, str]] = {
 SLOW = {
     *("torchvision resnet50", "torchvision convnext", "torchvision swin", "torchvision regnet"),
     *("torchvision mobilenet_v2", "torchvision efficientnet", "timm efficientnet", "timm nfnet"),
-    *("timm resnet", "timm vit", "timm mixer"),
+    *("timm resnet", "timm vit", "timm mixer", "timm convnext"),
 }
 
 

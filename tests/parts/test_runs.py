@@ -18,7 +18,7 @@ from growlab.lab.networks import mlp8, resnet20
 from growlab.lab.networks.resnet import CifarResNet
 from tests.command_line import CommandLine
 from tests.parts_here import needs
-from tests.runs import MLP, SMALL, Left, kept_run, resumed_from
+from tests.runs import SMALL, Left, kept_run, resumed_from
 
 # Two layers of two blocks, of which the second comes in.
 _RESNET = (*SMALL, "model=custom", "model._target_=tests.parts.test_runs.small_resnet", "depth.blocks=auto")
@@ -122,19 +122,6 @@ def test_blocks_sizes_and_old_gradients_on_two_ranks(cli: CommandLine, tmp_path:
     assert [len(event["inserted"]) for event in events] == [1, 1]
     assert [event["input_size"] for event in events] == [6, 8]
     assert [event["auxiliary_samples"] for event in events] == [86, 86]
-
-
-def test_the_average_of_two_ranks_is_that_of_one(cli: CommandLine, tmp_path: Path) -> None:
-    """With statistics over all images, in float64."""
-    command = (*MLP, "ema.decay=0.9", "trainer.precision=64-true")
-    averages = []
-    for name, more in (("one", ()), ("two", ("trainer=ddp_cpu", "trainer.sync_batchnorm=true"))):
-        (tmp_path / name).mkdir()
-        weights = finished(cli, tmp_path / name, *command, *more).weights
-        averages.append(torch.load(tmp_path / name / "run" / "model_ema.pt", weights_only=True))
-    for key, tensor in averages[0].items():
-        torch.testing.assert_close(averages[1][key], tensor, rtol=1e-7, atol=1e-9)
-        assert tensor.dim() < 2 or not torch.equal(averages[1][key], weights[key])
 
 
 def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> None:

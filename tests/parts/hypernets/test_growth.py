@@ -89,11 +89,11 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
 
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),
-    # Each kind and each network in both precisions.
+    # Each network with weights by layer, of all kinds in turn, and by chunks; each kind in both precisions.
     [
-        (kind, name, DTYPES[(place + index) % 2])
-        for place, kind in enumerate(KINDS)
-        for index, name in enumerate(NAMES)
+        (kind, name, DTYPES[(place // 4 + index) % 2])
+        for place, name in enumerate(NAMES)
+        for index, kind in enumerate((list(KINDS)[place % 4], "chunk"))
     ],
     ids=str,
 )
