@@ -194,7 +194,7 @@ def _weights_are_nan(step: int) -> None:
 # Phases of a run, each with the function that is called in it.
 PHASES = {
     "read": "growlab.lab.data.loaders.ImageBatches.read_batch",
-    "trace": "growlab.grower.tracing.trace",
+    "trace": "growlab.grower.network.trace",
     "step": "growlab.lab.training.task.Task.training_step",
     "event": "growlab.grower.grower.grow",
     "checkpoint": "growlab.lab.training.checkpoints.AtomicCheckpointIO.save_checkpoint",

@@ -61,7 +61,7 @@ def test_attributes_are_read_and_kept_through_growth(method: Any) -> None:
             assert each[5].weight.infshape is shape and each[5].bias.gain == 2.0
             assert each[2].mean.shift == 0.5 and each[0].weight.no_decay
             assert each(X).isfinite().all()
-    assert all(event["parity_error_eval"] < 1e-12 for event in grower.events)
+    assert all(event.parity_error_eval < 1e-12 for event in grower.events)
     twin = copy.deepcopy(grower)
     torch.testing.assert_close(twin.network(X), made(X))
     grower.finish()

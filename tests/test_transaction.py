@@ -156,7 +156,7 @@ class Training:
             note(f"optimizer {number}", vars(optimizer))
         for name in ("state", "trigger", "clock", "events"):
             one = getattr(self.grower, name)
-            note(name, one if isinstance(one, list) else vars(one))
+            note(name, [event.as_dict() for event in one] if isinstance(one, list) else vars(one))
         note("restless", vars(self.restless))
         note("numbers", str(self.restless.numbers.bit_generator.state))
         note("global", (torch.get_rng_state().tolist(), str(random.getstate()), str(np.random.get_state())))
@@ -202,14 +202,14 @@ def undisturbed() -> tuple[list[Any], int]:
     return [t.tolist() for t in training.network.state_dict().values()], number
 
 
-@pytest.mark.parametrize("share", range(24))
+@pytest.mark.parametrize("share", range(12))
 def test_a_fault_anywhere_in_an_event_leaves_everything_as_it_was(share: int, undisturbed: Any) -> None:
     expected, number = undisturbed
     training = Training()
     before = training.everything()
-    # Each share of the event's calls is struck at its beginning, its middle and its end.
-    for at in (1, 1 + number // 72, 2 * (number // 72)):
-        with pytest.raises(Struck), struck(share * number // 24 + at):
+    # Each share of the event's calls is struck at its beginning, and once behind it.
+    for at in (1, 1 + number // 24):
+        with pytest.raises(Struck), struck(share * number // 12 + at):
             training.grower.step(epoch=1)
         assert differing(before, training.everything()) == []
     assert len(training.grower.step(epoch=1)) == 1

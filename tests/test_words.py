@@ -96,12 +96,9 @@ FEATURES = {
     ),
     "growth on demand": Feature(
         r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",
-        ("grower/triggers/demand.py", "grower/triggers/on_demand.py"),
+        ("grower/triggers/demand.py",),
         {
             "grower/triggers/__init__.py": "exports",
-            "grower/forecast.py": "asks a demand for its steps, which it does not know in advance",
-            "grower/grower.py": "gives a demand the batches that it measures on",
-            "parts/isotropic/part.py": "refuses demands that plan cost",
             "lab/training/plan.py": "chooses the trigger that a schedule means, and checks its budget",
             "lab/training/recorder.py": "records gradient norms and auxiliary passes where demand needs them",
             "lab/training/run.py": "checks that what demand reads is recorded",

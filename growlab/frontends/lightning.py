@@ -6,31 +6,30 @@ neither is where a loop keeps its data (`_data_source`). Tests say so if a versi
 
 import inspect
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
+from itertools import islice
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from growlab.base.errors import UserError
-from growlab.frontends.averages import averages, shapes_of
-from growlab.frontends.batches import change_batch_sizes, length
-from growlab.frontends.checks import check_unit, distinct, tell_unreached
-from growlab.frontends.ending import finish
-from growlab.frontends.samples import few_samples
-from growlab.frontends.saving import Saving, hold_plain_networks, put_back_networks
+from growlab.frontends.common import GrowthCallback, metrics
+from growlab.frontends.saving import Saving, averages, hold_plain_networks, put_back_networks, shapes_of
 from growlab.grower import Grower
 from growlab.grower.part import Part, WidthPart
-from growlab.grower.triggers import Never, Trigger, as_trigger
-from growlab.growth import GrowthMethod, Schedule, restore
+from growlab.grower.triggers import At, Clock, Never, Trigger
+from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.widths.inputs import Example
 from growlab.widths.submodules import captured
@@ -40,6 +39,7 @@ log = logging.getLogger(__name__)
 # Of a checkpoint's state of growth: weights that training goes on with, where the checkpoint holds plain ones.
 _KEPT = "kept"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
+_PROBE = 8  # samples that growth is checked on
 
 
 def starts_by_copies(strategy: Any) -> bool:
@@ -63,7 +63,7 @@ def renew_wrapper(trainer: Trainer) -> None:
             raise
 
 
-class Growth(Callback):
+class Growth(GrowthCallback, Callback):
     """Grows a network of any LightningModule while it trains.
 
     The module becomes a seed before its optimizers are made, grows before the batches that the trigger says, and ends
@@ -73,7 +73,7 @@ class Growth(Callback):
         network: name of the submodule that grows, "" for the module itself; None: the only one with parameters. Of a
             tuple of names the first one's grows, and the others are copies of it that grow along, such as the target
             network of BYOL or of Q-learning: each begins as a copy of the seed.
-        method: what new entries are and how old ones are rescaled.
+        method: what new entries are and how old ones are rescaled; see `growlab.Grower` for defaults and names.
         trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes that it says are put into the
             data module's `batch_size`.
         parts: features besides growing; see `growlab.parts`.
@@ -84,14 +84,17 @@ class Growth(Callback):
         anneal_steps: see `growlab.Grower`.
         grower: in place of all arguments about the network, its method and trigger: a Grower that the module has made
             and saves, loads and finishes by itself. The callback then only lets it grow and its optimizers follow.
-        on_event: called with the trainer and each event's receipt, in place of a line in the log.
+        verbose: log a line for each event.
+        on_event: called with the trainer and each event, in place of metrics in the trainer's loggers.
 
     Attributes:
         grower: the engine, from `setup` on.
+        events: all growth events so far.
 
     Raises:
-        UserError: there is no such submodule, or it cannot be traced; the strategy shards parameters.
-        ValueError: neither a grower nor a method and a trigger, or both.
+        UserError: an argument is not what it must be, there is no such submodule, or it cannot be traced; the strategy
+            shards parameters.
+        ValueError: a grower, and a method or a trigger as well.
 
     Examples:
         `Trainer(callbacks=[Growth(method=VarianceTransfer(), trigger={0: 0.25, 10: 0.5, 20: 1.0})])`
@@ -101,24 +104,28 @@ class Growth(Callback):
         self,
         network: str | tuple[str, ...] | None = None,
         *,
-        method: GrowthMethod | None = None,
+        method: GrowthMethod | str | None = None,
         trigger: Trigger | Schedule | Mapping[float, Any] | None = None,
         parts: Sequence[Part] = (),
         example: Example | None = None,
         seed: int = 0,
         optimizer_state: Inheritance = "auto",
-        anneal_steps: int = 100,
+        anneal_steps: int | None = None,
         grower: Grower | None = None,
-        on_event: Callable[[Trainer, dict[str, Any]], None] | None = None,
+        verbose: bool = True,
+        on_event: Callable[[Trainer, GrowthEvent], None] | None = None,
     ) -> None:
-        trigger = trigger if grower is None else grower.trigger
-        if (method is None) == (grower is None) or trigger is None:
+        if grower is not None and (method is not None or trigger is not None):
             raise ValueError("give Growth a method and a trigger, or a grower, which has both.")
-        self.grower, self._is_given = grower, grower is not None
-        self._optimizer_state, self._on_event = optimizer_state, on_event
-        self._network, *self._copies = distinct(network if isinstance(network, tuple) else (network,))
-        self._example, self._trigger = example, as_trigger(trigger)
-        self._make = partial(Grower, method=method, parts=parts, seed=seed, anneal_steps=anneal_steps)
+        self.grower, self._is_given, self._on_event = grower, grower is not None, on_event
+        names = network if isinstance(network, tuple) else (network,)
+        if not names or len(set(names)) < len(names) or (len(names) > 1 and None in names):
+            raise UserError(
+                f"network={names!r} must be different names: of the submodule that grows, and of the copies of it."
+            )
+        (self._network, *self._copies), self._example = names, example
+        given = (method, trigger if grower is None else grower.trigger, parts, seed, optimizer_state)
+        self._set("Lightning", *given, anneal_steps, verbose)
         self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
         self._put_back_batches: Callable[[], None] = lambda: None
@@ -127,11 +134,6 @@ class Growth(Callback):
     def state_key(self) -> str:
         """Checkpoints tell callbacks of different submodules apart by it."""
         return self._generate_state_key(network=self._network)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """Receipts of all growth events so far."""
-        return [] if self.grower is None else self.grower.events
 
     # Beginning and end -------------------------------------------------------------------------------------
 
@@ -151,7 +153,6 @@ class Growth(Callback):
             )
         if self._is_given:
             return
-        check_unit(self._trigger, "Lightning")
         if is_overridden("configure_model", pl_module):
             # Lightning calls it next, and asks that a second call does nothing.
             pl_module.configure_model()
@@ -173,6 +174,9 @@ class Growth(Callback):
         anew = known is not None and known.method.holds_otherwise and not self._planted
         if known is not None and not anew and known.network is getattr(network, "_orig_mod", network):
             known.reattach_hooks()
+            if stage == "fit":
+                # Another training begins at its own beginning.
+                known.clock = Clock()
             if stage != "fit" or self._planted:
                 return known
             # It was only evaluated so far, maybe at a checkpoint's widths.
@@ -213,8 +217,10 @@ class Growth(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Grow if the run was resumed from a stage's last step; warn if training ends before the last stage."""
         if not self._is_given:
-            tell_unreached(self._trigger, *length(trainer))
+            assert self.grower is not None
+            self._announce(self.grower, *length(trainer))
         self._step(trainer)
+        self._log(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Grow if the trigger says so."""
@@ -228,32 +234,28 @@ class Growth(Callback):
 
     def _step(self, trainer: Trainer) -> None:
         assert self.grower is not None
-        number, began = len(self.grower.events), time.perf_counter()
-        self.grower.step(
+        events = self.grower.step(
             epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer)
         )
-        seconds, receipts = time.perf_counter() - began, self.grower.events[number:]
-        # Nearly all of what the events' own times leave.
-        wrapper = (seconds - sum(receipt["seconds"] for receipt in receipts)) / max(1, len(receipts))
-        for receipt in receipts:
-            receipt["seconds_by_part"]["wrapper"] = wrapper
-            receipt["seconds"] += wrapper
+        for event in events:
             if self._on_event is not None:
-                self._on_event(trainer, receipt)
-                continue
-            log.info(
-                "stage %d: %s parameters, relative output error %.0e",
-                receipt["stage"],
-                f"{receipt['num_params']:,}",
-                receipt["parity_error_eval"],
-            )
+                self._on_event(trainer, event)
+        if events:
+            self._log(trainer)
+
+    def _log(self, trainer: Trainer) -> None:
+        """Give the trainer's loggers the stage, the number of parameters and the widths."""
+        assert self.grower is not None
+        if self._on_event is None and trainer.loggers:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics(self.grower), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
         assert self.grower is not None
         self._ended = True
         if not self._is_given:
-            finish(self.grower)
+            self._finish(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave an ordinary network behind that was evaluated at a checkpoint's weights, or had no step left to do."""
@@ -265,10 +267,10 @@ class Growth(Callback):
             self._saving = None
         self._put_back_batches()
         if stage == "fit" and not self._ended and trainer.global_step:
-            finish(self.grower)
+            self._finish(self.grower)
         elif stage != "fit" or not self._ended:
             # Evaluated, or searched for a learning rate and not trained.
-            finish(self.grower, at_any_stage=True)
+            self._finish(self.grower, at_any_stage=True)
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
@@ -385,3 +387,89 @@ class Growth(Callback):
 
 def _tuple(example: Any) -> tuple[Any, ...]:
     return tuple(example) if isinstance(example, (tuple, list)) else (example,)
+
+
+def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:
+    """Put a trigger's batch sizes into the data module's `batch_size` whenever its training data are asked for.
+
+    Returns:
+        Leaves the data module and the trainer as they were.
+
+    Raises:
+        UserError: the number of processes does not divide a batch size.
+    """
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(trigger, At) or trigger.batch_sizes is None or len(set(trigger.batch_sizes)) == 1:
+        return lambda: None
+    sizes = trigger.batch_sizes
+    if not hasattr(data, "batch_size"):
+        log.warning("the trigger's batch sizes %s are left out: the data module has no batch_size", sizes)
+        return lambda: None
+    uneven = [size for size in sizes if size % trainer.world_size]
+    if uneven:
+        raise UserError(f"a batch of {uneven[0]} does not divide among {trainer.world_size} processes.")
+    own, every = vars(data), trainer.reload_dataloaders_every_n_epochs
+    before = {name: own[name] for name in ("train_dataloader", "batch_size") if name in own}
+    original = data.train_dataloader
+
+    @wraps(original)
+    def train_dataloader() -> Any:
+        now = Clock(epoch=trainer.current_epoch, step=trainer.global_step)
+        data.batch_size = sizes[trigger.stage_at(now)] // trainer.world_size
+        return original()
+
+    def put_back() -> None:
+        for name in ("train_dataloader", "batch_size"):
+            own.pop(name, None)
+        own.update(before)
+        trainer.reload_dataloaders_every_n_epochs = every
+
+    data.train_dataloader = train_dataloader
+    trainer.reload_dataloaders_every_n_epochs = 1
+    return put_back
+
+
+def length(trainer: Trainer) -> tuple[float, float]:
+    """Epochs and optimizer steps that a training has at most, `inf` where that is not known.
+
+    Epochs have as many batches as the present one. Of several optimizers `max_steps` alone says how many steps they do.
+    """
+    epochs = inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs or 0)
+    steps = inf if trainer.max_steps == -1 else float(trainer.max_steps)
+    in_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    if len(trainer.optimizers) != 1 or not isfinite(in_epoch) or not in_epoch:
+        return epochs, steps
+    steps_in_epoch = ceil(in_epoch)
+    return min(epochs, ceil(steps / steps_in_epoch) if isfinite(steps) else inf), min(
+        steps, epochs * steps_in_epoch
+    )
+
+
+def few_samples(loaders: Any) -> Any:
+    """A batch of a few samples; a loader's sampler and workers are left alone where it has a dataset to index."""
+    if isinstance(loaders, DataLoader) and loaders.batch_sampler is not None:
+        batch = _indexed(loaders)
+        if batch is not None:
+            return batch
+    # Resumable loaders know where they are, and are not to begin later for it.
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    places = [
+        (loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")
+    ]
+    batch = next(islice(combined, 1))[0]
+    combined.reset()
+    for loader, place in places:
+        loader.load_state_dict(place)
+    return batch
+
+
+def _indexed(loader: DataLoader[Any]) -> Any:
+    """The first samples of a dataset by their numbers; None: it has no such, and its sampler gives other keys."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        number = min(_PROBE, len(loader.dataset))  # type: ignore[arg-type]
+        return loader.collate_fn([loader.dataset[index] for index in range(number)])
+    except Exception:
+        # What is wrong with the data themselves shows when the loader is read.
+        return None

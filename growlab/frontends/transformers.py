@@ -13,13 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from growlab.base.errors import UserError, how_to_install, needs
-from growlab.frontends.checks import check_unit, tell_unreached
-from growlab.frontends.ending import finish
-from growlab.grower import Grower
+from growlab.frontends.common import GrowthCallback, metrics
+from growlab.grower import Grower, renew
+from growlab.grower.network import put_back, wrapper_of
 from growlab.grower.part import Part
-from growlab.grower.plain import put_back
-from growlab.grower.triggers import Trigger, as_trigger
-from growlab.grower.wrapping import renew, wrapper_of
+from growlab.grower.triggers import Clock, Trigger
 from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.widths.inputs import Example
@@ -36,7 +34,7 @@ log = logging.getLogger(__name__)
 _FILE = "growlab.pt"
 
 
-class Growth(TrainerCallback, ExportableState):
+class Growth(GrowthCallback, TrainerCallback, ExportableState):
     """Grows the Trainer's model, or a submodule of it, while it trains.
 
     The model becomes a seed when the Trainer is made, which is to be given the callback: `Trainer(callbacks=[...])`.
@@ -45,7 +43,7 @@ class Growth(TrainerCallback, ExportableState):
 
     Args:
         network: name of the submodule that grows; "" for the model itself.
-        method: what new entries are and how old ones are rescaled.
+        method: what new entries are and how old ones are rescaled; see `growlab.Grower` for defaults and names.
         trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes stay the Trainer's.
         parts: features beside growing; see `growlab.parts`.
         example: the network's input, tuple of positional inputs or inputs by name, [B, ...] with B >= 2; None: the
@@ -53,41 +51,35 @@ class Growth(TrainerCallback, ExportableState):
         seed: of everything that growth draws.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
+        verbose: log a line for each event.
 
     Attributes:
         grower: the engine, once the Trainer is made.
+        events: all growth events so far.
+
+    Raises:
+        UserError: an argument is not what it must be.
+
+    The Trainer's log (`trainer.state.log_history`) has stage, number of parameters and widths in each entry.
     """
 
     def __init__(
         self,
         network: str = "",
         *,
-        method: GrowthMethod,
-        trigger: Trigger | Schedule | Mapping[float, Any],
+        method: GrowthMethod | str | None = None,
+        trigger: Trigger | Schedule | Mapping[float, Any] | None = None,
         parts: Sequence[Part] = (),
         example: Example | None = None,
         seed: int = 0,
         optimizer_state: Inheritance = "auto",
-        anneal_steps: int = 100,
+        anneal_steps: int | None = None,
+        verbose: bool = True,
     ) -> None:
-        self._network, self._example, self._trigger = network, example, as_trigger(trigger)
-        self._make = partial(
-            Grower,
-            method=method,
-            trigger=self._trigger,
-            parts=parts,
-            seed=seed,
-            anneal_steps=anneal_steps,
-        )
-        self._optimizer_state = optimizer_state
-        self.grower: Grower | None = None
+        self._network, self._example = network, example
+        self._set("the Trainer", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose)
         self._wrapper: DistributedDataParallel | None = None
         self._mark = ""
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """Receipts of all growth events so far."""
-        return [] if self.grower is None else self.grower.events
 
     def on_init_end(
         self,
@@ -118,7 +110,6 @@ class Growth(TrainerCallback, ExportableState):
                 "restore_callback_states_from_checkpoint makes callbacks anew from plain arguments, which a method is "
                 "not; leave it out, as Growth restores itself."
             )
-        check_unit(self._trigger, "the Trainer")
         if model is None:
             raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
         network = model.get_submodule(self._network)
@@ -130,7 +121,7 @@ class Growth(TrainerCallback, ExportableState):
                     f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input."
                 )
             example = as_example(network, (), inputs)
-        self.grower = self._make(network, example)
+        self.grower = self._make(network, example, trigger=self._trigger)
 
     def on_train_begin(
         self,
@@ -146,12 +137,12 @@ class Growth(TrainerCallback, ExportableState):
             raise UserError(
                 "give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)])."
             )
-        saved = self._saved_in(state)
+        saved, self.grower.clock = self._saved_in(state), Clock()
         if state.global_step and saved:
             self._resume(self.grower, saved, _resumed(args, state))
         if optimizer is not None:
             self.grower.follow(optimizer, state=self._optimizer_state)
-        tell_unreached(self._trigger, state.num_train_epochs, state.max_steps)
+        self._announce(self.grower, state.num_train_epochs, state.max_steps)
         if args.world_size > 1 and model is not None:
             self._wrapper = wrapper_of(model)
             if self._wrapper is None:
@@ -170,6 +161,19 @@ class Growth(TrainerCallback, ExportableState):
     ) -> None:
         """Grow if the trigger says so."""
         self._step(state)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add stage, number of parameters and widths to what the Trainer logs."""
+        if self.grower is not None and logs is not None and state.log_history:
+            logs.update(metrics(self.grower))
+            state.log_history[-1].update(metrics(self.grower))
 
     def on_save(
         self,
@@ -220,7 +224,7 @@ class Growth(TrainerCallback, ExportableState):
                     "be of no stage; resume from the last checkpoint without load_best_model_at_end."
                 )
             self._resume(self.grower, saved, folder)
-        finish(self.grower)
+        self._finish(self.grower)
 
     def state(self) -> dict[str, Any]:
         """State of growth but for its parts, for the checkpoint's trainer_state.json; `on_save` is called behind it."""
@@ -252,14 +256,7 @@ class Growth(TrainerCallback, ExportableState):
     def _step(self, state: TrainerState) -> None:
         assert self.grower is not None
         then = None if self._wrapper is None else partial(renew, self._wrapper)
-        events = self.grower.step(epoch=int(state.epoch or 0), step=state.global_step, then=then)
-        for event in events:
-            log.info(
-                "stage %d: %s parameters, relative output error %.0e",
-                event.stage,
-                f"{event.num_params:,}",
-                event.parity_error_eval,
-            )
+        self.grower.step(int(state.epoch or 0), step=state.global_step, then=then)
 
 
 def _resumed(args: TrainingArguments, state: TrainerState) -> Path:

@@ -2,7 +2,6 @@
 
 from growlab.grower.forecast import Forecast
 from growlab.grower.grower import Grower
-from growlab.grower.tracing import no_widths, trace_for_growth
-from growlab.grower.wrapping import renew
+from growlab.grower.network import no_widths, renew, trace_for_growth
 
 __all__ = ["Forecast", "Grower", "no_widths", "renew", "trace_for_growth"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from growlab.base.errors import UserError
 from growlab.grower.part import Part, WidthPart
-from growlab.grower.triggers import Never, OnDemand, Trigger, Widths
+from growlab.grower.triggers import Never, Trigger, Widths
 from growlab.growth import GrowthMethod, GrowthState
 from growlab.widths import WidthGraph
 
@@ -35,8 +35,7 @@ class Forecast:
         self._trigger, self._graph, self._parts = trigger, graph, tuple(parts)
         self.decided = {group for part in parts if part.method is not None for group in part.groups}
         self._own = {group for part in parts for group in part.groups}
-        if isinstance(trigger, OnDemand):
-            trigger.leave_to_parts(self.decided)
+        trigger.left_to_parts = frozenset(self.decided)
         self.known = trigger.knows_stages and all(part.method is None for part in parts)
         stages = trigger.forecast(graph)
         own = self._of_parts(1 if stages is None else len(stages))
@@ -72,10 +71,8 @@ class Forecast:
                 )
         if not any(part.grows for part in self._parts):
             # Blocks that come in change which groups there are, and parts widen their own groups themselves.
-            steps = self._trigger.steps(self._graph) if isinstance(self._trigger, OnDemand) else self.stages
-            method.check(
-                self._graph, [{g: step[g] for g in step if g not in self._own} for step in steps or ()]
-            )
+            steps = self._trigger.steps(self._graph)
+            method.check(self._graph, [{g: step[g] for g in step if g not in self._own} for step in steps])
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
         """Fraction of all growth that is done once a stage with these widths has begun; 1 where it is not known."""
@@ -99,6 +96,17 @@ class Forecast:
             return ""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._graph.fixed.items())[:3])
         return f"nothing in this network can grow{f' ({reasons})' if reasons else ''}"
+
+    def ends_narrow(self) -> str:
+        """Warning if the last stage is narrower than the network was given, else ""."""
+        last, full = (self.stages or [{}])[-1], self._graph.full_widths
+        narrow = [group for group in last if last[group] < full[group] and group not in self._own]
+        if not narrow or isinstance(self._trigger, Never):
+            return ""
+        return (
+            f"the trigger's last stage has {last[narrow[0]]} of {full[narrow[0]]} channels of {narrow[0]!r}: the "
+            "network will end narrower than it was made"
+        )
 
     def unreached(self, stage: int) -> str:
         """Warning if stages behind this one are scheduled, else ""."""

@@ -1,12 +1,13 @@
 """The engine: a network that grows in anyone's training."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,48 +16,48 @@ from torch.optim import Optimizer
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
 from growlab.grower.forecast import Forecast
-from growlab.grower.part import BlockPart, Part, Replaced, WidthPart, checked_parts
-from growlab.grower.plain import plain_tensors
-from growlab.grower.receipts import Seconds, merged
-from growlab.grower.tracing import check_arguments, check_whole, trace_for_growth
-from growlab.grower.transaction import decision, transaction
-from growlab.grower.triggers import (
-    Clock,
-    GrowingNetwork,
-    Never,
-    OnDemand,
-    Training,
-    Trigger,
-    Widths,
-    as_trigger,
+from growlab.grower.loading import LoadingNetwork
+from growlab.grower.network import (
+    as_method,
+    check_arguments,
+    check_whole,
+    copies_in,
+    look_at_wrappers,
+    not_fresh,
+    see_through,
+    trace_for_growth,
 )
-from growlab.grower.wrapping import copies_in, look_at_wrappers, see_through
+from growlab.grower.part import Part, Replaced, WidthPart, checked_parts
+from growlab.grower.transaction import Seconds, decision, merged, transaction
+from growlab.grower.triggers import Clock, Never, Training, Trigger, Widths, as_trigger
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
     GrowthState,
     ParityError,
     Schedule,
+    VarianceTransfer,
     anneal_norms,
     grow,
     plant,
-    restore,
 )
-from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.event import finish
-from growlab.growth.hooks import attach, detach, state_of
-from growlab.growth.multipliers import row_multipliers, saved_multipliers
-from growlab.growth.outputs import forget_caches, own_precision
+from growlab.growth.hooks import attach, detach
+from growlab.growth.multipliers import row_multipliers
+from growlab.growth.outputs import own_precision
 from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.carry import check_inheritance, inside
 from growlab.optim.followers import Followers
-from growlab.widths import Carry, Example, WidthGraph, replace_tensors, resized, tensors_of
-from growlab.widths.trials import FAILURES, named_tensors, share_attributes
+from growlab.widths import Carry, Example, WidthGraph, tensors_of
+from growlab.widths.trials import named_tensors, share_attributes
 
 log = logging.getLogger(__name__)
 
+# Optimizer steps in which normalisations become plain, at most; and the part of a stage that they take.
+_ANNEAL_STEPS, _ANNEAL_PART = 100, 2
 
-class Grower(GrowingNetwork):
+
+class Grower(LoadingNetwork):
     """Grows a network while a loop trains it, along with everything that belongs to it.
 
     The network is made a seed at once, in place. From then on its output is right at any stage (a forward hook
@@ -64,7 +65,9 @@ class Grower(GrowingNetwork):
     is there, and the optimizers that `follow` keep their groups, schedules and state.
 
     The method draws new weights for the seed's tensors that grow, whatever the network contained before: training
-    starts from scratch. `growlab widen` enlarges networks that are trained.
+    starts from scratch, and a warning says so if they have been trained. To grow a small trained network, make the
+    Grower on the network at full width, then load the small one's state_dict. `growlab widen` enlarges networks past
+    their size. Each event is logged, in a line at INFO of the logger "growlab".
 
     With several processes (DistributedDataParallel) each calls `step`, and, if that has returned events,
     `growlab.grower.renew` on the wrapper.
@@ -73,16 +76,19 @@ class Grower(GrowingNetwork):
         network: at full width; class, parameter names and modules stay its own.
         example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name: the
             network is traced with it, and the outputs before and after each event are compared on it.
-        method: initialises new entries and rescales old ones.
+        method: initialises new entries and rescales old ones: a growth method, or its name on the command line such as
+            "ours"; None: `VarianceTransfer()`.
         trigger: decides which widths come next, and when: a `growlab.Trigger`, a schedule, or the epoch and width of
-            each stage such as {0: 0.25, 10: 0.5, 20: 1.0}.
+            each stage; None: {0: 0.25, 10: 0.5, 20: 1.0}.
         parts: features that accompany growth; see `growlab.parts`.
         seed: of everything that growth draws.
         anneal_steps: optimizer steps after an event in which normalisations over channels that grew become plain
-            ones again, see `growlab.growth.anneal_norms`; or a function of the grower that returns them.
+            ones again, see `growlab.growth.anneal_norms`; or a function of the grower that returns them; None: half as
+            many as the stage before had, or as are left of the training where the loop has said so, at most 100.
         graph: returned by `trace_for_growth` for this network; None: the network is traced here.
         trace: the submodule that grows, or its name, where the network cannot be traced as a whole: the others keep
             their widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
+        verbose: log events.
 
     Attributes:
         forecast: stages and widths as far as they are known before training.
@@ -92,28 +98,33 @@ class Grower(GrowingNetwork):
         UserError: the network cannot be traced or is another grower's, or trigger, method or a part do not go with it.
     """
 
+    DEFAULT_TRIGGER: ClassVar[Mapping[float, Any]] = {0: 0.25, 10: 0.5, 20: 1.0}
+    """Epoch and width of each stage where no trigger is given."""
+
     def __init__(
         self,
         network: nn.Module,
         example: Example,
         *,
-        method: GrowthMethod,
-        trigger: Trigger | Schedule | Mapping[float, Any],
+        method: GrowthMethod | str | None = None,
+        trigger: Trigger | Schedule | Mapping[float, Any] | None = None,
         parts: Sequence[Part] = (),
         seed: int = 0,
-        anneal_steps: int | Callable[["Grower"], int] = 100,
+        anneal_steps: int | Callable[["Grower"], int] | None = None,
         graph: WidthGraph | None = None,
         trace: str | nn.Module | None = None,
+        verbose: bool = True,
     ) -> None:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
-        if not isinstance(method, GrowthMethod):
-            raise UserError(f"method={method!r} must be a growth method, such as growlab.VarianceTransfer().")
-        check_arguments(seed, anneal_steps, graph)
-        self.method, self.trigger, self.parts = method, as_trigger(trigger), checked_parts(parts)
-        self.seed, self.check_ranks = seed, True
-        self.clock, self.events, self.training = Clock(), list[dict[str, Any]](), Training()
+        check_arguments(seed, anneal_steps)
+        self.method = method = VarianceTransfer() if method is None else as_method(method)
+        self.trigger = as_trigger(self.DEFAULT_TRIGGER if trigger is None else trigger)
+        self.parts, self.seed, self.check_ranks, self.verbose = checked_parts(parts), seed, True, verbose
+        self.clock, self.events, self.training = Clock(), list[GrowthEvent](), Training()
         self.averages, self.notes = dict[str, nn.Module](), dict[str, Any]()
         self._anneal_steps, self._example = anneal_steps, example
+        # Optimizer steps of this stage so far, and those that its normalisations take.
+        self._annealing = (0, _ANNEAL_STEPS)
         self._modules, self._units = list[nn.Module](), set[str]()
         self._regions: dict[str, Regions] | None = None
         traced = graph is None
@@ -126,12 +137,23 @@ class Grower(GrowingNetwork):
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
         self._full_names = set(self.network.state_dict())
         self.forecast = Forecast(self.trigger, graph, self.parts)
-        if traced and self.trigger.resizes and (reason := self.forecast.nothing_grows()):
-            log.warning("%s: it is trained as it is", reason)
+        if traced and self.trigger.resizes:
+            if reason := self.forecast.nothing_grows():
+                log.warning("%s: it is trained as it is", reason)
+            if reason := self.forecast.ends_narrow():
+                log.warning("%s", reason)
         self.forecast.check(method)
         self.seed_widths = self.forecast.seed
         for part in self.parts:
             part.check(self)
+        drawn = self.seed_widths != graph.full_widths or method.draws_full_width
+        if drawn and (reason := not_fresh(self.network)):
+            log.warning(
+                "growth starts from scratch and draws new weights, but this network's are not its constructor's (%s): "
+                "to keep trained weights, make the Grower on the network at full width, then load the state_dict of a "
+                "small trained one",
+                reason,
+            )
         fraction = self.forecast.fraction_grown(0, self.seed_widths)
         for part in self.parts:
             self.graph = part.shrink_to(self.network, self.graph, fraction)
@@ -215,11 +237,9 @@ class Grower(GrowingNetwork):
             known: further fields of `growlab.grower.triggers.Training`.
 
         Raises:
-            UserError: trigger or parts do not go with it, or there is no such field.
+            UserError: parts do not go with it, or there is no such field.
         """
         self.training = self.training.updated(batches=batches, loss=loss, **known)
-        if isinstance(self.trigger, OnDemand):
-            self.trigger.check(self)
         for part in self.parts:
             part.check(self)
 
@@ -235,8 +255,8 @@ class Grower(GrowingNetwork):
 
     def step(
         self,
-        *,
         epoch: int | None = None,
+        *,
         step: int | None = None,
         cost: float | None = None,
         then: Callable[[], Any] | None = None,
@@ -253,17 +273,19 @@ class Grower(GrowingNetwork):
             then: called after the events, if there are any, such as `lambda: renew(ddp)`: an error in it undoes them.
 
         Returns:
-            The events, mostly none.
+            The events, mostly none: the same objects as in `events`.
 
         Raises:
-            UserError: the method or an optimizer cannot, processes differ, the trigger's unit was never given, or the
-                network has been sharded since.
+            UserError: the method or an optimizer cannot, processes differ, the trigger's unit was never given, a moment
+                lies before one that was given already, or the network has been sharded since.
             ParityError: the network would compute something else than the method promises.
         """
         values = {"epoch": epoch, "step": step, "cost": cost}
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         before, unit = (self.clock, self._units), self.trigger.unit
-        self.clock, self._units = replace(self.clock, **given), self._units | given.keys()
+        # A network that is finished may be trained on from the beginning.
+        clock = self.clock.moved(**given) if self._open else replace(self.clock, **given)
+        self.clock, self._units = clock, self._units | given.keys()
         try:
             if unit is not None and unit not in self._units:
                 raise UserError(
@@ -275,10 +297,14 @@ class Grower(GrowingNetwork):
             if not isinstance(self.trigger, Never):
                 check_whole(self.network)
                 see_through(self.network, self.full_graph)
-            return self._grow_as_asked(then)
+            events = self._grow_as_asked(then)
         except BaseException:
             self.clock, self._units = before
             raise
+        if self.verbose and not (ranks.several() and torch.distributed.get_rank()):
+            for event in events:
+                log.info("%s", event)
+        return events
 
     def finish(self, at_any_stage: bool = False) -> nn.Module:
         """End growth: the network is an ordinary one that computes the same, and its hooks are gone.
@@ -298,7 +324,7 @@ class Grower(GrowingNetwork):
             left = round((1 - self.state.norm_progress) * self.anneal_steps)
             raise UserError(
                 f"growth cannot end yet: normalisations over channels that grew need {left} more optimizer steps to "
-                "become plain ones; train on, or lower anneal_steps."
+                "become plain ones; train on, lower anneal_steps, or say how long training is with provide(total_steps=...)."
             )
         see_through(self.network, self.full_graph)
         for part in self.parts:
@@ -346,173 +372,31 @@ class Grower(GrowingNetwork):
             "a Grower cannot be pickled or copied flatly: save its state_dict() beside the network's."
         )
 
-    # Checkpoints -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of growth that complements the network's and the optimizers', in plain containers and tensors."""
-        return {
-            "full_widths": self.full_graph.full_widths,
-            "growth": self.state.as_dict(),
-            "clock": asdict(self.clock),
-            "events": list(self.events),
-            "trigger": self.trigger.state_dict(),
-            "parts": {part.name: part.state_dict() for part in self.parts},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, before or after the network and the optimizers load theirs.
-
-        Raises:
-            UserError: it is another network's, or of a run with other parts or other widths at its stage.
-        """
-        self.forecast.check_state(state)
-        self._set_state(GrowthState.from_dict(state["growth"]))
-        self._units = {"epoch", "step", "cost"}
-        self.clock, self.events = Clock(**state["clock"]), list(state["events"])
-        self.trigger.load_state_dict(state["trigger"])
-        for part in self.parts:
-            part.load_state_dict(state["parts"][part.name])
-
-    def plain_state_dict(self) -> dict[str, Tensor]:
-        """State dict as `finish` would leave it, while growth continues: a plain network's of its widths.
-
-        Raises:
-            UserError: normalisations are not plain yet, or the method or a part changes the network until the end.
-        """
-        return self.plain_tensors(self.network)[0]
-
-    def plain_tensors(self, network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """State dict of the network or a copy as `finish` would leave it, and the original of each entry that differs.
-
-        Raises:
-            UserError: as of `plain_state_dict`.
-        """
-        see_through(network, self.full_graph)
-        if self.state.norm_weights:
-            raise UserError("normalisations over channels that grew are not plain yet; train on first.")
-        late = [part.name for part in self.parts if type(part).finish is not Part.finish]
-        if self.method.holds_otherwise:
-            late.append(self.method.name)
-        if late:
-            raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
-        return plain_tensors(network, self.graph, self.state.output_factor)
-
-    def resize_for_loading(
-        self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
-    ) -> None:
-        """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load.
-
-        Tensors that are not the network's are left to `load_state_dict` to complain about.
-        """
-        see_through(network, self.full_graph)
-        needed = self.graph.axes.keys() - self.graph.constants.keys()
-        if self.method.holds_otherwise and not needed <= network.state_dict().keys():
-            raise UserError(
-                f"growth has ended, and {self.method.name} held weights in another way before: load what was saved "
-                "while it trained into a network made anew, with a Grower (or callback) of its own."
-            )
-        known = None if state is None else GrowthState.from_dict(state)
-        graph = self.graph_at(known or self._state_from_keys(tensors, self.state))
-        # Constants that are not saved follow the others.
-        if not graph.axes.keys() - graph.constants.keys() <= tensors.keys():
-            return
-        shapes = {name: tuple(tensors[name].shape) for name in graph.axes if name in tensors}
-        # Groups whose tensors are yet to come have the widths that they are to come with.
-        widths = {**(self.state if known is None else known).widths, **graph.widths_of(shapes)}
-        if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
-            return
-        known = known if known is not None and known.widths == widths else None
-        own = self.state if network is self.network else state_of(network)
-        if known is None and own is not None:
-            known = self._state_of_tensors(tensors, own, widths)
-        if known is None or known is own:
-            return
-        if network is self.network:
-            self._set_state(known)
-        else:
-            self.resize_to(network, known)
-            if own is not self.state:
-                vars(own).update(vars(known))
-            restore(network, self.graph_at(known), known)
-
-    def _state_of_tensors(
-        self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths
-    ) -> GrowthState:
-        """State of tensors that came without one; the network's own where they fit it."""
-        stage, births = self.forecast.stage_of(widths, self.state.stage)
-        guess = GrowthState(stage, dict(widths), births, asked=self.state.asked)
-        guess = self._state_from_keys(tensors, guess)
-        fits, saved = (
-            (own.widths, set(own.blocks)) == (widths, set(guess.blocks)),
-            saved_multipliers(tensors),
-        )
-        if fits and saved.keys() - own.multipliers.keys():
-            # Such as those of a network that has been finished since.
-            return replace(own, multipliers=saved)
-        return own if fits else replace(guess, multipliers=saved)
-
-    # New parameters are to be trained, wherever they are loaded.
-    @torch.inference_mode(False)
-    def _set_state(self, state: GrowthState) -> None:
-        """Switch to another state of growth: structure and widths of all that follows, factors, regions."""
-        past, graph = dict(self.network.named_parameters()), self.graph_at(state)
-        state = replace(state, constants={**self.state.constants, **state.constants})
-        for network in (self.network, *self.copies().values()):
-            self.resize_to(network, state)
-            restore(network, graph, state)
-            forget_caches(network, self.probe(), FAILURES)
-        self.graph = graph
-        # The same object: hooks read it.
-        vars(self.state).update(vars(state))
-        self._regions = None
-        self.followers.exchange(past)
-
-    @torch.inference_mode(False)
-    def resize_to(self, network: nn.Module, state: GrowthState) -> None:
-        """Bring the network, or a copy of it, to the widths and the structure of a state."""
-        tensors = tensors_of(network, self.graph)
-        now = {**self.state.widths, **self.graph.widths_of({name: t.shape for name, t in tensors.items()})}
-        changed = {
-            name: resized(tensor, self.graph.axes[name], now, state.widths)
-            for name, tensor in tensors.items()
-            if self.graph.changes(name, now, state.widths)
-        }
-        constants = {**self.state.constants, **state.constants}
-        for name in changed.keys() & unchanged(self.graph, self.state.constants, tensors, now).keys():
-            changed[name] = at_widths(self.graph, name, constants[name], state.widths, changed[name])
-        replace_tensors(network, self.graph, changed)
-        for part in self._block_parts:
-            part.restore(network, state)
-
     # What triggers, parts and optimizers ask -----------------------------------------------------------------
-
-    @property
-    def _block_parts(self) -> Iterator[BlockPart]:
-        return (part for part in self.parts if isinstance(part, BlockPart))
 
     @property
     def auxiliary_flops(self) -> int:
         """Forward FLOPs so far of passes that do not train, each with a backward pass or what costs as much."""
-        passes = self.trigger.auxiliary_passes if isinstance(self.trigger, OnDemand) else ()
-        return sum(each.get("auxiliary_flops", 0) for each in (*self.events, *passes))
+        passes = (*(event.notes for event in self.events), *self.trigger.auxiliary_passes)
+        return sum(each.get("auxiliary_flops", 0) for each in passes)
 
     @property
     def anneal_steps(self) -> int:
         """Optimizer steps in which normalisations of this stage become plain ones."""
-        return self._anneal_steps(self) if callable(self._anneal_steps) else self._anneal_steps
+        if callable(self._anneal_steps):
+            return self._anneal_steps(self)
+        return self._annealing[1] if self._anneal_steps is None else self._anneal_steps
 
-    def graph_at(self, state: GrowthState) -> WidthGraph:
-        """Width graph of the network in a state."""
-        graph = self.full_graph
-        for part in self._block_parts:
-            graph = part.graph_at(graph, state)
-        return graph
-
-    def _state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """State of the network whose tensors have these names."""
-        for part in self._block_parts:
-            state = part.state_from_keys(names, state)
-        return state
+    def _begin_stage(self) -> None:
+        """Choose the steps in which normalisations of the stage that begins become plain ones."""
+        before, chosen = self._annealing
+        training, clock, steps = self.training, self.clock, _ANNEAL_STEPS
+        if before:
+            chosen = min(steps, before // _ANNEAL_PART)
+        if training.total_steps is not None:
+            done = clock.step if "step" in self._units else sum(training.steps[: clock.epoch])
+            chosen = min(chosen, max(0, training.total_steps - done) // _ANNEAL_PART)
+        self._annealing = (0, chosen)
 
     def regions(self) -> dict[str, Regions]:
         """Elements of each parameter by the stage that they came with, by name, on the network's device."""
@@ -537,6 +421,8 @@ class Grower(GrowingNetwork):
         """Act before and after each step of the optimizer that has the network's parameters."""
         for part in self.parts:
             (part.after_step if after else part.before_step)(self)
+        if after:
+            self._annealing = (self._annealing[0] + 1, self._annealing[1])
         if after and self.state.norm_weights:
             steps = max(1, self.anneal_steps)
             self.anneal(min(1.0, (round(self.state.norm_progress * steps) + 1) / steps))
@@ -571,7 +457,12 @@ class Grower(GrowingNetwork):
                     events.append(self._grow_once(*request))
                     request = self._next_request()
                 if then is not None:
+                    began = time.perf_counter()
                     then()
+                    seconds = (time.perf_counter() - began) / len(events)
+                    for event in events:
+                        event.seconds_by_part["wrapper"] = seconds
+                        event.seconds += seconds
         return events
 
     # New parameters are to be trained, wherever the event happens.
@@ -637,9 +528,21 @@ class Grower(GrowingNetwork):
             notes["asked_by"] = asker.name
         else:
             notes, self.notes = notes | self.notes, {}
-        after = {"num_params_before": num_params, "num_params": _num_params(self.network)}
-        times = {"seconds": seconds.total, "seconds_by_part": seconds.parts}
-        self.events.append({**asdict(self.clock), **event.receipt(), **after, **notes, **times})
+        # Without tensors, which would stay in memory for as long as the events.
+        event = replace(
+            event,
+            **asdict(self.clock),
+            num_params_before=num_params,
+            num_params=_num_params(self.network),
+            seconds=seconds.total,
+            seconds_by_part=seconds.parts,
+            notes=notes,
+            replaced={},
+            carry=Carry(),
+            observed={},
+        )
+        self.events.append(event)
+        self._begin_stage()
         if self.state.norm_weights and self.anneal_steps < 1:
             self.anneal(1.0)
         return event

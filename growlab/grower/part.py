@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from growlab.base.described import Described
 from growlab.base.errors import UserError
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState
@@ -15,7 +16,7 @@ from growlab.widths import WidthGraph
 Replaced = Mapping[str, tuple[Tensor, Tensor]]
 
 
-class Part:
+class Part(Described):
     """A feature that accompanies growth, such as averaged weights.
 
     Attributes:
@@ -36,9 +37,6 @@ class Part:
     follows_norms: bool = False
     num_copies: int = 0
     one_group: bool = False
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
     # Before training ---------------------------------------------------------------------------------------
 

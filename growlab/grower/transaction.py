@@ -1,7 +1,10 @@
-"""Growth events as transactions: an error in one restores all that it has changed."""
+"""Growth events as transactions: an error in one restores all that it has changed. Their times and their log."""
 
+import logging
+import sys
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
@@ -26,6 +29,8 @@ from growlab.widths.unchanged import (
 )
 
 _ATOMS = frozenset({str, bytes, bool, int, float, complex, type(None), type, Fraction})
+# Entries of events that add up.
+_SUMMED = ("auxiliary_flops", "auxiliary_samples")
 # Objects of these say what they are when they are made, and stay so.
 _FIXED = ("growlab.widths", "torch", "builtins", "numpy", "functools", "weakref")
 
@@ -142,3 +147,49 @@ class _Snapshot:
         place = type(thing).__module__
         own = place.partition(".")[0] in self._libraries and not place.startswith(_FIXED)
         return own and isinstance(getattr(thing, "__dict__", None), dict)
+
+
+class Seconds:
+    """Wall time of an event, by its parts."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self.parts: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        """Seconds since the event began."""
+        return time.perf_counter() - self._began
+
+    def note(self, name: str) -> None:
+        """End a part, which began where the one before ended."""
+        self.parts[name] = self.total - sum(self.parts.values())
+
+    def move(self, part: str, to: str, seconds: float) -> None:
+        """Count some seconds of one part as another's."""
+        self.parts[part] -= seconds
+        self.parts[to] = self.parts.get(to, 0.0) + seconds
+
+
+def merged(*entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries for one event; costs add up."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        summed = {key: found[key] + entry[key] for key in _SUMMED if key in found and key in entry}
+        found |= {**entry, **summed}
+    return found
+
+
+class _Console(logging.Handler):
+    """Write to stderr what growlab logs, where the program has not set up logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr)
+
+
+_library = logging.getLogger("growlab")
+_library.addHandler(_Console())
+if _library.level == logging.NOTSET:
+    _library.setLevel(logging.INFO)

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from growlab.base.described import Described
 from growlab.base.settings import above, at_least, one_of
 from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
@@ -262,7 +263,7 @@ class GrownTensors:
     folded: frozenset[str] = frozenset()
 
 
-class GrowthMethod(ABC):
+class GrowthMethod(Described, ABC):
     """Base class of growth methods: computes new entries and the rescaling of old ones.
 
     Attributes:
@@ -315,7 +316,7 @@ class GrowthMethod(ABC):
         """
         return graph
 
-    def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:  # noqa: B027 - most have no limits
+    def check(self, graph: WidthGraph, stages: Sequence[Mapping[str, int]]) -> None:
         """Raise an error for widths that the method cannot grow through, if known before training."""
 
     @property
@@ -323,7 +324,7 @@ class GrowthMethod(ABC):
         """True if the network stores its weights differently until `finish`."""
         return type(self).finish is not GrowthMethod.finish
 
-    def finish(self, network: nn.Module) -> None:  # noqa: B027 - most methods have nothing to undo
+    def finish(self, network: nn.Module) -> None:
         """Undo the changes of `prepare` on the trained network, so that it is an ordinary one again."""
 
     def observe(self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]) -> Mapping[str, Any]:

@@ -1,14 +1,14 @@
 """Growth state of a network (stage, widths, birth stages, factors), and the receipt of a growth event."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
 from growlab.widths import Carry
 
-_NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry", "observed")
+_NOT_IN_RECEIPT = ("parity_sec", "replaced", "carry", "observed", "notes")
 
 
 class ParityError(RuntimeError):
@@ -86,7 +86,7 @@ class GrowthState:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class GrowthEvent:
     """Record of a growth event, with its parity receipt.
 
@@ -108,10 +108,15 @@ class GrowthEvent:
             weights to 1.
         report: further details that the method reports.
         seconds: wall time of the event, checks included.
-        parity_sec: share of the checks in it (not part of the receipt).
-        replaced: old and new tensors by name (not part of the receipt).
-        carry: map from gradients before to gradients after, for optimizer state (not part of the receipt).
-        observed: result of the method's `observe` before the event (not part of the receipt).
+        parity_sec: share of the checks in it (not in `as_dict`).
+        replaced: old and new tensors by name, from `grow` and for parts alone (not in `as_dict`).
+        carry: map from gradients before to gradients after, for optimizer state (likewise).
+        observed: result of the method's `observe` before the event (likewise).
+        epoch: that the training was in.
+        step: optimizer steps done.
+        cost: spent so far, in the unit of whoever counts.
+        seconds_by_part: wall time of the event's parts.
+        notes: further entries of triggers, parts and loops, by name.
     """
 
     stage: int
@@ -130,11 +135,31 @@ class GrowthEvent:
     weighted_norms: list[str]
     report: dict[str, Any]
     seconds: float
-    parity_sec: float = field(compare=False)
-    replaced: dict[str, tuple[Tensor, Tensor]] = field(repr=False, compare=False)
-    carry: Carry = field(repr=False, compare=False)
-    observed: Mapping[str, Any] = field(repr=False, compare=False)
+    parity_sec: float = field(default=0.0, compare=False)
+    replaced: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    carry: Carry = field(default_factory=Carry, repr=False, compare=False)
+    observed: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    epoch: int = 0
+    step: int = 0
+    cost: float = 0.0
+    seconds_by_part: dict[str, float] = field(default_factory=dict, compare=False)
+    notes: dict[str, Any] = field(default_factory=dict)
 
-    def receipt(self) -> dict[str, Any]:
-        """Return everything except tensors and timings of checks, in plain containers."""
-        return {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}
+    def __str__(self) -> str:
+        before, after = (sorted(each.values()) or [0] for each in (self.widths_before, self.widths_after))
+        return (
+            f"growth to stage {self.stage}: widths {before[0]}..{before[-1]} -> {after[0]}..{after[-1]}, parameters "
+            f"{self.num_params_before:,} -> {self.num_params:,}, relative output error {self.parity_error_eval:.0e}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything except tensors and timings of checks, in plain containers; notes stand beside the rest."""
+        own = {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}
+        return {**own, **self.notes}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "GrowthEvent":
+        """Restore an event from the result of `as_dict`."""
+        names = {each.name for each in fields(cls)}
+        own = {name: value for name, value in content.items() if name in names}
+        return cls(**own, notes={name: value for name, value in content.items() if name not in names})

@@ -196,9 +196,9 @@ def strength(grower: GrowingNetwork, anneal: str) -> float:
     if not grower.events:
         return 0.0
     ends = list(accumulate(grower.training.steps))
-    begin, last = grower.events[0]["step"], ends[-1] - 1
+    begin, last = grower.events[0].step, ends[-1] - 1
     if anneal == "stage":
-        begin, end = grower.events[-1]["step"], grower.trigger.stage_end(grower)
+        begin, end = grower.events[-1].step, grower.trigger.stage_end(grower)
         assert end is not None
         last = ends[end - 1] - 1
     return 1.0 - (grower.clock.step - begin) / max(1, last - begin)

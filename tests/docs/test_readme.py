@@ -209,7 +209,7 @@ def test_a_users_loop_needs_neither_lightning_nor_hydra() -> None:
     program = program.replace("256", "64")
     program += """
 for event in grower.events:
-    print(f"stage {event['stage']}: {event['num_params']:,} parameters, error {event['parity_error_eval']}")
+    print(f"stage {event.stage}: {event.num_params:,} parameters, error {event.parity_error_eval}")
 resnet20((3, 32, 32), 10).load_state_dict(network.state_dict(), strict=True)
 """
     environment = {
@@ -276,7 +276,7 @@ def test_the_callback_takes_five_lines(tmp_path: Path, monkeypatch: pytest.Monke
     data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(3, (16,)))
     names = {"module": Module(), "loader": torch.utils.data.DataLoader(data, 8)}
     exec(program, names)
-    assert [event["epoch"] for event in names["growth"].grower.events] == [1, 2]
+    assert [event.epoch for event in names["growth"].grower.events] == [1, 2]
     Module().load_state_dict(names["module"].state_dict(), strict=True)
 
 

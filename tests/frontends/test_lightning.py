@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -83,25 +84,16 @@ MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_killed_at_any_step_and_resumed_it_is_the_uninterrupted_run(kind: str, tmp_path: Path) -> None:
+def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run_and_ends_as_an_ordinary_module(
+    kind: str, tmp_path: Path
+) -> None:
     module, growth = MODULES[kind]()
     save = Save(tmp_path)
     trainer = trainer_of(tmp_path, growth, save)
     trainer.fit(module, Loader())
     wanted = outcome(module, growth, trainer)
-    assert [event["epoch"] for event in growth.grower.events] == [1, 3]
+    assert [event.epoch for event in growth.grower.events] == [1, 3]
     assert len(save.paths) == EPOCHS * STEPS + EPOCHS
-    for path in save.paths[:-1]:
-        module, growth = MODULES[kind]()
-        trainer = trainer_of(tmp_path, growth)
-        trainer.fit(module, Loader(), ckpt_path=path)
-        assert outcome(module, growth, trainer) == wanted, path.name
-
-
-@pytest.mark.parametrize("kind", MODULES)
-def test_the_result_is_an_ordinary_module(kind: str, tmp_path: Path) -> None:
-    module, growth = MODULES[kind]()
-    trainer_of(tmp_path, growth).fit(module, Loader())
     network = growth.grower.network
     assert growth.grower.state.output_factor == 1.0 and not network._forward_hooks
     fresh, _ = MODULES[kind]()
@@ -109,6 +101,12 @@ def test_the_result_is_an_ordinary_module(kind: str, tmp_path: Path) -> None:
     again = fresh.get_submodule("network" if kind == "automatic" else "generator")
     assert torch.equal(again.eval()(IMAGES), network.eval()(IMAGES))
     assert [p.shape for p in network.parameters()] == [p.shape for p in body().parameters()]
+    # Each kind is resumed from every third checkpoint, so that each moment beside an event is there for one of them.
+    for path in save.paths[list(MODULES).index(kind) : -1 : 3]:
+        module, growth = MODULES[kind]()
+        trainer = trainer_of(tmp_path, growth)
+        trainer.fit(module, Loader(), ckpt_path=path)
+        assert outcome(module, growth, trainer) == wanted, path.name
 
 
 def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> None:
@@ -117,7 +115,7 @@ def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> No
     trainer = trainer_of(tmp_path, callback, Save(tmp_path))
     trainer.fit(module, Loader(), data)
     losses = {}
-    for path in sorted(tmp_path.glob("epoch*.ckpt")):
+    for path in (tmp_path / f"epoch{epoch}.ckpt" for epoch in (0, 1, 3)):
         # With the trainer that has trained, with a new one, and without any.
         (first,) = trainer.validate(module, data, ckpt_path=path, verbose=False)
         fresh = Validated()
@@ -128,7 +126,7 @@ def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> No
         if loaded is not None:
             (third,) = trainer_of(tmp_path).validate(loaded, data, verbose=False)
             assert third["val_loss"] == pytest.approx(second["val_loss"], rel=1e-4)
-    assert len(set(losses.values())) == EPOCHS
+    assert len(set(losses.values())) == 3
     # Evaluating leaves the weights of a module alone, and training goes on to grow it.
     module, callback = Validated(), growth()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -160,11 +158,10 @@ def test_precision_clipping_and_accumulation(settings: dict[str, Any], tmp_path:
 # Told by torch's compiler behind a graph break, which weighted statistics are.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_network_grows(tmp_path: Path) -> None:
-    module, callback = Plain(), growth()
+    module, plain = Plain(), Plain()
     module.network.compile(backend="eager")
-    trainer_of(tmp_path, callback).fit(module, Loader())
-    plain, by_itself = Plain(), growth()
-    trainer_of(tmp_path, by_itself).fit(plain, Loader())
+    for each in (module, plain):
+        trainer_of(tmp_path, growth(trigger={0: 0.5, 1: 1.0}), max_epochs=2).fit(each, Loader())
     for own, other in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own, other, atol=1e-4)
 
@@ -208,19 +205,50 @@ def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_i
     assert data.seen == [4] and baseline.global_step == 12
 
 
+def test_processes_that_are_forked_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, growth(), strategy="ddp_fork")
+    with pytest.raises(UserError, match="would be lost: take strategy='ddp'"):
+        growth().setup(trainer, Plain(), "fit")
+
+
 @pytest.mark.parametrize(
-    ("trigger", "strategy", "told"),
+    ("wrong", "said"),
     [
-        (At({0: 0.5, 1: 1.0}, unit="cost"), "auto", "a trigger with unit='cost' would never grow"),
-        ({0: 0.5, 1: 1.0}, "ddp_fork", "would be lost: take strategy='ddp'"),
+        ({"trigger": At({0: 0.5, 1: 1.0}, unit="cost")}, "a trigger with unit='cost' would never grow"),
+        ({"method": "mine"}, "method='mine' must be a growth method, .* or the name of one: bert2bert"),
+        ({"parts": [5]}, "parts hold 5"),
+        ({"optimizer_state": "keep"}, "optimizer_state must be auto, inherit"),
+        ({"anneal_steps": -1}, "anneal_steps must be at least 0"),
     ],
 )
-def test_what_would_never_grow_or_be_lost_is_refused(
-    trigger: Any, strategy: str, told: str, tmp_path: Path
+def test_arguments_are_checked_as_they_are_given(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        growth(**wrong)
+
+
+class Logged(DummyLogger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:  # type: ignore[override]
+        self.seen += [(step, metrics)] if "growth/stage" in metrics else []
+
+
+def test_events_are_logged_and_the_loggers_get_widths_and_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = trainer_of(tmp_path, growth(trigger=trigger), strategy=strategy)
-    with pytest.raises(UserError, match=told):
-        growth(trigger=trigger).setup(trainer, Plain(), "fit")
+    callback, logger = Growth(trigger={0: 0.5, 1: 1.0}), Logged()
+    assert repr(callback) == "Growth(trigger={0: 0.5, 1: 1.0})"
+    trainer_of(tmp_path, callback, max_epochs=2, logger=logger).fit(Plain(), Loader())
+    (event,) = callback.events
+    assert [r.message for r in caplog.records if r.name.startswith("growlab")] == [str(event)]
+    assert "widths 4..4 -> 8..8, parameters 91 -> 227" in str(event)
+    assert [(step, m["growth/num_params"], m["width/network.0"]) for step, m in logger.seen] == [
+        (0, 91, 4), (STEPS, 227, 8)
+    ]  # fmt: skip
 
 
 class Rated(Plain):
@@ -264,8 +292,9 @@ class OfSeveral(Plain):
         return sum(self.criterion(self.network(one[0]), one[1]) for one in batches if one is not None)
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "none"])
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "named"), [("min_size", True), ("max_size", False), ("max_size_cycle", True), ("none", False)]
+)
 def test_loaders_of_several_loaders(mode: str, named: bool, tmp_path: Path) -> None:
     """Combined by Lightning or by a CombinedLoader of any mode, which starts from its first batch afterwards."""
     loaders = [DataLoader(TensorDataset(IMAGES[:n], LABELS[:n]), 4) for n in (8, 16)]
@@ -280,7 +309,7 @@ def test_loaders_of_several_loaders(mode: str, named: bool, tmp_path: Path) -> N
 def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
     module, callback = ByName(), growth("", trigger=At({0: 0.25, 4: 1.0}, unit="step"))
     trainer_of(tmp_path, callback).fit(module, Loader())
-    assert [event["step"] for event in callback.grower.events] == [4]
+    assert [event.step for event in callback.grower.events] == [4]
     ByName().load_state_dict(module.state_dict(), strict=True)
 
 

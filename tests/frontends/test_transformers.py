@@ -79,19 +79,38 @@ def everything(trainer: Any, growth: Growth) -> list[Any]:
     followed = [value for part in growth.grower.parts for value in part.state_dict().values()]
     tensors = [*trainer.model.state_dict().values(), *(torch.as_tensor(m) for m in moments), *followed]
     events = [
-        {n: v for n, v in event.items() if not n.startswith("seconds")} for event in growth.grower.events
+        {n: v for n, v in event.as_dict().items() if not n.startswith("seconds")}
+        for event in growth.grower.events
     ]
     return [*(tensor.tolist() for tensor in tensors), events]
 
 
-def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(tmp_path: Path) -> None:
-    trainer, growth = run(tmp_path)
-    wanted = everything(trainer, growth)
-    assert [event["epoch"] for event in growth.grower.events] == [1, 2]
-    assert all(event["parity_error_eval"] < 1e-4 for event in growth.grower.events)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Growth, list[Any]]:
+    """A run with its checkpoints: folder, Trainer, callback and all that it ends with."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer, growth = run(folder, logging_strategy="epoch")
+    return folder, trainer, growth, everything(trainer, growth)
+
+
+def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp_path: Path) -> None:
+    folder, trainer, growth, wanted = whole
+    assert [event.epoch for event in growth.events] == [1, 2]
+    assert all(event.parity_error_eval < 1e-4 for event in growth.events)
+    # The last entry is the Trainer's summary.
+    logs = [(log["growth/stage"], log["growth/num_params"]) for log in trainer.state.log_history[:-1]]
+    assert logs == [
+        (0, growth.events[0].num_params_before),
+        *((e.stage, e.num_params) for e in growth.events),
+    ]
     # Inside epochs, before and after an event, while normalisations are annealed and once they are plain.
-    for step in (2, 3, 4, 8):
-        resumed = run(tmp_path, tmp_path / f"checkpoint-{step}", save_strategy="no")
+    for step in (3, 4, 8):
+        resumed = run(
+            tmp_path,
+            folder / f"checkpoint-{step}",
+            save_strategy="no",
+            resume_from_checkpoint=str(folder / f"checkpoint-{step}"),
+        )
         assert everything(*resumed) == wanted, step
     # An ordinary model, of the configuration that it was made from.
     outputs = trainer.model.eval()(WORDS).logits
@@ -100,7 +119,7 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(tmp_path: Path)
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
     bert().load_state_dict(trainer.model.state_dict(), strict=True)
     # Its last checkpoint was written before growth was finished, and is one too.
-    last = tmp_path / f"checkpoint-{EPOCHS * STEPS}"
+    last = folder / f"checkpoint-{EPOCHS * STEPS}"
     kept = torch.load(last / "growlab.pt", weights_only=True)["kept"]
     assert kept and any((trainer.model.state_dict()[name] != tensor).any() for name, tensor in kept.items())
     again = transformers.BertForSequenceClassification.from_pretrained(last).eval()
@@ -160,7 +179,7 @@ def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.Trainer, "evaluate", judged)
 
 
-@pytest.mark.parametrize("best", range(EPOCHS))
+@pytest.mark.parametrize("best", [1, 2])
 def test_the_best_model_comes_back_with_all_that_belongs_to_it(
     best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -216,17 +235,14 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
         torch.testing.assert_close(torch.tensor(values), torch.tensor(wanted), rtol=1e-3, atol=1e-6)
 
 
-def test_resumed_into_another_folder_it_needs_to_be_told_where_from(tmp_path: Path) -> None:
-    trainer, growth = run(tmp_path / "old")
-    wanted, checkpoint = everything(trainer, growth), tmp_path / "old" / "checkpoint-8"
-    given = run(tmp_path / "told", checkpoint, save_strategy="no", resume_from_checkpoint=str(checkpoint))
-    assert everything(*given) == wanted
+def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, tmp_path: Path) -> None:
+    checkpoint = whole[0] / "checkpoint-8"
     with pytest.raises(
         UserError, match=r"growlab\.pt is missing or of another run, and training cannot go on"
     ):
         run(tmp_path / "new", checkpoint, save_strategy="no")
     # A checkpoint of the same step that another run has left there.
-    run(tmp_path / "other", learning_rate=1e-2)
+    run(tmp_path / "other", learning_rate=1e-2, max_steps=8)
     with pytest.raises(
         UserError, match=r"growlab\.pt is missing or of another run, and training cannot go on"
     ):
@@ -234,9 +250,5 @@ def test_resumed_into_another_folder_it_needs_to_be_told_where_from(tmp_path: Pa
 
 
 def test_a_trigger_that_would_never_be_told_its_moment_is_refused() -> None:
-    arguments = SimpleNamespace(
-        n_gpu=1, fsdp=None, deepspeed=None, restore_callback_states_from_checkpoint=False
-    )
-    growth = Growth(method=VarianceTransfer(), trigger=At({0: 0.5, 1: 1.0}, unit="cost"))
-    with pytest.raises(UserError, match="tells of epochs and steps alone"):
-        growth.on_init_end(arguments, None, None, model=bert())
+    with pytest.raises(UserError, match="the Trainer tells of epochs and steps alone"):
+        Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))

@@ -205,7 +205,7 @@ def test_the_receipt():
     network, graph, state, probe = planted("mlp", PairGrowth(0.05))
     num_before = sum(p.numel() for p in network.parameters())
     event = grow(network, graph, PairGrowth(0.05), state, graph.full_widths, 0, probe)
-    receipt = event.receipt()
+    receipt = event.as_dict()
     assert "replaced" not in receipt
     assert receipt["method"] == "PairGrowth"
     assert receipt["widths_before"] == {"hidden.0": 4, "hidden.2": 3, "hidden.4": 4}

@@ -135,7 +135,7 @@ class Grown:
 
 def test_a_network_goes_from_weighted_to_plain_without_a_jump() -> None:
     run = Grown()
-    assert run.event.weighted_norms == run.event.receipt()["weighted_norms"]
+    assert run.event.weighted_norms == run.event.as_dict()["weighted_norms"]
     assert run.event.weighted_norms == ["grouped", "flat", "layer", "rms"]
     plain = copy.deepcopy(run.network)
     weigh(plain, run.graph, run.state.widths, {})

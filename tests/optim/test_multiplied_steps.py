@@ -216,7 +216,7 @@ def test_a_checkpoint_with_multipliers_gets_no_new_ones() -> None:
     known = {name: rows.flatten() for name, rows in row_multipliers(now.network).items()}
     for weight, before, after in now.moves():
         assert (before - after).abs().max() <= 1e-8 * before.abs().max(), weight
-    assert now.grower.events[-1]["parity_error_eval"] < 1e-10
+    assert now.grower.events[-1].parity_error_eval < 1e-10
     for name, rows in row_multipliers(now.network).items():
         assert torch.equal(rows.flatten()[: len(known[name])], known[name])
         assert bool((rows.flatten()[len(known[name]) :] == 1).all())

@@ -166,7 +166,7 @@ def test_state_that_two_optimizers_share_is_carried_once() -> None:
             optimizer.zero_grad()
             (model(X) - 1).square().mean().backward()
             optimizer.step()
-        assert any(event["output_factor"] != 1.0 for event in grower.events)
+        assert any(event.output_factor != 1.0 for event in grower.events)
         grower.finish()
         return [one for p in model.parameters() for one in (p.detach(), inner.state[p]["momentum_buffer"])]
 

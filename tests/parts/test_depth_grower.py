@@ -106,7 +106,7 @@ def loop(
 
 
 def blocks_of(run: Loop) -> list[list[str]]:
-    return [[one["block"] for one in event.get("inserted", [])] for event in run.grower.events]
+    return [[one["block"] for one in event.notes.get("inserted", [])] for event in run.grower.events]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -209,11 +209,11 @@ def test_blocks_come_in_exactly_while_any_method_widens(method: GrowthMethod, st
         optimizer.zero_grad()
         F.cross_entropy(network(x), y).backward()
         optimizer.step()
-    inserted = [one for event in grower.events for one in event["inserted"]]
+    inserted = [one for event in grower.events for one in event.notes["inserted"]]
     assert [one["block"] for one in inserted] == ["2", "3"]
     assert all(one["parity_tolerance"] == 1e-10 for one in inserted)
     assert max(one[f"parity_error_{mode}"] for one in inserted for mode in ("eval", "train")) <= 1e-10
-    assert grower.events[-1]["widths_after"] == grower.full_graph.full_widths
+    assert grower.events[-1].widths_after == grower.full_graph.full_widths
     layer_normed().double().load_state_dict(grower.finish().state_dict())
 
 
@@ -368,7 +368,7 @@ def test_the_guides_example_runs() -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {"network": layer_normed(), "x": PROBE, "loader": [batch(0), batch(1)]}
     exec(program, names)
-    inserted = [one for event in names["grower"].events for one in event["inserted"]]
+    inserted = [one for event in names["grower"].events for one in event.notes["inserted"]]
     assert [one["block"] for one in inserted] == ["2", "3"]
     assert all(one["copied_from"] for one in inserted)
     layer_normed().load_state_dict(names["network"].state_dict())

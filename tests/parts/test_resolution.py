@@ -82,8 +82,8 @@ def test_images_are_small_in_training_steps_alone() -> None:
         assert network.seen[0] is IMAGES
         network.eval()(IMAGES)
         assert network.seen[0] is IMAGES
-    assert [event["input_size"] for event in growing.events] == [12, 16]
-    assert [event["parity_error_eval"] < 1e-5 for event in growing.events] == [True, True]
+    assert [event.notes["input_size"] for event in growing.events] == [12, 16]
+    assert [event.parity_error_eval < 1e-5 for event in growing.events] == [True, True]
     growing.finish()
     assert not network._forward_pre_hooks and not network._forward_pre_hooks_with_kwargs
 

@@ -71,8 +71,6 @@ def test_little_within_reach() -> None:
     assert demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.925]))
     # Groups that have one are at full width already: the others need not wait.
     assert demand.wants(progress([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
-    with pytest.raises(ValueError, match=r"^ratio must lie"):
-        Expressivity(0.0)
 
 
 def test_a_network_without_channels_to_look_at_is_told_before_training() -> None:
@@ -90,8 +88,9 @@ def test_a_network_without_channels_to_look_at_is_told_before_training() -> None
     schedule = Schedule((1, 3), (Fraction(1, 2), Fraction(1)), (4, 4))
     trigger = OnDemand(Expressivity(), schedule, 4)
     grower = Grower(Stream(), torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
+    grower.provide(records=list, samples=[1], flops=lambda *_: 1, reference_flops=1.0)
     with pytest.raises(UserError, match="one layer puts out and one takes, of which this network has none"):
-        grower.provide(records=list)
+        grower.step(epoch=0)
 
 
 def test_groups_grow_where_most_is_missing() -> None:
@@ -197,9 +196,7 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: Plateau(groups_fraction=0), "groups_fraction must lie"),
         (lambda: Plateau(patience="x"), "patience must be an integer, not 'x'"),
         (lambda: Plateau(final_fraction=None), "final_fraction must be a finite number, not None"),
-        (lambda: GradientNorm("x"), "ratio must be a finite number, not 'x'"),
         (lambda: Expressivity("x"), "ratio must be a finite number, not 'x'"),
-        (lambda: Budget("x"), "percent must be a finite number, not 'x'"),
         (lambda: Plateau(min_epochs=3).check(9, 3, 50.0), "9 epochs are too few to grow 3 times"),
         (lambda: Budget(30).check(100, 3, 41.0), "percent=30 is below 41.0"),
     ],

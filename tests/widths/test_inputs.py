@@ -142,7 +142,7 @@ def test_a_method_looks_at_batches_of_inputs_by_name() -> None:
     grower = Grower(network, {"x": X, "mask": MASK}, method=GradMax(), trigger={0: 0.5, 1: 1.0})
     grower.provide(lambda number: [({"x": X, "mask": MASK}, TARGETS)] * number, F.cross_entropy)
     (event,) = grower.step(epoch=1)
-    assert event.parity_error_eval < 1e-5 and grower.events[0]["auxiliary_flops"] > 0
+    assert event.parity_error_eval < 1e-5 and grower.events[0].notes["auxiliary_flops"] > 0
 
 
 @needs("resolution")
@@ -194,7 +194,7 @@ def test_lightning_sees_what_is_given_by_name() -> None:
         log_every_n_steps=1,
     )
     trainer.fit(Module(), DataLoader(TensorDataset(X, MASK, TARGETS), batch_size=len(X)))
-    assert [event["stage"] for event in growth.grower.events] == [1]
+    assert [event.stage for event in growth.grower.events] == [1]
 
 
 def made_by_name() -> tuple[nn.Module, dict[str, Tensor]]:

@@ -1,9 +1,16 @@
 """Triggers: which widths come next, and when."""
 
-from growlab.grower.triggers.at import At, Never, Scheduled, as_trigger
-from growlab.grower.triggers.by_method import ByMethod
-from growlab.grower.triggers.demand import Budget, Demand, Expressivity, GradientNorm, Plateau, Progress
-from growlab.grower.triggers.on_demand import OnDemand, cheapest_remaining_cost
+from growlab.grower.triggers.at import At, ByMethod, Never, Scheduled, as_trigger
+from growlab.grower.triggers.demand import (
+    Budget,
+    Demand,
+    Expressivity,
+    GradientNorm,
+    OnDemand,
+    Plateau,
+    Progress,
+    cheapest_remaining_cost,
+)
 from growlab.grower.triggers.trigger import Clock, GrowingNetwork, Training, Trigger, Widths
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Triggers that know every stage beforehand: widths at given moments, a schedule, no growth."""
+"""Triggers without a demand: widths at given moments, a schedule, no growth, and a method's own decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -6,11 +6,12 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.ranks import gather
 from growlab.grower.triggers.trigger import Clock, GrowingNetwork, Trigger, Widths
-from growlab.growth import Schedule
+from growlab.growth import Schedule, WidthDecision
 from growlab.growth.schedule import Number, exact
-from growlab.widths import WidthGraph
+from growlab.widths import WidthGraph, tensors_of
 
 UNITS = ("epoch", "step", "cost")
 
@@ -48,13 +49,10 @@ class At(Trigger):
                 f"a trigger is a growlab.Trigger, a schedule, or moments and widths such as {{0: 0.25, 10: 1.0}}, not "
                 f"{widths!r}."
             )
-        for moment in widths:
-            if not _is_number(moment):
-                raise UserError(
-                    f"a trigger's moment {moment!r} must be a finite number, such as 10 in {{0: 0.25, 10: 1.0}}."
-                )
+        if wrong := [moment for moment in widths if not _is_number(moment)]:
+            raise UserError(f"a trigger's moment {wrong[0]!r} must be a finite number.")
         self.starts = tuple(sorted(widths))
-        if not self.starts or self.starts[0] != 0:
+        if self.starts[:1] != (0,):
             raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
         self._widths = tuple(widths[start] for start in self.starts)
         for width in self._widths:
@@ -66,12 +64,11 @@ class At(Trigger):
 
     def _checked(self, batch_sizes: Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(batch_sizes) if isinstance(batch_sizes, Iterable) else ()
-        if not sizes or not all(_is_whole(size) and size > 0 for size in sizes):
+        if len(sizes) != len(self.starts) or not all(_is_whole(size) and size > 0 for size in sizes):
             raise UserError(
-                f"batch_sizes={batch_sizes!r} of a trigger must be whole numbers above 0, one a stage."
+                f"batch_sizes={batch_sizes!r} of a trigger must be whole numbers above 0, one for each of its "
+                f"{len(self.starts)} stages."
             )
-        if len(sizes) != len(self.starts):
-            raise UserError(f"{len(sizes)} batch sizes do not fit {len(self.starts)} stages; give one each.")
         return tuple(map(int, sizes))
 
     def forecast(self, graph: WidthGraph) -> list[Widths]:
@@ -109,20 +106,17 @@ class At(Trigger):
 
     def stage_end(self, grower: GrowingNetwork) -> int | None:
         """Epoch (exclusive) at which the current stage ends."""
+        if self._clock != "epoch":
+            return None
         epochs, stage = range(len(grower.training.steps)), grower.state.scheduled_stage
-        own = [epoch for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == stage]
-        return own[-1] + 1 if own and self._clock == "epoch" else None
+        return max(
+            (epoch + 1 for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == stage), default=None
+        )
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
         """Widths of the next stage, once its moment has come."""
         stage = grower.state.scheduled_stage
         return self.forecast(grower.graph)[stage + 1] if stage < self.stage_at(grower.clock) else None
-
-    def __repr__(self) -> str:
-        stages = ", ".join(
-            f"{start}: {width}" for start, width in zip(self.starts, self._widths, strict=True)
-        )
-        return f"{type(self).__name__}({{{stages}}}, unit={self._clock!r})"
 
 
 def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str, int]:
@@ -204,8 +198,40 @@ class Never(Trigger):
         """Return None: it keeps its widths."""
         return None
 
-    def __repr__(self) -> str:
-        return f"Never({self._width})"
+
+class ByMethod(Trigger):
+    """Ask the grower's method for widths at each of its own boundaries; see `growlab.growth.WidthDecision`.
+
+    Args:
+        width: of the seed, a fraction of full width or the width of each group.
+    """
+
+    def __init__(self, width: Number | Mapping[str, int] = 1) -> None:
+        self._first = At({0: width})
+
+    def first(self, graph: WidthGraph) -> Widths:
+        """Width of each group in the seed."""
+        return self._first.first(graph)
+
+    def next(self, grower: GrowingNetwork) -> Widths | None:
+        """Widths of the method, asked once at each boundary.
+
+        Raises:
+            UserError: the method decides nothing, or cannot decide.
+        """
+        method, state = grower.method, grower.state
+        if not isinstance(method, WidthDecision):
+            raise UserError(f"{method.name} does not decide widths by itself; give another trigger.")
+        boundary = method.boundary(grower.clock.epoch, grower.clock.step)
+        if boundary is None or boundary <= state.asked:
+            return None
+        state.asked = boundary
+        tensors = tensors_of(grower.network, grower.graph)
+        with as_user_errors():
+            widths = method.decide(grower.graph, tensors, state.widths, grower.gradients())
+        # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks notices.
+        widths = gather(widths)[0]
+        return None if widths == state.widths else widths
 
 
 def as_trigger(trigger: Trigger | Schedule | Mapping[float, Any]) -> Trigger:

@@ -3,11 +3,25 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, isfinite
+from itertools import accumulate
+from math import ceil, isfinite, sqrt
 from typing import Any
 
+from growlab.base.described import Described
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.ranks import gather
 from growlab.base.settings import at_least, finite, one_of, whole
-from growlab.growth import Bottleneck
+from growlab.grower.triggers.trigger import GrowingNetwork, Trigger, Widths
+from growlab.growth import (
+    Bottleneck,
+    GrowthEvent,
+    Schedule,
+    WidthDecision,
+    bottlenecks,
+    measurable,
+    out_of_reach,
+)
+from growlab.widths import WidthGraph
 
 GROUPS = ("all", "gradient", "bottleneck")
 
@@ -41,7 +55,7 @@ class Progress:
     out_of_reach: Sequence[float] = ()
 
 
-class Demand(ABC):
+class Demand(Described, ABC):
     """Decides at the beginning of each epoch whether a network grows by a step of its schedule's widths.
 
     It has full width in time: where waiting longer would leave less than `final_fraction` of the epochs to the last
@@ -201,7 +215,18 @@ class Plateau(Demand):
         return since >= self.patience
 
 
-class GradientNorm(Demand):
+class _BelowPeak(Demand):
+    """Grow when a number is below a part of the largest one of the stage."""
+
+    def __init__(self, ratio: float, **demand: Any) -> None:
+        super().__init__(**demand)
+        finite(ratio=ratio)
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
+        self.ratio = ratio
+
+
+class GradientNorm(_BelowPeak):
     """Grow when the gradient has become small: the widths have little left to learn by (Evci et al. 2022's motive).
 
     The gradient is the optimizer's running mean at the end of an epoch.
@@ -217,11 +242,7 @@ class GradientNorm(Demand):
     wants_gradients = True
 
     def __init__(self, ratio: float = 0.5, **demand: Any) -> None:
-        super().__init__(**demand)
-        finite(ratio=ratio)
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
-        self.ratio = ratio
+        super().__init__(ratio, **demand)
 
     def wants(self, progress: Progress) -> bool:
         """Return True if the last epoch's gradient is below `ratio` of the stage's largest."""
@@ -230,7 +251,7 @@ class GradientNorm(Demand):
         return len(finite) > 1 and norms[-1] < self.ratio * max(finite)
 
 
-class Expressivity(Demand):
+class Expressivity(_BelowPeak):
     """Grow when the weights that are there can do little more of what the loss asks for (Verbockhaven et al. 2024).
 
     Of the change that the loss asks of the layers' outputs, a change of their weights can do a part; the rest is the
@@ -249,11 +270,7 @@ class Expressivity(Demand):
     wants_bottlenecks = True
 
     def __init__(self, ratio: float = 0.8, **demand: Any) -> None:
-        super().__init__(**demand)
-        finite(ratio=ratio)
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must lie in (0, 1], not {ratio}.")
-        self.ratio = ratio
+        super().__init__(ratio, **demand)
 
     def wants(self, progress: Progress) -> bool:
         """Return True if the reachable part is below `ratio` of the largest, or no bottleneck can be measured."""
@@ -299,3 +316,201 @@ class Budget(Demand):
                 f"percent={self.percent} is below {cheapest:.1f}, what growing late costs: "
                 "raise it, or lower final_fraction or initial_width."
             )
+
+
+class OnDemand(Trigger):
+    """Grow through the widths of a schedule's stages whenever a demand asks for it.
+
+    The demand decides from widths, the records so far and the optimizers' state, all of which are in a checkpoint: a
+    resumed run decides the same.
+
+    Args:
+        demand: decides.
+        stages: schedule whose widths the network goes through; its epochs do not count.
+        total_epochs: of the run.
+
+    Attributes:
+        auxiliary_passes: passes over data that the demand measured by, with their results and their cost.
+    """
+
+    unit = "epoch"
+
+    def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
+        if not isinstance(demand, Demand) or not isinstance(stages, Schedule):
+            raise UserError(
+                "OnDemand needs a demand and a schedule: such as Plateau() and make_schedule(...)."
+            )
+        self.demand, self.total_epochs, self._stages = demand, total_epochs, stages
+        self.plans_cost = demand.plans_cost
+        self.auxiliary_passes: list[dict[str, Any]] = []
+
+    def steps(self, graph: WidthGraph) -> list[Widths]:
+        """Widths that growth goes through, of the groups that it decides about; the seed's first, each once."""
+        found: list[Widths] = []
+        for stage in self._stages.widths(graph):
+            widths = {group: width for group, width in stage.items() if group not in self.left_to_parts}
+            if not found or widths != found[-1]:
+                found.append(widths)
+        self._known = found
+        return found
+
+    def fraction_grown(self, stage: int, widths: Widths) -> float:
+        """Fraction of the steps that every group has reached."""
+        last = len(self._known) - 1
+        return 1 - len(_above(self._known, widths)) / last if last else 1.0
+
+    def stage_end(self, grower: GrowingNetwork) -> int:
+        """Epoch at which it grows at the latest; at full width the number of the run's epochs."""
+        ahead = len(_above(self.steps(grower.graph), grower.state.widths))
+        return self.demand.latest(self.total_epochs, ahead) if ahead else self.total_epochs
+
+    def check_records(self, columns: Collection[str]) -> None:
+        """Refuse records that lack the demand's metric.
+
+        Raises:
+            UserError: they do.
+        """
+        with as_user_errors():
+            self.demand.check_records(columns)
+
+    def next(self, grower: GrowingNetwork) -> Widths | None:
+        """Widths that the demand decides on, in the first process.
+
+        Raises:
+            UserError: data or records that the demand reads are missing, the method decides widths by itself, or no
+                channels can be measured that the demand measures.
+        """
+        epoch, state = grower.clock.epoch, grower.state
+        if not epoch and not grower.clock.step:
+            self._check(grower)
+        # Nothing is known before the first epoch, and an epoch that a run is resumed in has been asked about.
+        if not state.asked < epoch < self.total_epochs or not epoch:
+            return None
+        state.asked = epoch
+        progress = self._progress(grower)
+        led = {group: width for group, width in state.widths.items() if group not in self.left_to_parts}
+        try:
+            with as_user_errors():
+                widths = self.demand.decide(progress, led, self.steps(grower.graph))
+        except KeyError as error:
+            raise UserError(
+                f"{type(self.demand).__name__} looks at the column {error} of the records, which lack it: give each "
+                "epoch's in Grower.provide(records=...)."
+            ) from error
+        reason = {
+            "by": type(self.demand).__name__,
+            "due": progress.steps_left > 0 and self.demand.must(progress),
+            "spent_percent": progress.spent,
+            "climbing_percent": progress.climbing,
+        }
+        widths, reason = gather((widths, reason))[0]
+        grower.notes["demand"] = reason
+        return None if widths == led else {**state.widths, **widths}
+
+    def _check(self, grower: GrowingNetwork) -> None:
+        """Refuse a training that it cannot decide for, before its first step."""
+        training = grower.training
+        if training.flops is None or not training.samples or not training.reference_flops:
+            raise UserError(
+                "growth on demand needs to know the training: call Grower.provide(records=..., samples=..., flops=..., "
+                "reference_flops=...) before the first step; see growlab.grower.triggers.Training."
+            )
+        if isinstance(grower.method, WidthDecision):
+            raise UserError(f"{grower.method.name} decides widths itself; take it with a schedule of stages.")
+        if self.demand.wants_bottlenecks and not measurable(grower.graph, grower.network):
+            raise UserError(
+                f"{type(self.demand).__name__} looks at channels that one layer puts out and one takes, of which this "
+                "network has none: take Plateau or GradientNorm."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its auxiliary passes so far."""
+        return {"looks": list(self.auxiliary_passes)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.auxiliary_passes = list(state["looks"])
+
+    def _progress(self, grower: GrowingNetwork) -> Progress:
+        training, widths, stage = grower.training, grower.state.widths, grower.state.scheduled_stage
+        rows, samples, flops = training.records(), training.samples, training.flops
+        assert flops is not None
+        above = _above(self.steps(grower.graph), widths)
+        ahead = [{**widths, **{g: max(widths[g], width) for g, width in step.items()}} for step in above]
+        stages = [grower.seed_widths, *(event.widths_after for event in grower.events)]
+        spent = sum(
+            flops(stages[row["stage"]], self.fraction_grown(row["stage"], stages[row["stage"]]))
+            * samples[row["epoch"]]
+            for row in rows
+        )
+        scheduled = _scheduled(grower.events)
+        found = self._measure(grower) if above and self.demand.wants_bottlenecks else {}
+        spent += sum(
+            passes.get("auxiliary_flops", 0)
+            for passes in (*(event.notes for event in grower.events), *self.auxiliary_passes)
+        )
+        epoch = grower.clock.epoch
+        costs = [flops(step, self.fraction_grown(stage + 1, step)) for step in ahead]
+        percent = 100.0 / training.reference_flops
+        return Progress(
+            epoch,
+            self.total_epochs,
+            [row for row in rows if scheduled[row["stage"]] == stage],
+            len(above),
+            spent * percent,
+            (spent + cheapest_remaining_cost(costs, samples[epoch:], self.demand.min_epochs)) * percent,
+            self._gradient_norms(grower) if self.demand.wants_gradients else {},
+            found,
+            [look["out_of_reach"] for look in self.auxiliary_passes if scheduled[look["stage"]] == stage],
+        )
+
+    def _measure(self, grower: GrowingNetwork) -> dict[str, Bottleneck]:
+        """Measure bottlenecks, and record results and cost."""
+        data = grower.measurement(self.demand.batches, type(self.demand).__name__)
+        found = bottlenecks(grower.graph, grower.state.widths, data, grower.seed)
+        found = {group: one for group, one in found.items() if group not in self.left_to_parts}
+        missing = {group: {"wanted": one.wanted, "missing": one.missing} for group, one in found.items()}
+        look = {"stage": grower.state.stage, "epoch": grower.clock.epoch, "out_of_reach": out_of_reach(found)}
+        self.auxiliary_passes.append({**look, "bottlenecks": missing, **data.report()})
+        return found
+
+    def _gradient_norms(self, grower: GrowingNetwork) -> dict[str, float]:
+        """Root mean square of the running gradient of the layers that put out each group's channels."""
+        found = grower.gradients()
+        if not found:
+            raise UserError(
+                f"{type(self.demand).__name__} looks at running gradients, which this optimizer does not keep: set "
+                "its momentum, or choose another optimizer."
+            )
+        squares: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for name, parameter in grower.network.named_parameters():
+            axes = [axis for axis in grower.graph.axes.get(name, ()) if axis.role == "out"]
+            if name not in found or not axes:
+                continue
+            square = float(found[name].double().square().sum())
+            for group in {group for axis in axes for group in axis.groups}:
+                squares[group] = squares.get(group, 0.0) + square
+                counts[group] = counts.get(group, 0) + parameter.numel()
+        return {group: sqrt(square / counts[group]) for group, square in squares.items()}
+
+
+def cheapest_remaining_cost(flops: Sequence[int], samples: Sequence[int], every: int) -> int:
+    """Forward FLOPs of growing now, and then one step every so many epochs, to the end of the run.
+
+    Args:
+        flops: per sample, at each step to come; none: nothing is left to grow, and nothing is spent.
+        samples: of each epoch to come.
+        every: epochs at each step but the last.
+    """
+    last = len(flops) - 1
+    return sum(flops[min(i // every, last)] * count for i, count in enumerate(samples)) if flops else 0
+
+
+def _above(steps: Sequence[Widths], widths: Widths) -> list[Widths]:
+    return [step for step in steps if any(width > widths[group] for group, width in step.items())]
+
+
+def _scheduled(events: Sequence[GrowthEvent]) -> list[int]:
+    """Stage as triggers count it, of every stage so far: events that parts asked for begin none of theirs."""
+    return [0, *accumulate(int("asked_by" not in event.notes) for event in events)]

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base import ranks
+from growlab.base.described import Described
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import finite
-from growlab.growth import GrowthMethod, GrowthState, Measurement
+from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement
 from growlab.growth.outputs import network_inputs
 from growlab.growth.weighted_norms import annealed
 from growlab.optim.followers import Followers
@@ -47,6 +48,22 @@ class Clock:
         with as_user_errors():
             finite(**vars(self))
 
+    def moved(self, **given: Any) -> "Clock":
+        """Clock with some values replaced by later ones.
+
+        Raises:
+            UserError: one is no finite number, or smaller than it was.
+        """
+        later = replace(self, **given)
+        for name in given:
+            old, new = getattr(self, name), getattr(later, name)
+            if new < old:
+                raise UserError(
+                    f"{name} {new} lies before {name} {old}, where Grower.step has been already: growth goes forwards; "
+                    "load a checkpoint's state to go back."
+                )
+        return later
+
 
 @dataclass(frozen=True)
 class Training:
@@ -59,6 +76,7 @@ class Training:
         weight: weight of a batch in means over batches, from output and target; None: its samples.
         near_zero: smallest number that training distinguishes from zero, in its precision.
         steps: optimizer steps of each epoch.
+        total_steps: optimizer steps of the whole training; None: unknown.
         samples: training samples of each epoch.
         records: what was recorded of each epoch so far, by column of metrics.csv.
         reference_flops: forward FLOPs of the fixed-size run, which percentages of cost are of.
@@ -73,6 +91,7 @@ class Training:
     weight: Callable[..., Tensor] | None = None
     near_zero: float = 2.0**-100
     steps: Sequence[int] = ()
+    total_steps: int | None = None
     samples: Sequence[int] = ()
     records: Callable[[], Sequence[Mapping[str, Any]]] = list
     reference_flops: float = 0.0
@@ -91,26 +110,32 @@ class Training:
             raise UserError(f"provide knows no {unknown[0]!r}; it takes {', '.join(known)}.")
         for name in _CALLED & given.keys():
             if given[name] is not None and not callable(given[name]):
-                raise UserError(
-                    f"{name} of provide must be a function, not a {type(given[name]).__name__}; see "
-                    "growlab.grower.triggers.Training."
-                )
+                raise UserError(f"{name} of provide must be a function, not a {type(given[name]).__name__}.")
         return replace(self, **given)
 
 
-class Trigger(ABC):
+class Trigger(Described, ABC):
     """Decide which widths come next, and when.
 
     Its decisions must be a function of the grower and of its own `state_dict`: all processes ask, and a resumed run
     asks again.
+
+    Attributes:
+        unit: clock unit that it reads ("epoch", "step" or "cost"), which the loop has to announce; None: none, or
+            several.
+        knows_stages: it is known beforehand when each stage begins.
+        resizes: False if the network keeps its full widths throughout.
+        plans_cost: it compares what widths to come will cost, which parts must leave to it.
+        auxiliary_passes: passes over data that it decided by, with their results and their cost.
+        left_to_parts: groups whose widths parts decide; set before it is asked.
     """
 
-    #: Clock unit that it reads ("epoch", "step" or "cost"), which the loop has to announce; None: none, or several.
     unit: str | None = None
-    #: True if it is known beforehand when each stage begins.
     knows_stages: bool = False
-    #: False if the network keeps its full widths throughout.
     resizes: bool = True
+    plans_cost: bool = False
+    auxiliary_passes: Sequence[Mapping[str, Any]] = ()
+    left_to_parts: frozenset[str] = frozenset()
 
     def forecast(self, graph: WidthGraph) -> list[Widths] | None:
         """Width of each group at every stage; None if not known beforehand.
@@ -120,10 +145,13 @@ class Trigger(ABC):
         """
         return None
 
+    def steps(self, graph: WidthGraph) -> list[Widths]:
+        """Widths that growth goes through, the seed's first, as far as they are known."""
+        return self.forecast(graph) or []
+
     def first(self, graph: WidthGraph) -> Widths:
         """Width of each group in the seed."""
-        forecast = self.forecast(graph)
-        return graph.full_widths if forecast is None else forecast[0]
+        return {**graph.full_widths, **next(iter(self.steps(graph)), {})}
 
     @abstractmethod
     def next(self, grower: "GrowingNetwork") -> Widths | None:
@@ -145,11 +173,8 @@ class Trigger(ABC):
         """Its memory, in plain containers."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most remember nothing
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
 
 
 class GrowingNetwork(ABC):
@@ -164,7 +189,7 @@ class GrowingNetwork(ABC):
         state: stage, widths and all else that tensors do not say.
         clock: progress of the training.
         seed: of everything that growth draws.
-        events: receipts of all growth events.
+        events: all growth events so far, with their receipts.
         training: data, cost and records of the training.
         seed_widths: width of each group in the seed.
         followers: the optimizers that follow.
@@ -181,7 +206,7 @@ class GrowingNetwork(ABC):
     state: GrowthState
     clock: Clock
     seed: int
-    events: list[dict[str, Any]]
+    events: list[GrowthEvent]
     training: Training
     seed_widths: dict[str, int]
     followers: Followers
@@ -231,17 +256,10 @@ class GrowingNetwork(ABC):
         training = self.training
         if training.batches is None or training.loss is None:
             raise UserError(
-                f"{asker} looks at training data, of which there is none; give some with Grower.provide, or choose "
-                "another."
+                f"{asker} needs training data: give some with Grower.provide, or choose another method or trigger."
             )
         weights = annealed(self.state.norm_weights, self.state.norm_progress)
+        batches, means = training.batches(number), (ranks.averaged, ranks.shared)
         return Measurement(
-            self.network,
-            self.graph,
-            training.batches(number),
-            training.loss,
-            ranks.averaged,
-            ranks.shared,
-            weights,
-            training.near_zero,
+            self.network, self.graph, batches, training.loss, *means, weights, training.near_zero
         )

@@ -234,6 +234,7 @@ class Probe:
             self.network,
             problem.example,
             method=problem.make_method(),
+            verbose=False,
             trigger=At({0: candidate.width, _WHEN_ASKED: 1.0}, unit="step"),
             parts=candidate.parts(),
             seed=problem.seed,

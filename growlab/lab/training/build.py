@@ -481,6 +481,7 @@ def _plan(
         parts=parts,
         seed=cfg.seed,
         anneal_steps=partial(anneal_steps, part=cfg.norm_anneal, plan=plan),
+        verbose=False,
         graph=graph,
     )
     grower.check_ranks = cfg.check_ranks

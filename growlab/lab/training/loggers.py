@@ -74,7 +74,8 @@ class WandbRecords(Callback):
 
     def on_growth(self, trainer: Trainer, task: Task) -> None:
         """Renew the table of growth events."""
-        rows = [[event.get(column) for column in EVENT_COLUMNS] for event in task.events]
+        events = [event.as_dict() for event in task.events]
+        rows = [[event.get(column) for column in EVENT_COLUMNS] for event in events]
         for logger in self._loggers:
             logger.log_table(
                 "growth_events", columns=list(EVENT_COLUMNS), data=rows, step=trainer.global_step

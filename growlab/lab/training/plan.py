@@ -535,7 +535,7 @@ def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
     """
     if not grower.events:
         return 0
-    epoch, begin = grower.events[-1]["epoch"], grower.events[-1]["step"]
+    epoch, begin = grower.events[-1].epoch, grower.events[-1].step
     steps = plan.steps[epoch]
     if grower.trigger.knows_stages:
         steps = sum(plan.steps[epoch : grower.trigger.stage_end(grower)])

@@ -9,6 +9,7 @@ from lightning import Callback, Trainer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from growlab.growth import GrowthEvent
 from growlab.lab.training.task import Task
 from growlab.widths import WidthGraph
 from growlab.widths.findings import layer_name
@@ -109,18 +110,18 @@ class GrowthProgress(Callback):
         line = (self._moment(trainer, pl_module), widths, figures, f"{rate:,.0f}/s", left)
         print("  ".join(line), file=sys.stderr, flush=True)
 
-    def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
+    def on_growth(self, trainer: Trainer, event: GrowthEvent) -> None:
         """Print a line for a growth event."""
         if not trainer.is_global_zero:
             return
-        before, after = receipt["widths_before"], receipt["widths_after"]
-        verb = "grew" if receipt["num_params"] >= receipt["num_params_before"] else "shrank"
-        blocks = f"{len(receipt['inserted'])} blocks came in, " if "inserted" in receipt else ""
-        size = f"inputs of size {receipt['input_size']}, " if "input_size" in receipt else ""
+        before, after, notes = event.widths_before, event.widths_after, event.notes
+        verb = "grew" if event.num_params >= event.num_params_before else "shrank"
+        blocks = f"{len(notes['inserted'])} blocks came in, " if "inserted" in notes else ""
+        size = f"inputs of size {notes['input_size']}, " if "input_size" in notes else ""
         line = (
-            f"{verb} to stage {receipt['stage']}: {blocks}{size}widths {_span(before)} -> {_span(after)}, parameters "
-            f"{receipt['num_params_before']:,} -> {receipt['num_params']:,}, batch {receipt['batch_size']}, "
-            f"output error {receipt['parity_error_eval']:.1e}, {receipt['seconds']:.2f} s"
+            f"{verb} to stage {event.stage}: {blocks}{size}widths {_span(before)} -> {_span(after)}, parameters "
+            f"{event.num_params_before:,} -> {event.num_params:,}, batch {notes['batch_size']}, "
+            f"output error {event.parity_error_eval:.1e}, {event.seconds:.2f} s"
         )
         if self._bar is not None:
             self._bar.console.print(line, highlight=False)

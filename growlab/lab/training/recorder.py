@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from growlab.base.errors import UserError, WriteError
 from growlab.base.files import write_json, write_text
 from growlab.grower.triggers import OnDemand
+from growlab.growth import GrowthEvent
 from growlab.lab.training.objective import Objective
 from growlab.lab.training.plan import Plan
 from growlab.lab.training.task import Task
@@ -178,25 +179,25 @@ class RunRecorder(Callback):
                 # All rows are kept, so the next epoch's end writes this one's too.
                 print(f"warning: {error}", file=sys.stderr)
 
-    def on_growth(self, trainer: Trainer, receipt: dict[str, Any]) -> None:
+    def on_growth(self, trainer: Trainer, event: GrowthEvent) -> None:
         """Hand a growth event to the loggers; the file follows with the epoch's end."""
-        numbers = {key: value for key, value in receipt.items() if isinstance(value, (int, float))}
+        numbers = {key: value for key, value in event.as_dict().items() if isinstance(value, (int, float))}
         events = {f"growth/{key}": value for key, value in numbers.items() if key not in ("epoch", "step")}
-        _log(trainer, {**events, **_widths(receipt["widths_after"])}, receipt["step"])
+        _log(trainer, {**events, **_widths(event.widths_after)}, event.step)
 
     def on_result(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
         """Hand what came out of the run to the loggers: every single number of `results.json`."""
         numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
         _log(trainer, {f"result/{key}": value for key, value in numbers.items()}, trainer.global_step)
 
-    def stages(self, plan: Plan, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def stages(self, plan: Plan, events: Sequence[GrowthEvent]) -> list[dict[str, Any]]:
         """Describe each stage and its cost, for `results.json`.
 
         Args:
             plan: the run as it was carried out.
-            events: receipts of its growth events.
+            events: its growth events.
         """
-        schedule, event_sec = plan.schedule, {event["stage"]: event["seconds"] for event in events}
+        schedule, event_sec = plan.schedule, {event.stage: event.seconds for event in events}
         stages = []
         for stage in range(schedule.num_stages):
             number = stage if plan.stage_numbers is None else plan.stage_numbers[stage]
@@ -235,7 +236,10 @@ class RunRecorder(Callback):
         }
         trigger = task.grower.trigger
         passes = list(trigger.auxiliary_passes) if isinstance(trigger, OnDemand) else []
-        write_json(self.run_dir / "growth.json", {"events": task.events, "looks": passes, "groups": groups})
+        write_json(
+            self.run_dir / "growth.json",
+            {"events": [event.as_dict() for event in task.events], "looks": passes, "groups": groups},
+        )
 
 
 def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:

@@ -31,7 +31,9 @@ def results_row(
     """
     grower, objective = task.grower, task.objective
     stages = recorder.stages(plan, grower.events)
-    errors = [event[f"parity_error_{mode}"] for event in grower.events for mode in ("eval", "train")]
+    errors = [
+        error for event in grower.events for error in (event.parity_error_eval, event.parity_error_train)
+    ]
     name, higher = getattr(objective, "compared_by", ("accuracy", True))
     last = recorder.rows[-1]
     names = {"train": objective.metric_names, "val": (*objective.metric_names, *objective.evaluated_names)}

@@ -16,6 +16,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import write_json, write_text
 from growlab.frontends.lightning import Growth
 from growlab.grower.triggers import OnDemand
+from growlab.growth import GrowthEvent
 from growlab.lab.analysis.report import print_results, write_run_report
 from growlab.lab.data import RunData
 from growlab.lab.training.checkpoints import AtomicCheckpointIO, last_checkpoint, save
@@ -58,11 +59,11 @@ def run(experiment: Experiment, folder: Path) -> None:
         writer, records = AtomicCheckpointIO(), WandbRecords(loggers)
         progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
 
-        def on_event(trainer: Trainer, receipt: dict[str, Any]) -> None:
-            receipt["batch_size"] = plan.schedule.batch_size_at(trainer.current_epoch)
-            recorder.on_growth(trainer, receipt)
+        def on_event(trainer: Trainer, event: GrowthEvent) -> None:
+            event.notes["batch_size"] = plan.schedule.batch_size_at(trainer.current_epoch)
+            recorder.on_growth(trainer, event)
             records.on_growth(trainer, task)
-            progress.on_growth(trainer, receipt)
+            progress.on_growth(trainer, event)
 
         saving = SaveCheckpoints(last_checkpoint(folder), writer, options.save, resumed=experiment.checkpoint)
         growth = Growth(grower=grower, optimizer_state=options.optimizer_state, on_event=on_event)
@@ -159,7 +160,7 @@ def _carried_out(plan: Plan, experiment: Experiment, task: Task, recorder: RunRe
     grower = experiment.grower
     if not grower.forecast.known:
         stages = [row["stage"] for row in recorder.rows]
-        counts = accumulate((event.get("asked_by") is None for event in grower.events), initial=0)
+        counts = accumulate(("asked_by" not in event.notes for event in grower.events), initial=0)
         plan = carried_out(plan, grower.trigger, stages, task.stage_widths, experiment.cost, list(counts))
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
 

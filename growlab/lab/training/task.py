@@ -11,7 +11,7 @@ from torch import Tensor
 from growlab.base.errors import UserError
 from growlab.base.ranks import stacked
 from growlab.grower import Grower
-from growlab.growth import GrowthState, Schedule
+from growlab.growth import GrowthEvent, GrowthState, Schedule
 from growlab.lab.training.checkpoints import HEADER, as_precise, differences, shapes
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.objective import Classification, Objective, SumObjective
@@ -81,8 +81,8 @@ class Task(LightningModule):
         return self.grower.state
 
     @property
-    def events(self) -> list[dict[str, Any]]:
-        """Receipts of all growth events."""
+    def events(self) -> list[GrowthEvent]:
+        """All growth events."""
         return self.grower.events
 
     @property
@@ -90,7 +90,7 @@ class Task(LightningModule):
         """Width of each group at every stage: of the whole schedule, or as has been decided so far."""
         grower = self.grower
         known = grower.forecast.stages if grower.forecast.known else None
-        return known or [grower.seed_widths, *(event["widths_after"] for event in grower.events)]
+        return known or [grower.seed_widths, *(event.widths_after for event in grower.events)]
 
     def forward(self, *inputs: Any) -> Tensor:
         """Map a batch's inputs to logits, such as [B, num_classes]."""

@@ -9,7 +9,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import gather
 from growlab.base.settings import at_least
 from growlab.grower.part import Part, WidthPart
-from growlab.grower.triggers import GrowingNetwork, Never, OnDemand, Trigger, Widths
+from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth.method import WidthDecision
 from growlab.parts.isotropic.method import Isotropic, adaptable
 from growlab.parts.isotropic.spectrum import consumers, producers
@@ -69,7 +69,7 @@ class IsotropicLayers(WidthPart):
                 f"{grower.method.name} decides the widths of isotropic layers already: leave IsotropicLayers out, or "
                 "take another growth method for the other layers."
             )
-        if isinstance(grower.trigger, OnDemand) and grower.trigger.demand.plans_cost:
+        if grower.trigger.plans_cost:
             raise UserError(
                 "a budget needs the cost of widths to come, which isotropic layers decide on the way by their singular "
                 "values: take a schedule of stages, or leave IsotropicLayers out."

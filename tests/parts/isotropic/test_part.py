@@ -95,18 +95,18 @@ def test_each_event_keeps_its_promise_and_leaves_the_others_groups_alone(name: s
     assert own == {"hidden.0", "hidden.3"}
     full = {g: w for g, w in loop.grower.full_graph.full_widths.items() if g not in own}
     loop.run(*range(6))
-    asked = [event for event in loop.grower.events if event.get("asked_by") == "isotropic"]
-    scheduled = [event for event in loop.grower.events if "asked_by" not in event]
+    asked = [event for event in loop.grower.events if event.notes.get("asked_by") == "isotropic"]
+    scheduled = [event for event in loop.grower.events if "asked_by" not in event.notes]
     assert len(scheduled) == 2 and len(asked) >= 2
-    assert {event["method"] for event in asked} == {"Isotropic"}
+    assert {event.method for event in asked} == {"Isotropic"}
     for event in loop.grower.events:
-        changed = {g for g, w in event["widths_after"].items() if w != event["widths_before"][g]}
+        changed = {g for g, w in event.widths_after.items() if w != event.widths_before[g]}
         assert changed <= own if event in asked else not changed & own
-        grew = all(w >= event["widths_before"][g] for g, w in event["widths_after"].items())
-        promised = event["parity_tolerance_eval"]
-        assert promised is None or event["parity_error_eval"] <= promised
+        grew = all(w >= event.widths_before[g] for g, w in event.widths_after.items())
+        promised = event.parity_tolerance_eval
+        assert promised is None or event.parity_error_eval <= promised
         if grew:
-            assert event["parity_error_eval"] < 1e-9 and event["ema_parity_error_eval"] < 1e-9
+            assert event.parity_error_eval < 1e-9 and event.notes["ema_parity_error_eval"] < 1e-9
     assert {g: loop.grower.state.widths[g] for g in full} == full
     before = loop.network.eval()(batch(0)[0])
     network = loop.grower.finish()

@@ -448,7 +448,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
         part = gone.norm() / torch.cat([kept, gone]).norm()
         assert len(gone) == 5 and entry["removed_part"] == pytest.approx(float(part), rel=1e-5)
     assert state.widths == narrower and {g: len(b) for g, b in state.births.items()} == narrower
-    receipt = event.receipt()
+    receipt = event.as_dict()
     assert receipt["widths_before"] == wider and receipt["report"] == event.report
 
 

@@ -1,0 +1,190 @@
+"""Checkpoints of a growing network, and the structure and widths that it takes on when it loads one."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError
+from growlab.grower.forecast import Forecast
+from growlab.grower.network import plain_tensors, see_through
+from growlab.grower.part import BlockPart, Part
+from growlab.grower.triggers import Clock, GrowingNetwork, Widths
+from growlab.growth import GrowthEvent, GrowthState, restore
+from growlab.growth.constants import at_widths, unchanged
+from growlab.growth.hooks import state_of
+from growlab.growth.multipliers import saved_multipliers
+from growlab.growth.outputs import forget_caches
+from growlab.optim import Regions
+from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
+from growlab.widths.trials import FAILURES
+
+
+class LoadingNetwork(GrowingNetwork):
+    """A growing network that loads checkpoints of any stage; `growlab.Grower` is one."""
+
+    forecast: Forecast
+    parts: tuple[Part, ...]
+    _units: set[str]
+    _annealing: tuple[int, int]
+    _regions: dict[str, Regions] | None
+
+    @property
+    def _block_parts(self) -> Iterator[BlockPart]:
+        return (part for part in self.parts if isinstance(part, BlockPart))
+
+    def graph_at(self, state: GrowthState) -> WidthGraph:
+        """Width graph of the network in a state."""
+        graph = self.full_graph
+        for part in self._block_parts:
+            graph = part.graph_at(graph, state)
+        return graph
+
+    def _state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
+        """State of the network whose tensors have these names."""
+        for part in self._block_parts:
+            state = part.state_from_keys(names, state)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of growth that complements the network's and the optimizers', in plain containers and tensors."""
+        return {
+            "full_widths": self.full_graph.full_widths,
+            "growth": self.state.as_dict(),
+            "clock": asdict(self.clock),
+            "events": [event.as_dict() for event in self.events],
+            "annealing": list(self._annealing),
+            "trigger": self.trigger.state_dict(),
+            "parts": {part.name: part.state_dict() for part in self.parts},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, before or after the network and the optimizers load theirs.
+
+        Raises:
+            UserError: it is another network's, or of a run with other parts or other widths at its stage.
+        """
+        self.forecast.check_state(state)
+        self._set_state(GrowthState.from_dict(state["growth"]))
+        self._units, self._annealing = (
+            {"epoch", "step", "cost"},
+            tuple(state.get("annealing", self._annealing)),
+        )
+        self.clock = Clock(**state["clock"])
+        self.events = [GrowthEvent.from_dict(event) for event in state["events"]]
+        self.trigger.load_state_dict(state["trigger"])
+        for part in self.parts:
+            part.load_state_dict(state["parts"][part.name])
+
+    def plain_state_dict(self) -> dict[str, Tensor]:
+        """State dict as `finish` would leave it, while growth continues: a plain network's of its widths.
+
+        Raises:
+            UserError: normalisations are not plain yet, or the method or a part changes the network until the end.
+        """
+        return self.plain_tensors(self.network)[0]
+
+    def plain_tensors(self, network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """State dict of the network or a copy as `finish` would leave it, and the original of each entry that differs.
+
+        Raises:
+            UserError: as of `plain_state_dict`.
+        """
+        see_through(network, self.full_graph)
+        if self.state.norm_weights:
+            raise UserError("normalisations over channels that grew are not plain yet; train on first.")
+        late = [part.name for part in self.parts if type(part).finish is not Part.finish]
+        if self.method.holds_otherwise:
+            late.append(self.method.name)
+        if late:
+            raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
+        return plain_tensors(network, self.graph, self.state.output_factor)
+
+    def resize_for_loading(
+        self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
+    ) -> None:
+        """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load.
+
+        Tensors that are not the network's are left to `load_state_dict` to complain about.
+        """
+        see_through(network, self.full_graph)
+        needed = self.graph.axes.keys() - self.graph.constants.keys()
+        if self.method.holds_otherwise and not needed <= network.state_dict().keys():
+            raise UserError(
+                f"growth has ended, and {self.method.name} held weights in another way before: load what was saved "
+                "while it trained into a network made anew, with a Grower (or callback) of its own."
+            )
+        known = None if state is None else GrowthState.from_dict(state)
+        graph = self.graph_at(known or self._state_from_keys(tensors, self.state))
+        # Constants that are not saved follow the others.
+        if not graph.axes.keys() - graph.constants.keys() <= tensors.keys():
+            return
+        shapes = {name: tuple(tensors[name].shape) for name in graph.axes if name in tensors}
+        # Groups whose tensors are yet to come have the widths that they are to come with.
+        widths = {**(self.state if known is None else known).widths, **graph.widths_of(shapes)}
+        if any(graph.shape(name, widths) != shape for name, shape in shapes.items()):
+            return
+        known = known if known is not None and known.widths == widths else None
+        own = self.state if network is self.network else state_of(network)
+        if known is None and own is not None:
+            known = self._state_of_tensors(tensors, own, widths)
+        if known is None or known is own:
+            return
+        if network is self.network:
+            self._set_state(known)
+        else:
+            self.resize_to(network, known)
+            if own is not self.state:
+                vars(own).update(vars(known))
+            restore(network, self.graph_at(known), known)
+
+    def _state_of_tensors(
+        self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths
+    ) -> GrowthState:
+        """State of tensors that came without one; the network's own where they fit it."""
+        stage, births = self.forecast.stage_of(widths, self.state.stage)
+        guess = GrowthState(stage, dict(widths), births, asked=self.state.asked)
+        guess = self._state_from_keys(tensors, guess)
+        fits, saved = (
+            (own.widths, set(own.blocks)) == (widths, set(guess.blocks)),
+            saved_multipliers(tensors),
+        )
+        if fits and saved.keys() - own.multipliers.keys():
+            # Such as those of a network that has been finished since.
+            return replace(own, multipliers=saved)
+        return own if fits else replace(guess, multipliers=saved)
+
+    # New parameters are to be trained, wherever they are loaded.
+    @torch.inference_mode(False)
+    def _set_state(self, state: GrowthState) -> None:
+        """Switch to another state of growth: structure and widths of all that follows, factors, regions."""
+        past, graph = dict(self.network.named_parameters()), self.graph_at(state)
+        state = replace(state, constants={**self.state.constants, **state.constants})
+        for network in (self.network, *self.copies().values()):
+            self.resize_to(network, state)
+            restore(network, graph, state)
+            forget_caches(network, self.probe(), FAILURES)
+        self.graph = graph
+        # The same object: hooks read it.
+        vars(self.state).update(vars(state))
+        self._regions = None
+        self.followers.exchange(past)
+
+    @torch.inference_mode(False)
+    def resize_to(self, network: nn.Module, state: GrowthState) -> None:
+        """Bring the network, or a copy of it, to the widths and the structure of a state."""
+        tensors = tensors_of(network, self.graph)
+        now = {**self.state.widths, **self.graph.widths_of({name: t.shape for name, t in tensors.items()})}
+        changed = {
+            name: resized(tensor, self.graph.axes[name], now, state.widths)
+            for name, tensor in tensors.items()
+            if self.graph.changes(name, now, state.widths)
+        }
+        constants = {**self.state.constants, **state.constants}
+        for name in changed.keys() & unchanged(self.graph, self.state.constants, tensors, now).keys():
+            changed[name] = at_widths(self.graph, name, constants[name], state.widths, changed[name])
+        replace_tensors(network, self.graph, changed)
+        for part in self._block_parts:
+            part.restore(network, state)

@@ -1,0 +1,421 @@
+"""The network that grows: traced and checked at full width, seen through torch's wrappers, and saved as a plain one."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import chain, pairwise
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from growlab import growth
+from growlab.base import ranks
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import whole
+from growlab.grower.part import Part
+from growlab.growth import GrowthMethod
+from growlab.growth.hooks import METADATA, state_of
+from growlab.growth.multipliers import is_multipliers
+from growlab.growth.rescale import folded
+from growlab.widths import Example, UnsupportedOperation, WidthGraph, trace
+from growlab.widths.inputs import inputs_of, values_of
+
+# What PowerSGD's state keeps for each bucket of gradients: buckets are others afterwards.
+_BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+# Where torch's wrappers hold the module inside.
+_INSIDE = "_checkpoint_wrapped_module"
+
+METHODS: dict[str, Callable[[], GrowthMethod]] = {
+    "bert2bert": growth.Bert2Bert,
+    "bert2bert_fpi": growth.Net2Net,
+    "firefly": growth.FireFly,
+    "firefly_split": partial(growth.FireFly, new_candidates=0.0),
+    "gradmax": growth.GradMax,
+    "hypercloning": partial(growth.HyperCloning, noise_std=0.001),
+    "lemon": growth.Lemon,
+    "net2net": partial(growth.Net2Net, noise_std=0.001),
+    "none": growth.FixedSize,
+    "ours": partial(growth.VarianceTransfer, noise_std=0.001),
+    "pairs": partial(growth.PairGrowth, noise_std=0.001),
+    "random": growth.RandomGrowth,
+    "splitting": growth.Splitting,
+    "tiny": growth.Tiny,
+}
+"""Methods with the settings that their names have on the command line (`growth=...`)."""
+
+
+def as_method(method: GrowthMethod | str) -> GrowthMethod:
+    """Return a growth method, or the one that a name on the command line stands for.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if isinstance(method, str) and method in METHODS:
+        return METHODS[method]()
+    if not isinstance(method, GrowthMethod):
+        raise UserError(
+            f"method={method!r} must be a growth method, such as growlab.VarianceTransfer(), or the name of one: "
+            f"{', '.join(METHODS)}."
+        )
+    return method
+
+
+# Tracing and checks ------------------------------------------------------------------------------------------
+
+
+def no_widths() -> WidthGraph:
+    """Width graph of a network of which nothing is to grow."""
+    return WidthGraph({}, {}, (), (), frozenset(), 0)
+
+
+def trace_for_growth(
+    network: nn.Module,
+    example: Example,
+    method: GrowthMethod,
+    parts: Sequence[Part] = (),
+    seed: int = 0,
+    opaque: Sequence[str] = (),
+    grows: bool = True,
+    submodule: str | nn.Module | None = None,
+) -> WidthGraph:
+    """Trace a full-width network, and let method and parts change how it keeps its weights, in place.
+
+    Args:
+        network: at full width.
+        example: see `Grower`.
+        method: the growth method.
+        parts: features beside growing.
+        seed: the run's.
+        opaque: see `growlab.widths.trace`.
+        grows: False: a network that cannot be traced has no width groups.
+        submodule: see `growlab.widths.trace`.
+
+    Returns:
+        The width graph to continue with.
+
+    Raises:
+        UnsupportedOperation: the network cannot be traced.
+        UserError: it has no values, is wrapped or sharded, or two parameters are views of one memory.
+    """
+    inputs = inputs_of(example, network)
+    _check_values(inputs)
+    check_whole(network)
+    if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
+        raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
+    _check_memory(network)
+    if (state := state_of(network)) is not None and state.widths:
+        raise UserError(
+            "the network is growing already, as a Grower made it a seed: finish that, or build the network anew."
+        )
+    try:
+        follow_norms = method.follows_norms or any(part.follows_norms for part in parts)
+        graph = trace(network, inputs, opaque, follow_norms, submodule)
+    except UnsupportedOperation:
+        if grows:
+            raise
+        graph = no_widths()
+    graph = method.prepare(network, graph, seed)
+    for part in parts:
+        graph = part.prepare(network, graph, seed, inputs)
+    return graph
+
+
+def check_arguments(seed: Any, anneal_steps: Any) -> None:
+    """Refuse arguments that a `Grower` would only fail on later.
+
+    Raises:
+        UserError: the seed is no integer, or a number of steps is none or negative.
+    """
+    with as_user_errors():
+        whole(-(2**64), seed=seed)
+        if anneal_steps is not None and not callable(anneal_steps):
+            whole(0, anneal_steps=anneal_steps)
+
+
+def _check_values(inputs: tuple[Any, ...]) -> None:
+    """Refuse an example on which outputs could not be compared."""
+    for given in values_of(inputs):
+        if not isinstance(given, Tensor) or given.is_meta:
+            continue
+        if given.ndim and not len(given):
+            raise UserError("the example has no samples: give a batch of at least two.")
+        if given.is_floating_point() and bool(given.isnan().any()):
+            raise UserError("the example holds NaN: outputs could not be compared on it.")
+
+
+def check_whole(network: nn.Module) -> None:
+    """Refuse wrappers of distributed training, and parameters of which a process holds a piece.
+
+    Raises:
+        UserError: the network is wrapped, sharded, or replicated by torch's composable function.
+    """
+    if isinstance(network, (DistributedDataParallel, nn.DataParallel)):
+        raise UserError(
+            f"{type(network).__name__} is a wrapper: give the network inside of it, and wrap that after the Grower is "
+            "made."
+        )
+    for module in network.modules():
+        kind: Any = type(module)
+        how = _distributed(kind)
+        if how == "sharded" or any(hasattr(p, "device_mesh") for p in module._parameters.values()):
+            raise UserError(
+                f"{type(network).__name__} is sharded: FSDP and tensor parallelism cut parameters into pieces once, "
+                "and growth would have to cut them anew; train with DistributedDataParallel."
+            )
+        if how:
+            raise UserError(
+                f"{type(network).__name__} is replicated by torch.distributed._composable.replicate, which goes on "
+                "with the parameters that growing replaces: wrap it in DistributedDataParallel, and call "
+                "growlab.grower.renew after events."
+            )
+
+
+@cache
+def _distributed(kind: Any) -> str:
+    """Return "sharded" or "replicated" for modules of a class that is so over processes, else ""."""
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    if any("FullyShardedDataParallel" in base or base.endswith("fsdp.FSDPModule") for base in bases):
+        return "sharded"
+    replicated = "torch.distributed._composable.replicate"
+    return "replicated" if any(base.startswith(replicated) for base in bases) else ""
+
+
+def _check_memory(network: nn.Module) -> None:
+    """Refuse parameters that are tied by their memory alone: each would get its own at the first event."""
+    ranges = []
+    for name, p in network.named_parameters():
+        try:
+            start = p.data_ptr()
+        except (RuntimeError, ValueError):
+            # A tensor subclass that wraps others has no memory itself, nor has a lazy parameter, which `trace` refuses.
+            continue
+        if start and p.numel():
+            last = sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
+            ranges.append((str(p.device), start, start + last * p.element_size(), name))
+    ranges.sort()
+    for (device, _, end, one), (other_device, start, _, other) in pairwise(ranges):
+        if (
+            device == other_device
+            and start <= end
+            and np.shares_memory(*(_Memory.of(network.get_parameter(name)) for name in (one, other)))
+        ):
+            raise UserError(
+                f"{one} and {other} are two Parameters in the same memory, which growing would part: tie them as one "
+                "(assign the Parameter itself, not nn.Parameter of it)."
+            )
+
+
+class _Memory:
+    """Addresses of a tensor on any device, for numpy, which reads nothing there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        strides = tuple(step * size for step in tensor.stride())
+        about = {"version": 3, "typestr": f"|V{size}", "shape": tuple(tensor.shape), "strides": strides}
+        self.__array_interface__ = {**about, "data": (tensor.data_ptr(), True)}
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        """Array of the tensor's addresses."""
+        return np.asarray(cls(tensor))
+
+
+def not_fresh(network: nn.Module) -> str:
+    """Reason to believe that weights are not those of the network's constructor; "" if there is none.
+
+    Constructors leave weights and biases of normalisations constant, running statistics at 0 and 1, and no gradients.
+    """
+    for name, module in network.named_modules():
+        statistics = vars(module).get("_buffers", {})
+        for key, value in (("running_mean", 0), ("running_var", 1)):
+            if (tensor := statistics.get(key)) is not None and bool((tensor != value).any()):
+                return f"{name}.{key} is not {value}"
+        if "norm" in type(module).__name__.lower():
+            for key, p in module.named_parameters(recurse=False):
+                if p.ndim == 1 and bool((p != p[:1]).any()):
+                    return f"{name}.{key} has been trained"
+    trained = next((name for name, p in network.named_parameters() if p.grad is not None), None)
+    return "" if trained is None else f"{trained} has a gradient"
+
+
+# Wrappers of torch -------------------------------------------------------------------------------------------
+
+
+def renew(module: nn.Module) -> None:
+    """Rebuild DistributedDataParallel in place, to reduce the gradients of the parameters that its network has now.
+
+    It is what `DistributedDataParallel` does when it is unpickled: settings and communication hooks stay, and
+    references to the wrapper stay valid. Errors and factors that PowerSGD's hook keeps start again. Call it on all
+    processes, after an event and before the next forward pass. Nothing is sent: parameters and buffers must be equal
+    already, as they are after an event.
+
+    Args:
+        module: the wrapper, of the default process group, or the module that a library has put around it (accelerate's
+            `prepare`, Fabric's `setup`). In a single process there may be none.
+
+    Raises:
+        UserError: several processes train, and it contains no wrapper, or one of another group.
+
+    Whatever is raised, the wrapper is then as before.
+    """
+    wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
+    if not wrappers and ranks.several():
+        raise UserError(
+            f"{type(module).__name__} holds no DistributedDataParallel: give renew what the loop calls, not the "
+            "network inside of it."
+        )
+    for wrapper in wrappers:
+        _renew(wrapper)
+
+
+def _renew(wrapper: DistributedDataParallel) -> None:
+    hooks = list(getattr(wrapper, "_comm_hooks", ()))
+    try:
+        state = wrapper.__getstate__()
+    except RuntimeError as error:
+        raise UserError(
+            "a wrapper of a process group of its own cannot be renewed: delete it and wrap the network anew."
+        ) from error
+    # The old parameters, and the old hooks on those that stay, go before the new ones are added.
+    trained = [p for p in wrapper.module.parameters() if p.requires_grad]
+    # A static graph is learnt again: without this the new reducer waits for the reduction at the end of its first step.
+    state |= {
+        "_module_parameters": trained,
+        "_comm_hooks": [],
+        "_static_graph_delay_allreduce_enqueued": False,
+    }
+    before = dict(vars(wrapper))
+    del wrapper.reducer, wrapper.logger
+    try:
+        wrapper.__setstate__(state)
+        for hook, its_state in hooks:
+            wrapper.register_comm_hook(its_state, hook)
+    except BaseException:
+        vars(wrapper).clear()
+        vars(wrapper).update(before)
+        raise
+    for _, its_state in hooks:
+        for name in _BY_BUCKET:
+            if isinstance(known := getattr(its_state, name, None), dict):
+                known.clear()
+
+
+def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
+    """Find the wrapper that a library has made around a module, or None.
+
+    It looks through all objects of this process: a fraction of a second.
+    """
+    found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return next((each for each in found if each.module is module), None)
+
+
+def see_through(network: nn.Module, graph: WidthGraph) -> None:
+    """Give modules in torch's `checkpoint_wrapper` or `offload_wrapper` the names that they were traced by.
+
+    Their entries of the state_dict have these names too, torch sees to that.
+
+    Args:
+        network: in which wrappers may stand that were not there when it was traced.
+        graph: its width graph.
+    """
+
+    def is_new(path: str, module: nn.Module) -> bool:
+        if not isinstance(module, ActivationWrapper) or "named_modules" in vars(module):
+            return False
+        inside = f"{path}.{_INSIDE}.".removeprefix(".")
+        return not any(name.startswith(inside) for name in graph.axes)
+
+    # One may stand in another, whose name it has then.
+    while new := next((m for path, m in network.named_modules() if is_new(path, m)), None):
+        # A method, whose copy is one of the wrapper's copy.
+        vars(new)["named_modules"] = MethodType(named_modules, new)
+
+
+def look_at_wrappers(network: nn.Module) -> None:
+    """Undo `see_through`."""
+    for module in list(network.modules()):
+        if isinstance(module, ActivationWrapper):
+            vars(module).pop("named_modules", None)
+
+
+def named_modules(
+    wrapper: ActivationWrapper,
+    memo: set[nn.Module] | None = None,
+    prefix: str = "",
+    remove_duplicate: bool = True,
+) -> Iterator[tuple[str, nn.Module]]:
+    """`nn.Module.named_modules` of a wrapper: it and what is inside of it have one name."""
+    memo = set() if memo is None else memo
+    if wrapper not in memo:
+        if remove_duplicate:
+            memo.add(wrapper)
+        yield prefix, wrapper
+        yield from getattr(wrapper, _INSIDE).named_modules(memo, prefix, remove_duplicate)
+
+
+def copies_in(follower: nn.Module, network: nn.Module) -> list[nn.Module]:
+    """Copies of the network in a module that averages it, which may have the network itself as a submodule too."""
+    own, wanted, found = set(network.modules()), _shapes(network), list[nn.Module]()
+    waiting = [follower]
+    for module in waiting:
+        if module not in own and _shapes(module) == wanted:
+            found.append(module)
+        elif module not in own:
+            waiting += module.children()
+    if not found:
+        raise UserError(
+            f"{type(follower).__name__} cannot grow along: its tensors are not those of the network as it "
+            "is now; copy the network after the Grower was made."
+        )
+    return found
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(entry, "shape", None) for name, entry in module.state_dict().items()}
+
+
+# Plain networks ----------------------------------------------------------------------------------------------
+
+
+def plain_tensors(
+    network: nn.Module, graph: WidthGraph, output_factor: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """State dict as `Grower.finish` would leave it, and the original value of every entry that differs.
+
+    Args:
+        network: that grows, or a copy of it; left as it is.
+        graph: its width graph.
+        output_factor: of its growth state.
+    """
+    new = folded(network, graph, output_factor)
+    names = {id(t): name for name, t in (*network.named_parameters(), *network.named_buffers())}
+    # The same names stand for shared tensors, which have several keys.
+    keys = {key: names.get(id(t)) for key, t in network.state_dict(keep_vars=True).items()}
+    tensors, kept = network.state_dict(), dict[str, Tensor]()
+    for key in list(tensors):
+        if is_multipliers(key):
+            del tensors[key]
+        elif (name := keys[key]) in new:
+            kept[key], tensors[key] = tensors[key], new[name]
+    make_plain(vars(tensors)["_metadata"].get("", {}))
+    return tensors, kept
+
+
+def make_plain(metadata: dict[str, Any]) -> None:
+    """Let the metadata of a network in a state_dict say that nothing is left to multiply."""
+    if METADATA in metadata:
+        metadata[METADATA] = {**metadata[METADATA], "output_factor": 1.0, "multipliers": {}}
+
+
+def put_back(network: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """Restore the original values in a growing network, or a module around it, that has loaded plain ones."""
+    own = dict(chain(network.named_parameters(remove_duplicate=False), network.named_buffers()))
+    with torch.no_grad():
+        for key, tensor in kept.items():
+            own[key].copy_(tensor)
