@@ -69,9 +69,7 @@ def test_two_processes_take_what_fits_on_both_devices(cli: CommandLine, tmp_path
     ("changes", "told"),
     [
         (("schedule.max_memory_gib_per_device=null",), "set schedule.max_memory_gib_per_device"),
-        (("schedule.batch_sizes=[8,8,8]",), "leave schedule.batch_sizes out"),
         (("schedule.max_memory_gib_per_device=1e-5",), "not even 2 images on each device fit"),
-        (("data.batch_size=auto",), "data.batch_size must be int, not"),
         (("growth=isotropic",), "schedule.batch_size=auto needs to know how wide"),
     ],
 )

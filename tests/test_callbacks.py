@@ -1,6 +1,5 @@
 """Callbacks of the user's own: runs that one of them ends early have a result if growth is over, and stay ended."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,11 @@ SCHEDULER = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
 def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(
     cli: CommandLine, tmp_path: Path
 ) -> None:
-    command = (*STOPPED, "callbacks.early_stopping.patience=3", "hydra.run.dir=run")
+    nothing = "{_target_: lightning.pytorch.callbacks.LambdaCallback}"
+    both = (f"+callbacks.mine={nothing}", f"+trainer.callbacks=[{nothing}]")
+    command = (*STOPPED, *both, "callbacks.early_stopping.patience=3", "hydra.run.dir=run")
     assert (outcome := cli(*command, cwd=tmp_path)).code == 0, outcome.err
+    assert (tmp_path / "run" / "config.yaml").read_text().count("callbacks.LambdaCallback") == 2
     left = Left.by(tmp_path / "run")
     assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3"]
     stages = left.results["stages"]
@@ -39,17 +41,6 @@ def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(
 def test_before_growth_is_over_there_is_none(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*STOPPED, "callbacks.early_stopping.patience=1", "hydra.run.dir=run", cwd=tmp_path)
     assert outcome.code == 2 and "stopped after 2 of 11 epochs, before the network has grown" in outcome.err
-
-
-def test_both_places_name_callbacks(cli: CommandLine, tmp_path: Path) -> None:
-    nothing = "_target_: lightning.pytorch.callbacks.LambdaCallback"
-    arguments = (f"+callbacks.mine={{{nothing}}}", f"+trainer.callbacks=[{{{nothing}}}]")
-    outcome = cli(*MLP, *arguments, "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
-    config = (tmp_path / "run" / "config.yaml").read_text()
-    assert config.count("callbacks.LambdaCallback") == 2 and json.loads(
-        (tmp_path / "run" / "results.json").read_text()
-    )
 
 
 @pytest.mark.parametrize(

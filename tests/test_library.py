@@ -55,8 +55,12 @@ def _error(make, **kwargs) -> str:
     return message
 
 
-@pytest.mark.parametrize("form", ["plain", "state_dict", "model", "safetensors"])
-def test_weights_from_a_file(make, tmp_path, form):
+@pytest.mark.parametrize(
+    ("library", "form"),
+    [("torchvision", "plain"), ("timm", "state_dict"), ("torchvision", "safetensors"), ("timm", "model")],
+)
+def test_weights_from_a_file(library, tmp_path, form):
+    make = MAKERS[library]
     state = make().state_dict()
     file = tmp_path / ("weights.safetensors" if form == "safetensors" else "weights.pt")
     if form == "safetensors":

@@ -82,9 +82,11 @@ class GrowthCallback(Described):
             epochs: that the training has at most; `inf`: not known.
             steps: likewise, optimizer steps.
         """
-        if isfinite(steps):
-            grower.provide(total_steps=int(steps))
         trigger = grower.trigger
+        sizes = trigger.batch_sizes if isinstance(trigger, At) else None
+        # Other batches make other numbers of steps.
+        if isfinite(steps) and len(set(sizes or ())) <= 1:
+            grower.provide(total_steps=int(steps))
         if not isinstance(trigger, At) or trigger.unit is None:
             return
         end = epochs if trigger.unit == "epoch" else steps

@@ -124,8 +124,7 @@ class Growth(GrowthCallback, Callback):
                 f"network={names!r} must be different names: of the submodule that grows, and of the copies of it."
             )
         (self._network, *self._copies), self._example = names, example
-        given = (method, trigger if grower is None else grower.trigger, parts, seed, optimizer_state)
-        self._set("Lightning", *given, anneal_steps, verbose)
+        self._set("Lightning", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose)
         self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
         self._put_back_batches: Callable[[], None] = lambda: None

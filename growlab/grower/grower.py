@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import not_none
 from growlab.grower.forecast import Forecast
 from growlab.grower.loading import LoadingNetwork
 from growlab.grower.network import (
@@ -239,7 +240,7 @@ class Grower(LoadingNetwork):
         Raises:
             UserError: parts do not go with it, or there is no such field.
         """
-        self.training = self.training.updated(batches=batches, loss=loss, **known)
+        self.training = self.training.updated(**not_none(batches=batches, loss=loss), **known)
         for part in self.parts:
             part.check(self)
 
@@ -324,7 +325,8 @@ class Grower(LoadingNetwork):
             left = round((1 - self.state.norm_progress) * self.anneal_steps)
             raise UserError(
                 f"growth cannot end yet: normalisations over channels that grew need {left} more optimizer steps to "
-                "become plain ones; train on, lower anneal_steps, or say how long training is with provide(total_steps=...)."
+                "become plain ones; train on, lower anneal_steps, or announce the training's length as "
+                "provide(total_steps=...)."
             )
         see_through(self.network, self.full_graph)
         for part in self.parts:
@@ -395,7 +397,8 @@ class Grower(LoadingNetwork):
             chosen = min(steps, before // _ANNEAL_PART)
         if training.total_steps is not None:
             done = clock.step if "step" in self._units else sum(training.steps[: clock.epoch])
-            chosen = min(chosen, max(0, training.total_steps - done) // _ANNEAL_PART)
+            if (left := training.total_steps - done) > 0:
+                chosen = min(chosen, left // _ANNEAL_PART)
         self._annealing = (0, chosen)
 
     def regions(self) -> dict[str, Regions]:

@@ -245,9 +245,9 @@ def test_events_are_logged_and_the_loggers_get_widths_and_parameters(
     trainer_of(tmp_path, callback, max_epochs=2, logger=logger).fit(Plain(), Loader())
     (event,) = callback.events
     assert [r.message for r in caplog.records if r.name.startswith("growlab")] == [str(event)]
-    assert "widths 4..4 -> 8..8, parameters 91 -> 227" in str(event)
-    assert [(step, m["growth/num_params"], m["width/network.0"]) for step, m in logger.seen] == [
-        (0, 91, 4), (STEPS, 227, 8)
+    assert "widths 4..4 -> 8..8, parameters 79 -> 187" in str(event)
+    assert [(step, m["growth/num_params"], m["width/0"]) for step, m in logger.seen] == [
+        (0, 79, 4), (STEPS, 187, 8)
     ]  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def test_averages_grow_along_as_a_part_or_as_the_users_module() -> None:
     loop.train()
     for name, tensor in own.module.state_dict().items():
         assert torch.equal(average.module.state_dict()[name], tensor), name
-    assert all(e["ema_parity_error_eval"] < 1e-5 for e in loop.grower.events)
+    assert all(e.notes["ema_parity_error_eval"] < 1e-5 for e in loop.grower.events)
     outputs = average.module.eval()(PROBE)
     loop.grower.finish()
     plain = mlp().eval()

@@ -68,8 +68,8 @@ def test_methods_that_see_data_or_copies_meet_classes_that_come(method) -> None:
         F.cross_entropy(network(x), grower.targets(torch.tensor(order)[y])).backward()
         optimizer.step()
     events = grower.events
-    assert [event["widths_after"]["classes"] for event in events] == [7, 10]
-    assert all(event["parity_error_eval"] <= event["parity_tolerance_eval"] for event in events)
+    assert [event.widths_after["classes"] for event in events] == [7, 10]
+    assert all(event.parity_error_eval <= event.parity_tolerance_eval for event in events)
     x = batch(9)[0]
     before = network.eval()(x)
     assert torch.allclose(grower.finish().eval()(x)[:, order], before, rtol=1e-5, atol=1e-6)

@@ -384,7 +384,7 @@ def test_methods_that_see_data_leave_blocks_alone_that_are_yet_to_come() -> None
     grower.provide(lambda number: [(x, y)] * number, F.cross_entropy)
     for epoch in range(3):
         grower.step(epoch=epoch)
-    groups = [set(event["report"]["groups"]) for event in grower.events]
+    groups = [set(event.report["groups"]) for event in grower.events]
     assert "layers.0.1.conv1" in groups[0] and "layers.0.2.conv1" not in groups[0]
     assert {f"layers.0.{block}.conv1" for block in range(3)} <= groups[1]
-    assert all(event["parity_error_eval"] <= event["parity_tolerance_eval"] for event in grower.events)
+    assert all(event.parity_error_eval <= event.parity_tolerance_eval for event in grower.events)

@@ -31,6 +31,7 @@ def grower(trigger: Any) -> Grower:
         ({0: {"0": "8"}}, "the width '8' of group '0' must be a whole number"),
         ({0: {"0": 8, 3: 4}}, "no width group 3, only 0"),
         ({0: True, 1: 1}, "a width of True is no fraction"),
+        ({0: 2.0}, "a width of 2.0 is no fraction"),
         ({0: nan}, "a width of nan is no fraction"),
         ({0: "0.5"}, "a width of '0.5' is no fraction"),
         ({0: 0.5, "1": 1.0}, "moment '1' must be a finite number"),

@@ -83,12 +83,9 @@ def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine,
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("schedule=budget", "schedule.demand.percent=5"), "percent=5 is below"),
         (("schedule=plateau", "schedule.epochs=[2,2,2]"), "schedule.epochs is about stages"),
-        (("schedule=plateau", "schedule.demand.metric=loss"), "schedule.demand.metric must be"),
         (("schedule=plateau", "method=equal_flops"), "schedule.total_epochs in place of"),
         (("schedule=gradient", "optimizer.momentum=0"), "set its momentum"),
-        (("schedule=expressivity", "schedule.demand.batches=0"), "schedule.demand.batches must be"),
     ],
 )
 def test_what_does_not_go_together_is_told(

@@ -322,8 +322,9 @@ def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str
         optimizer.zero_grad()
         nn.functional.cross_entropy(grown(x), torch.arange(8)).backward()
         optimizer.step()
-    (receipt,) = grower.events
-    assert len(receipt["inserted"]) >= 2 and receipt["parity_error_eval"] < 1e-12
+    (event,) = grower.events
+    receipt = event.notes
+    assert len(receipt["inserted"]) >= 2 and event.parity_error_eval < 1e-12
     assert receipt["ema_parity_error_eval"] < 1e-12
     for block in receipt["inserted"]:
         assert max(block["parity_error_eval"], block["parity_error_train"]) < 1e-12

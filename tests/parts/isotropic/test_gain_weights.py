@@ -107,7 +107,7 @@ def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
         assert all(
             torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True)
         )
-    assert any(min(e["widths_after"].values()) < min(e["widths_before"].values()) for e in grower.events)
+    assert any(min(e.widths_after.values()) < min(e.widths_before.values()) for e in grower.events)
 
 
 @pytest.mark.parametrize(

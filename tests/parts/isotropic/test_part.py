@@ -279,7 +279,7 @@ def test_layers_come_in_as_the_identity_and_learn_from_there() -> None:
         optimizer.zero_grad()
         F.cross_entropy(grower.network(x.float()), y).backward()
         optimizer.step()
-    inserted = [one for event in grower.events for one in event["inserted"]]
+    inserted = [one for event in grower.events for one in event.notes["inserted"]]
     assert [one["block"] for one in inserted] == ["hidden.2:4", "hidden.4:6", "hidden.6:8"]
     assert all(one["parity_error_eval"] < 1e-6 for one in inserted)
     weights = grower.finish().state_dict().items()
