@@ -43,7 +43,7 @@ FEATURES = {
         ("parts/osgd.py",),
         {
             **EXPORTS,
-            "recipes/papers/published.py": "finds published rows by their settings",
+            "recipes/papers/paper_table.py": "finds published rows by their settings",
             "lab/analysis/identity.py": "knows which settings make a run",
         },
     ),
@@ -81,7 +81,7 @@ FEATURES = {
         ("parts/hypernets",),
         {
             **EXPORTS,
-            "lab/analysis/layer_figures.py": "draws the figures of their paper",
+            "lab/analysis/step_figures.py": "draws the figures of their paper",
             "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
             "lab/planner/probes.py": "says which weights cannot be probed",
             "lab/training/build.py": "says what to take in place of networks whose weights are computed from others",
