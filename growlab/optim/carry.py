@@ -178,13 +178,7 @@ class _Moving:
         self._settings = {param: group for group in groups for param in group["params"]}
 
     def moved(self, param: Tensor, value: Any, key: str = "") -> Any:
-        """Map a parameter's state to the state of its replacement.
-
-        Args:
-            param: the old parameter, or one that is not replaced.
-            value: its state, of any type.
-            key: name of the state, if it is not a dictionary of named entries.
-        """
+        """Map the state of a parameter, replaced or not; `key` names state that is no dictionary of named entries."""
         if id(param) not in self._places:
             return _mapped(value, param.shape, param.shape, partial(self._rescaled, param), key)
         new = self._places[id(param)][1]
@@ -348,13 +342,9 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
 
 
 def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are.
+    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are; 0 at new entries.
 
-    Args:
-        kept: the stored copy, of the old weights' shape.
-        before: the old weights.
-        after: the new weights; the result equals them at new entries.
-        place: maps a tensor of the old shape to the new one, with 0 at new entries.
+    `place` maps a tensor of the old shape to the new one, with 0 at new entries.
     """
     old, new = place(before.to(kept)), after.to(kept)
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
@@ -379,14 +369,9 @@ def _begins_with(optimizer: Optimizer, key: str, settings: Mapping[str, Any]) ->
 
 
 def _mapped(value: Any, shape: torch.Size, new_shape: torch.Size, change: Change, key: str = "") -> Any:
-    """Copy a parameter's state and replace the tensors in it that have the parameter's shape.
+    """Copy a parameter's state, and replace tensors of the parameter's shape, and the shape itself, in its containers.
 
-    Args:
-        value: a tensor, containers of tensors at any depth, or anything else, which is returned unchanged.
-        shape: the parameter's shape.
-        new_shape: replaces the shape itself if the state contains it.
-        change: called with the innermost name of a tensor, and the tensor; returns its replacement.
-        key: name of `value` itself.
+    `change` is called with the innermost name of a tensor (`key` for `value` itself) and the tensor.
     """
     if isinstance(value, Tensor):
         return change(key, value) if value.shape == shape else value
@@ -494,12 +479,7 @@ def holds_elsewhere(optimizer: Optimizer, wanted: Container[int]) -> str:
 
 
 def cannot_replace(optimizer: Optimizer, wanted: Container[int]) -> str:
-    """Describe the optimizer's container that would not fit parameters of other shapes, or "".
-
-    Args:
-        optimizer: any.
-        wanted: `id`s of the parameters that will be replaced.
-    """
+    """Describe the optimizer's container that would not fit other shapes of the parameters with these `id`s, or ""."""
     for parameter, kept, name in _kept_by_parameter(optimizer):
         if id(parameter) in wanted and (found := _misfit(kept, parameter.shape)):
             return (

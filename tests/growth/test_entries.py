@@ -49,9 +49,13 @@ def begun(normalised: bool, stage: int, steps: int = 0) -> tuple[nn.Module, Grow
     return network, grower, optimizer
 
 
-@pytest.mark.parametrize("start", [0, 1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(
+    ("normalised", "stage", "start"),
+    [
+        *((False, 0, 2), (False, 1, 1), (False, 2, 0), (False, 2, 1)),
+        *((True, 0, 1), (True, 1, 0), (True, 1, 2), (True, 2, 2)),
+    ],
+)
 def test_checkpoints_of_weights_at_the_root_load_in_any_order(
     normalised: bool, stage: int, start: int
 ) -> None:

@@ -247,20 +247,14 @@ class Lookahead(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("make", "key"),
+    ("make", "key", "method"),
     [
-        (lambda p: torch.optim.ASGD(p, 0.05, t0=0), "ax"),
-        (lambda p: Lookahead(torch.optim.SGD(p, 0.05)), "slow"),
-        (lambda p: Lookahead(torch.optim.AdamW(p, 0.01)), "slow"),
-    ],
-)
-@pytest.mark.parametrize(
-    "method",
-    [
-        VarianceTransfer(),
-        VarianceTransfer(multipliers="keep"),
-        VarianceTransfer(layer_multipliers=False),
-        PairGrowth(),
+        (lambda p: torch.optim.ASGD(p, 0.05, t0=0), "ax", VarianceTransfer()),
+        (lambda p: torch.optim.ASGD(p, 0.05, t0=0), "ax", VarianceTransfer(layer_multipliers=False)),
+        (lambda p: Lookahead(torch.optim.SGD(p, 0.05)), "slow", VarianceTransfer(multipliers="keep")),
+        (lambda p: Lookahead(torch.optim.SGD(p, 0.05)), "slow", PairGrowth()),
+        (lambda p: Lookahead(torch.optim.AdamW(p, 0.01)), "slow", VarianceTransfer()),
+        (lambda p: Lookahead(torch.optim.AdamW(p, 0.01)), "slow", VarianceTransfer(multipliers="keep")),
     ],
 )
 def test_stored_weights_of_an_optimizer_keep_their_function(make, key, method):

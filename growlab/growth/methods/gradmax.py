@@ -145,18 +145,10 @@ class GradMax(DataDriven):
         view: View,
         wanted: Mapping[str, float],
     ) -> dict[str, float]:
-        """Choose the resting point, at or next to zero, at which the network shows the predicted gradient.
-
-        Args:
-            expansion: the event.
-            data: training batches.
-            groups: groups whose new channels have zero incoming weights so far.
-            tensors: tensors at the new widths; the incoming weights are written into them.
-            view: view of the tensors.
-            wanted: predicted norm of the gradient, by group.
+        """Write the incoming weights, at or next to zero, with which the network shows the predicted gradient.
 
         Returns:
-            The norm of the gradient that the network shows, by group.
+            The norm of the gradient that it shows, by group; `wanted` are the predicted ones.
         """
         best: dict[str, float] = {}
         chosen: dict[str, Tensor] = {}

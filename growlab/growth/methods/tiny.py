@@ -99,10 +99,7 @@ class Tiny(DataDriven):
             for fans in groups
             for layer in (*fans.producers, *fans.consumers)
             if not usual(modules.get(layer.name))
-        }
-        if refused:
-            return GrownTensors({}), refused
-        refused = {
+        } or {
             fans.group: f"{norm.name} normalises each sample, and is no module of torch that does nothing else"
             for fans in groups
             for norm in fans.norms
@@ -112,16 +109,13 @@ class Tiny(DataDriven):
             return GrownTensors({}), refused
         shown, held_out = data.split()
         found_moments = moments(expansion, shown, groups, modules)
+        view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
         refused = {
             fans.group: f"{layer.name} is called more than once"
             for fans in groups
             for layer in (fans.producers[0], fans.consumers[0])
             if float(found_moments[f"calls {layer.name}"]) != 1.0
-        }
-        if refused:
-            return GrownTensors({}), refused
-        view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
-        refused = {
+        } or {
             fans.group: f"{fans.producers[0].name} has several rows for each of its channels"
             for fans in groups
             if view.size(fans.into, fans.group) != len(found_moments[f"input {fans.group}"])
