@@ -126,49 +126,51 @@ def test_large_parquet_is_read_by_row_groups(pictures, tmp_path, monkeypatch):
     assert torch.equal(copy.read(np.array([3, 1])), train.read(np.array([3, 1])))
 
 
-@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
-def test_torchvisions_mnist_files(grey_pictures, tmp_path, name, folder):
+def test_torchvisions_mnist_files(grey_pictures, tmp_path):
     for split, prefix in (("train", "train"), ("test", "t10k")):
         contents = {
             "images-idx3": grey_pictures.images[split][..., 0],
             "labels-idx1": grey_pictures.labels[split],
         }
         for kind, array in contents.items():
-            path = tmp_path / folder / "raw" / f"{prefix}-{kind}-ubyte"
+            path = tmp_path / "MNIST" / "raw" / f"{prefix}-{kind}-ubyte"
             path.parent.mkdir(parents=True, exist_ok=True)
             header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
             path.write_bytes(header + array.astype(np.uint8).tobytes())
-    assert_same(arrays(name, tmp_path), grey_pictures)
+    assert_same(arrays("mnist", tmp_path), grey_pictures)
+    assert len(open_images("mnist", tmp_path)["train"].classes) == 10
+    (tmp_path / "MNIST").rename(tmp_path / "FashionMNIST")
+    assert_same(arrays("fashion_mnist", tmp_path), grey_pictures)
     assert_same(arrays("grey", grey_pictures.as_folders(tmp_path / "folders")), grey_pictures)
-    assert len(open_images(name, tmp_path)["train"].classes) == 10
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "dataset", "label_key", "meta"),
+    ("name", "folder", "key", "meta"),
     [
-        ("cifar10", "cifar-10-batches-py", torchvision.datasets.CIFAR10, b"labels", "batches.meta"),
-        ("cifar100", "cifar-100-python", torchvision.datasets.CIFAR100, b"fine_labels", "meta"),
+        ("cifar10", "cifar-10-batches-py", "labels", "batches.meta"),
+        ("cifar100", "cifar-100-python", "fine_labels", "meta"),
     ],
 )
-def test_torchvisions_cifar_files(tmp_path, monkeypatch, name, folder, dataset, label_key, meta):
-    rng = np.random.default_rng(0)
-    images = {"train": rng.integers(0, 256, (8, 32, 32, 3)), "test": rng.integers(0, 256, (4, 32, 32, 3))}
-    labels = {split: np.arange(len(part)) % 3 for split, part in images.items()}
+def test_torchvisions_cifar_files(tmp_path, monkeypatch, name, folder, key, meta):
+    dataset = getattr(torchvision.datasets, name.upper())
+    images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(12) % 3
     (tmp_path / folder).mkdir()
 
     def write(file, content):
         (tmp_path / folder / file).write_bytes(pickle.dumps(content))
         return md5((tmp_path / folder / file).read_bytes()).hexdigest()
 
-    for split in images:
-        data = images[split].astype(np.uint8).transpose(0, 3, 1, 2).reshape(-1, 3072)
-        checksum = write(f"{split}_batch", {"data": data, label_key.decode(): labels[split].tolist()})
+    parts = {"train": slice(8), "test": slice(8, 12)}
+    for split, part in parts.items():
+        data = images[part].transpose(0, 3, 1, 2).reshape(-1, 3072)
+        checksum = write(f"{split}_batch", {"data": data, key: labels[part].tolist()})
         monkeypatch.setattr(dataset, f"{split}_list", [[f"{split}_batch", checksum]])
-    key = dataset.meta["key"]
-    checksum = write(meta, {key: ["a", "b", "c"]})
-    monkeypatch.setattr(dataset, "meta", {"filename": meta, "key": key, "md5": checksum})
-    for (ours, our_labels), split in zip(arrays(name, tmp_path, download=False), images, strict=True):
-        assert np.array_equal(ours, images[split]) and np.array_equal(our_labels, labels[split])
+    names = dataset.meta["key"]
+    checksum = write(meta, {names: ["a", "b", "c"]})
+    monkeypatch.setattr(dataset, "meta", {"filename": meta, "key": names, "md5": checksum})
+    for (ours, our_labels), part in zip(arrays(name, tmp_path, download=False), parts.values(), strict=True):
+        assert np.array_equal(ours, images[part]) and np.array_equal(our_labels, labels[part])
 
 
 def test_digits_are_split_once_for_all():

@@ -90,7 +90,7 @@ def _rgb(content: bytes) -> PIL.Image.Image:
 
 
 @pytest.mark.parametrize("layout", ["folders", "shards"])
-def test_evaluation_is_torchvisions_preset(layout, request):
+def test_evaluation_and_crops_are_torchvisions(layout, request):
     data = _open(request.getfixturevalue(layout))
     assert (data.num_train, data.num_test, data.num_classes, data.image_shape) == (50, 14, 4, (3, 16, 16))
     preset = v2.Compose([v2.Resize(20), v2.CenterCrop(16)])
@@ -98,12 +98,7 @@ def test_evaluation_is_torchvisions_preset(layout, request):
     batches = list(data.test_dataloader())
     torch.testing.assert_close(torch.cat([x for x, _ in batches]).double(), expected, rtol=0, atol=3e-6)
     assert torch.cat([y for _, y in batches]).tolist() == LABELS["val"].tolist()
-
-
-@pytest.mark.parametrize("layout", ["folders", "shards"])
-def test_training_crops_come_from_their_own_images(layout, request):
-    """Each against the crop of the original file by torchvision, mirrored or not."""
-    data = _open(request.getfixturevalue(layout))
+    # Training crops, each against the crop of the original file by torchvision, mirrored or not.
     loader = data.train_dataloader()
     assert isinstance(loader, StreamLoader)
     seen = []
