@@ -303,7 +303,7 @@ def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, mo
     refused("data.tokenizer=/nowhere.json: there is no /nowhere.json", folder, tokenizer="/nowhere.json")
     refused("has no whole window of data.context=1000000", folder, context=10**6)
     refused("epoch_parts must be at least 1, not 0", folder, epoch_parts=0)
-    with pytest.raises(UserError, match="data.path is not set"):
+    with pytest.raises(UserError, match=r"data\.path is not set"):
         TokenData(None).setup()
     with pytest.raises(UserError, match="objective=tokens needs data that know the bytes of their tokens"):
         SubwordPrediction().bind(TextData(None))
