@@ -19,7 +19,10 @@ from tests.test_experiment import SHORT
 
 wandb = pytest.importorskip("wandb")
 
-SWEEP = ("-m", *SHORT, "logger=wandb", "seed=0", "growth=ours,pairs", "hydra.sweep.dir=grid")
+SWEEP = (
+    *("-m", *SHORT, "logger=wandb", "seed=0", "growth=ours,pairs", "hydra.sweep.dir=grid"),
+    "hydra.sweep.subdir=${hydra.job.num}",
+)
 
 
 @dataclass
