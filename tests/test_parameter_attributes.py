@@ -49,7 +49,7 @@ def network() -> nn.Sequential:
     return made
 
 
-@pytest.mark.parametrize("method", [VarianceTransfer, Net2Net, PairGrowth])
+@pytest.mark.parametrize("method", [VarianceTransfer, PairGrowth])
 def test_attributes_are_read_and_kept_through_growth(method: Any) -> None:
     made = network()
     shape = made[5].weight.infshape

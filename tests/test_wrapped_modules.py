@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,16 +77,24 @@ def train(method: Any, change: Any = None, at: int = -2) -> tuple[Any, Grower, l
     return model, grower, found
 
 
+@cache
+def unwrapped(method: Any) -> list[Any]:
+    return train(method())[2]
+
+
 @pytest.mark.parametrize(
     ("method", "place", "at"),
     [
-        *((VarianceTransfer(), place, at) for place in (one, inner, nested) for at in (-2, -1, 0, 1)),
+        *(
+            (VarianceTransfer(), place, at)
+            for place, at in ((one, -1), (inner, 1), (nested, -2), (nested, 0))
+        ),
         (PairGrowth(), nested, -1),
         (Net2Net(), inner, 0),
     ],
 )
 def test_training_is_the_same(method: Any, place: Any, at: int) -> None:
-    _, _, expected = train(method)
+    expected = unwrapped(type(method))
     model, grower, found = train(method, lambda model: place(model, checkpoint_wrapper), at)
     # Traced by other names it has other draws.
     for one_, other in zip(found, expected, strict=True) if at > -2 else ():
@@ -116,7 +125,7 @@ def test_training_is_the_same(method: Any, place: Any, at: int) -> None:
     ids=["offload", "reentrant"],
 )
 def test_other_wrappers(wrap: Any) -> None:
-    _, _, expected = train(PairGrowth())
+    expected = unwrapped(PairGrowth)
     _, _, found = train(PairGrowth(), lambda model: one(model, wrap), -1)
     for name, tensor in found[-1].items():
         torch.testing.assert_close(tensor, expected[-1][name], rtol=1e-9, atol=1e-12)

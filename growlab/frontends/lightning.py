@@ -31,8 +31,7 @@ from growlab.grower.part import Part, WidthPart
 from growlab.grower.triggers import At, Clock, Never, Trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
-from growlab.widths.inputs import Example
-from growlab.widths.submodules import captured
+from growlab.widths.inputs import Example, captured
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from growlab.grower.part import Part
 from growlab.grower.triggers import Clock, Trigger
 from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
-from growlab.widths.inputs import Example
-from growlab.widths.submodules import as_example
+from growlab.widths.inputs import Example, as_example
 
 with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
     from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

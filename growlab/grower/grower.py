@@ -50,7 +50,7 @@ from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.carry import check_inheritance, inside
 from growlab.optim.followers import Followers
 from growlab.widths import Carry, Example, WidthGraph, tensors_of
-from growlab.widths.trials import named_tensors, share_attributes
+from growlab.widths.meta import named_tensors, share_attributes
 
 log = logging.getLogger(__name__)
 

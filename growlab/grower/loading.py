@@ -19,7 +19,7 @@ from growlab.growth.multipliers import saved_multipliers
 from growlab.growth.outputs import forget_caches
 from growlab.optim import Regions
 from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
-from growlab.widths.trials import FAILURES
+from growlab.widths.meta import FAILURES
 
 
 class LoadingNetwork(GrowingNetwork):

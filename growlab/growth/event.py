@@ -31,8 +31,8 @@ from growlab.widths import (
     restore_tensors,
     tensors_of,
 )
+from growlab.widths.meta import FAILURES
 from growlab.widths.replaced import note_restored
-from growlab.widths.trials import FAILURES
 from growlab.widths.unchanged import Snapshot
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from growlab.base.errors import UserError
 from growlab.growth import outputs
 from growlab.growth.state import GrowthState
 from growlab.widths import WidthGraph
-from growlab.widths.apart import called_apart
+from growlab.widths.meta import called_apart
 
 #: Key of the growth state in a state_dict's metadata, which other code does not change.
 METADATA = "growlab"

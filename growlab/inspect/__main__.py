@@ -8,61 +8,39 @@ A matrix also takes `torchvision/*` and `timm/*` (the smallest network of each f
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from growlab.base.command_parser import CommandParser, amount, count, sizes
 from growlab.base.errors import UserError
 from growlab.inspect import METHODS, USUAL, Report, examine, expand, matrix
-
-_SHOWN_NAMES = 3
+from growlab.widths.groups import count_groups, report_lines
 
 
 def describe(report: Report) -> str:
     """Format a report as text."""
     if report.error is not None and not report.full_params:
         return f"{report.model}: refused\n  {report.error}"
-    number = f"{len(report.groups)} width group{'' if len(report.groups) == 1 else 's'}"
     lines = [
-        f"{report.model}: {number} (sets of channels that grow together), traced in {report.trace_sec:.1f} s",
+        f"{report.model}: {count_groups(report.groups)}, traced in {report.trace_sec:.1f} s",
         f"  parameters  {report.full_params:,}, of which {report.growing_share:.0%} lie in tensors that grow; "
         f"the seed has {report.seed_params:,}",
         f"  FLOPs       {report.full_flops:,} {'a sample forward' if report.samples > 1 else 'forward'}; "
         f"the seed needs {report.seed_flops:,}",
+        *report_lines(report.groups, report.steps, report.last, report.tied, report.fixed),
     ]
-    if report.groups:
-        lines.append("  grows       (layer that makes the channels: full width)")
-        named = [(name, _width(width, report.steps.get(name, 1))) for name, width in report.groups.items()]
-        lines += [f"    {names}: {width}" for names, width in _alike(named)]
-    if report.last:
-        named = [
-            (name, "" if free else " (something behind it fixes its scale)")
-            for name, free in report.last.items()
-        ]
-        lines.append("  last        affine layers: " + ", ".join(f"{n}{why}" for n, why in _alike(named)))
-    if report.tied:
-        lines.append(
-            f"  last        tables of embeddings: {', '.join(report.tied)} (neither rescaled nor given an output "
-            "layer's rate)"
-        )
-    if report.fixed:
-        lines.append("  stays       at full width, because")
-        lines += [f"    {names}: {reason}" for names, reason in _alike(report.fixed.items())]
     for name, found in report.parts.items():
         lines += [
             f"  {title:<11} {line}" for title, line in zip([name, *[""] * len(found)], found, strict=False)
         ]
     if report.parity:
         shapes = ", ".join("x".join(map(str, shape)) for shape in report.probe)
-        lines.append(
-            f"  parity      largest relative change of the output at a growth event (float64, input {shapes}),"
-        )
-        lines.append(
-            "              and after loading the full-width state_dict into the network as it is built"
-        )
+        lines += [
+            f"  parity      largest relative change of the output at a growth event (float64, input {shapes}),",
+            "              and after loading the full-width state_dict into the network as it is built",
+        ]
         lines += [
             f"    {method}: {errors['eval']:.1e} in eval mode, {errors['train']:.1e} in train mode, "
             f"{errors['loaded']:.1e} loaded{'' if METHODS[method].preserves else ' (promises nothing)'}"
@@ -71,23 +49,6 @@ def describe(report: Report) -> str:
     if report.error is not None:
         lines.append(f"  failed      {report.error}")
     return "\n".join(lines)
-
-
-def _width(width: int, step: int) -> str:
-    """Format the number of channels, with the number per head or group where they come in such units."""
-    return str(width) if step == 1 else f"{width * step} = {width} x {step} (heads or groups of channels)"
-
-
-def _alike(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Merge names that differ only in numbers and have the same content: `layer1.*.conv2 (3 times)`."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, content in named:
-        alike.setdefault((re.sub(r"\d+(?=\.|#|$)", "*", name), content), []).append(name)
-    lines = []
-    for (pattern, content), names in alike.items():
-        shown = ", ".join(names) if len(names) <= _SHOWN_NAMES else f"{pattern} ({len(names)} times)"
-        lines.append((shown, content))
-    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,15 +93,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
         if args.matrix is not None:
             return _matrix(args, methods)
-        if given := [f"--{name}-limit" for name in ("time", "memory") if vars(args)[f"{name}_limit"]]:
+        alone = ("time_limit", "memory_limit", "jobs")
+        if given := [f"--{name.replace('_', '-')}" for name in alone if vars(args)[name] is not None]:
             raise UserError(f"{given[0]} is for the models of a --matrix FILE: leave it out.")
-        if args.jobs is not None:
-            raise UserError("--jobs is for the models of a --matrix FILE: leave it out.")
         reports = []
         for name in args.models:
             if sys.stderr.isatty():
-                told = f"tracing {name}, then growing it by {', '.join(methods)} in float64 ..."
-                print(told, file=sys.stderr, flush=True)
+                text = f"tracing {name}, then growing it by {', '.join(methods)} in float64 ..."
+                print(text, file=sys.stderr, flush=True)
             reports.append(examine(name, args.input_shape, 3, args.keep_full, methods))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

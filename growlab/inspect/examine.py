@@ -1,9 +1,22 @@
-"""Trace one network, grow it on random data, and measure the parity of its outputs."""
+"""Trace a network, grow it on random data, and measure the parity of its outputs; a table of this for many."""
 
 import copy
+import importlib.metadata
+import json
+import multiprocessing
+import platform
+import re
+import resource
+import shlex
+import signal
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -12,6 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_map_only
 
+from growlab.base.errors import UserError
+from growlab.base.files import write_json, write_text
 from growlab.grower.cost import forward_flops
 from growlab.growth import (
     GrowthMethod,
@@ -30,10 +45,10 @@ from growlab.growth import (
 )
 from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
-from growlab.inspect.sources import load
+from growlab.inspect.hub import load
 from growlab.parts import available
 from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, lightened, resize, tensors_in, trace
-from growlab.widths.findings import layer_name
+from growlab.widths.groups import layer_name
 from growlab.widths.inputs import call_with, named_in, values_of
 
 METHODS: Mapping[str, type[GrowthMethod]] = {
@@ -54,6 +69,9 @@ ENOUGH = 0.5
 # Share from which a network counts as growing nearly completely.
 NEARLY_ALL = 0.9
 EXACT = 1e-10
+# Wall time limit as a multiple of the CPU limit: a process that has not used up its CPU time by then hangs.
+_WALL_PER_CPU = 30
+_PRELOAD = ["growlab.inspect.examine", "torchvision.models", "timm", "transformers"]
 _QUIET = 0.3
 # Relative difference in float32 above which a row computed alone counts as different.
 _ALIKE = 1e-2
@@ -145,7 +163,7 @@ def examine(
         return Report(name, error=str(error))
     report = Report(name, trace_sec=time.process_time() - began)
     report.groups = graph.full_widths
-    report.steps = {name: step for name in graph.groups if (step := _channels_at_a_time(graph, name)) > 1}
+    report.steps = {name: step for name in graph.groups if (step := graph.channels_per_unit(name)) > 1}
     report.fixed = dict(graph.fixed)
     report.last = graph.last_layers
     report.tied = [layer_name(weight) for weight in graph.tied_outputs]
@@ -179,23 +197,6 @@ def examine(
     return report
 
 
-def _channels_at_a_time(graph: WidthGraph, name: str) -> int:
-    """Number of channels that a group's first layer gains when the group's width grows by one."""
-    tensors = [
-        tensor for tensor in graph.axes if (tensor.rpartition(".")[0] or tensor) == name.partition("#")[0]
-    ]
-    # A recurrent layer has a row for each gate of a channel.
-    gates = {layer.weight: max(1, layer.gates) for layer in graph.layers}
-    axes = (
-        (axis, gates.get(tensor, 1))
-        for tensor in tensors
-        for axis in graph.axes[tensor]
-        if axis.role == "out" and name in axis.groups
-    )
-    parts, rows = next(((axis.parts, rows) for axis, rows in axes), ((), 1))
-    return sum(part.outer * part.inner for part in parts if part.group == name) // rows
-
-
 def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
     """Return the number of samples and the inputs of the first one; 1 and all inputs if rows are not samples.
 
@@ -213,8 +214,8 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
     shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
     if rows < 2 or [tuple(x.shape) for x in alone] != shapes:
         return 1, inputs
-    alike = all(relative_error(x[:1], one) < _ALIKE for one, x in zip(alone, whole, strict=True))
-    return (rows, first) if alike else (1, inputs)
+    same = all(relative_error(x[:1], one) < _ALIKE for one, x in zip(alone, whole, strict=True))
+    return (rows, first) if same else (1, inputs)
 
 
 def _count(
@@ -324,3 +325,175 @@ def _take_statistics(network: nn.Module, probe: tuple[Any, ...]) -> None:
     call_with(network, probe)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
+
+
+def matrix(
+    names: Sequence[str],
+    file: Path,
+    methods: Sequence[str],
+    input_shape: Sequence[int] | None = None,
+    time_limit_sec: float = 60.0,
+    memory_limit_gb: float | None = None,
+    jobs: int = 1,
+) -> list[Report]:
+    """Examine many networks and write FILE.json and FILE.md after each one; resume from such a file.
+
+    Args:
+        names: networks; those that are in FILE.json already are not examined again.
+        file: path of the two files without suffix.
+        methods: growth methods that parity is measured for.
+        input_shape: shape of one sample; by default that of each library.
+        time_limit_sec: CPU seconds of one network (building, tracing, growing; not importing libraries).
+        memory_limit_gb: private memory of one network's process; None: no limit.
+        jobs: processes at a time.
+
+    Returns:
+        The reports in the order of the names.
+
+    Raises:
+        UserError: FILE.json exists and is not a matrix.
+    """
+    done = {report.model: report for report in _read(file.with_suffix(".json"))}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    lock = Lock()
+
+    def one(name: str) -> None:
+        limits = (time_limit_sec, memory_limit_gb)
+        report = _examine_apart(context, limits, name, input_shape, methods)
+        if report.error is not None:
+            # Leave out this machine's path of installed packages.
+            report.error = re.sub(r'"[^"]*/site-packages/', '"', report.error)
+        with lock:
+            done[name] = report
+            reports = [done[known] for known in dict.fromkeys([*names, *done]) if known in done]
+            _write(file, reports, time_limit_sec)
+            print(_row(report), flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, [name for name in names if name not in done]))
+    return [done[name] for name in names]
+
+
+def _examine_apart(context: Any, limits: tuple[float, float | None], name: str, *settings: Any) -> Report:
+    """Examine a network in a process with limits of CPU seconds and GB."""
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sending, *limits, name, *settings))
+    process.start()
+    sending.close()
+    report, wall = None, _WALL_PER_CPU * limits[0]
+    try:
+        if receiving.poll(wall):
+            report = receiving.recv()
+        else:
+            process.kill()
+            report = Report(name, error=f"hung: not done after {wall:.0f} s")
+    except EOFError:
+        pass  # the process ended without a report: its exit code says why
+    process.join()
+    if report is not None:
+        return report
+    if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Report(name, error=f"took longer than {limits[0]:.0f} s of CPU time")
+    return Report(name, error=f"its process ended with exit code {process.exitcode}")
+
+
+def _child(
+    sending: Connection,
+    time_limit_sec: float,
+    memory_limit_gb: float | None,
+    name: str,
+    input_shape: Sequence[int] | None,
+    methods: Sequence[str],
+) -> None:
+    limit = int(time_limit_sec)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_limit_gb is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(memory_limit_gb * 2**30),) * 2)
+    torch.set_num_threads(1)
+    try:
+        report = examine(name, input_shape, methods=methods, parts=False)
+    except Exception as error:  # whatever a library raises is this network's row, not the matrix's end
+        first_line = (str(error).strip().splitlines() or ["no message"])[0]
+        report = Report(name, error=f"{type(error).__name__}: {first_line}")
+    sending.send(report)
+
+
+def _read(path: Path) -> list[Report]:
+    if not path.exists():
+        return []
+    try:
+        return [Report(**row) for row in json.loads(path.read_text())["networks"]]
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{path} holds no matrix to go on with; move it away or name another file."
+        ) from error
+
+
+def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None:
+    versions = {"python": platform.python_version()}
+    for package in ("growlab", "torch", "torchvision", "timm", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    content = {
+        "command": shlex.join(["python", "-m", "growlab", "widths", *sys.argv[1:]]),
+        "time_limit_sec": time_limit_sec,
+        "versions": versions,
+        "networks": [asdict(report) for report in reports],
+    }
+    write_json(file.with_suffix(".json"), content)
+    write_text(file.with_suffix(".md"), matrix_table(reports))
+
+
+def matrix_table(reports: Sequence[Report]) -> str:
+    """Format the matrix as Markdown: counts per library, then one row per network."""
+    lines = [
+        f"A network counts when at least {ENOUGH:.0%} of its parameters lie in tensors that grow, the relative change "
+        f"of its output in eval mode is at most {EXACT:.0e} (float64) at every event, and the full-width state_dict "
+        "loads strictly into the network as its library builds it, with the same outputs.",
+        "",
+        f"| library | networks | count | at {NEARLY_ALL:.0%} of their parameters or more |",
+        "|---|--:|--:|--:|",
+    ]
+    for library in dict.fromkeys(report.model.partition("/")[0] for report in reports):
+        rows = [report for report in reports if report.model.partition("/")[0] == library]
+        counted = sum(report.grows for report in rows)
+        most = sum(report.grows and report.growing_share >= NEARLY_ALL for report in rows)
+        shares = [f"{number} ({number / len(rows):.1%})" for number in (counted, most)]
+        lines.append(f"| {library} | {len(rows)} | {' | '.join(shares)} |")
+    methods = list(dict.fromkeys(method for report in reports for method in report.parity)) or ["ours"]
+    lines += [
+        "",
+        "| network | counts | parameters | grow | groups | trace (s) | event (s) | probe | "
+        + " | ".join(f"{method}: eval, train, loaded" for method in methods)
+        + " | refused, or why less than all grows |",
+        "|---|---|--:|--:|--:|--:|--:|---|" + "---|" * len(methods) + "---|",
+    ]
+    return "\n".join([*lines, *(_row(report, methods) for report in reports)]) + "\n"
+
+
+def _row(report: Report, methods: Sequence[str] | None = None) -> str:
+    cells = [report.model, "yes" if report.grows else "no"]
+    if report.full_params:
+        cells += [f"{report.full_params:,}", f"{report.growing_share:.0%}", str(len(report.groups))]
+        cells += [f"{report.trace_sec:.1f}", f"{report.event_sec:.1f}"]
+        cells.append(", ".join("x".join(map(str, shape)) for shape in report.probe))
+    else:
+        cells += [""] * 6
+    for method in report.parity if methods is None else methods:
+        errors = report.parity.get(method)
+        cells.append("" if errors is None else ", ".join(f"{error:.0e}" for error in errors.values()))
+    cells.append(report.error or _reasons(report))
+    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def _reasons(report: Report) -> str:
+    """Summarise why layers stay at full width by the most frequent reasons, except that they are the output."""
+    counts: dict[str, int] = {}
+    for reason in (why.partition(": ")[0] for why in report.fixed.values()):
+        if reason != "the network's output":
+            counts[reason] = counts.get(reason, 0) + 1
+    return "; ".join(f"{reason} ({n})" for reason, n in sorted(counts.items(), key=lambda item: -item[1])[:3])

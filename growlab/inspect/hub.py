@@ -1,7 +1,11 @@
-"""Create networks of torchvision and timm for the shape and classes of the data, with pretrained weights on request."""
+"""Create networks by name: growlab's, torchvision's, timm's, small ones of transformers, and any factory's."""
 
+import importlib
+import inspect
 import logging
 import pickle
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError, how_to_install
+from growlab.inspect.small_models import TYPES, small_model
+from growlab.widths.inputs import inputs_of
 
 log = logging.getLogger(__name__)
 
 # Keys under which training scripts save a network's state_dict.
 _NESTED = ("state_dict", "model")
+_NUM_CLASSES = 1000
+# In train mode the kernel of its auxiliary head is too large for 224 pixels.
+_SIDES = {"inception_v3": 299}
 
 
 def torchvision_network(
@@ -32,24 +41,17 @@ def torchvision_network(
         name: as torchvision lists it, e.g. resnet50.
         pretrained: download weights: True for torchvision's default ones, or their name. A classifier for another
             number of classes is not loaded.
-        weights: a file to load instead; see `load_weights`.
+        weights: a file to load instead; see `read_weights`.
 
     Raises:
         UserError: there is no such network or no such weights, or the images are not in colour.
     """
-    from torchvision import models
-
     if image_shape[0] != 3:
         raise UserError(f"torchvision's networks take images of 3 channels, these have {image_shape[0]}.")
     _check_one(pretrained, weights)
-    try:
-        network = models.get_model(name, weights=None, num_classes=num_classes)
-        choices = models.get_model_weights(name)
-    except (ValueError, KeyError) as error:
-        raise UserError(
-            f"torchvision makes no network {name!r}: {error}; see torchvision.models.list_models()."
-        ) from error
+    network = _of_torchvision(name, num_classes=num_classes)
     if pretrained:
+        choices = importlib.import_module("torchvision.models").get_model_weights(name)
         wanted = "DEFAULT" if pretrained is True else str(pretrained)
         if wanted not in choices.__members__:
             raise UserError(
@@ -64,9 +66,7 @@ def torchvision_network(
         if hasattr(network, "transform_input"):
             # The weights of the two Inceptions were trained on images of another normalisation.
             network.transform_input = True
-    elif weights is not None:
-        load_weights(network, weights, num_classes)
-    return network
+    return _with_weights(network, weights, num_classes)
 
 
 def timm_network(
@@ -84,62 +84,61 @@ def timm_network(
         name: as timm lists it, e.g. resnet50.
         pretrained: download weights. A classifier for another number of classes is not loaded, and a first layer for
             other channels is adapted by timm.
-        weights: a file to load instead; see `load_weights`.
+        weights: a file to load instead; see `read_weights`.
 
     Raises:
         UserError: timm is not installed, or has no such network or no such weights.
     """
+    _check_one(pretrained, weights)
+    network = _of_timm(name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0])
+    return _with_weights(network, weights, num_classes)
+
+
+def _of_torchvision(name: str, **settings: Any) -> nn.Module:
+    models = importlib.import_module("torchvision.models")
     try:
-        import timm
+        taken = inspect.signature(models.get_model_builder(name)).parameters
+        # Networks for segmentation and detection would download a pretrained backbone.
+        untrained = {"weights_backbone": None} if "weights_backbone" in taken else {}
+        network: nn.Module = models.get_model(name, weights=None, **untrained, **settings)
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"torchvision makes no network {name!r}: {error}; see torchvision.models.list_models()."
+        ) from error
+    return network
+
+
+def _of_timm(name: str, pretrained: bool = False, **settings: Any) -> Any:
+    try:
+        timm = importlib.import_module("timm")
     except ImportError as error:
         raise UserError(f"timm is not installed: {how_to_install('timm')}.") from error
-    _check_one(pretrained, weights)
     try:
-        network = timm.create_model(
-            name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0]
-        )
+        return timm.create_model(name, pretrained=pretrained, **settings)
     except (OSError, RuntimeError, ValueError) as error:
         if pretrained and "Unknown model" not in str(error):
             raise _not_downloaded(name, error) from error
         raise UserError(f"timm makes no network {name!r}: {error}; see timm.list_models().") from error
-    if weights is not None:
-        load_weights(network, weights, num_classes)
+
+
+def _with_weights(network: nn.Module, path: str | None, num_classes: int) -> nn.Module:
+    if path is not None:
+        what = f"model.weights={path}"
+        fit_weights(network, read_weights(path, what), num_classes, what)
     return network
 
 
-def load_weights(network: nn.Module, path: str, num_classes: int) -> None:
-    """Load a full-width network's state_dict from a file, such as a run's `model.pt`.
-
-    A classifier for another number of classes is not loaded and keeps its initial weights.
-
-    Args:
-        network: loaded in place.
-        path: file written by `torch.save` (a state_dict, or a dictionary with one as `state_dict` or `model`), or
-            one with the ending .safetensors.
-        num_classes: number of logits of the network.
-
-    Raises:
-        UserError: the file cannot be read, or does not fit the network.
-    """
-    what = f"model.weights={path}"
-    fit_weights(network, read_weights(path, what), num_classes, what)
-
-
 def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
-    """Read a state_dict from a file that `torch.save` wrote, or from one with the ending .safetensors.
-
-    Args:
-        path: path of the file.
-        what: name of the file in error messages.
-
-    Raises:
-        UserError: the file cannot be read, or contains no state_dict.
-    """
+    """Read a state_dict from a file; arguments and errors as `read_saved` and `weights_in`."""
     return weights_in(read_saved(path, what), what)
 
 
 def read_saved(path: str, what: str) -> Any:
-    """Load the content of a file that `torch.save` wrote or of a .safetensors file; arguments as `read_weights`.
+    """Load the content of a file that `torch.save` wrote, or of one with the ending .safetensors.
+
+    Args:
+        path: path of the file.
+        what: name of the file in error messages.
 
     Raises:
         UserError: the file cannot be read.
@@ -147,11 +146,8 @@ def read_saved(path: str, what: str) -> Any:
     file = Path(path).expanduser()
     try:
         if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            content: Any = load_file(file)
-        else:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            return importlib.import_module("safetensors.torch").load_file(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except ImportError as error:
         raise UserError(
             f"{file} needs the package safetensors; pip install it, or save with torch.save."
@@ -161,7 +157,6 @@ def read_saved(path: str, what: str) -> Any:
         if isinstance(error, pickle.UnpicklingError):
             reason = "it is damaged, or holds objects other than tensors, which growlab does not load"
         raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
-    return content
 
 
 def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
@@ -194,11 +189,8 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     other = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)
     # A layer with a row for each logit, which differs only in the number of rows.
-    classifier = [
-        name
-        for name in other
-        if own[name].shape[:1] == (num_classes,) and own[name].shape[1:] == state[name].shape[1:]
-    ]
+    shapes = {name: (own[name].shape, state[name].shape) for name in other}
+    classifier = [n for n, (a, b) in shapes.items() if a[:1] == (num_classes,) and a[1:] == b[1:]]
     wrong = sorted(missing | unknown | (set(other) - set(classifier)))
     if wrong:
         first = wrong[0]
@@ -227,3 +219,120 @@ def _not_downloaded(name: str, error: Exception) -> UserError:
         f"could not download pretrained weights of {name} ({reason or type(error).__name__}); with a network try "
         "again, else give a state_dict's file with model.weights=FILE, or set model.pretrained=false."
     )
+
+
+def load(
+    name: str, input_shape: Sequence[int] | None, num_classes: int = 10
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Create a network and example inputs from its name.
+
+    Args:
+        name: `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, `transformers/MODEL_TYPE` (see `small_model`) or
+            `package.module:factory`. A factory takes no arguments, or `image_shape` and `num_classes` as in
+            `python -m growlab model=custom`; it returns a module, or (module, inputs).
+        input_shape: shape of one sample.
+        num_classes: number of classes, for growlab's networks and for factories that have this argument.
+
+    Returns:
+        The network and a tuple of its inputs.
+
+    Raises:
+        UserError: there is no such network, or its package is not installed.
+    """
+    source, slash, model = name.partition("/")
+    shape = tuple(input_shape or (3, 224, 224))
+    if source == "growlab" and slash:
+        networks = importlib.import_module("growlab.lab.networks")
+        shape = tuple(input_shape or (3, 32, 32))
+        factory = getattr(networks, model, None)
+        if factory is None:
+            raise UserError(
+                f"growlab has no network {model!r}; it has {', '.join(n for n in networks.__all__ if n.islower())}."
+            )
+        return factory(image_shape=shape, num_classes=num_classes), (torch.randn(2, *shape),)
+    if source == "torchvision" and slash:
+        shape = tuple(input_shape or (3, _SIDES.get(model, 224), _SIDES.get(model, 224)))
+        return _of_torchvision(model), (torch.randn(2, *shape),)
+    if source == "timm" and slash:
+        network = _of_timm(model)
+        if not 0 < network.num_classes <= _NUM_CLASSES:
+            # A head of 21,841 classes is most of a small network, and no head's outputs ever grow. Without a head
+            # (EVA-02, DINOv3) the output is the stream, and so no stream would; in training there is one.
+            network.reset_classifier(_NUM_CLASSES)
+        known = network.pretrained_cfg
+        if input_shape is None and (known.get("fixed_input_size") or known.get("min_input_size")):
+            shape = tuple(known["input_size"])
+        return network, (torch.randn(2, *shape),)
+    if source == "transformers" and slash:
+        return small_model(model)
+    module, colon, factory_name = name.partition(":")
+    if not colon:
+        raise UserError(
+            f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME, "
+            "transformers/MODEL_TYPE or package.module:factory."
+        )
+    # After installed packages: a `torch.py` here must not replace torch.
+    sys.path.append("")
+    try:
+        made = _made(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
+    except (Exception, SystemExit) as error:
+        # The line of the user's code that has raised.
+        file = getattr(sys.modules.get(module), "__file__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        where = f" ({file}, line {lines[-1]})" if lines else ""
+        raise UserError(f"cannot make {name}: {type(error).__name__}: {error}{where}.") from error
+    network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(network, nn.Module):
+        raise UserError(f"{name} returned no network but {type(network).__name__}; return a torch.nn.Module.")
+    if inputs is None:
+        if input_shape is None:
+            raise UserError(
+                f"{name} returned a module without inputs; add --input-shape C,H,W, or return (module, inputs)."
+            )
+        return network, (torch.randn(2, *input_shape),)
+    return network, inputs_of(inputs, network)
+
+
+def _made(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> Any:
+    wanted = inspect.signature(factory).parameters
+    given = {"image_shape": None if input_shape is None else tuple(input_shape), "num_classes": num_classes}
+    return factory(**{name: given[name] for name in given if name in wanted})
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """Replace `torchvision/*` by its classification networks and `timm/*` by the smallest of each of its families.
+
+    Of timm only networks for images of 3x224x224 are considered. `transformers/*` becomes the model types of `TYPES`.
+    """
+    expanded: list[str] = []
+    for name in names:
+        if name == "torchvision/*":
+            models = importlib.import_module("torchvision.models")
+            expanded += [f"torchvision/{model}" for model in models.list_models(module=models)]
+        elif name == "timm/*":
+            expanded += [f"timm/{model}" for model in _smallest_of_families()]
+        elif name == "transformers/*":
+            expanded += [f"transformers/{model}" for model in TYPES]
+        else:
+            expanded.append(name)
+    return expanded
+
+
+def _smallest_of_families() -> list[str]:
+    timm = importlib.import_module("timm")
+    chosen = []
+    for family in timm.list_modules():
+        sizes = {}
+        for model in timm.list_models(module=family):
+            settings = timm.get_pretrained_cfg(model)
+            if settings is None or tuple(settings.input_size or ()) != (3, 224, 224):
+                continue
+            with torch.device("meta"):
+                try:
+                    sizes[model] = sum(p.numel() for p in timm.create_model(model).parameters())
+                except (RuntimeError, NotImplementedError, ValueError, TypeError):
+                    continue  # it needs numbers to be built: another of its family will do
+        if sizes:
+            chosen.append(min(sizes, key=sizes.__getitem__))
+    return chosen

@@ -11,68 +11,38 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError, how_to_install
 
+_TYPES = """
+bert roberta distilbert albert deberta deberta-v2 electra mpnet xlm-roberta camembert modernbert convbert roformer
+megatron-bert gpt2 gpt_neo gpt_neox gptj opt bloom llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 falcon
+mpt olmo olmo2 stablelm starcoder2 granite cohere codegen gpt_bigcode smollm3 glm nemotron xglm persimmon t5 mt5 bart
+mbart marian pegasus vit deit beit swin swinv2 dinov2 dinov2_with_registers data2vec-vision vit_msn convnext
+convnextv2 clip_text_model clip_vision_model siglip_text_model siglip_vision_model whisper wav2vec2 hubert mamba
+mixtral qwen2_moe qwen3_moe olmoe llama4_text gpt_oss deepseek_v2 deepseek_v3 glm4_moe granitemoe ernie4_5_moe phimoe
+minimax mamba2 bamba jamba lfm2 lfm2_moe rwkv recurrent_gemma clip siglip segformer pvt_v2 hiera dinov3_vit videomae
+"""
 #: Model types of the matrix: encoders, decoders, both, images, sound, recurrent ones and mixtures of experts.
-TYPES = (
-    *("bert", "roberta", "distilbert", "albert", "deberta", "deberta-v2", "electra", "mpnet", "xlm-roberta"),
-    *("camembert", "modernbert", "convbert", "roformer", "megatron-bert"),
-    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "llama", "mistral", "qwen2", "qwen3", "gemma"),
-    *("gemma2", "gemma3_text", "phi", "phi3", "falcon", "mpt", "olmo", "olmo2", "stablelm", "starcoder2"),
-    *("granite", "cohere", "codegen", "gpt_bigcode", "smollm3", "glm", "nemotron", "xglm", "persimmon"),
-    *("t5", "mt5", "bart", "mbart", "marian", "pegasus"),
-    *(
-        "vit",
-        "deit",
-        "beit",
-        "swin",
-        "swinv2",
-        "dinov2",
-        "dinov2_with_registers",
-        "data2vec-vision",
-        "vit_msn",
-    ),
-    *("convnext", "convnextv2", "clip_text_model", "clip_vision_model", "siglip_text_model"),
-    *("siglip_vision_model", "whisper", "wav2vec2", "hubert", "mamba"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "llama4_text", "gpt_oss", "deepseek_v2", "deepseek_v3"),
-    *("glm4_moe", "granitemoe", "ernie4_5_moe", "phimoe", "minimax"),
-    *("mamba2", "bamba", "jamba", "lfm2", "lfm2_moe", "rwkv", "recurrent_gemma"),
-    *("clip", "siglip", "segformer", "pvt_v2", "hiera", "dinov3_vit", "videomae"),
-)
+TYPES = tuple(_TYPES.split())
 _TOKENS, _LENGTH, _IMAGE = 64, 12, 32
 _SAMPLES = 800
-# Sizes by their names in configurations. Names that a configuration does not have are left out.
-_SIZES: Mapping[str, Any] = {
-    **dict.fromkeys(("vocab_size", "entity_vocab_size"), _TOKENS),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "embed_dim"), 64),
-    **dict.fromkeys(("word_embed_proj_dim", "projection_dim", "hidden_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim"), 96),
-    **dict.fromkeys(("decoder_ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), 96),
-    "shared_expert_intermediate_size": 96,
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("decoder_layers", "num_decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    **dict.fromkeys(("head_dim", "d_kv"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
-    **dict.fromkeys(("max_source_positions", "max_target_positions"), 32),
-    "image_size": _IMAGE,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_top_k", "n_group"), 2),
-    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers", "n_shared_experts"), 1),
-    # Latent attention.
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
-    "v_head_dim": 16,
-    # State-space models: heads times their size is `expand` times the hidden size.
-    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
-    **dict.fromkeys(("mamba_d_state", "mamba_state_dim", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups"), 1),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
-    "sliding_window": 8,
-    "use_cache": False,
-    "num_labels": 10,
+# Names of settings by size. Names that a configuration does not have are left out. Of state-space models, heads times
+# their size is `expand` times the hidden size.
+_NAMES: Mapping[Any, str] = {
+    _TOKENS: "vocab_size entity_vocab_size max_position_embeddings n_positions n_ctx max_seq_len hidden_size d_model "
+    "n_embd dim embedding_size embed_dim word_embed_proj_dim projection_dim hidden_dim",
+    96: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size moe_intermediate_size "
+    "shared_expert_intermediate_size",
+    32: "max_source_positions max_target_positions image_size q_lora_rank kv_lora_rank",
+    16: "head_dim d_kv v_head_dim mamba_d_head mamba_head_dim",
+    10: "num_labels",
+    8: "qk_rope_head_dim qk_nope_head_dim mamba_n_heads n_mamba_heads mamba_d_state mamba_state_dim ssm_state_size "
+    "sliding_window",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
+    "num_local_experts n_routed_experts moe_num_experts chunk_size mamba_chunk_size",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_key_value_heads num_experts_per_tok moe_top_k n_group",
+    1: "topk_group first_k_dense_replace num_dense_layers n_shared_experts mamba_n_groups mamba_ngroups",
 }
+_SIZES = {**{name: size for size, names in _NAMES.items() for name in names.split()}, "use_cache": False}
 # Ids of special tokens, below those of tokens that are drawn.
 _SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
 _SEVERAL_WIDTHS = {"depths": [1, 2], "hidden_sizes": [32, 64]}
@@ -165,9 +135,9 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
         raise
     except Exception as error:
         # Any error that a configuration with unusual sizes may raise.
-        told = " ".join(str(error).split()) or type(error).__name__
+        why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"growlab knows no small sizes for the model type {model_type!r} ({told}); write a factory that makes the "
+            f"growlab knows no small sizes for the model type {model_type!r} ({why}); write a factory that makes the "
             "network: growlab widths package.module:factory."
         ) from error
     return FirstOutput(network, list(inputs)), tuple(inputs.values())

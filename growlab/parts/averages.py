@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from growlab.base.errors import UserError
 from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork
-from growlab.widths.trials import named_tensors, share_attributes
+from growlab.widths.meta import named_tensors, share_attributes
 
 
 class Averages(Part):

@@ -1,6 +1,7 @@
 """The width graph that tracing returns: width groups, axes of tensors, layers, norms, and scale classes."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +25,8 @@ class Group:
     below: int = 0
 
 
+# Most groups in a graph's `repr`, and most similar names in its report.
+_SHOWN_GROUPS = _SHOWN_NAMES = 3
 #: Variance of a recurrent layer's weights relative to gain over fan-in: torch draws them with variance 1 / (3 H), and a
 #: gain of 2, which suits ReLU, would saturate the gates.
 VARIANCE_OF_GATES = 1 / 6
@@ -73,7 +76,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Written:
+class HardcodedSize:
     """A module's attribute (an integer, or an entry of a tuple, list or dict) from which its forward takes a size.
 
     Attributes:
@@ -156,7 +159,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Radius:
+class ChannelLength:
     """A Euclidean norm over channels, as taken by isotropic activations.
 
     Attributes:
@@ -173,9 +176,9 @@ class Radius:
     gain_channel: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WidthGraph:
-    """Width groups of a network, and how its tensors depend on their widths.
+    """Width groups of a network, and how its tensors depend on their widths; `print` lists what grows and what stays.
 
     Two activations are in one scale class if multiplying one by a constant multiplies the other by the same
     constant (through ReLU, pooling, addition). Layers and norms lead from class to class.
@@ -191,7 +194,7 @@ class WidthGraph:
         output_class: scale class of the network's output.
         fixed: module path of a layer or norm -> reason why its output channels do not grow.
         radii: norms over channels, if traced with `follow_norms`.
-        individuated: groups whose channels an operation distinguishes -> that operation; the others may be rotated.
+        basis_dependent: groups whose channels an operation distinguishes -> that operation; the others may be rotated.
         written: sizes that modules keep in attributes (`num_heads`) -> the axis whose length they are.
         channel_norms: normalisations whose statistics run over channels that grow.
         tied_outputs: weights of output layers that are embeddings' tables too. They are not in `layers`: growth does
@@ -214,15 +217,43 @@ class WidthGraph:
     unit_classes: frozenset[int]
     output_class: int
     fixed: Mapping[str, str] = field(default_factory=dict)
-    radii: tuple[Radius, ...] = ()
-    individuated: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[Written, Axis] = field(default_factory=dict)
+    radii: tuple[ChannelLength, ...] = ()
+    basis_dependent: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[HardcodedSize, Axis] = field(default_factory=dict)
     channel_norms: tuple[ChannelNorm, ...] = ()
     attentions: tuple[Attention, ...] = ()
     tied_outputs: tuple[str, ...] = ()
     offsets: Mapping[str, float] = field(default_factory=dict)
     recomputed: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        widths = ", ".join(
+            f"{name}: {width}" for name, width in list(self.full_widths.items())[:_SHOWN_GROUPS]
+        )
+        more = ", ..." if len(self.groups) > _SHOWN_GROUPS else ""
+        return (
+            f"WidthGraph({len(self.groups)} groups {{{widths}{more}}}, {len(self.layers)} layers, "
+            f"{sum(map(self.grows, self.axes))} tensors that grow, {len(self.fixed)} modules that stay)"
+        )
+
+    def __str__(self) -> str:
+        steps = {name: self.channels_per_unit(name) for name in self.groups}
+        tied = [layer_name(weight) for weight in self.tied_outputs]
+        lines = report_lines(self.full_widths, steps, self.last_layers, tied, self.fixed)
+        return "\n".join([count_groups(self.groups), *lines])
+
+    def channels_per_unit(self, name: str) -> int:
+        """Number of channels that a group's first layer gains when the group's width grows by one."""
+        # A recurrent layer has a row for each gate of a channel.
+        gates = {layer.weight: max(1, layer.gates) for layer in self.layers}
+        base = name.partition("#")[0]
+        for tensor in (tensor for tensor in self.axes if (tensor.rpartition(".")[0] or tensor) == base):
+            for axis in self.axes[tensor]:
+                if axis.role == "out" and name in axis.groups:
+                    channels = sum(part.outer * part.inner for part in axis.parts if part.group == name)
+                    return channels // gates.get(tensor, 1)
+        return 0
 
     @cached_property
     def emitters(self) -> frozenset[str]:
@@ -259,7 +290,7 @@ class WidthGraph:
     def isotropic(self) -> tuple[str, ...]:
         """Groups whose channels may be rotated and whose norm some module takes, in forward order."""
         measured = {group for radius in self.radii for group in radius.groups}
-        return tuple(name for name in self.groups if name in measured and name not in self.individuated)
+        return tuple(name for name in self.groups if name in measured and name not in self.basis_dependent)
 
     def grows(self, name: str) -> bool:
         """Return True if the shape of a tensor depends on any width."""
@@ -299,3 +330,60 @@ class WidthGraph:
                 break
             axes = unsolved
         return widths
+
+
+def layer_name(weight: str) -> str:
+    """Return the path of the module that a weight belongs to; for a bare parameter its name."""
+    path, _, own = weight.rpartition(".")
+    return path if path and (own.endswith("weight") or ".parametrizations." in weight) else weight
+
+
+def count_groups(groups: Collection[str]) -> str:
+    """Format the number of groups, with the term's meaning."""
+    plural = "" if len(groups) == 1 else "s"
+    return f"{len(groups)} width group{plural} (sets of channels that grow together)"
+
+
+def report_lines(
+    widths: Mapping[str, int],
+    steps: Mapping[str, int],
+    last: Mapping[str, bool],
+    tied: Sequence[str],
+    fixed: Mapping[str, str],
+) -> list[str]:
+    """Format what grows, the last layers, and what keeps its full width and why.
+
+    Args:
+        widths: full width by group.
+        steps: `WidthGraph.channels_per_unit` by group; 1 where left out.
+        last: see `WidthGraph.last_layers`.
+        tied: modules of embeddings whose tables are output layers too.
+        fixed: see `WidthGraph`.
+    """
+    lines = ["  grows       (layer that makes the channels: full width)"] if widths else []
+    shown = []
+    for name, width in widths.items():
+        step = steps.get(name, 1)
+        units = f"{width * step} = {width} x {step} (heads or groups of channels)"
+        shown.append((name, str(width) if step == 1 else units))
+    lines += [f"    {names}: {width}" for names, width in _grouped(shown)]
+    if last:
+        pinned = " (something behind it fixes its scale)"
+        named = _grouped((name, "" if free else pinned) for name, free in last.items())
+        lines.append("  last        affine layers: " + ", ".join(f"{names}{why}" for names, why in named))
+    if tied:
+        why = "(neither rescaled nor given an output layer's rate)"
+        lines.append(f"  last        tables of embeddings: {', '.join(tied)} {why}")
+    lines += ["  stays       at full width, because"] if fixed else []
+    return lines + [f"    {names}: {reason}" for names, reason in _grouped(fixed.items())]
+
+
+def _grouped(named: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Merge names that differ only in numbers and have the same content: `layer1.*.conv2 (3 times)`."""
+    similar: dict[tuple[str, str], list[str]] = {}
+    for name, content in named:
+        similar.setdefault((re.sub(r"\d+(?=\.|#|$)", "*", name), content), []).append(name)
+    return [
+        (", ".join(names) if len(names) <= _SHOWN_NAMES else f"{pattern} ({len(names)} times)", content)
+        for (pattern, content), names in similar.items()
+    ]

@@ -1,11 +1,19 @@
-"""Run a network on device meta, for the shapes of its tensors alone.
+"""Run a network on device meta, for the shapes of its tensors alone, and compare its train and eval mode.
 
-torch computes most shapes there in Python, which takes longer than the arithmetic of a small network. The functions
-that networks call most often have faster shape rules here.
+torch computes most shapes there in Python, which takes longer than the arithmetic of a small network: batch norms, sums
+and products have faster shape rules here.
 """
 
+import copy
+import inspect
+import os
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,10 +22,25 @@ from torch._decomp import decompositions
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from growlab.widths.inputs import call_with, changed, tensors_in
+from growlab.widths.places import plain_tensors
+from growlab.widths.program import UnsupportedOperation
+from growlab.widths.unchanged import Snapshot
+
+_CALL = nn.Module._call_impl.__code__
+# It runs its function a second time in the backward pass.
+_CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
+
+
+#: Exceptions that a network may raise at sizes it was not written for, such as for a layer that it lacks there.
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
 
 
 class Shapes(TorchFunctionMode):
-    """Record function calls and the parameters they read; on device meta, compute common output shapes by faster rules.
+    """Record function calls and the parameters they read; on device meta, compute some output shapes by faster rules.
 
     Args:
         detailed: also record all arguments, with shapes in place of tensors.
@@ -81,79 +104,37 @@ def corrected_shapes() -> Iterator[None]:
         _meta_registrations._meta_grouped_mm_common = grouped
 
 
-def _batch_norm(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
-    if training and x.numel() == x.shape[1]:
+def _batch_norm(x: Tensor, *args: Any, **named: Any) -> Tensor:
+    if named.get("training", args[4:5] == (True,)) and x.numel() == x.shape[1]:
         raise ValueError(f"batch statistics of {list(x.shape)}, a single value per channel")
-    for tensor in (running_mean, running_var, weight, bias):
-        if tensor is not None and len(tensor) != x.shape[1]:
+    for tensor in (*args, *named.values()):
+        if isinstance(tensor, Tensor) and len(tensor) != x.shape[1]:
             raise ValueError(f"{len(tensor)} statistics for {x.shape[1]} channels")
     return torch.empty_like(x)
 
 
-def _layer_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Tensor:
-    shape = tuple(normalized_shape)
-    for tensor in (weight, bias):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"parameters of the shape {tuple(tensor.shape)} to normalise {shape}")
-    if tuple(x.shape[x.dim() - len(shape) :]) != shape:
-        raise ValueError(f"{shape} cannot be normalised in {tuple(x.shape)}")
-    return torch.empty_like(x)
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    # On device meta torch does not compare types, while other devices raise.
     if input.dtype != weight.dtype and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ValueError(f"a weight of {weight.dtype} for {input.dtype}")
-    if weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(f"a weight of {tuple(weight.shape)} for {tuple(input.shape)}")
-    if bias is not None and tuple(bias.shape) not in ((), (1,), (weight.shape[0],)):
-        raise ValueError(f"a bias of {tuple(bias.shape)} for {weight.shape[0]} rows")
-    return input.new_empty(*input.shape[:-1], weight.shape[0])
+    return NotImplemented
 
 
 def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Any:
-    # On device meta torch accepts any number of channels here, while other devices raise.
+    # Nor the number of channels.
     if input.dim() >= weight.dim() - 1 and input.shape[1 - weight.dim()] != weight.shape[0]:
         raise ValueError(f"a transposed weight of {tuple(weight.shape)} for {tuple(input.shape)}")
     return NotImplemented
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, **_: Any) -> Any:
-    # As above: sizes of dimensions other than `dim` are not compared.
+    # Nor sizes of dimensions other than `dim`.
     if input.dim() == source.dim() and any(
         one != other and axis != dim % input.dim()
         for axis, (one, other) in enumerate(zip(input.shape, source.shape, strict=True))
     ):
         raise ValueError(f"{tuple(source.shape)} cannot be added into {tuple(input.shape)}")
     return NotImplemented
-
-
-def _gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
-    return torch.empty_like(input)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    own = not args and set(kwargs) <= {"dropout_p", "scale", "is_causal"}
-    alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
-    if not own or not alike:
-        return NotImplemented
-    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"{tuple(query.shape)} cannot attend to {tuple(key.shape)}, {tuple(value.shape)}")
-    return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 def _element_wise(input: Tensor, other: Any, **kwargs: Any) -> Tensor:
@@ -165,12 +146,276 @@ def _element_wise(input: Tensor, other: Any, **kwargs: Any) -> Tensor:
 
 _RULES: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: _batch_norm,
-    F.layer_norm: _layer_norm,
     F.linear: _linear,
-    F.gelu: _gelu,
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution),
     **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _index_add),
-    F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),
     **dict.fromkeys((torch.add, torch.mul, torch.sub), _element_wise),
 }
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Suppress warnings: most of the widths that are tried are never trained."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Snapshot]]:
+    """Move a network to device meta for a while, or give it copies of its tensors if it cannot run there.
+
+    The network itself is changed, not a copy of it: in a copy, modules that the forward reaches through closures or
+    global names would still be those of the network.
+
+    Args:
+        model: restored at the end, whatever is done to it meanwhile.
+        inputs: positional inputs of the forward.
+
+    Yields:
+        The inputs on device meta, or the given ones if the network cannot run there; and a snapshot to restore after
+        each forward.
+
+    Raises:
+        UnsupportedOperation: the network does not run on these inputs at all.
+    """
+    whole, handles = Snapshot(model, "nothing"), _as_exported(model)
+    try:
+        # torch's warnings about a network's first runs appear when it is trained.
+        with unwarned():
+            light, kept = _lightened(model, inputs, whole)
+        yield light, kept
+    finally:
+        whole.restore()
+        for handle in handles:
+            handle.remove()
+
+
+def _lightened(
+    model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot
+) -> tuple[tuple[Any, ...], Snapshot]:
+    try:
+        _exchange(model, lambda tensor: tensor.detach().to("meta"))
+        light = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
+        with Shapes():
+            return light, _tried(model, light)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        # Tensors made in the forward, or numbers read from one, need the real device.
+        whole.restore()
+        _exchange(model, lambda tensor: tensor.detach().clone())
+        return inputs, _tried(model, inputs)
+
+
+def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
+    """Replace all parameters and buffers; shared tensors stay shared."""
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in known:
+                new = other(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, tensor.requires_grad)
+                vars(new).update(vars(tensor))
+                known[id(tensor)] = new
+            if tensor is not None:
+                setattr(module, name, known[id(tensor)])
+
+
+def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
+    """Run a network in both modes; return a snapshot of its state before."""
+    kept = Snapshot(light, "all but parameters")
+    for training in (False, True):
+        try:
+            with torch.no_grad():
+                call_with(light.train(training), inputs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if asked := asks_for_numbers(light, error):
+                raise UnsupportedOperation(asked) from error
+            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            fitting = "take larger inputs (--input-shape) or ones that fit"
+            if "dtype" in first_line or "type (" in first_line:
+                fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
+            raise UnsupportedOperation(
+                f"{type(light).__name__} does not run in {'train' if training else 'eval'} mode on its example "
+                f"inputs ({first_line}); {fitting}."
+            ) from error
+        finally:
+            kept.restore()
+    return kept
+
+
+def asks_for_numbers(model: nn.Module, error: BaseException) -> str:
+    """Explain the error of a network that fails on device meta because its code reads values of a tensor, or ""."""
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if not on_meta or not any(text in str(error) for text in ("meta tensor", "register_meta")):
+        return ""
+    line = f" ({line})" if (line := own_line(error)) else ""
+    return (
+        f"the code of {type(model).__name__} asks for numbers in a tensor{line}, and tensors on device meta have none: "
+        "trace it on a device with memory (network.to_empty(device='cpu')), give it inputs for which it does not ask, "
+        "or let it not ask where torch.compiler.is_exporting()."
+    )
+
+
+def own_line(error: BaseException) -> str:
+    """Return the last source line of a traceback outside of torch and growlab, or ""."""
+    others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    return (frames[-1].line or "") if frames else ""
+
+
+def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+    """Let a network run as under torch.export, where code that asks for it skips what depends on values."""
+    # No public way sets what `torch.compiler.is_compiling()` and `is_exporting()` say.
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    kept: list[dict[str, bool]] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        kept.append({flag: getattr(torch.compiler, flag) for flag in flags})
+        vars(torch.compiler).update(dict.fromkeys(flags, True))
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        vars(torch.compiler).update(kept.pop())
+
+    return light.register_forward_pre_hook(enter), light.register_forward_hook(leave, always_call=True)
+
+
+def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
+    """Copy a network, even if it has cached activations, with the attributes of its tensors.
+
+    Args:
+        model: not changed.
+        known: replacements in the copy by the id of a tensor of the network.
+    """
+    twin = copy.deepcopy(model, {**_computed(model), **(known or {})})
+    share_attributes(named_tensors(model), twin)
+    return twin
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Copy the attributes of tensors to those of the same names in a network: deepcopy drops a Parameter's."""
+    for name, tensor in named_tensors(model).items():
+        for attribute, content in vars(tensors[name]).items() if name in tensors else ():
+            vars(tensor).setdefault(attribute, content)
+
+
+def _computed(model: nn.Module) -> dict[int, Any]:
+    """Activations and computed weights in modules' attributes, by id: non-leaf tensors, which deepcopy refuses."""
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [leaf for value in kept for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return {id(tensor): tensor for tensor in tensors if not tensor.is_leaf}
+
+
+def called_apart(module: nn.Module | None = None) -> tuple[nn.Module | None, str]:
+    """Name the custom-backward code on the call stack between the caller and the forward of a module.
+
+    Args:
+        module: module at whose forward the search ends; None: the innermost one on the stack.
+
+    Returns:
+        That module, None if the stack has no such call; and a description of the code, "" if none was found.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    apart = ""
+    while frame is not None:
+        own = frame.f_locals.get("self") if frame.f_code is _CALL else None
+        if own is not None and module in (None, own):
+            return own, apart
+        apart = apart or ("torch.utils.checkpoint" if frame.f_code is _CHECKPOINT else _function_of(frame))
+        frame = frame.f_back
+    return None, apart
+
+
+def _function_of(frame: FrameType) -> str:
+    """Return a description of the autograd.Function whose forward runs in this frame, or ""."""
+    if frame.f_code.co_name != "forward" or "self" in frame.f_locals:
+        return ""
+    kinds = [torch.autograd.Function]
+    while kinds:
+        kind = kinds.pop()
+        forward = inspect.unwrap(vars(kind)["forward"]) if "forward" in vars(kind) else None
+        forward = getattr(forward, "__func__", forward)
+        if kind is not checkpoint.CheckpointFunction and getattr(forward, "__code__", None) is frame.f_code:
+            return f"the torch.autograd.Function {kind.__name__}"
+        kinds += kind.__subclasses__()
+    return ""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Differences between a network's forward in train mode and in eval mode.
+
+    Attributes:
+        apart: True if the modes read different parameters or return different numbers of tensors.
+        several: True if the output in either mode is not a single tensor.
+        own_backward: module path -> code with a custom backward pass that the module's operations run in.
+        recomputed: parameter name -> code with a custom backward pass that reads the parameter.
+        updated: names of buffers, and of plain tensors of modules, that the forward writes to, such as running
+            statistics.
+    """
+
+    apart: bool
+    several: bool
+    own_backward: Mapping[str, str]
+    recomputed: Mapping[str, str]
+    updated: frozenset[str]
+
+
+def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
+    """Compare a network's train and eval modes, on device meta if it runs there; errors as `lightened`."""
+    seen, several, updated, readers = [], False, set[str](), _Readers()
+    with lightened(model, inputs) as (light, kept):
+        for training in (False, True):
+            model.train(training)
+            before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
+            readers.functions = []
+            with torch.no_grad(), Shapes(), readers:
+                output = call_with(model, light)
+            after = _unlearned(model)
+            updated |= {n for n, (old, at) in before.items() if after.get(n) is not old or old._version != at}
+            kept.restore()
+            several |= not isinstance(output, Tensor)
+            seen.append((len(tensors_in(output)), readers.functions))
+        apart, again = readers.own_backward, readers.recomputed
+        return Modes(
+            seen[0] != seen[1],
+            several,
+            {path: apart[module] for path, module in model.named_modules() if module in apart},
+            {name: again[id(p)] for name, p in model.named_parameters() if id(p) in again},
+            frozenset(updated),
+        )
+
+
+def _unlearned(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_buffers()), **plain_tensors(model)}
+
+
+class _Readers(TorchFunctionMode):
+    """Record functions that read parameters, and code with a custom backward pass that they run in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+        self.own_backward: dict[Any, str] = {}
+        self.recomputed: dict[int, str] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        if read := [id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]:
+            self.functions.append((func, *read))
+        module, apart = called_apart()
+        if apart:
+            self.own_backward[module] = apart
+            self.recomputed |= dict.fromkeys(read, apart)
+        return func(*args, **(kwargs or {}))

@@ -1,79 +1,44 @@
-"""Source line of a traced operation; module attributes with hard-coded sizes."""
+"""Find, read and write the attributes of modules from which a forward takes its sizes."""
 
 import copy
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from growlab.widths.groups import Written
+from growlab.widths.groups import HardcodedSize
 from growlab.widths.layout import Axis, Part
 
 # Attributes for torch's bookkeeping in every module.
 _TORCHS = frozenset(vars(nn.Module()))
 # Most dots in the path of an attribute; `attention.config.heads` has two.
 _DEEPEST = 3
-# Folders of torch and of this package, whose code is not the user's.
-_NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
-
-
-def module_of(node: Any) -> str:
-    """Path of the module whose forward calls a node's operation; empty for the network itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    # A module that is called again has `@1` behind its path.
-    return next((entry[0].partition("@")[0] for entry in reversed(stack.values())), "")
-
-
-def place_of(node: Any) -> str:
-    """` in module PATH (File "...", line N, in FUNCTION)` of a node's operation, as much of it as is known."""
-    module = module_of(node)
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    where = next((line for line in reversed(lines) if line.startswith("File ")), "")
-    return (f" in module {module}" if module else "") + (f" ({where})" if where else "")
-
-
-def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
-    """`FILE:LINE` of the innermost call in the user's code; empty if not found.
-
-    Args:
-        frames: file and line of calls, outermost first.
-    """
-    own = [(path, line) for path, line in frames if not path.startswith(_NOT_THE_USERS)]
-    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
-
-
-def line_of_node(node: Any) -> str:
-    """`FILE:LINE` of the user's code that runs a node's operation; empty if unknown."""
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return line_of((path, int(line)) for path, line in frames)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that modules keep as plain attributes, by name: not in any state_dict, and not moved with the network."""
     modules = model.named_modules(remove_duplicate=False)
     named = ((path, name, content) for path, module in modules for name, content in vars(module).items())
-    return {f"{path}.{name}".lstrip("."): held for path, name, held in named if isinstance(held, Tensor)}
+    return {
+        f"{path}.{name}".lstrip("."): content for path, name, content in named if isinstance(content, Tensor)
+    }
 
 
 def written_sizes(
     model: nn.Module,
     sizes: Iterable[tuple[str, int, tuple[Part, ...]]],
     inside: Iterable[tuple[str, int, tuple[Part, ...]]] = (),
-) -> dict[Written, Axis]:
+) -> dict[HardcodedSize, Axis]:
     """Find attributes of modules whose integer equals a size that a forward asks for.
 
-    `narrowing` tests whether the forward really takes the size from there. Integers are sought on the module that asks;
-    if it has none of that size, on its submodules, then on the modules that contain it.
+    `trials` tests whether the forward really takes the size from there. Integers are sought on the module that asks; if
+    it has none of that size, on its submodules, then on the modules that contain it.
 
     Args:
         model: the network at full width.
         sizes: module path, size at full width, and the parts of the axis it belongs to.
-        inside: the same for inputs of layers. Modules that contain the layer may check such a size without a forward
-            asking for it.
+        inside: the same for inputs of layers, of which modules that contain the layer may check the size unasked.
 
     Returns:
         The axis that each attribute counts. Attributes that match several axes are left out.
@@ -83,31 +48,25 @@ def written_sizes(
     names = {module: path for path, module in reversed(list(model.named_modules()))}
     aliases = {path: names[m] for path, m in model.named_modules(remove_duplicate=False)}
     kept = {path: list(_integers_of(module)) for path, module in modules.items()}
-    found: dict[Written, Axis] = {}
-    ambiguous = set()
+    found: dict[HardcodedSize, dict[Axis, None]] = {}
+
+    def places(path: str, size: int) -> list[HardcodedSize]:
+        owner = aliases[path]
+        return [HardcodedSize(owner, attribute, index) for attribute, index, n in kept[owner] if n == size]
+
     for path, size, parts in dict.fromkeys(sizes):
         for paths in _nearest(aliases.get(path, path), modules):
-            places = [
-                Written(aliases[owner], attribute, index)
-                for owner in paths
-                for attribute, index, number in kept[aliases[owner]]
-                if number == size
-            ]
-            for place in places:
-                axis = Axis(parts, "out")
-                if found.setdefault(place, axis) != axis:
-                    ambiguous.add(place)
-            if places:
+            if near := [place for owner in paths for place in places(owner, size)]:
+                for place in near:
+                    found.setdefault(place, {})[Axis(parts, "out")] = None
                 break
     asked = set(found)
     for path, size, parts in dict.fromkeys(inside):
         while path:
             path = path.rpartition(".")[0]
-            for attribute, index, number in kept[aliases[path]]:
-                place, axis = Written(aliases[path], attribute, index), Axis(parts, "out")
-                if number == size and place not in asked and found.setdefault(place, axis) != axis:
-                    ambiguous.add(place)
-    return {place: axis for place, axis in found.items() if place not in ambiguous}
+            for place in (place for place in places(path, size) if place not in asked):
+                found.setdefault(place, {})[Axis(parts, "out")] = None
+    return {place: next(iter(axes)) for place, axes in found.items() if len(axes) == 1}
 
 
 def _nearest(path: str, modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
@@ -153,7 +112,7 @@ def _attributes(content: Any) -> dict[str, Any]:
     return {} if isinstance(content, (type, nn.Module)) else dict(getattr(content, "__dict__", {}))
 
 
-def kept_at(module: nn.Module, place: Written) -> Any:
+def kept_at(module: nn.Module, place: HardcodedSize) -> Any:
     """Return the size stored at a place; None if it cannot be read, as when a forward has replaced a module."""
     content: Any = module
     for name in place.attribute.split("."):
@@ -165,7 +124,7 @@ def kept_at(module: nn.Module, place: Written) -> Any:
     return content if place.index is None else content[place.index]
 
 
-def write(module: nn.Module, place: Written, size: int) -> None:
+def write(module: nn.Module, place: HardcodedSize, size: int) -> None:
     """Store a size at a place of a module; objects on the path are replaced by copies, since they may be shared."""
     first, *rest = place.attribute.split(".")
     setattr(module, first, _with(getattr(module, first), rest, place.index, size))

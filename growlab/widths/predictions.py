@@ -19,42 +19,26 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from growlab.widths.groups import ChannelNorm
 from growlab.widths.inputs import call_with, values_of
 from growlab.widths.layout import Axis
-from growlab.widths.meta import corrected_shapes
+from growlab.widths.meta import corrected_shapes, unwarned
 
-# Operations without arithmetic, some of which torch.export omits and others it inserts.
-_NO_ARITHMETIC = frozenset(
-    (
-        *("getitem", "detach", "detach_", "alias", "_set_grad_enabled", "_assert_async"),
-        "contiguous",  # torch leaves it out where a tensor is contiguous already, as of one head
-        *("_enter_autocast", "_exit_autocast", "wrap_with_autocast", "wrap_with_set_grad_enabled"),
-        *("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "sym_size"),
-    )
-)
+# Operations without arithmetic, some of which torch.export omits and others it inserts; `contiguous` is left out where
+# a tensor is contiguous already, as of one head.
+_NO_ARITHMETIC = """
+getitem detach detach_ alias contiguous _set_grad_enabled _assert_async _enter_autocast _exit_autocast
+wrap_with_autocast wrap_with_set_grad_enabled _assert_tensor_metadata _assert_scalar sym_constrain_range sym_size
+"""
 # Integers that enter arithmetic; all others are dimensions, sizes and strides, which shapes show.
-_OPERANDS = frozenset(("self", "other", "exponent", "alpha", "value", "min", "max", "fill_value"))
+_OPERANDS = {"self", "other", "exponent", "alpha", "value", "min", "max", "fill_value"}
 # Operations whose sizes or numbers the code may compute from a width in another way than tracing assumes.
-_SIZED = frozenset(
-    (
-        *(
-            "view",
-            "reshape",
-            "_unsafe_view",
-            "unflatten",
-            "expand",
-            "repeat",
-            "tile",
-            "split",
-            "split_with_sizes",
-        ),
-        *("chunk", "tensor_split", "unfold", "as_strided", "repeat_interleave", "slice", "narrow", "pad"),
-        *("constant_pad_nd", "group_norm", "roll", "multi_head_attention_forward"),
-    )
-)
+_SIZED = """
+view reshape _unsafe_view unflatten expand repeat tile split split_with_sizes chunk tensor_split unfold as_strided
+repeat_interleave slice narrow pad constant_pad_nd group_norm roll multi_head_attention_forward
+"""
 # Arguments that no shape shows: the number of parts into which an operation divides channels.
 _PARTS = {"group_norm": "num_groups", "channel_shuffle": "groups"}
 # Placeholder for that number if each channel is a part: it then grows with the channels.
 _EACH = -1
-_ARITHMETIC = frozenset(("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention"))
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention")
 # Powers of the number of channels that Euclidean norms and sums of squares are multiplied by.
 _POWERS = (0.5, -0.5, 1, -1)
 # Creates a tensor from numbers in the code.
@@ -122,7 +106,7 @@ class Seen:
 
 def computes(operation: str) -> bool:
     """Return True if operations of this name are compared: False for those without arithmetic."""
-    return operation not in _NO_ARITHMETIC
+    return operation not in _NO_ARITHMETIC.split()
 
 
 def name_of(operation: str) -> str:
@@ -197,13 +181,8 @@ class _Recorder(SchemaCheckMode):
 
 
 def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
-    """Run a network and return its operations in order.
-
-    Args:
-        model: network in the mode that it is to run in.
-        inputs: positional inputs of the forward.
-    """
-    with torch.no_grad(), corrected_shapes(), enable_python_dispatcher(), _Recorder() as recorder:
+    """Run a network in its present mode and return its operations in order."""
+    with unwarned(), torch.no_grad(), corrected_shapes(), enable_python_dispatcher(), _Recorder() as recorder:
         try:
             call_with(model, inputs)
         except RuntimeError:
@@ -234,12 +213,13 @@ class Predictions:
     @property
     def in_doubt(self) -> bool:
         """True if the forward may compute with a width in a way that the shapes of its outputs do not show."""
-        return any(
-            call.operation.rstrip("_") in _ARITHMETIC
-            or (call.operation in _SIZED and any(axis.groups for axes in call.shapes for axis in axes))
-            for call in self._calls
-            if call.numbers or call.operation in _SIZED
-        )
+
+        def depends(call: Call) -> bool:
+            if call.operation in _SIZED.split():
+                return any(axis.groups for axes in call.shapes for axis in axes)
+            return bool(call.numbers) and call.operation.rstrip("_") in _ARITHMETIC
+
+        return any(map(depends, self._calls))
 
     def agree(
         self, narrow: Sequence[Seen], widths: Mapping[str, int], at_full_width: Callable[[], Sequence[Seen]]

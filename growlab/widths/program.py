@@ -1,6 +1,9 @@
-"""Queries on exported programs: operations, shapes, parameters that are read, and dependence on data."""
+"""Queries on exported programs: operations, shapes, source lines, entries that are moved, dependence on data."""
 
-from collections.abc import Iterator, Mapping
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +14,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from growlab.base.errors import UserError
-from growlab.widths.places import place_of, plain_tensors
+from growlab.widths.places import plain_tensors
+
+# Folders of torch and of this package, whose code is not the user's.
+_NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+#: Operations that change nothing but the shape.
+RESHAPING = (
+    *("flatten", "view", "reshape", "reshape_as", "_unsafe_view", "unflatten"),
+    *("squeeze", "unsqueeze", "view_as", "squeeze_"),
+)
+# Operations that move entries without changing their values, and those above.
+_MOVING = """
+permute transpose swapaxes swapdims mT mH adjoint moveaxis t slice select narrow split chunk split_with_sizes unbind
+getitem contiguous clone alias expand movedim
+"""
+_LAYERS = frozenset(("linear", "matmul", "mm", "addmm"))
 
 
 class UnsupportedOperation(UserError, ValueError):
@@ -21,11 +38,35 @@ class UnsupportedOperation(UserError, ValueError):
 def operation_of(node: Any) -> str:
     """Name of a node's operation without namespace and overload."""
     schema = getattr(node.target, "_schema", None)
-    return (
-        getattr(node.target, "__name__", str(node.target))
-        if schema is None
-        else str(schema.name.rpartition("::")[2])
-    )
+    name = getattr(node.target, "__name__", str(node.target)) if schema is None else schema.name
+    return str(name.rpartition("::")[2])
+
+
+def module_of(node: Any) -> str:
+    """Path of the module whose forward calls a node's operation; empty for the network itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    # A module that is called again has `@1` behind its path.
+    return next((entry[0].partition("@")[0] for entry in reversed(stack.values())), "")
+
+
+def place_of(node: Any) -> str:
+    """` in module PATH (File "...", line N, in FUNCTION)` of a node's operation, as much of it as is known."""
+    module = module_of(node)
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    where = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return (f" in module {module}" if module else "") + (f" ({where})" if where else "")
+
+
+def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
+    """`FILE:LINE` of the innermost call in the user's code, given those of all calls, outermost first; or ""."""
+    own = [(path, line) for path, line in frames if not path.startswith(_NOT_THE_USERS)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def line_of_node(node: Any) -> str:
+    """`FILE:LINE` of the user's code that runs a node's operation; empty if unknown."""
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return line_of((path, int(line)) for path, line in frames)
 
 
 def operations(part: torch.fx.GraphModule) -> Iterator[str]:
@@ -62,11 +103,7 @@ def is_pointwise(node: Any) -> bool:
 
 
 def parts_of(node: Any) -> torch.fx.GraphModule | None:
-    """Decompose a composite operation into a graph over its input tensors; None if it is not composite.
-
-    Args:
-        node: node of an exported program.
-    """
+    """Decompose a composite operation into a graph over its input tensors; None if it is not composite."""
     leaves, spec = tree_flatten((node.args, node.kwargs))
     nodes = [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node)]
     tensors = [value for leaf in nodes if isinstance(value := leaf.meta.get("val"), FakeTensor)]
@@ -110,6 +147,17 @@ def shapes_of(node: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors]
 
 
+def as_computed(node: Any, results: Sequence[Any]) -> Any:
+    """Return the results of a node as a list if it computes several, else the only one; None if it has none."""
+    several = isinstance(node.meta.get("val"), (tuple, list))
+    return list(results) if several else next(iter(results), None)
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Full-width shape of the (first) tensor that a node computes; see `shapes_of`."""
+    return shapes_of(node)[0]
+
+
 def depends_on_data(program: torch.export.ExportedProgram) -> bool:
     """Return True if sizes in a program, or numbers that it computes with, depend on numbers in the data."""
     values = (tree_leaves(node.meta.get("val")) for node in _nodes(program))
@@ -135,13 +183,7 @@ class _Settling(torch.fx.Interpreter):
 
 
 def settle(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """Replace sizes and numbers that depend on data by those of an example.
-
-    Args:
-        program: changed in place; it is run, including its writes to buffers.
-        inputs: positional inputs.
-        named: keyword inputs.
-    """
+    """Replace sizes and numbers that depend on data by those of an example, in place; runs the program."""
     _Settling(program.graph_module).run(*program._graph_module_flat_inputs(inputs, named))
 
 
@@ -213,12 +255,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -> None:
-    """Rename modules that are registered under several names to the first one, as `named_modules` does.
-
-    Args:
-        program: exported program of the model; changed in place.
-        model: the network.
-    """
+    """Rename modules that are registered under several names to the first one, in place, as `named_modules` does."""
     first = {module: path for path, module in model.named_modules()}
     names = {path: first[module] for path, module in model.named_modules(remove_duplicate=False)}
     if len(first) == len(names):
@@ -236,3 +273,76 @@ def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -
                 node.meta["nn_module_stack"] = {
                     key: (named(path), *rest) for key, (path, *rest) in stack.items()
                 }
+
+
+def spans(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Yield the shortest runs of dimensions with equal numbers of entries in two shapes of the same entries."""
+    old = new = 0
+    while old < len(before) or new < len(after):
+        old_end, new_end = min(old + 1, len(before)), min(new + 1, len(after))
+        while math.prod(before[old:old_end]) != math.prod(after[new:new_end]):
+            if math.prod(before[old:old_end]) < math.prod(after[new:new_end]) and old_end < len(before):
+                old_end += 1
+            elif new_end < len(after):
+                new_end += 1
+            else:
+                old_end += 1
+        yield range(old, old_end), range(new, new_end)
+        old, new = old_end, new_end
+
+
+def growing_dimensions(
+    wide: torch.export.ExportedProgram, narrow: torch.export.ExportedProgram, source: Callable[[str], str]
+) -> dict[str, int]:
+    """Find the dimension that each reshape makes larger in a wider network than in a narrower one.
+
+    Args:
+        wide: exported program of the wider network.
+        narrow: exported program of a narrower network of the same class.
+        source: maps the path of a module of the wider network to that of its counterpart.
+
+    Returns:
+        By node name, how many dimensions split from the same one are to the right of it, sizes of 1 not counted.
+    """
+    own, others = _reshapes(wide), _reshapes(narrow)
+    found = {}
+    for path, nodes in own.items():
+        theirs = others.get(source(path), [])
+        for node, other in zip(nodes, theirs, strict=True) if len(nodes) == len(theirs) else ():
+            (after,), (less,) = shapes_of(node), shapes_of(other)
+            if len(after) != len(less):
+                continue
+            for _, span in spans(shapes_of(node.args[0])[0], after):
+                several = [place for place in span if after[place] != 1]
+                grown = [index for index, place in enumerate(several) if after[place] != less[place]]
+                if len(grown) == 1 and len(several) > 1:
+                    found[node.name] = len(several) - 1 - grown[0]
+    return found
+
+
+def _reshapes(program: torch.export.ExportedProgram) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for node in program.graph_module.graph.nodes:
+        if node.op == "call_function" and operation_of(node) in RESHAPING:
+            found.setdefault(module_of(node), []).append(node)
+    return found
+
+
+def rows_of(node: Any) -> tuple[int, ...] | None:
+    """Return the rows of the linear layer's weight that a node's entries come from; None if they cannot be followed."""
+    path = []
+    while operation_of(node) not in _LAYERS:
+        if node.op != "call_function" or not node.all_input_nodes:
+            return None
+        path.append(node)
+        node = node.all_input_nodes[0]
+    (shape,) = shapes_of(node)
+    rows: Any = torch.arange(shape[-1]).expand(shape).contiguous()
+    for each in reversed(path):
+        if operation_of(each) == "getitem":
+            rows = rows[each.args[1]]
+        elif operation_of(each) in (*RESHAPING, *_MOVING.split()):
+            rows = each.target(rows, *each.args[1:], **each.kwargs)
+        elif shapes_of(each)[0] != tuple(rows.shape):
+            return None
+    return tuple(rows.unique().tolist())

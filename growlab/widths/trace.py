@@ -2,12 +2,12 @@
 
 import io
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,35 +19,44 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from growlab.widths.counterparts import growing_dimensions
 from growlab.widths.groups import WidthGraph
-from growlab.widths.inputs import Example, by_name_alone, call_with, inputs_of, listed, named_in, values_of
-from growlab.widths.meta import corrected_shapes
-from growlab.widths.modes import Modes, modes_of
-from growlab.widths.narrowing import without, without_what_breaks
+from growlab.widths.inputs import (
+    Alone,
+    Example,
+    by_name_alone,
+    call_with,
+    inputs_of,
+    inputs_to,
+    listed,
+    named_in,
+    path_of,
+    tensors_in,
+    values_of,
+)
+from growlab.widths.meta import (
+    FAILURES,
+    asks_for_numbers,
+    corrected_shapes,
+    modes_of,
+    named_tensors,
+    own_line,
+    share_attributes,
+    unwarned,
+)
 from growlab.widths.places import plain_tensors
 from growlab.widths.predictions import Call
 from growlab.widths.program import (
     UnsupportedOperation,
     depends_on_data,
+    growing_dimensions,
     name_modules_once,
     operations,
     settle,
     unread_parameters,
 )
-from growlab.widths.submodules import Alone, inputs_to, path_of
-from growlab.widths.tracer import OUTPUT, Tracer
-from growlab.widths.trials import (
-    FAILS,
-    FAILURES,
-    OTHERWISE,
-    asks_for_numbers,
-    named_tensors,
-    own_line,
-    share_attributes,
-    tensors_in,
-)
+from growlab.widths.trials import FAILS, OTHERWISE, freeze_failing_groups, without
 from growlab.widths.unchanged import Snapshot, unchanged
+from growlab.widths.walk import OUTPUT, Walk
 
 # A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
 _PASSES = 3
@@ -102,7 +111,7 @@ def trace(
             except UnsupportedOperation:
                 # The inputs are not a batch, or not all of them have a row per sample.
                 continue
-            return max(graph, other, key=lambda found: _growing(model, found))
+            return _most_growing(model, [graph, other])
         return graph
 
 
@@ -126,7 +135,7 @@ def _traced_alone(
         },
     )
     with unchanged(model, copied="nothing"):
-        return without_what_breaks(model, graph, inputs, (), any_rows=True)
+        return freeze_failing_groups(model, graph, inputs, (), any_rows=True)
 
 
 def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -143,16 +152,17 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ..
     if not rows or number is None or not any(size % rows == 0 for size in sizes):
         return []
     index = torch.arange(number) % rows
-    alike = [value for value in tensors if len(value) == rows]
+    same_rows = [value for value in tensors if len(value) == rows]
 
     def with_others(chosen: Sequence[Tensor]) -> tuple[Any, ...]:
-        return tree_map_only(
-            Tensor,
-            lambda value: value[index.to(value.device)] if any(value is one for one in chosen) else value,
-            inputs,
-        )
+        def other(value: Tensor) -> Tensor:
+            return value[index.to(value.device)] if any(value is one for one in chosen) else value
 
-    return [with_others(chosen) for chosen in ([alike, alike[:1]] if len(alike) > 1 else [alike])]
+        return tree_map_only(Tensor, other, inputs)
+
+    return [
+        with_others(chosen) for chosen in ([same_rows, same_rows[:1]] if len(same_rows) > 1 else [same_rows])
+    ]
 
 
 def _traced(
@@ -167,14 +177,10 @@ def _traced(
         with suppress(UnsupportedOperation):
             trained = _exported(model, inputs, training=True)
             graphs.append(_traced_program(trained, model, inputs, opaque, {**settings, "training": True}))
-        if graphs and set(graphs[0].fixed.values()) <= {OUTPUT}:
-            return _without_own_backward(model, graphs[0], modes)
-    graphs.append(_traced_program(evaluated, model, inputs, opaque, settings))
-    return _without_own_backward(model, max(graphs, key=lambda found: _growing(model, found)), modes)
-
-
-def _without_own_backward(model: nn.Module, graph: WidthGraph, modes: Modes) -> WidthGraph:
-    """Remove groups that are normalised in code whose custom backward pass ignores growth's change of statistics."""
+    if not graphs or not set(graphs[0].fixed.values()) <= {OUTPUT}:
+        graphs.append(_traced_program(evaluated, model, inputs, opaque, settings))
+    graph = _most_growing(model, graphs)
+    # Code whose custom backward pass ignores growth's change of statistics.
     for norm in graph.channel_norms:
         if apart := modes.own_backward.get(norm.name):
             reason = (
@@ -204,13 +210,13 @@ def _traced_program(
     training = always.pop("training", False)
     always["plain"] = _plain_constants(program, model.train(training), inputs) - always["updated"]
 
-    def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Tracer]:
+    def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Walk]:
         graph, calls, last = _best_pass(program, model, moved or {}, {**always, **settings})
-        graphs.append(without_what_breaks(model, graph, inputs, calls, training))
+        graphs.append(freeze_failing_groups(model, graph, inputs, calls, training))
         return graph, last
 
     try:
-        graph, tracer = find()
+        graph, walk = find()
     except UnsupportedOperation:
         # With growing streams under layer normalisation, channels reach operations without a channel rule.
         find(weighted_norms=False)
@@ -218,22 +224,22 @@ def _traced_program(
     if len(graphs[0].attentions) < len(graph.attentions):
         # Where a head dimension is hard-coded, whole heads may grow instead.
         find(heads="number")
-    if tracer.attending and max(len(found.groups) for found in graphs) < len(graph.groups):
+    if walk.record.attending and max(len(found.groups) for found in graphs) < len(graph.groups):
         # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
         # All layers at once: the stream does not grow before each of them lets it.
-        tied = frozenset(tracer.attending)
-        find(tracer.moved, heads="number", tied=tied)
+        tied = frozenset(walk.record.attending)
+        find(walk.record.moved, heads="number", tied=tied)
         if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
             # The number of heads may be hard-coded: then each head grows with the stream.
             find(tied=tied)
-    if tracer.multiplies:
+    if walk.record.multiplies:
         # Where neither can grow, as with a single hand-written head, its values may.
         with suppress(UnsupportedOperation):
             # They may reach an operation without a channel rule.
             graph, calls, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
             if _growing(model, graph) > max(_growing(model, found) for found in graphs):
-                graphs.append(without_what_breaks(model, graph, inputs, calls, training))
-    return max(graphs, key=lambda graph: _growing(model, graph))
+                graphs.append(freeze_failing_groups(model, graph, inputs, calls, training))
+    return _most_growing(model, graphs)
 
 
 def _plain_constants(
@@ -244,8 +250,7 @@ def _plain_constants(
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         if name not in known or not known[name].is_leaf or known[name].requires_grad:
             continue
-        with unchanged(model, copied="all but parameters"), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with unchanged(model, copied="all but parameters"), torch.no_grad(), unwarned():
             path, _, own = name.rpartition(".")
             module = model.get_submodule(path)
             setattr(module, own, None)
@@ -258,10 +263,7 @@ def _plain_constants(
 
 
 def layouts(
-    model: nn.Module,
-    example: Example,
-    narrower: nn.Module | None = None,
-    source: Callable[[str], str] = str,
+    model: nn.Module, example: Example, narrower: nn.Module | None = None, source: Callable[[str], str] = str
 ) -> WidthGraph:
     """Derive the width graph from a network's operations alone, without testing its code at other widths.
 
@@ -289,28 +291,19 @@ def layouts(
 def _exported(
     model: nn.Module, inputs: tuple[Any, ...], training: bool = False
 ) -> torch.export.ExportedProgram:
+    kept = unchanged(model, copied="all but parameters")
     try:
-        quiet = warnings.catch_warnings()
-        with (
-            quiet,
-            torch.no_grad(),
-            unchanged(model, copied="all but parameters"),
-            _masks_as_given(),
-            _exportable(model),
-            corrected_shapes(),
-            _DrawsFromGlobal(),
-        ):
-            warnings.simplefilter("ignore")
+        with unwarned(), torch.no_grad(), kept, _masks_as_given(), _exportable(model), corrected_shapes():
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
             _without_caches(model.train(training))
-            # torch.export prints an incomplete program there.
-            with redirect_stderr(io.StringIO()):
+            # torch.export prints an incomplete program to stderr.
+            with _DrawsFromGlobal(), redirect_stderr(io.StringIO()):
                 program = _program(model, inputs)
     except UnsupportedOperation:
         raise
     except Exception as error:
-        raise _not_exported(model, inputs, error) from error
+        raise UnsupportedOperation(_why_not_exported(model, inputs, error)) from error
     finally:
         for log in _TORCH_LOGS:
             log.removeFilter(_never)
@@ -388,65 +381,53 @@ def _without_caches(model: nn.Module) -> None:
             config.use_cache = False
 
 
-@contextmanager
-def _masks_as_given() -> Iterator[None]:
+def _masks_as_given() -> AbstractContextManager[Any]:
     """Stop torch's transformers from inspecting whether a mask is causal.
 
     torch.export cannot follow the inspection, which only chooses a kernel. There is no public switch for it.
     """
-    looks = getattr(transformer, "_detect_is_causal_mask", None)
-    if looks is None:
-        yield
-        return
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = looks
+
+    def as_given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return bool(is_causal)
+
+    return patch.object(transformer, "_detect_is_causal_mask", as_given, create=True)
 
 
-def _not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> UnsupportedOperation:
-    """Return the error for a failed export: the network itself fails on the input, or torch.export cannot follow it."""
+def _why_not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exception) -> str:
+    """Explain a failed export: the network itself fails on the input, or torch.export cannot follow it."""
     name = type(model).__name__
     for path, module in model.named_modules():
-        if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
-            return UnsupportedOperation(
-                f"{path or name} ({type(module).__name__}) has no shape yet; call the network once on an example input."
-            )
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            kind = type(module).__name__
+            return f"{path or name} ({kind}) has no shape yet; call the network once on an example input."
         if isinstance(module, torch.jit.ScriptModule):
-            return UnsupportedOperation(
-                f"{path or name} is a torch.jit.ScriptModule, which cannot be traced; script the network at the end."
-            )
-    empty = next((own for own, tensor in model.named_parameters() if not tensor.numel()), None)
-    if empty is not None:
-        shape = list(model.get_parameter(empty).shape)
-        return UnsupportedOperation(
-            f"{empty} of {name} is of the shape {shape}, without entries: give the network widths of at least 1."
-        )
+            what = f"{path or name} is a torch.jit.ScriptModule, which cannot be traced"
+            return f"{what}; script the network at the end."
+    for own, tensor in model.named_parameters():
+        if not tensor.numel():
+            shape = f"of the shape {list(tensor.shape)}, without entries"
+            return f"{own} of {name} is {shape}: give the network widths of at least 1."
     try:
         with torch.no_grad(), unchanged(model), _Packing() as packing:
             call_with(model, inputs)
-    except Exception as own:
-        if (asked := asks_for_numbers(model, own)) is not None:
+    except Exception as failure:
+        if asked := asks_for_numbers(model, failure):
             return asked
         if (wanted := by_name_alone(model)) and not set(wanted) <= named_in(inputs).keys():
-            return UnsupportedOperation(
+            return (
                 f"{name} takes {', '.join(wanted)} by name alone: give the example as a dictionary of all its inputs "
                 "by name; growlab's own runner gives inputs by position, so let the forward take them so there."
             )
-        return UnsupportedOperation(
-            f"{name} cannot compute an input of {listed(inputs)} ({_told(own)}); choose data that it fits, or another "
-            "network."
-        )
+        computed = f"{name} cannot compute an input of {listed(inputs)} ({_first_line(failure)})"
+        return f"{computed}; choose data that it fits, or another network."
     if any(isinstance(x, PackedSequence) for x in values_of(inputs)) or packing.seen:
-        return UnsupportedOperation(
+        return (
             f"{name} packs sequences, which torch.export cannot follow: run its recurrent layers on padded sequences "
-            "and mask what lies behind the ends, or let a part of it grow that takes plain tensors (Grower(..., "
-            "trace=SUBMODULE))."
+            "and mask the padding, or let a part of it grow that takes plain tensors (Grower(..., trace=SUBMODULE))."
         )
-    return UnsupportedOperation(
-        f"torch.export cannot follow {name}{_line_of(error)}: {_told(error)}; let only a part of it grow that does "
-        "without (Grower(..., trace=SUBMODULE)), or train it at a fixed size."
+    return (
+        f"torch.export cannot follow {name}{_line_of(error)}: {_first_line(error)}; let only a part of it grow that "
+        "does without (Grower(..., trace=SUBMODULE)), or train it at a fixed size."
     )
 
 
@@ -477,13 +458,17 @@ class _Packing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     first_line = (str(error).strip().splitlines() or ["no message"])[0]
     return f"{type(error).__name__}: {first_line}"
 
 
 def _never(record: logging.LogRecord) -> bool:
     return False
+
+
+def _most_growing(model: nn.Module, graphs: Sequence[WidthGraph]) -> WidthGraph:
+    return max(graphs, key=lambda graph: _growing(model, graph))
 
 
 def _growing(model: nn.Module, graph: WidthGraph) -> tuple[int, int]:
@@ -500,31 +485,25 @@ def _best_pass(
     model: nn.Module,
     moved: Mapping[str, int],
     settings: Mapping[str, Any],
-) -> tuple[WidthGraph, list[Call], Tracer]:
-    """Interpret a program several times, moving growing dimensions that attention sums over one to the left.
+) -> tuple[WidthGraph, list[Call], Walk]:
+    """Walk a program several times, moving growing dimensions that attention sums over one to the left.
 
-    Returns the graph in which most parameters grow, its operations, and the tracer of the last complete pass.
+    Returns the graph in which most parameters grow, its operations, and the last complete walk.
     """
-    settings = dict(settings)
-    about = {name: settings.pop(name) for name in ("several_outputs", "updated") if name in settings}
-    best: tuple[WidthGraph, list[Call]] | None = None
-    most = (-1, -1)
+    about = {name: settings[name] for name in ("several_outputs", "updated") if name in settings}
+    settings = {name: value for name, value in settings.items() if name not in about}
+    walks: list[tuple[WidthGraph, Walk]] = []
     for _ in range(_PASSES):
-        further = Tracer(program, model, moved=moved, **settings)
+        walk = Walk(program, model, moved=moved, **settings)
         try:
-            graph = further.run(**about)
+            walks.append((walk.run(**about), walk))
         except UnsupportedOperation:
             # A moved dimension has reached an operation without a channel rule.
-            if best is None:
+            if not walks:
                 raise
             break
-        tracer = further
-        growing = _growing(model, graph)
-        if growing > most:
-            best, most = (graph, tracer.calls), growing
-        again = tracer.summed_over()
-        if not again:
+        if not (again := walk.record.summed_over()):
             break
         moved = {**moved, **{node: moved.get(node, 0) + 1 for node in again}}
-    assert best is not None
-    return *best, tracer
+    graph, best = max(walks, key=lambda found: _growing(model, found[0]))
+    return graph, best.calls, walks[-1][1]

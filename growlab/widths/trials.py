@@ -1,36 +1,40 @@
-"""Run a network at narrow widths, without memory (device meta) where possible."""
+"""Run a network at narrow widths; groups whose width its code fixes keep their full width.
 
-import copy
-import os
+A forward may contain a width as a constant (`x.view(b, 12, 64)`), which in the graph cannot be distinguished from a
+size that follows the channels. So every graph is tested: the network is narrowed, without memory (device meta) where
+possible, and run; groups whose narrowing breaks it are left at full width.
+"""
+
+import re
 import traceback
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
+from functools import cached_property
+from itertools import combinations, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-from growlab.widths.groups import ChannelNorm, WidthGraph, Written
-from growlab.widths.inputs import call_with, changed
-from growlab.widths.layout import Axis
-from growlab.widths.meta import Shapes
-from growlab.widths.places import kept_at, line_of, write
+from growlab.widths.groups import ChannelNorm, HardcodedSize, WidthGraph
+from growlab.widths.inputs import call_with, tensors_in
+from growlab.widths.layout import Axis, Part
+from growlab.widths.meta import FAILURES, Shapes, lightened, unwarned
+from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
-from growlab.widths.program import UnsupportedOperation
+from growlab.widths.program import line_of
 from growlab.widths.replaced import note_restored
 from growlab.widths.resize import replace_tensors, resized, tensors_of
 from growlab.widths.unchanged import Snapshot
 
-#: Exceptions that a network may raise at sizes it was not written for, such as for a layer that it lacks there.
-FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
-
 #: First words of the reason why a group stays: narrowing it makes the forward fail, or compute something else.
 FAILS = "the code fails at narrow widths"
 OTHERWISE = "the code computes something else at narrow widths"
+
+
+_MOST_ATTEMPTS = 32
 
 
 class Trials:
@@ -58,62 +62,62 @@ class Trials:
     ) -> None:
         self._training, self._first = training, int(any_rows)
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
-        self.attributes: Mapping[Written, Axis] = {}
+        self.attributes: Mapping[HardcodedSize, Axis] = {}
         self._model, self._inputs, self._kept = model, inputs, kept
         self._full = tensors_of(self._model, graph)
+        expected = {}
+        for mode in (False, True):
+            with self._undone():
+                expected[mode] = self._run(mode)
         # Train mode is tried as well only if it does something else than eval mode.
-        self._modes: tuple[bool, ...] = (False, True)
-        evaluated, trained = (self._run_at_full_width(training) for training in self._modes)
-        if evaluated == trained:
-            self._modes = (False,)
-        self._expected = [shapes for shapes, _ in (evaluated, trained)][: len(self._modes)]
+        modes = (False,) if expected[False] == expected[True] else (False, True)
+        self._expected = {mode: expected[mode][0] for mode in modes}
         self._widths = _trial_widths(graph)
         # Narrow widths that differ from each other as much as possible.
         halves, apart = self._widths[0], self._widths[-1]
         self._apart = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in apart.items()}
-        self._reference: list[Any] | None = None
-        self._full_calls: list[list[Seen]] | None = None
         #: Reason of the last failure; and the reason why each group could not be narrowed.
         self.failure = ""
         self.failures: dict[str, str] = {}
 
-    def work(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
+    def work(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
         """Return True if the network runs as tracing predicts while these groups are narrow.
 
         Args:
             names: groups.
             attributes: attributes of modules that follow the widths; None: `self.attributes`.
         """
-        names = list(names)
         return self.run(names, attributes) and self.compute_the_same(names, attributes)
 
-    def run(self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None) -> bool:
+    def run(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
         """Return True if the network runs and its outputs have the right shapes: the first half of `work`."""
-        graph, wanted = self._following(attributes), set(names)
-        full = self._graph.full_widths
+        graph = self._following(attributes)
         for number, widths in enumerate(self._widths):
-            if not self._runs(graph, {name: widths[name] if name in wanted else full[name] for name in full}):
+            if not self._runs(graph, self._only(names, widths)):
                 # The widths that have just failed are the likeliest to fail again.
                 self._widths.insert(0, self._widths.pop(number))
                 return False
         return True
 
+    def _only(self, names: Collection[str], widths: Mapping[str, int]) -> dict[str, int]:
+        chosen, full = set(names), self._graph.full_widths
+        return {name: widths[name] if name in chosen else full[name] for name in full}
+
     def compute_the_same(
-        self, names: Iterable[str], attributes: Mapping[Written, Axis] | None = None
+        self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None
     ) -> bool:
         """Return True if the network runs the operations that tracing predicts: the second half of `work`."""
         if not self._predictions.in_doubt:
             return True
-        wanted, full = set(names), self._graph.full_widths
-        widths = {name: self._apart[name] if name in wanted else full[name] for name in full}
+        widths = self._only(names, self._apart)
         try:
             with self._narrow(self._following(attributes), widths):
                 narrow = self._calls()
         except FAILURES as error:
             self.failure = _raised(error)
             # Operations of some networks cannot be recorded at any width.
-            return self._at_full_width() is None
-        agree = self._predictions.agree(narrow, widths, lambda: self._at_full_width() or [])
+            return self._full_calls is None
+        agree = self._predictions.agree(narrow, widths, lambda: self._full_calls or [])
         if not agree:
             self.failure = f"{OTHERWISE}: {self._predictions.difference}"
         return agree
@@ -123,10 +127,10 @@ class Trials:
         """Norms whose number of channels the forward computes with."""
         return self._predictions.counted
 
-    def _following(self, attributes: Mapping[Written, Axis] | None) -> WidthGraph:
+    def _following(self, attributes: Mapping[HardcodedSize, Axis] | None) -> WidthGraph:
         return replace(self._graph, written=self.attributes if attributes is None else attributes)
 
-    def lag_behind(self, places: Iterable[Written]) -> list[Written]:
+    def lag_behind(self, places: Iterable[HardcodedSize]) -> list[HardcodedSize]:
         """Return the places whose size `replace_tensors` does not update, as it does attributes of torch's modules."""
         modules = dict(self._model.named_modules())
         with self._narrow(replace(self._graph, written={}), self._apart):
@@ -137,36 +141,39 @@ class Trials:
                 not in (None, self._graph.written[place].length(self._apart))
             ]
 
-    def reads(self, places: Sequence[Written]) -> bool:
+    def reads(self, places: Sequence[HardcodedSize]) -> bool:
         """Return True if the forward reads any of these places: other sizes there change its calls or make it fail."""
-        self._reference = self._reference or self._sizes()
+        reference = self._sizes
         modules, full = dict(self._model.named_modules()), self._graph.full_widths
         try:
             with self._undone():
                 for place in places:
                     size = self._graph.written[place].length(full)
                     write(modules[place.module], place, size // 2 if size > 1 else size + 1)
-                return self._sizes() != self._reference
+                return self._called() != reference
         except FAILURES:
             return True
 
+    @cached_property
     def _sizes(self) -> list[Any]:
-        with self._undone(), _unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
+        return self._called()
+
+    def _called(self) -> list[Any]:
+        with self._undone(), unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
             call_with(self._model.train(self._training), self._inputs)
         return mode.details
 
-    def _at_full_width(self) -> list[Seen] | None:
-        if self._full_calls is None:
-            try:
-                with self._undone():
-                    self._full_calls = [self._calls()]
-            except FAILURES:
-                self._full_calls = []
-        return next(iter(self._full_calls), None)
+    @cached_property
+    def _full_calls(self) -> list[Seen] | None:
+        """Operations at full width; None if they cannot be recorded."""
+        try:
+            with self._undone():
+                return self._calls()
+        except FAILURES:
+            return None
 
     def _calls(self) -> list[Seen]:
-        with _unwarned():
-            return run_calls(self._model.train(self._training), self._inputs)
+        return run_calls(self._model.train(self._training), self._inputs)
 
     @contextmanager
     def _narrow(self, graph: WidthGraph, widths: Mapping[str, int]) -> Iterator[None]:
@@ -194,7 +201,7 @@ class Trials:
     def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
         try:
             with self._narrow(graph, widths):
-                for training, expected in zip(self._modes, self._expected, strict=True):
+                for training, expected in self._expected.items():
                     if (shapes := self._run(training)[0]) != expected:
                         put_out, usual = (", ".join(str([*shape]) for shape in x) for x in (shapes, expected))
                         self.failure = f"{OTHERWISE}: the network puts out {put_out} instead of {usual}"
@@ -209,14 +216,10 @@ class Trials:
             return tensor.new_empty(self._graph.shape(name, widths))
         return resized(tensor, self._graph.axes[name], self._graph.full_widths, widths)
 
-    def _run_at_full_width(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
-        with self._undone():
-            return self._run(training)
-
     def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
         """Run the network; return the shapes of its outputs and the functions that were called."""
         self._model.train(training)
-        with _unwarned(), torch.no_grad(), Shapes() as mode:
+        with unwarned(), torch.no_grad(), Shapes() as mode:
             outputs = call_with(self._model, self._inputs)
         return [x.shape[self._first :] for x in tensors_in(outputs)], mode.calls
 
@@ -225,14 +228,6 @@ def _raised(error: Exception) -> str:
     frames = ((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return f"{FAILS}: {line_of(frames) or 'the forward'} raises {message!r}"
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Suppress warnings: most of the widths that are tried are never trained."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
@@ -254,171 +249,169 @@ def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
     return trials
 
 
-@contextmanager
-def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Snapshot]]:
-    """Move a network to device meta for a while, or give it copies of its tensors if it cannot run there.
+def without(graph: WidthGraph, reasons: Mapping[str, str]) -> WidthGraph:
+    """Return the graph without some groups, which keep their full width for the given reasons (group -> reason)."""
+    names = graph.groups.keys() - reasons.keys()
+    widths = graph.full_widths
 
-    The network itself is changed, not a copy of it: in a copy, modules that the forward reaches through closures or
-    global names would still be those of the network.
+    def frozen(axis: Axis) -> Axis:
+        parts = tuple(part if part.group in names else Part(None, part.length(widths)) for part in axis.parts)
+        return Axis(parts, axis.role if any(part.group for part in parts) else "fixed")
 
-    Args:
-        model: restored at the end, whatever is done to it meanwhile.
-        inputs: positional inputs of the forward.
-
-    Yields:
-        The inputs on device meta, or the given ones if the network cannot run there; and a snapshot to restore after
-        each forward.
-
-    Raises:
-        UnsupportedOperation: the network does not run on these inputs at all.
-    """
-    whole, handles = Snapshot(model, "nothing"), _as_exported(model)
-    try:
-        # torch's warnings about a network's first runs appear when it is trained.
-        with _unwarned():
-            light, kept = _lightened(model, inputs, whole)
-        yield light, kept
-    finally:
-        whole.restore()
-        for handle in handles:
-            handle.remove()
-
-
-def _lightened(
-    model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot
-) -> tuple[tuple[Any, ...], Snapshot]:
-    try:
-        _exchange(model, lambda tensor: tensor.detach().to("meta"))
-        light = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
-        with Shapes():
-            return light, _tried(model, light)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        # Tensors made in the forward, or numbers read from one, need the real device.
-        whole.restore()
-        _exchange(model, lambda tensor: tensor.detach().clone())
-        return inputs, _tried(model, inputs)
-
-
-def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
-    """Replace all parameters and buffers; shared tensors stay shared."""
-    known: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None:
-                continue
-            if id(tensor) not in known:
-                new = other(tensor)
-                if isinstance(tensor, nn.Parameter):
-                    new = nn.Parameter(new, tensor.requires_grad)
-                vars(new).update(vars(tensor))
-                known[id(tensor)] = new
-            setattr(module, name, known[id(tensor)])
-
-
-def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
-    """Run a network in both modes; return a snapshot of its state before."""
-    kept = Snapshot(light, "all but parameters")
-    for training in (False, True):
-        try:
-            with torch.no_grad():
-                call_with(light.train(training), inputs)
-        except (RuntimeError, ValueError, TypeError) as error:
-            if (asked := asks_for_numbers(light, error)) is not None:
-                raise asked from error
-            first_line = (str(error).strip().splitlines() or ["no message"])[0]
-            fitting = "take larger inputs (--input-shape) or ones that fit"
-            if "dtype" in first_line or "type (" in first_line:
-                fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
-            raise UnsupportedOperation(
-                f"{type(light).__name__} does not run in {'train' if training else 'eval'} mode on its example "
-                f"inputs ({first_line}); {fitting}."
-            ) from error
-        finally:
-            kept.restore()
-    return kept
-
-
-def asks_for_numbers(model: nn.Module, error: BaseException) -> UnsupportedOperation | None:
-    """Return the error of a network that fails on device meta because its code reads values of a tensor, or None."""
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if not on_meta or not any(text in str(error) for text in ("meta tensor", "register_meta")):
-        return None
-    line = f" ({line})" if (line := own_line(error)) else ""
-    return UnsupportedOperation(
-        f"the code of {type(model).__name__} asks for numbers in a tensor{line}, and tensors on device meta have none: "
-        "trace it on a device with memory (network.to_empty(device='cpu')), give it inputs for which it does not ask, "
-        "or let it not ask where torch.compiler.is_exporting()."
+    radii = [replace(r, groups=tuple(g for g in r.groups if g in names)) for r in graph.radii]
+    channel_norms = (replace(norm, axis=frozen(norm.axis)) for norm in graph.channel_norms)
+    attentions = (replace(attention, axis=frozen(attention.axis)) for attention in graph.attentions)
+    return replace(
+        graph,
+        attentions=tuple(attention for attention in attentions if attention.axis.groups),
+        channel_norms=tuple(norm for norm in channel_norms if norm.axis.groups),
+        radii=tuple(radius for radius in radii if radius.groups),
+        groups={name: group for name, group in graph.groups.items() if name in names},
+        axes={name: tuple(frozen(axis) for axis in axes) for name, axes in graph.axes.items()},
+        written={place: frozen(axis) for place, axis in graph.written.items() if set(axis.groups) & names},
+        fixed={**graph.fixed, **reasons},
+        constants={name: tuple(g for g in found if g in names) for name, found in graph.constants.items()},
     )
 
 
-def own_line(error: BaseException) -> str:
-    """Return the last source line of a traceback outside of torch and growlab, or ""."""
-    others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    return (frames[-1].line or "") if frames else ""
-
-
-def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
-    """Let a network run as under torch.export, where code that asks for it skips what depends on values."""
-    # No public way sets what `torch.compiler.is_compiling()` and `is_exporting()` say.
-    flags = ("_is_compiling_flag", "_is_exporting_flag")
-    kept: list[tuple[bool, ...]] = []
-
-    def enter(module: nn.Module, inputs: Any) -> None:
-        kept.append(tuple(getattr(torch.compiler, flag) for flag in flags))
-        for flag in flags:
-            setattr(torch.compiler, flag, True)
-
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        for flag, before in zip(flags, kept.pop(), strict=True):
-            setattr(torch.compiler, flag, before)
-
-    return light.register_forward_pre_hook(enter), light.register_forward_hook(leave, always_call=True)
-
-
-def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copy a network, even if it has cached activations, with the attributes of its tensors.
+def freeze_failing_groups(
+    model: nn.Module,
+    graph: WidthGraph,
+    inputs: tuple[Any, ...],
+    calls: Sequence[Call],
+    training: bool = False,
+    any_rows: bool = False,
+) -> WidthGraph:
+    """Remove groups whose narrowing makes the network's forward fail or compute something else.
 
     Args:
-        model: not changed.
-        known: replacements in the copy by the id of a tensor of the network.
+        model: network at full width; restored at the end.
+        graph: its width graph.
+        inputs: positional inputs of the forward.
+        calls: operations that tracing has visited.
+        training: True if they are those of train mode.
+        any_rows: True if the number of output rows may depend on the data, such as boxes in an image.
+
+    Returns:
+        The graph without these groups; its `written` has only the attributes that are to follow the widths.
     """
-    twin = copy.deepcopy(model, {**_computed(model), **(known or {})})
-    share_attributes(named_tensors(model), twin)
-    return twin
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
+    if not graph.groups:
+        return graph
+    # An attribute can only follow widths that tensor shapes determine.
+    determined = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
+    known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(determined)}
+    graph = replace(graph, written=known)
+    with lightened(model, inputs) as (light, kept):
+        trials = Trials(model, graph, light, kept, calls, training, any_rows)
+        working = _freeze_failing(model, graph, trials)
+    counted = {norm.name for norm in trials.counted}
+    norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)
+    working = replace(working, channel_norms=tuple(norms))
+    modules = dict(model.named_modules())
+    told_alone = {
+        place: axis
+        for place, axis in known.items()
+        if isinstance(modules[place.module], _InstanceNorm)
+        and modules[place.module].weight is None
+        and set(axis.groups) <= set(working.groups)
     }
+    # No result depends on it, but torch warns if it is not the number of channels.
+    return replace(working, written={**told_alone, **working.written})
 
 
-def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the attributes of tensors to those of the same names in a network: deepcopy drops a Parameter's."""
-    for name, tensor in named_tensors(model).items():
-        for attribute, content in vars(tensors[name]).items() if name in tensors else ():
-            vars(tensor).setdefault(attribute, content)
+def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials) -> WidthGraph:
+    known = graph.written
+    if trials.work(list(graph.groups), {}):
+        return replace(graph, written={})
+    graph = replace(graph, written={place: known[place] for place in trials.lag_behind(known)})
+    classes = [read for places in _by_class(model, graph) if (read := _read(places, trials))]
+    graph = replace(graph, written={place: known[place] for places in classes for place in places})
+    if not classes:
+        return _with_these_alone(graph, _largest_working(list(graph.groups), trials), trials)
+    everything = [place for places in classes for place in places]
+    found = _attributes_that_work(trials, graph, everything, list(graph.groups), {})
+    if found is not None:
+        return replace(graph, written=found)
+    # First the groups that no attribute counts.
+    written = {group for axis in graph.written.values() for group in axis.groups}
+    kept = _largest_working([name for name in graph.groups if name not in written], trials)
+    attributes = dict(graph.written)
+    for places in classes:
+        groups = list(dict.fromkeys(g for place in places for g in graph.written[place].groups))
+        groups = [group for group in groups if group not in kept]
+        others = {place: axis for place, axis in attributes.items() if place not in places}
+        found = _attributes_that_work(trials, graph, places, [*kept, *groups], others)
+        trials.attributes = attributes = others if found is None else {**others, **found}
+        if found is None:
+            groups = _largest_working(groups, trials, tuple(kept))
+        kept += groups
+    return _with_these_alone(replace(graph, written=attributes), kept, trials)
 
 
-def _computed(model: nn.Module) -> dict[int, Any]:
-    """Activations and computed weights in modules' attributes, by id: non-leaf tensors, which deepcopy refuses."""
-    kept = [value for module in model.modules() for value in vars(module).values()]
-    tensors = [leaf for value in kept for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return {id(tensor): tensor for tensor in tensors if not tensor.is_leaf}
+def _with_these_alone(graph: WidthGraph, names: Sequence[str], trials: Trials) -> WidthGraph:
+    return without(graph, {name: trials.failures[name] for name in graph.groups if name not in names})
 
 
-def tensors_in(outputs: Any) -> list[Tensor]:
-    """List all tensors in a network's output: in containers, dataclasses and other pytree nodes."""
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    if isinstance(outputs, Mapping):
-        outputs = list(outputs.values())
-    elif is_dataclass(outputs) and not isinstance(outputs, type):
-        outputs = [getattr(outputs, each.name) for each in fields(outputs)]
-    if not isinstance(outputs, (list, tuple)):
-        leaves = tree_leaves(outputs)
-        outputs = [] if len(leaves) == 1 and leaves[0] is outputs else leaves
-    return [tensor for output in outputs for tensor in tensors_in(output)]
+def _attributes_that_work(
+    trials: Trials,
+    graph: WidthGraph,
+    places: Sequence[HardcodedSize],
+    groups: Sequence[str],
+    others: Mapping[HardcodedSize, Axis],
+) -> dict[HardcodedSize, Axis] | None:
+    """Find the largest set of attributes that makes these groups narrowable by following them; None if no set does.
+
+    An attribute that equals a width by chance (a stride of 4 in a network of 4 heads) must not follow it.
+    """
+    names = list(dict.fromkeys(map(_alike, places)))
+    attempts = (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
+    for chosen in islice(attempts, _MOST_ATTEMPTS):
+        following = {place: graph.written[place] for place in places if _alike(place) in chosen}
+        if trials.work(groups, {**others, **following}):
+            return following
+    return None
+
+
+def _read(places: Sequence[HardcodedSize], trials: Trials) -> list[HardcodedSize]:
+    """Return those of the places that the forward reads."""
+    similar: dict[HardcodedSize, list[HardcodedSize]] = {}
+    for place in places:
+        similar.setdefault(_alike(place), []).append(place)
+    return [place for same in similar.values() if trials.reads(same) for place in same]
+
+
+def _alike(place: HardcodedSize) -> HardcodedSize:
+    """Replace the numbers in a place's module path, to get one key for the same place in repeated blocks."""
+    return replace(place, module=re.sub(r"\d+", "*", place.module))
+
+
+def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[HardcodedSize]]:
+    """Sort attributes by the class of their module: the same code reads them."""
+    modules = dict(model.named_modules())
+    classes: dict[type[nn.Module], list[HardcodedSize]] = {}
+    for place in graph.written:
+        classes.setdefault(type(modules[place.module]), []).append(place)
+    return list(classes.values())
+
+
+def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
+    """Return as many of the groups as can be narrowed together and with those in `working`."""
+    found = _largest(names, trials, trials.run, working)
+    # Comparing all operations takes many times as long as running them.
+    same = trials.compute_the_same([*working, *found])
+    return found if same else _largest(found, trials, trials.work, working)
+
+
+def _largest(
+    names: list[str], trials: Trials, work: Callable[[Sequence[str]], bool], working: tuple[str, ...]
+) -> list[str]:
+    """Find the names that work together by bisection; `trials.failures` records why the others fail."""
+    if not names or work([*working, *names]):
+        return names
+    if len(names) == 1:
+        trials.failures[names[0]] = trials.failure
+        return []
+    half = len(names) // 2
+    first = _largest(names[:half], trials, work, working)
+    second = _largest(names[half:], trials, work, (*working, *first))
+    return first + second

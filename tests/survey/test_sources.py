@@ -2,7 +2,7 @@
 
 import pytest
 
-from growlab.inspect.sources import load
+from growlab.inspect.hub import load
 
 pytest.importorskip("timm")
 

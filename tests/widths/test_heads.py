@@ -21,7 +21,7 @@ from growlab.growth import (
     grow,
     plant,
 )
-from growlab.widths import resize, trace
+from growlab.widths import WidthGraph, resize, trace
 
 
 class DividingAttention(nn.Module):
@@ -51,35 +51,38 @@ def vision_transformer() -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize(
-    "method", [PairGrowth, VarianceTransfer, Net2Net], ids=lambda method: method.__name__
-)
-@pytest.mark.parametrize(
-    ("make", "shape"), [(DividingAttention, (2, 7, 5)), (vision_transformer, (2, 3, 32, 32))]
-)
-def test_heads_grow_exactly(
-    make: type[nn.Module], shape: tuple[int, ...], method: type[GrowthMethod]
-) -> None:
-    torch.manual_seed(0)
-    network, x = make().double(), torch.randn(*shape, dtype=torch.float64)
-    whole = copy.deepcopy(network)
-    graph = trace(network, x)
-    state = plant(
-        network, graph, method(), {n: max(1, g.full_width // 4) for n, g in graph.groups.items()}, 0
-    )
-    for part in (2, 3, 4):
+def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor, method: GrowthMethod) -> None:
+    """Grow a network from a quarter of its widths, exactly, into one that its class builds."""
+    whole, network = copy.deepcopy(network), copy.deepcopy(network)
+    for part in (1, 2, 3, 4):
         widths = {n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()}
-        event = grow(network, graph, method(), state, widths, 0, (x,))
+        if part == 1:
+            state = plant(network, graph, method, widths, 0)
+            continue
+        event = grow(network, graph, method, state, widths, 0, (x,))
         assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
         anneal_norms(network, graph, state, 1.0)
-    finish(network, graph, method(), state)
+    finish(network, graph, method, state)
     whole.load_state_dict(network.state_dict(), strict=True)
     assert torch.equal(whole.eval()(x), network.eval()(x))
 
 
-def test_the_stream_of_a_vision_transformer_grows() -> None:
-    graph = trace(vision_transformer(), torch.randn(2, 3, 32, 32))
-    assert graph.axes["conv_proj.weight"][0].groups and graph.axes["encoder.ln.weight"][0].groups
+@pytest.mark.parametrize(
+    ("make", "shape", "stream"),
+    [
+        (DividingAttention, (2, 7, 5), ()),
+        (vision_transformer, (2, 3, 32, 32), ("conv_proj.weight", "encoder.ln.weight")),
+    ],
+)
+def test_heads_and_streams_grow_exactly(
+    make: type[nn.Module], shape: tuple[int, ...], stream: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    network, x = make().double(), torch.randn(*shape, dtype=torch.float64)
+    graph = trace(network, x)
+    assert all(graph.axes[name][0].groups for name in stream)
+    for method in (PairGrowth(), VarianceTransfer(), Net2Net()):
+        check_growth(network, graph, x, method)
 
 
 CHANNELS, HEADS = 12, 4
@@ -214,19 +217,11 @@ KEPT = {"a constant", "the stream's width in the scale"}
 def test_heads_are_found_however_attention_is_written(spelling: str) -> None:
     torch.manual_seed(0)
     network, x = SPELLINGS[spelling]().double(), torch.randn(2, 7, 5, dtype=torch.float64)
-    whole = copy.deepcopy(network)
     graph = trace(network, x)
     assert "hidden" in graph.groups
     assert graph.grows("out.weight") or spelling in KEPT
     assert all(reason for reason in graph.fixed.values())
-    state = plant(network, graph, Net2Net(), {name: 1 for name in graph.groups}, 0)
-    for part in (2, 3, 4):
-        widths = {n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()}
-        event = grow(network, graph, Net2Net(), state, widths, 0, (x,))
-        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
-        anneal_norms(network, graph, state, 1.0)
-    whole.load_state_dict(network.state_dict(), strict=True)
-    assert torch.equal(whole.eval()(x), network.eval()(x))
+    check_growth(network, graph, x, Net2Net())
 
 
 def test_settings_that_modules_share_are_copied_where_they_follow_a_width() -> None:

@@ -137,7 +137,7 @@ def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
     assert forward_flops(network, {"x": X[:1].double(), "mask": MASK[:1].double()}) > narrow
 
 
-def test_a_method_looks_at_batches_of_inputs_by_name() -> None:
+def test_a_method_takes_batches_of_inputs_by_name() -> None:
     network = ByName()
     grower = Grower(network, {"x": X, "mask": MASK}, method=GradMax(), trigger={0: 0.5, 1: 1.0})
     grower.provide(lambda number: [({"x": X, "mask": MASK}, TARGETS)] * number, F.cross_entropy)
@@ -236,7 +236,7 @@ def test_packed_sequences_are_refused_in_a_sentence(where: str, example: Any) ->
         trace(Packed(where), example)
 
 
-def test_positions_for_what_goes_by_name_alone_are_refused_in_a_sentence() -> None:
+def test_positional_inputs_for_keyword_only_arguments_are_refused() -> None:
     with pytest.raises(UserError, match="ByName takes mask by name alone: give the example as a dictionary"):
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):

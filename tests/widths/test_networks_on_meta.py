@@ -66,8 +66,9 @@ def test_flags_of_export_are_as_before_where_a_forward_fails():
     assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
-@pytest.mark.parametrize("inputs", [("input_ids",), ("input_ids", "attention_mask")])
-@pytest.mark.parametrize("kind", ["GPT2", "Mistral"])
+@pytest.mark.parametrize(
+    ("kind", "inputs"), [("GPT2", ("input_ids",)), ("Mistral", ("input_ids", "attention_mask"))]
+)
 def test_language_models_trace_without_values_and_without_a_mask(kind, inputs):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(

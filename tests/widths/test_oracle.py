@@ -13,7 +13,7 @@ import torch
 import torch_pruning
 from torch import nn
 
-from growlab.inspect.sources import load
+from growlab.inspect.hub import load
 from growlab.widths import WidthGraph, trace
 
 # (module path, "out" or "in", position): a row or a column of a layer, or an entry of a norm.

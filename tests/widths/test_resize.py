@@ -22,11 +22,11 @@ def bookkeeping(network: nn.Module) -> dict[str, tuple]:
     return told
 
 
-@pytest.mark.parametrize("part", [0.01, 0.5, 1.0, 1.7])
+@pytest.mark.parametrize("part", [0.01, 0.5, 1.7])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_resized_network_is_an_ordinary_one(name, part):
     case, graph = NETWORKS[name], graph_of(name)
-    network = case.make()
+    network, built = case.make(), case.make()
     widths = widths_at(graph, part)
     resize(network, graph, graph.full_widths, widths)
     for module, sizes in bookkeeping(network).items():
@@ -34,9 +34,9 @@ def test_a_resized_network_is_an_ordinary_one(name, part):
     assert outputs(network, case.inputs(), training=True).isfinite().all()
     # Back again: kept channels come back, the others are zero.
     resize(network, graph, widths, graph.full_widths)
-    assert repr(network) == repr(case.make())
+    assert repr(network) == repr(built)
     for key, tensor in network.state_dict().items():
-        original = case.make().state_dict()[key]
+        original = built.state_dict()[key]
         assert tensor.shape == original.shape
         assert torch.equal(tensor[tensor != 0], original[tensor != 0])
 

@@ -139,7 +139,7 @@ def test_what_works_entry_by_entry_tells_channels_apart() -> None:
     """It does not commute with rotations of them, which isotropic layers would make."""
     network = nn.Sequential(nn.Linear(3, 8), EntryByEntry(), nn.Linear(8, 2))
     graph = trace(network, torch.randn(4, 3), follow_norms=True)
-    assert graph.individuated["0"].startswith("special_i0e")
+    assert graph.basis_dependent["0"].startswith("special_i0e")
 
 
 class EntryByEntry(nn.Module):

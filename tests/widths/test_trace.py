@@ -135,7 +135,7 @@ class Odd(nn.Module):
         pytest.param(lambda x: x + CONSTANTS, id="a constant per channel"),
     ],
 )
-def test_channels_that_are_mixed_or_told_apart_do_not_grow(function):
+def test_channels_that_are_mixed_or_distinguished_do_not_grow(function):
     assert trace(Odd(function), torch.randn(2, 6, 4)).full_widths == {}
 
 
@@ -252,7 +252,7 @@ def test_a_network_that_does_not_run_in_train_mode_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("first", "example", "told"),
+    ("first", "example", "message"),
     [
         (nn.BatchNorm1d(4), torch.randn(1, 4), r"in train mode .*more than 1 value.*; take larger inputs"),
         (
@@ -262,9 +262,9 @@ def test_a_network_that_does_not_run_in_train_mode_is_refused():
         ),
     ],
 )
-def test_inputs_that_no_step_can_be_made_with_are_refused(first: nn.Module, example: Tensor, told: str):
+def test_inputs_that_cannot_be_trained_on_are_refused(first: nn.Module, example: Tensor, message: str):
     network = nn.Sequential(first, nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    with pytest.raises(UnsupportedOperation, match=told):
+    with pytest.raises(UnsupportedOperation, match=message):
         trace(network, example)
 
 
@@ -275,7 +275,7 @@ class TrainedOnLargeImages(nn.Module):
         return x
 
 
-def test_a_network_that_cannot_compute_its_input_is_told_from_one_that_cannot_be_exported(
+def test_a_network_that_cannot_compute_its_input_says_so(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(4, 2))
@@ -360,7 +360,7 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 8, 16])
-def test_a_batch_of_as_many_rows_as_heads_have_channels_is_none_of_them(rows: int) -> None:
+def test_the_batch_size_may_equal_the_number_of_channels_per_head(rows: int) -> None:
     """torch's attention works on batch times heads: with four rows as many as the stream has channels."""
     graph = trace(Attending(), torch.randn(rows, 6, 5))
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
@@ -391,7 +391,7 @@ def test_rows_that_are_no_batch_stay() -> None:
     )
 
 
-def test_layers_without_shapes_and_scripted_ones_are_told():
+def test_layers_without_shapes_and_scripted_ones_are_refused():
     lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(8), nn.Linear(8, 2))
     with pytest.raises(
         UnsupportedOperation, match=r"1 \(LazyLinear\) has no shape yet; call the network once"

@@ -21,13 +21,7 @@ GPT2 = {"vocab_size": 40, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions"
 # Class, configuration, and share of the parameters that grow.
 CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2, 0.99),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, **LENGTHS}, 0.99),
-    "llama, shared keys": (
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**SIZES, **LENGTHS, "num_key_value_heads": 2},
-        0.99,
-    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, **LENGTHS, "num_key_value_heads": 2}, 0.99),
     "bert": ("BertForSequenceClassification", "BertConfig", {**SIZES, **LENGTHS}, 0.95),
 }
 

@@ -4,7 +4,6 @@ As a program it prints each case before it tries it, since torch may take the pr
 gradient differs from the one in the default layout.
 """
 
-import itertools
 import sys
 from collections.abc import Iterator
 
@@ -22,17 +21,14 @@ _LAYOUTS = (
     (torch.channels_last, torch.channels_last),
 )
 # The buffer that is overrun holds an image of every sample.
-_SHAPE = {1: (16, 12, 24), 3: (2, 7, 8), 5: (2, 7, 8)}
+_SHAPE = {1: (16, 12, 24), 3: (2, 7, 8)}
 
 
 def convolutions() -> Iterator[tuple[int, int, int, int, int, str]]:
     """Input and output channels, kernel, stride, groups and number format."""
-    for kernel, stride, dtype in itertools.product((1, 3, 5), (1, 2, 3), ("float32", "bfloat16")):
-        every = 1 if (kernel, dtype) == (1, "float32") else 3
-        yield from ((channels, 8, kernel, stride, 1, dtype) for channels in range(1, 17, every))
-        if dtype == "float32":
-            yield from ((c, c, kernel, stride, c, dtype) for c in (3, 5, 8))
-            yield from ((c, 6, kernel, stride, 2, dtype) for c in (6, 10))
+    yield from ((channels, 8, 1, stride, 1, "float32") for channels in range(1, 9) for stride in (2, 3))
+    yield from ((3, 8, 3, 2, 1, "float32"), (5, 8, 1, 2, 1, "bfloat16"))
+    yield from ((5, 5, 1, 2, 5, "float32"), (6, 6, 1, 2, 2, "float32"))
 
 
 def gradients(
@@ -49,7 +45,7 @@ def gradients(
 
 
 def agree(network: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether gradients in all layouts are the same up to rounding."""
+    """Return True if gradients in all layouts are the same up to rounding."""
     tolerance = 1e-4 if next(network.parameters()).dtype == torch.float32 else 0.05
     expected = gradients(network, shape, torch.contiguous_format, torch.contiguous_format)
     return all(

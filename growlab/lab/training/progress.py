@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from growlab.growth import GrowthEvent
 from growlab.lab.training.task import Task
 from growlab.widths import WidthGraph
-from growlab.widths.findings import layer_name
+from growlab.widths.groups import layer_name
 
 # Reading the loss waits for the device, and no one reads faster than this.
 _REFRESH_SEC = 0.5

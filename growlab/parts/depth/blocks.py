@@ -28,7 +28,7 @@ from growlab.parts.depth.finding import Block, SkippedBlock, same_draws
 from growlab.parts.depth.search import Search, describe, same_shaped_before
 from growlab.parts.depth.starts import COPYING, START_PRESERVES, STARTS, ZEROING, Insertion
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
-from growlab.widths.trials import copied
+from growlab.widths.meta import copied
 
 
 class Blocks:

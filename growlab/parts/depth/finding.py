@@ -19,7 +19,7 @@ from growlab.growth.outputs import main_output, quietly
 from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with, changed
-from growlab.widths.trials import copied
+from growlab.widths.meta import copied
 
 
 class _SameDraws(TorchDispatchMode):

@@ -29,7 +29,7 @@ from growlab.parts.depth.finding import (
 from growlab.parts.depth.starts import COPYING, ZEROING, Insertion, identity
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with
-from growlab.widths.trials import copied
+from growlab.widths.meta import copied
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ class IsotropicActivation(nn.Module):
         super().__init__()
         one_of(GAINS, kind=kind)
         self.kind = kind
-        # Growth finds the gain channel and the intrinsic length by these names (`growlab.widths.rules.rotation`).
+        # Growth finds the gain channel and the intrinsic length by these names (`growlab.widths.rules.norms`).
         self.gain_channel = gain_channel
         self.log_length: nn.Parameter | None = None
         self.length: nn.Parameter | None = None

@@ -274,7 +274,7 @@ def adaptable(graph: WidthGraph) -> list[str]:
     """Return the isotropic groups whose width can change."""
     found = [group for group in graph.isotropic if producers(graph, group)]
     if not found:
-        reasons = {**graph.fixed, **graph.individuated}
+        reasons = {**graph.fixed, **graph.basis_dependent}
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise ValueError(
             "isotropic growth needs a layer whose channels no operation tells apart, such as those of "

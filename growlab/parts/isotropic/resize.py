@@ -21,7 +21,7 @@ from growlab.parts.isotropic.spectrum import (
 )
 from growlab.widths import Axis, WidthGraph, applied, resized
 from growlab.widths.inputs import call_with
-from growlab.widths.rules.rotation import LOG_LENGTH
+from growlab.widths.rules.norms import LOG_LENGTH
 
 Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
 Correction = Literal["bias", "batch", "none"]

@@ -1,22 +1,7 @@
 """Channel rules, one module for each kind of operation."""
 
-from growlab.widths.rules import (
-    affine,
-    attention,
-    elementwise,
-    fourier,
-    indexing,
-    norms,
-    opaque,
-    permutations,
-    pooling,
-    recurrent,
-    rotation,
-    shapes,
-)
-from growlab.widths.rules.affine import AFFINE
-from growlab.widths.rules.opaque import MIXING
-from growlab.widths.rules.registry import RULES, Value, keep_full_width, linear_in, overwritten, values_in
+from growlab.widths.rules import affine, attention, elementwise, indexing, norms, pooling, recurrent, shapes
+from growlab.widths.rules.registry import AFFINE, MIXING, RULES, keep_full_width, linear_in, overwritten
 from growlab.widths.rules.shapes import SIZES_ALONE
 
 __all__ = [
@@ -24,21 +9,15 @@ __all__ = [
     "MIXING",
     "RULES",
     "SIZES_ALONE",
-    "Value",
     "affine",
     "attention",
     "elementwise",
-    "fourier",
     "indexing",
     "keep_full_width",
     "linear_in",
     "norms",
-    "opaque",
     "overwritten",
-    "permutations",
     "pooling",
     "recurrent",
-    "rotation",
     "shapes",
-    "values_in",
 ]

@@ -1,24 +1,18 @@
 """Rules for affine maps: convolutions, linear layers, embeddings."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.program import is_dead
-from growlab.widths.rules.opaque import CHECKS
-from growlab.widths.rules.registry import Arguments, Value, freeze_windows, keep_full_width, rule, values_in
-
-if TYPE_CHECKING:
-    from growlab.widths.tracer import Tracer
-
-#: Operations whose rules record an affine layer.
-AFFINE = frozenset(("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))))
+from growlab.widths.program import as_computed, is_dead, operation_of, shape_of, shapes_of
+from growlab.widths.rules.registry import CHECKS, Arguments, freeze_windows, keep_full_width, rule
+from growlab.widths.values import Record, Value, values_in
 
 
 @rule("conv1d", "conv2d", "conv3d")
-def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def convolution(record: Record, node: Any, args: Arguments) -> Value:
     """Convolution with a weight [O, I / groups, ...]; with groups, the width within each group grows."""
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
@@ -27,27 +21,26 @@ def convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
     # With a window of one position the others pass, like a linear layer over another dimension than the last.
     single = set(weight.shape[2:]) <= {1} and _all(args, "stride", 1) and _all(args, "padding", 0)
     if not single:
-        freeze_windows(tracer, x, len(kernel))
-    rows, columns = tracer.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
+        freeze_windows(record, x, len(kernel))
+    rows, columns = record.weight_axes(weight, "out", "fixed" if depthwise else "in", kernel)
     if depthwise:
         # Each channel has separate filters: one, or several with a channel multiplier.
-        filters = tracer.atoms.nest(x.axes[channels], 1, weight.shape[0] // groups)
-        tracer.atoms.unify(rows, filters, "depthwise convolution")
+        filters = record.atoms.nest(x.axes[channels], 1, weight.shape[0] // groups)
+        record.atoms.unify(rows, filters, "depthwise convolution")
     elif groups > 1:
         # Every group has the same width: the axis is `groups` repetitions of one set of channels.
-        (within,) = tracer.atoms.new(weight.shape[0] // groups)
-        tracer.atoms.unify(rows, (Run(within.atom, groups),), f"{groups}-group convolution")
+        (within,) = record.atoms.new(weight.shape[0] // groups)
+        record.atoms.unify(rows, (Run(within.atom, groups),), f"{groups}-group convolution")
         within = columns[0] if len(columns) == 1 else Run(None)
         if within.bare:
-            tracer.atoms.unify(x.axes[channels], (Run(within.atom, groups),), f"{groups}-group convolution")
+            record.atoms.unify(x.axes[channels], (Run(within.atom, groups),), f"{groups}-group convolution")
         else:
-            tracer.atoms.freeze(columns + x.axes[channels], f"{groups}-group convolution")
+            record.atoms.freeze(columns + x.axes[channels], f"{groups}-group convolution")
     else:
-        tracer.atoms.unify(columns, x.axes[channels], "input of a convolution")
-    shape = tracer.shape(node)
-    positions = x.axes[channels + 1 :] if single else map(fixed, shape[channels + 1 :])
+        record.atoms.unify(columns, x.axes[channels], "input of a convolution")
+    positions = x.axes[channels + 1 :] if single else map(fixed, shape_of(node)[channels + 1 :])
     axes = (*x.axes[:channels], rows, *positions)
-    return tracer.affine(node, weight, bias, depthwise, x, shape, axes, channel_axis=channels)
+    return record.affine(node, weight, bias, x, axes, channels, depthwise=depthwise)
 
 
 def _all(args: Arguments, name: str, value: int) -> bool:
@@ -56,111 +49,101 @@ def _all(args: Arguments, name: str, value: int) -> bool:
 
 
 @rule("linear")
-def linear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def linear(record: Record, node: Any, args: Arguments) -> Value:
     """Linear layer with a weight [O, I] on the last dimension."""
     x, weight, bias = args["input"], args["weight"], args.get("bias")
-    if tracer.is_table(weight):
-        if gains := gains_before(tracer, node):
-            return tied_to_embedding(tracer, node, args, gains)
+    if record.is_table(weight):
+        if gains := gains_before(record, node):
+            return tied_to_embedding(record, node, args, gains)
         reason = "is an embedding's table and a layer's weight, and before the layer no gain is a parameter of its own"
-        tracer.atoms.freeze(weight.axes[1], f"{weight.name} {reason}")
-    rows, columns = tracer.weight_axes(weight, "out", "in", [])
-    tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
-    if tracer.takes_width_of_stream(node) and weight.shape[0] % weight.shape[1] == 0:
-        tracer.note_width_of_stream(rows, columns)
-    shape = tracer.shape(node)
-    return tracer.affine(
-        node, weight, bias, False, x, shape, (*x.axes[:-1], rows), channel_axis=len(shape) - 1
-    )
+        record.atoms.freeze(weight.axes[1], f"{weight.name} {reason}")
+    rows, columns = record.weight_axes(weight, "out", "in")
+    record.atoms.unify(columns, x.axes[-1], "input of a linear layer")
+    record.note_width_of_stream(node, rows, columns)
+    return record.affine(node, weight, bias, x, (*x.axes[:-1], rows))
 
 
-def are_weights(tracer: "Tracer", node: Any) -> bool:
+def are_weights(record: Record, node: Any) -> bool:
     """Return True if the pieces that a node cuts are all weights of linear layers, or all of them biases."""
     readers = [(piece, reader) for piece in node.users for reader in piece.users]
     places = {place for piece, reader in readers for place, arg in enumerate(reader.args) if arg is piece}
-    return len(places) == 1 and places <= {1, 2} and all(tracer.operation(r) == "linear" for _, r in readers)
+    return len(places) == 1 and places <= {1, 2} and all(operation_of(r) == "linear" for _, r in readers)
 
 
-def tied_to_embedding(tracer: "Tracer", node: Any, args: Arguments, gains: Sequence[str]) -> Value:
+def tied_to_embedding(record: Record, node: Any, args: Arguments, gains: Sequence[str]) -> Value:
     """Layer whose weight E is also the table of an embedding: its columns produce the channels, as the table's do.
 
     E diag(g) x is a layer of weight g: the channels are consumed by the gain g and the bias of the normalisation
     before it.
     """
     x, weight, bias = args["input"], args["weight"], args.get("bias")
-    tracer.atoms.unify(weight.axes[1], x.axes[-1], "input of a layer that is tied to an embedding")
+    record.atoms.unify(weight.axes[1], x.axes[-1], "input of a layer that is tied to an embedding")
     for name in gains:
-        tracer.consume(name)
-    shape = tracer.shape(node)
+        record.consume(name)
     if bias is not None:
-        tracer.parameter_axis(bias, "out", weight.axes[0])
-    tracer.scales.pin(x.scale)
-    return tracer.follow(
-        x, weight, Value(shape, (*x.axes[:-1], weight.axes[0]), tracer.scales.new(unit=True))
-    )
+        record.parameter_axis(bias, "out", weight.axes[0])
+    return record.follow(node, x, weight, (*x.axes[:-1], weight.axes[0]))
 
 
-_CASTS = frozenset(("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "float"))
+_CASTS = ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "float")
 # Operations that are linear and the same for each channel: a gain may be applied before or after them.
-_PASSING = _CASTS | {
-    *("dropout", "mul", "div", "neg", "mean", "sum", "getitem", "view", "reshape", "flatten", "unflatten"),
-    *("squeeze", "unsqueeze", "permute", "transpose", "swapaxes", "movedim", "expand", "repeat", "slice"),
-    *("narrow", "select", "index", "index_select", "gather", "unbind", "split", "split_with_sizes", "chunk"),
-    *("roll", "flip", "cumsum", "mT"),
-}
+_PASSING = """
+dropout mul div neg mean sum getitem view reshape flatten unflatten squeeze unsqueeze permute transpose swapaxes movedim
+expand repeat slice narrow select index index_select gather unbind split split_with_sizes chunk roll flip cumsum mT
+"""
 _NORMS = {"layer_norm": (2, 3), "rms_norm": (2, 2)}
 
 
-def gains_before(tracer: "Tracer", node: Any) -> list[str]:
+def gains_before(record: Record, node: Any) -> list[str]:
     """Names of the gain and bias per channel that are applied last to a layer's input, and to nothing else.
 
     An empty list if there is no gain, or if something else reads its result.
     """
     names: list[str] = []
     source = node.args[0]
-    channels = tracer.atoms.resolve(tracer.value_of(source).axes[-1])
-    while isinstance(source, torch.fx.Node) and source.op == "call_function" and _used_once(tracer, source):
-        operation = tracer.operation(source)
+    channels = record.atoms.resolve(record.values[source].axes[-1])
+    while isinstance(source, torch.fx.Node) and source.op == "call_function" and _used_once(record, source):
+        operation = operation_of(source)
         if operation in _NORMS:
             first, last = _NORMS[operation]
-            given = [_vector(tracer, arg) for arg in source.args[first : last + 1]]
+            given = [_vector(record, arg) for arg in source.args[first : last + 1]]
             return [*names, *filter(None, given)] if given and given[0] else []
         nodes = source.all_input_nodes
-        vector = next(filter(None, (_vector(tracer, one) for one in nodes)), None)
+        vector = next(filter(None, (_vector(record, one) for one in nodes)), None)
         factors = nodes if operation in ("mul", "div") else nodes[:1]
-        carrying = [one for one in factors if _carries(tracer, one, channels)]
+        carrying = [one for one in factors if _carries(record, one, channels)]
         if operation in ("mul", "add") and vector is not None and len(nodes) == 2:
             names.append(vector)
             if operation == "mul":
                 return names
-            source = next(one for one in nodes if _vector(tracer, one) != vector)
-        elif operation in _PASSING and len(carrying) == 1:
+            source = next(one for one in nodes if _vector(record, one) != vector)
+        elif operation in (*_CASTS, *_PASSING.split()) and len(carrying) == 1:
             (source,) = carrying
         else:
             return []
     return []
 
 
-def _used_once(tracer: "Tracer", node: Any) -> bool:
-    return sum(tracer.operation(user) not in CHECKS and not is_dead(user) for user in node.users) == 1
+def _used_once(record: Record, node: Any) -> bool:
+    return sum(operation_of(user) not in CHECKS and not is_dead(user) for user in node.users) == 1
 
 
-def _carries(tracer: "Tracer", node: Any, channels: Runs) -> bool:
+def _carries(record: Record, node: Any, channels: Runs) -> bool:
     """Return True if these channels are on a dimension of a node's tensor, or of its first of several."""
-    value = next(values_in(tracer.value_of(node)), None)
-    return value is not None and channels in map(tracer.atoms.resolve, value.axes)
+    value = next(values_in(record.values.get(node)), None)
+    return value is not None and channels in map(record.atoms.resolve, value.axes)
 
 
-def _vector(tracer: "Tracer", node: Any) -> str | None:
+def _vector(record: Record, node: Any) -> str | None:
     """Name of the parameter [C] that a node stands for, alone or plus a constant, if nothing else uses it, or None."""
-    while isinstance(node, torch.fx.Node) and _used_once(tracer, node):
-        value = tracer.value_of(node)
+    while isinstance(node, torch.fx.Node) and _used_once(record, node):
+        value = record.values.get(node)
         if not isinstance(value, Value) or len(value.shape) != 1:
             return None
         if node.op != "call_function":
             return value.name
-        plus = tracer.operation(node) == "add" and not node.kwargs and isinstance(node.args[1], (int, float))
-        if not plus and tracer.operation(node) not in _CASTS:
+        plus = operation_of(node) == "add" and not node.kwargs and isinstance(node.args[1], (int, float))
+        if not plus and operation_of(node) not in _CASTS:
             return None
         node = node.args[0]
     return None
@@ -172,66 +155,51 @@ def weight_in_product(factor: Value) -> bool:
 
 
 def product_with_weight(
-    tracer: "Tracer", node: Any, x: Value, factor: Value, bias: Value | None = None
+    record: Record, node: Any, x: Value, factor: Value, bias: Value | None = None
 ) -> Value:
     """Product of activations [..., I] with a weight [I, O], or the transpose of one, plus a bias [O]."""
     if factor.turned is not None:
-        return linear(tracer, node, {"input": x, "weight": factor.turned, "bias": bias})
-    columns, rows = tracer.weight_axes(factor, "in", "out", [])
-    tracer.atoms.unify(columns, x.axes[-1], "input of a linear layer")
-    if tracer.takes_width_of_stream(node) and factor.shape[1] % factor.shape[0] == 0:
-        tracer.note_width_of_stream(rows, columns)
-    shape = tracer.shape(node)
-    return tracer.affine(
-        node,
-        factor,
-        bias,
-        False,
-        x,
-        shape,
-        (*x.axes[:-1], rows),
-        channel_axis=len(shape) - 1,
-        transposed=True,
-    )
+        return linear(record, node, {"input": x, "weight": factor.turned, "bias": bias})
+    columns, rows = record.weight_axes(factor, "in", "out")
+    record.atoms.unify(columns, x.axes[-1], "input of a linear layer")
+    record.note_width_of_stream(node, rows, columns)
+    return record.affine(node, factor, bias, x, (*x.axes[:-1], rows), transposed=True)
 
 
-def product_from_left(tracer: "Tracer", node: Any, factor: Value, x: Value) -> Value:
+def product_from_left(record: Record, node: Any, factor: Value, x: Value) -> Value:
     """Product of a weight [O, I], or the transpose of one [I, O], with activations [..., I, N]."""
     weight, transposed = factor.turned or factor, factor.turned is not None
-    first, second = tracer.weight_axes(weight, *(("in", "out") if transposed else ("out", "in")), [])
+    first, second = record.weight_axes(weight, *(("in", "out") if transposed else ("out", "in")))
     columns, rows = (first, second) if transposed else (second, first)
-    tracer.atoms.unify(columns, x.axes[-2], "input of a linear layer")
-    shape, axes = tracer.shape(node), (*x.axes[:-2], rows, x.axes[-1])
-    return tracer.affine(
-        node, weight, None, False, x, shape, axes, channel_axis=len(shape) - 2, transposed=transposed
-    )
+    record.atoms.unify(columns, x.axes[-2], "input of a linear layer")
+    axes = (*x.axes[:-2], rows, x.axes[-1])
+    return record.affine(node, weight, None, x, axes, -2, transposed=transposed)
 
 
 @rule("_grouped_mm", "grouped_mm_fallback")
-def product_per_expert(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def product_per_expert(record: Record, node: Any, args: Arguments) -> Value:
     """Product of rows [N, I], sorted by expert, with their expert's matrix in [E, I, O] or a transposed [E, O, I]."""
     x, factor, *rest = values_in(args)
-    if x.name is not None or len(factor.shape) != 3 or not is_stack(tracer, factor):
-        return keep_full_width(tracer, node, args)
+    if x.name is not None or len(factor.shape) != 3 or not is_stack(record, factor):
+        return keep_full_width(record, node, args)
     for value in rest:
-        for axis in value.axes:
-            tracer.atoms.freeze(axis, "where experts' rows end")
-    return product_with_stack(tracer, node, x, factor, x.axes[:-1])
+        record.freeze_all(value.axes, "where experts' rows end")
+    return product_with_stack(record, node, x, factor, x.axes[:-1])
 
 
-def is_stack(tracer: "Tracer", factor: Value) -> bool:
+def is_stack(record: Record, factor: Value) -> bool:
     """Return True if a factor is a weight of several matrices, [..., I, O], or a transposed [..., O, I]."""
     weight = factor.turned or factor
-    return len(weight.shape) > 2 and weight.name is not None and weight.name not in tracer.buffers
+    return len(weight.shape) > 2 and record.is_weight(weight)
 
 
 def product_with_stack(
-    tracer: "Tracer", node: Any, x: Value, factor: Value, kept: Sequence[Runs], left: bool = False
+    record: Record, node: Any, x: Value, factor: Value, kept: Sequence[Runs], left: bool = False
 ) -> Value:
     """Product of activations with a weight of several matrices, which all grow together.
 
     Args:
-        tracer: tracer of the program.
+        record: record of the trace.
         node: node of the product.
         x: activations, [..., I], or [..., I, N] with `left`.
         factor: the weight, see `is_stack`; with `left` [..., O, I], or a transposed [..., I, O].
@@ -240,17 +208,15 @@ def product_with_stack(
     """
     weight, rank = factor.turned or factor, len(factor.shape)
     columns, rows = (rank - 1, rank - 2) if (factor.turned is not None) != left else (rank - 2, rank - 1)
-    for axis in weight.axes[:-2]:
-        tracer.atoms.freeze(axis, "one matrix for each of several")
-    tracer.parameter_axis(weight, "in", x.axes[-2 if left else -1], dimension=columns)
-    tracer.parameter_axis(weight, "out", weight.axes[rows], dimension=rows)
-    tracer.scales.pin(x.scale)
+    record.freeze_all(weight.axes[:-2], "one matrix for each of several")
+    record.parameter_axis(weight, "in", x.axes[-2 if left else -1], dimension=columns)
+    record.parameter_axis(weight, "out", weight.axes[rows], dimension=rows)
     axes = (*kept[:-1], weight.axes[rows], kept[-1]) if left else (*kept, weight.axes[rows])
-    return tracer.follow(x, weight, Value(tracer.shape(node), axes, tracer.scales.new(unit=True)))
+    return record.follow(node, x, weight, axes)
 
 
 @rule("addmm")
-def product_plus_bias(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def product_plus_bias(record: Record, node: Any, args: Arguments) -> Value:
     """Linear layer with a bias [O] and a weight that is stored as [I, O]."""
     bias, x, factor = args["self"], args["mat1"], args["mat2"]
     plain = (
@@ -260,78 +226,70 @@ def product_plus_bias(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         and len(bias.shape) == 1
     )
     if not (plain and weight_in_product(factor)):
-        return keep_full_width(tracer, node, args)
-    return product_with_weight(tracer, node, x, factor, bias)
+        return keep_full_width(record, node, args)
+    return product_with_weight(record, node, x, factor, bias)
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed_convolution(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def transposed_convolution(record: Record, node: Any, args: Arguments) -> Value:
     """Transposed convolution with a weight [I, O / groups, ...]; of grouped ones only depthwise ones grow."""
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1
     depthwise = groups > 1 and groups == x.shape[channels] and weight.shape[1] == 1
-    freeze_windows(tracer, x, len(kernel))
+    freeze_windows(record, x, len(kernel))
     if depthwise:
-        rows, _ = tracer.weight_axes(weight, "out", "fixed", kernel)
-        tracer.atoms.unify(rows, x.axes[channels], "depthwise convolution")
+        rows, _ = record.weight_axes(weight, "out", "fixed", kernel)
+        record.atoms.unify(rows, x.axes[channels], "depthwise convolution")
     else:
-        columns, rows = tracer.weight_axes(weight, "in", "out", kernel)
-        tracer.atoms.unify(columns, x.axes[channels], "input of a transposed convolution")
+        columns, rows = record.weight_axes(weight, "in", "out", kernel)
+        record.atoms.unify(columns, x.axes[channels], "input of a transposed convolution")
         if groups > 1:
-            tracer.atoms.freeze(columns, f"{groups}-group transposed convolution")
-            tracer.atoms.freeze(rows, f"{groups}-group transposed convolution")
+            record.atoms.freeze(columns, f"{groups}-group transposed convolution")
+            record.atoms.freeze(rows, f"{groups}-group transposed convolution")
             rows = fixed(weight.shape[1] * groups)
-    shape = tracer.shape(node)
-    axes = (*x.axes[:channels], rows, *map(fixed, shape[channels + 1 :]))
-    return tracer.affine(
-        node, weight, bias, depthwise, x, shape, axes, channel_axis=channels, transposed=not depthwise
-    )
+    axes = (*x.axes[:channels], rows, *map(fixed, shape_of(node)[channels + 1 :]))
+    return record.affine(node, weight, bias, x, axes, channels, depthwise=depthwise, transposed=not depthwise)
 
 
 @rule("bilinear")
-def bilinear(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def bilinear(record: Record, node: Any, args: Arguments) -> Value:
     """Bilinear layer with a weight [O, I, J]: its outputs grow; the channels of both inputs keep their width."""
-    weight, bias, shape = args["weight"], args.get("bias"), tracer.shape(node)
+    weight, bias, shape = args["weight"], args.get("bias"), shape_of(node)
     for x in (args["input1"], args["input2"]):
-        tracer.scales.pin(x.scale)
-        tracer.atoms.freeze(x.axes[-1], "input of a bilinear layer")
-    for axis in weight.axes[1:]:
-        tracer.atoms.freeze(axis, "input of a bilinear layer")
+        record.scales.pin(x.scale)
+        record.atoms.freeze(x.axes[-1], "input of a bilinear layer")
+    record.freeze_all(weight.axes[1:], "input of a bilinear layer")
     rows = weight.axes[0]
     if weight.name is None:
-        tracer.atoms.freeze(rows, "a weight that is computed in the forward")
+        record.atoms.freeze(rows, "a weight that is computed in the forward")
     else:
-        tracer.parameter_axis(weight, "out", rows)
+        record.parameter_axis(weight, "out", rows)
     if bias is not None and bias.name is not None:
-        tracer.parameter_axis(bias, "out", rows)
-    return Value(shape, (*args["input1"].axes[:-1], rows), tracer.scales.new(unit=True))
+        record.parameter_axis(bias, "out", rows)
+    return record.unit(shape, (*args["input1"].axes[:-1], rows))
 
 
 @rule("embedding", "embedding_bag")
-def embedding(tracer: "Tracer", node: Any, args: Arguments) -> Value | list[Value]:
+def embedding(record: Record, node: Any, args: Arguments) -> Any:
     """Embedding with a weight [V, C]: its channels grow, the number of indices stays."""
     weight = args["weight"]
-    tracer.atoms.freeze(weight.axes[0], "one row for each index")
+    record.atoms.freeze(weight.axes[0], "one row for each index")
     if weight.name is not None:
-        tracer.parameter_axis(weight, "out", weight.axes[1], dimension=1)
+        record.parameter_axis(weight, "out", weight.axes[1], dimension=1)
     for value in values_in(args):
         if value is not weight:
-            tracer.scales.pin(value.scale)
-            for axis in value.axes:
-                tracer.atoms.freeze(axis, "indices of an embedding")
-    found, *positions = tracer.shapes(node)
-    channels = Value(found, (*map(fixed, found[:-1]), weight.axes[1]), tracer.scales.new(unit=True))
-    if not tracer.has_several_outputs(node):
-        return channels
+            record.scales.pin(value.scale)
+            record.freeze_all(value.axes, "indices of an embedding")
+    found, *positions = shapes_of(node)
+    channels = record.unit(found, (*map(fixed, found[:-1]), weight.axes[1]))
     # Offsets and sizes of bags and the indices of largest entries, which F.embedding_bag does not return.
-    rest = [Value(shape, tuple(map(fixed, shape)), tracer.scales.new(unit=True)) for shape in positions]
-    return [channels, *rest]
+    return as_computed(node, [channels, *(record.unit(shape, map(fixed, shape)) for shape in positions)])
 
 
 @rule("embedding_renorm_")
-def embedding_renorm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def embedding_renorm(record: Record, node: Any, args: Arguments) -> Value:
     """Renormalisation of an embedding's rows [V, C] in place (`max_norm`): more channels would change the norms."""
     weight = args["self"]
-    keep_full_width(tracer, node, args, "rows of an embedding of a largest norm (max_norm)")
+    keep_full_width(record, node, args, "rows of an embedding of a largest norm (max_norm)")
     return weight

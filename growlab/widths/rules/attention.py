@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from string import ascii_letters
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from growlab.widths.atoms import Runs, fixed
 from growlab.widths.layout import Role
+from growlab.widths.program import operation_of, shape_of
 from growlab.widths.rules.affine import (
     is_stack,
     product_from_left,
@@ -15,10 +16,8 @@ from growlab.widths.rules.affine import (
     product_with_weight,
     weight_in_product,
 )
-from growlab.widths.rules.registry import RULES, Arguments, Value, keep_full_width, rule
-
-if TYPE_CHECKING:
-    from growlab.widths.tracer import Tracer
+from growlab.widths.rules.registry import RULES, Arguments, keep_full_width, rule
+from growlab.widths.values import Record, Value
 
 _ATTENTION = "attention multiplies and sums over them"
 _PRODUCT = "a matrix product multiplies and sums over them"
@@ -26,106 +25,101 @@ _EINSUM = "einsum multiplies or sums over them"
 
 
 @rule("matmul", "bmm", "mm")
-def matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+def matmul(record: Record, node: Any, args: Arguments) -> Any:
     """Matrix product: leading dimensions (heads) pass, the last two of each operand keep their width.
 
-    If `Tracer.heads` is "values", the rows of the first operand and the columns of the second pass too. Activations
+    If `Record.heads` is "values", the rows of the first operand and the columns of the second pass too. Activations
     times a parameter of two dimensions are a linear layer, times a parameter of more dimensions one for each of its
     matrices, times a parameter of a single dimension a weighted sum.
     """
     first, second = args["self"], args["other"] if "other" in args else args["mat2"]
     if min(len(first.shape), len(second.shape)) == 1:
-        return _with_vector(tracer, node, args, first, second)
+        return _with_vector(record, node, args, first, second)
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
-        return product_with_weight(tracer, node, first, second)
+        return product_with_weight(record, node, first, second)
     if _is_activation(second) and weight_in_product(first):
-        return product_from_left(tracer, node, first, second)
+        return product_from_left(record, node, first, second)
     for left, (factor, x) in enumerate(((second, first), (first, second))):
-        if _is_activation(x) and is_stack(tracer, factor):
-            kept = _beside_matrices(tracer, node, x, factor, x.axes[-1 if left else -2])
-            return product_with_stack(tracer, node, x, factor, kept, left=bool(left))
-    rank = len(tracer.shape(node))
-    if tracer.heads == "sizes" and first.name is None and second.name is None:
-        result = _product(tracer, node, [first, second], rank, num_summed=0)
-        if not tracer.multiply(first, second, second.axes[-2], node.args[-2:]):
-            tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
+        if _is_activation(x) and is_stack(record, factor):
+            kept = _beside_matrices(record, node, x, factor, x.axes[-1 if left else -2])
+            return product_with_stack(record, node, x, factor, kept, left=bool(left))
+    rank = len(shape_of(node))
+    if record.heads == "sizes" and first.name is None and second.name is None:
+        result = _product(record, node, [first, second], rank, num_summed=0)
+        if not record.multiply(first, second, second.axes[-2], node.args[-2:]):
+            record.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
         return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
     # The read-out of a state-space model is not attention: rows are independent.
     read_out = second.shape[-1] == 1 and first.name is None and second.name is None
-    if not (_of_activations(tracer, [first, second]) or read_out):
-        return _product(tracer, node, [first, second], rank)
-    result = _product(tracer, node, [first, second], rank, num_summed=0)
-    tracer.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
+    if not (_of_activations(record, [first, second]) or read_out):
+        return _product(record, node, [first, second], rank)
+    result = _product(record, node, [first, second], rank, num_summed=0)
+    record.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
     return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
 
 
 @rule("mv")
-def matrix_times_vector(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+def matrix_times_vector(record: Record, node: Any, args: Arguments) -> Any:
     """Matrix-vector product: with a parameter as the vector a weighted sum of channels."""
-    return _with_vector(tracer, node, args, args["self"], args["vec"])
+    return _with_vector(record, node, args, args["self"], args["vec"])
 
 
-def _with_vector(tracer: "Tracer", node: Any, args: Arguments, first: Value, second: Value) -> Any:
+def _with_vector(record: Record, node: Any, args: Arguments, first: Value, second: Value) -> Any:
     """Sum of activations [..., I] or [..., I, N] over their channels I, weighted by a parameter [I]."""
     vector, x, place = (second, first, -1) if len(second.shape) == 1 else (first, second, -2)
-    if not (_is_activation(x) and _is_weight(tracer, vector)):
-        return keep_full_width(tracer, node, args, _PRODUCT)
+    if not (_is_activation(x) and record.is_weight(vector)):
+        return keep_full_width(record, node, args, _PRODUCT)
     axes = list(x.axes)
-    return _weighed_sum(tracer, node, x, vector, axes.pop(place), axes)
+    return _weighed_sum(record, node, x, vector, axes.pop(place), axes)
 
 
 def _weighed_sum(
-    tracer: "Tracer", node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]
+    record: Record, node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]
 ) -> Value:
-    tracer.parameter_axis(vector, "in", summed)
-    tracer.scales.pin(x.scale)
-    return tracer.follow(x, vector, Value(tracer.shape(node), tuple(kept), tracer.scales.new(unit=True)))
-
-
-def _is_weight(tracer: "Tracer", value: Value) -> bool:
-    return value.name is not None and value.name not in tracer.buffers
+    record.parameter_axis(vector, "in", summed)
+    return record.follow(node, x, vector, kept)
 
 
 def _is_activation(value: Value) -> bool:
     return value.name is None and value.turned is None and len(value.shape) > 1
 
 
-def _beside_matrices(tracer: "Tracer", node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
+def _beside_matrices(record: Record, node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
     """Axes of a product with a stack of matrices, without the channels; dimensions with a matrix each are frozen."""
-    leading = tracer.shape(node)[:-2]
+    leading = shape_of(node)[:-2]
     axes: list[Runs] = [fixed(size) for size in leading]
     for place, axis in enumerate(x.axes[:-2], start=len(leading) - len(x.shape) + 2):
         from_end = place - len(leading) - 2
         if len(factor.shape) >= -from_end and factor.shape[from_end] > 1:
-            tracer.atoms.freeze(axis, "one matrix for each of several")
-        elif tracer.atoms.length(axis) == leading[place]:
+            record.atoms.freeze(axis, "one matrix for each of several")
+        elif record.atoms.length(axis) == leading[place]:
             axes[place] = axis
     return [*axes, positions]
 
 
-def _of_activations(tracer: "Tracer", values: Sequence[Value]) -> bool:
-    """Return True if all factors are activations and `Tracer.heads` lets their values grow."""
+def _of_activations(record: Record, values: Sequence[Value]) -> bool:
+    """Return True if all factors are activations and `Record.heads` lets their values grow."""
     activations = all(value.name is None for value in values)
-    tracer.multiplies |= activations
-    return activations and tracer.heads == "values"
+    record.multiplies |= activations
+    return activations and record.heads == "values"
 
 
 @rule("baddbmm")
-def biased_matmul(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+def biased_matmul(record: Record, node: Any, args: Arguments) -> Any:
     """Batched matrix product plus a bias."""
     x, factor, bias = args["batch1"], args["batch2"], args["self"]
-    if _is_activation(x) and is_stack(tracer, factor):
-        kept = _beside_matrices(tracer, node, x, factor, x.axes[-2])
-        product = product_with_stack(tracer, node, x, factor, kept)
-        return RULES["add"](tracer, node, {"self": product, "other": bias})
-    if tracer.heads == "sizes":
-        product = matmul(tracer, node, {"self": x, "mat2": factor})
-        return RULES["add"](tracer, node, {"self": product, "other": bias})
-    return _product(tracer, node, [x, factor, bias], len(tracer.shape(node)))
+    if _is_activation(x) and is_stack(record, factor):
+        kept = _beside_matrices(record, node, x, factor, x.axes[-2])
+        product = product_with_stack(record, node, x, factor, kept)
+        return RULES["add"](record, node, {"self": product, "other": bias})
+    if record.heads == "sizes":
+        product = matmul(record, node, {"self": x, "mat2": factor})
+        return RULES["add"](record, node, {"self": product, "other": bias})
+    return _product(record, node, [x, factor, bias], len(shape_of(node)))
 
 
 @rule("einsum")
-def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+def einsum(record: Record, node: Any, args: Arguments) -> Any:
     """Einsum: letters of the output pass, letters that are summed over keep their width.
 
     Activations and a parameter of two dimensions, of which one is summed over, are a linear layer; a parameter of more
@@ -136,14 +130,14 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     inputs, arrow, output = equation.partition("->")
     letters = inputs.split(",")
     if "." in equation or not arrow or any(len(set(term)) < len(term) for term in letters):
-        return keep_full_width(tracer, node, args)
+        return keep_full_width(record, node, args)
     terms = dict(zip(letters, operands, strict=True))
     for layer in (_linear_einsum, _stacked_einsum, _weighed_einsum):
-        if (result := layer(tracer, node, terms, output)) is not None:
+        if (result := layer(record, node, terms, output)) is not None:
             return result
-    tracer.note_attention(node)
+    record.note_attention(node)
     # As in a matrix product of activations: letters that are not in all operands keep their width.
-    passing = any(v.name for v in operands) or _of_activations(tracer, operands)
+    passing = any(v.name for v in operands) or _of_activations(record, operands)
     # If the other operand has all letters of one, its rows are independent: no attention.
     passing |= len(letters) == 2 and (
         set(letters[0]) <= set(letters[1]) or set(letters[1]) <= set(letters[0])
@@ -151,19 +145,19 @@ def einsum(tracer: "Tracer", node: Any, args: Arguments) -> Any:
     one_by_one = set(output) if passing else set(output).intersection(*letters)
     found: dict[str, Runs] = {}
     for term, value in zip(letters, operands, strict=True):
-        tracer.scales.pin(value.scale)
+        record.scales.pin(value.scale)
         for letter, axis in zip(term, value.axes, strict=True):
             if value.name is not None or letter not in one_by_one:
-                tracer.atoms.freeze(axis, _EINSUM)
-            if tracer.atoms.length(found.setdefault(letter, axis)) == tracer.atoms.length(axis):
-                tracer.atoms.unify(found[letter], axis, "letters of an einsum laid out otherwise")
+                record.atoms.freeze(axis, _EINSUM)
+            if record.atoms.length(found.setdefault(letter, axis)) == record.atoms.length(axis):
+                record.atoms.unify(found[letter], axis, "letters of an einsum laid out otherwise")
             else:
-                tracer.atoms.freeze(axis, _EINSUM)
-                tracer.atoms.freeze(found[letter], _EINSUM)
+                record.atoms.freeze(axis, _EINSUM)
+                record.atoms.freeze(found[letter], _EINSUM)
     axes = tuple(found[letter] for letter in output)
-    sizes = zip(axes, tracer.shape(node), strict=True)
-    axes = tuple(axis if tracer.atoms.length(axis) == size else fixed(size) for axis, size in sizes)
-    return Value(tracer.shape(node), axes, tracer.scales.new(unit=True))
+    sizes = zip(axes, shape_of(node), strict=True)
+    axes = tuple(axis if record.atoms.length(axis) == size else fixed(size) for axis, size in sizes)
+    return record.unit(shape_of(node), axes)
 
 
 def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
@@ -178,7 +172,7 @@ def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
     return equation.replace("...", "".join(islice(unused, *map(len, sizes)))) if len(sizes) == 1 else equation
 
 
-def _linear_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
+def _linear_einsum(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
     weights = [(term, v) for term, v in operands.items() if v.name is not None and len(term) == 2]
     others = [(term, v) for term, v in operands.items() if v.name is None]
     if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
@@ -190,19 +184,17 @@ def _linear_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], outp
         return None
     transposed = term[0] == summed[0]
     roles: tuple[Role, Role] = ("in", "out") if transposed else ("out", "in")
-    axes = dict(zip(term, tracer.weight_axes(weight, *roles, []), strict=True))
+    axes = dict(zip(term, record.weight_axes(weight, *roles), strict=True))
     known = {**dict(zip(given, x.axes, strict=True))}
-    tracer.atoms.unify(axes[summed[0]], known[summed[0]], "input of a linear layer")
+    record.atoms.unify(axes[summed[0]], known[summed[0]], "input of a linear layer")
     known[made[0]] = axes[made[0]]
-    shape, result = tracer.shape(node), tuple(known[letter] for letter in output)
-    return tracer.affine(
-        node, weight, None, False, x, shape, result, output.index(made[0]), transposed=transposed
-    )
+    result = [known[letter] for letter in output]
+    return record.affine(node, weight, None, x, result, output.index(made[0]), transposed=transposed)
 
 
-def _stacked_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
+def _stacked_einsum(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
     """Einsum of activations and a parameter of 3 or more dimensions as a stack of linear layers; None if it is not."""
-    weights = [(term, v) for term, v in operands.items() if is_stack(tracer, v) and v.turned is None]
+    weights = [(term, v) for term, v in operands.items() if is_stack(record, v) and v.turned is None]
     others = [(term, v) for term, v in operands.items() if v.name is None]
     if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
         return None
@@ -214,19 +206,17 @@ def _stacked_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], out
     known = dict(zip(given, x.axes, strict=True))
     for place, letter in enumerate(term):
         if letter in summed:
-            tracer.parameter_axis(weight, "in", known[letter], dimension=place)
+            record.parameter_axis(weight, "in", known[letter], dimension=place)
         elif letter in made:
-            known[letter] = tracer.parameter_axis(weight, "out", weight.axes[place], dimension=place)
+            known[letter] = record.parameter_axis(weight, "out", weight.axes[place], dimension=place)
         else:
-            tracer.atoms.freeze(weight.axes[place] + known[letter], "one matrix for each of several")
-    tracer.scales.pin(x.scale)
-    axes = tuple(known[letter] for letter in output)
-    return tracer.follow(x, weight, Value(tracer.shape(node), axes, tracer.scales.new(unit=True)))
+            record.atoms.freeze(weight.axes[place] + known[letter], "one matrix for each of several")
+    return record.follow(node, x, weight, [known[letter] for letter in output])
 
 
-def _weighed_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], output: str) -> Value | None:
+def _weighed_einsum(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
     """Einsum of activations and a parameter of one dimension as a weighted sum; None if it is not."""
-    weights = [(term, v) for term, v in operands.items() if len(term) == 1 and _is_weight(tracer, v)]
+    weights = [(term, v) for term, v in operands.items() if len(term) == 1 and record.is_weight(v)]
     others = [(term, v) for term, v in operands.items() if v.name is None]
     if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
         return None
@@ -234,57 +224,56 @@ def _weighed_einsum(tracer: "Tracer", node: Any, operands: dict[str, Value], out
     if summed in output or set(given) != {summed, *output}:
         return None
     known = dict(zip(given, x.axes, strict=True))
-    return _weighed_sum(tracer, node, x, vector, known[summed], [known[letter] for letter in output])
+    return _weighed_sum(record, node, x, vector, known[summed], [known[letter] for letter in output])
 
 
 @rule("scaled_dot_product_attention")
-def scaled_dot_product_attention(tracer: "Tracer", node: Any, args: Arguments) -> Value:
-    """Attention: heads pass, with their masks or biases; for the head dimension see `Tracer.attend`."""
+def scaled_dot_product_attention(record: Record, node: Any, args: Arguments) -> Value:
+    """Attention: heads pass, with their masks or biases; for the head dimension see `Record.attend`."""
     values = [args["query"], args["key"], args["value"]]
     if args.get("attn_mask") is not None:
         values.append(args["attn_mask"])
     # A scale that is given as a number may depend on the head dimension or not.
-    grows = args.get("scale") is None and tracer.attend(
+    grows = args.get("scale") is None and record.attend(
         args["query"], args["key"], args["value"], node.args[:2]
     )
-    result = _product(tracer, node, values, len(tracer.shape(node)), 1 if grows else 2, _ATTENTION)
+    result = _product(record, node, values, len(shape_of(node)), 1 if grows else 2, _ATTENTION)
     return replace(result, axes=(*result.axes[:-1], args["value"].axes[-1])) if grows else result
 
 
 def _product(
-    tracer: "Tracer", node: Any, values: list[Value], rank: int, num_summed: int = 2, reason: str = _PRODUCT
+    record: Record, node: Any, values: list[Value], rank: int, num_summed: int = 2, reason: str = _PRODUCT
 ) -> Value:
-    shape = tracer.shape(node)
-    tracer.note_attention(node)
+    shape = shape_of(node)
+    record.note_attention(node)
     axes: list[Runs] = [fixed(1)] * (rank - 2)
     for position, value in enumerate(values):
-        tracer.scales.pin(value.scale)
+        record.scales.pin(value.scale)
         # If the head dimension grows, only positions are fixed; of a mask, both dimensions.
         kept = value.axes[-2:-1] if num_summed == 1 and position < 3 else value.axes[-2:]
         if not num_summed:
             kept = ()
-        for axis in kept if value.name is None else value.axes:
-            tracer.atoms.freeze(axis, reason)
+        record.freeze_all(kept if value.name is None else value.axes, reason)
         leading = value.axes[:-2]
         for index, axis in enumerate(leading, start=rank - 2 - len(leading)):
-            known = tracer.atoms.length(axes[index])
+            known = record.atoms.length(axes[index])
             if known == 1:
                 axes[index] = axis
-            elif tracer.atoms.length(axis) == known:
-                tracer.atoms.unify(axes[index], axis, "heads laid out otherwise")
-            elif tracer.atoms.length(axis) == 1:
-                tracer.atoms.freeze(axis, "a single value for all heads")
+            elif record.atoms.length(axis) == known:
+                record.atoms.unify(axes[index], axis, "heads laid out otherwise")
+            elif record.atoms.length(axis) == 1:
+                record.atoms.freeze(axis, "a single value for all heads")
             else:
                 # Several query heads share a key head.
-                tracer.atoms.freeze(axis, "heads shared by others")
-                tracer.atoms.freeze(axes[index], "heads shared by others")
-    return Value(shape, (*axes, *map(fixed, shape[rank - 2 :])), tracer.scales.new(unit=True))
+                record.atoms.freeze(axis, "heads shared by others")
+                record.atoms.freeze(axes[index], "heads shared by others")
+    return record.unit(shape, (*axes, *map(fixed, shape[rank - 2 :])))
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_")
-def over_one_dimension(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def over_one_dimension(record: Record, node: Any, args: Arguments) -> Value:
     """Softmax or cumulative sum or product: the dimension that it runs over keeps its width, the others pass."""
     x = args["self"]
-    tracer.atoms.freeze(x.axes[args["dim"]], f"{tracer.operation(node)} runs over these channels")
-    tracer.scales.pin(x.scale)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+    record.atoms.freeze(x.axes[args["dim"]], f"{operation_of(node)} runs over these channels")
+    record.scales.pin(x.scale)
+    return record.unit(x.shape, x.axes)

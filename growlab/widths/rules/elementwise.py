@@ -1,15 +1,14 @@
 """Rules for operations that work element by element."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from growlab.widths.atoms import STAYING, Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.rules.registry import DRAWN, Arguments, Value, first_tensor, rule
-
-if TYPE_CHECKING:
-    from growlab.widths.tracer import Tracer
-
+from growlab.widths.program import operation_of, shape_of
+from growlab.widths.rules.registry import DRAWN, Arguments, first_tensor, rule
+from growlab.widths.values import Record, Value
 
 # f(a x) = a f(x) for a > 0.
 _HOMOGENEOUS = """
@@ -36,117 +35,113 @@ logaddexp logaddexp2 xlogy copysign isclose complex polar copy copy_ fill fill_
 
 
 @rule(*_HOMOGENEOUS.split())
-def homogeneous(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def homogeneous(record: Record, node: Any, args: Arguments) -> Value:
     """Positively homogeneous function, f(a x) = a f(x) for a > 0: axes and scale pass."""
     x = first_tensor(args)
     return Value(x.shape, x.axes, x.scale)
 
 
 @rule(*_CASTS.split())
-def cast(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def cast(record: Record, node: Any, args: Arguments) -> Value:
     """Cast or copy: everything passes, and a parameter stays one."""
     return first_tensor(args)
 
 
 @rule(*_POINTWISE.split())
-def pointwise(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def pointwise(record: Record, node: Any, args: Arguments) -> Value:
     """Element-wise function: axes pass, the scale of the input must not change."""
     x = first_tensor(args)
-    tracer.scales.pin(x.scale)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+    record.scales.pin(x.scale)
+    return record.unit(x.shape, x.axes)
 
 
 @rule("prelu", "prelu_", "_prelu_kernel")
-def prelu(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def prelu(record: Record, node: Any, args: Arguments) -> Value:
     """PReLU with one slope, or one slope per channel."""
     x, weight = args["self"], args["weight"]
     if weight.shape and weight.shape[0] > 1:
-        tracer.parameter_axis(weight, "out", x.axes[1])
+        record.parameter_axis(weight, "out", x.axes[1])
     elif weight.name is not None:
-        for axis in weight.axes:
-            tracer.atoms.freeze(axis, "one slope for all channels")
+        record.freeze_all(weight.axes, "one slope for all channels")
     return Value(x.shape, x.axes, x.scale)
 
 
 @rule("add", "add_", "sub", "sub_", "rsub", "maximum", "minimum", "fmax", "fmin")
-def total(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def total(record: Record, node: Any, args: Arguments) -> Value:
     """Sum, difference, maximum or minimum: operands have the same channels at the same scale."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    result = broadcast(tracer, tracer.shape(node), operands)
+    result = broadcast(record, node, operands)
     if len(operands) == 1:
-        tracer.scales.pin(operands[0].scale)
-        if tracer.operation(node) == "add" and not node.kwargs:
-            tracer.note_offset(operands[0], args["other"])
+        record.scales.pin(operands[0].scale)
+        if operation_of(node) == "add" and not node.kwargs:
+            record.note_offset(operands[0], args["other"])
         return Value(result.shape, result.axes, operands[0].scale)
-    scale = tracer.scales.union(operands[0].scale, operands[1].scale)
+    scale = record.scales.union(operands[0].scale, operands[1].scale)
     return Value(result.shape, result.axes, scale)
 
 
 @rule("mul", "mul_", "multiply", "multiply_", "div", "div_", "divide", "divide_", "true_divide")
-def product(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def product(record: Record, node: Any, args: Arguments) -> Value:
     """Element-wise product or quotient: operands have the same channels; scales of two tensors must not change."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    result = broadcast(tracer, tracer.shape(node), operands)
+    result = broadcast(record, node, operands)
     if len(operands) == 1 and args.get("rounding_mode") is None:
         return Value(result.shape, result.axes, operands[0].scale)
-    for operand in operands:
-        tracer.scales.pin(operand.scale)
-    return Value(result.shape, result.axes, tracer.scales.new(unit=True))
+    record.pin(operands)
+    return record.unit(result.shape, result.axes)
 
 
 @rule(*_CHOOSING.split())
-def chosen(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def chosen(record: Record, node: Any, args: Arguments) -> Value:
     """Comparison, mask or other function of several operands: they have the same channels; scales must not change."""
     operands = [value for value in args.values() if isinstance(value, Value)]
-    for operand in operands:
-        tracer.scales.pin(operand.scale)
-    result = broadcast(tracer, tracer.shape(node), operands)
-    return Value(result.shape, result.axes, tracer.scales.new(unit=True))
+    record.pin(operands)
+    result = broadcast(record, node, operands)
+    return record.unit(result.shape, result.axes)
 
 
 @rule("glu")
-def gated(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def gated(record: Record, node: Any, args: Arguments) -> Value:
     """Gated linear unit: one half of the channels gates the other, both are the same channels."""
     x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
-    shape = tracer.shape(node)
-    values, gates = tracer.atoms.cut(x.axes[dim], [shape[dim], shape[dim]])
-    tracer.atoms.unify(values, gates, "halves of a gate laid out otherwise")
-    tracer.scales.pin(x.scale)
-    axes = (*x.axes[:dim], tracer.atoms.resolve(values), *x.axes[dim + 1 :])
-    return Value(shape, axes, tracer.scales.new(unit=True))
+    shape = shape_of(node)
+    values, gates = record.atoms.cut(x.axes[dim], [shape[dim], shape[dim]])
+    record.atoms.unify(values, gates, "halves of a gate laid out otherwise")
+    record.scales.pin(x.scale)
+    axes = (*x.axes[:dim], record.atoms.resolve(values), *x.axes[dim + 1 :])
+    return record.unit(shape, axes)
 
 
 @rule("broadcast_tensors")
-def broadcast_tensors(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+def broadcast_tensors(record: Record, node: Any, args: Arguments) -> list[Value]:
     """Tensors that are broadcast to one shape: they have the same channels."""
-    (shape, *_), operands = tracer.shapes(node), args["tensors"]
-    axes = broadcast(tracer, shape, operands).axes
-    return [Value(shape, axes, operand.scale) for operand in operands]
+    found = broadcast(record, node, args["tensors"])
+    return [replace(found, scale=operand.scale) for operand in args["tensors"]]
 
 
 @rule("normal")
-def normal(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def normal(record: Record, node: Any, args: Arguments) -> Value:
     """Random draws around given means: all axes keep their width."""
-    drawn = chosen(tracer, node, args)
-    for axis in drawn.axes:
-        tracer.atoms.freeze(axis, DRAWN)
+    drawn = chosen(record, node, args)
+    record.freeze_all(drawn.axes, DRAWN)
     return drawn
 
 
-def broadcast(tracer: "Tracer", shape: tuple[int, ...], operands: Sequence[Value]) -> Value:
-    """Unify the axes of operands that are broadcast to a shape."""
+def broadcast(record: Record, node: Any, operands: Sequence[Value]) -> Value:
+    """Unify the axes of operands that are broadcast to the shape that a node computes."""
+    shape = shape_of(node)
     axes: list[Runs] = [fixed(1)] * len(shape)
     for operand in operands:
         offset = len(shape) - len(operand.shape)
         for index, (size, axis) in enumerate(zip(operand.shape, operand.axes, strict=True), start=offset):
             if operand.name is not None:
                 role: Role = "out" if size > 1 else "fixed"
-                axis = tracer.parameter_axis(operand, role, axis, dimension=index - offset)
+                axis = record.parameter_axis(operand, role, axis, dimension=index - offset)
             if size == 1:
-                tracer.atoms.freeze(axis, "a single value for all channels")
+                record.atoms.freeze(axis, "a single value for all channels")
                 continue
-            if tracer.atoms.length(axes[index]) == 1:
+            if record.atoms.length(axes[index]) == 1:
                 axes[index] = axis
             else:
-                tracer.atoms.unify(axes[index], axis, f"added to or multiplied with channels {STAYING}")
+                record.atoms.unify(axes[index], axis, f"added to or multiplied with channels {STAYING}")
     return Value(shape, tuple(axes), operands[0].scale)

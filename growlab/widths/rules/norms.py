@@ -1,105 +1,177 @@
-"""Rules for normalisations."""
+"""Rules for normalisations and norms over channels, and operations that distinguish channels.
+
+A group is isotropic if everything on the way from the layers that produce its channels to those that consume them
+commutes with every rotation of the channels (Bird, "On De-Individuated Neurons", Eq. 1). Only then does it have no
+preferred basis. A norm over channels is such an operation, but growth methods that do not allow for it would change
+it: it is followed only with `trace(..., follow_norms=True)`.
+"""
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from growlab.widths.atoms import Run
-from growlab.widths.rules.registry import Arguments, Value, rule
-
-if TYPE_CHECKING:
-    from growlab.widths.tracer import Tracer
+from growlab.widths.atoms import Run, Runs, fixed
+from growlab.widths.program import operation_of, shape_of
+from growlab.widths.rules.pooling import reduce_beyond_scale
+from growlab.widths.rules.registry import Arguments, keep_full_width, rule
+from growlab.widths.values import Record, Value, values_in
 
 # Fewest values per group: groups start at half their width or less, and one value has no statistics.
 _FEWEST_VALUES = 4
 
 
-def _of_each_channel(tracer: "Tracer", args: Arguments) -> dict[str, str | None]:
+def _of_each_channel(record: Record, args: Arguments) -> dict[str, str | None]:
     """Unify a normalisation's tensors with the channels of its input; return their names, None for missing ones."""
     names = {}
     for role in ("weight", "bias", "running_mean", "running_var"):
         value = args.get(role)
         names[role] = None if value is None else value.name
         if value is not None:
-            tracer.parameter_axis(value, "out", args["input"].axes[1])
+            record.parameter_axis(value, "out", args["input"].axes[1])
     return names
 
 
-def _over_positions(tracer: "Tracer", node: Any, x: Value) -> None:
+def _over_positions(record: Record, node: Any, x: Value) -> None:
     """Freeze positions, over which the statistics of a channel are taken."""
-    for axis in x.axes[2:]:
-        tracer.atoms.freeze(axis, f"{tracer.operation(node)} takes its statistics over them")
+    record.freeze_all(x.axes[2:], f"{operation_of(node)} takes its statistics over them")
 
 
 @rule("batch_norm")
-def batch_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def batch_norm(record: Record, node: Any, args: Arguments) -> Value:
     """Batch normalisation: statistics per channel over the batch, which follow the scale of the input."""
     x = args["input"]
-    _over_positions(tracer, node, x)
-    names = _of_each_channel(tracer, args)
+    _over_positions(record, node, x)
+    names = _of_each_channel(record, args)
     if names["weight"] is None or names["running_var"] is None:
         # eps changes the result of a rescaled input: a weight can compensate for it only if the variance is known.
-        tracer.scales.pin(x.scale)
-    tracer.record_norm(node, names, args["eps"], x)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+        record.scales.pin(x.scale)
+    record.note_norm(node, names, args["eps"], x)
+    return record.unit(x.shape, x.axes)
 
 
 @rule("instance_norm")
-def instance_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def instance_norm(record: Record, node: Any, args: Arguments) -> Value:
     """Instance normalisation: statistics per channel and sample."""
     x = args["input"]
-    _over_positions(tracer, node, x)
-    tracer.note_size(node, x.shape[1], x.axes[1])
-    tracer.record_norm(node, _of_each_channel(tracer, args), args["eps"], x, per_sample=True)
-    tracer.scales.pin(x.scale)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+    _over_positions(record, node, x)
+    record.note_size(node, x.shape[1], x.axes[1])
+    record.note_norm(node, _of_each_channel(record, args), args["eps"], x, per_sample=True)
+    record.scales.pin(x.scale)
+    return record.unit(x.shape, x.axes)
 
 
 @rule("layer_norm", "rms_norm")
-def layer_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def layer_norm(record: Record, node: Any, args: Arguments) -> Value:
     """Layer or RMS normalisation: growth reweights statistics over the last dimension; several keep their width."""
     x = args["input"]
     names = {"weight": None, "bias": None}
     if len(args["normalized_shape"]) == 1:
-        tracer.note_size(node, x.shape[-1], x.axes[-1])
+        record.note_size(node, x.shape[-1], x.axes[-1])
         for role in names:
             if args.get(role) is not None:
-                tracer.parameter_axis(args[role], "out", x.axes[-1])
+                record.parameter_axis(args[role], "out", x.axes[-1])
                 names[role] = args[role].name
-        tracer.record_channel_norm(node, x.axes[-1], names)
+        record.note_channel_norm(node, x.axes[-1], names)
     else:
         first = len(x.shape) - len(args["normalized_shape"])
-        tracer.record_other_norm(node)
+        record.note_other_norm(node)
         affine = [axis for role in names if args.get(role) is not None for axis in args[role].axes]
-        for axis in (*x.axes[first:], *affine):
-            tracer.atoms.freeze(
-                axis, f"{tracer.operation(node)} takes its statistics over several dimensions"
-            )
-    tracer.scales.pin(x.scale)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+        record.freeze_all(
+            (*x.axes[first:], *affine), f"{operation_of(node)} takes its statistics over several dimensions"
+        )
+    record.scales.pin(x.scale)
+    return record.unit(x.shape, x.axes)
 
 
 @rule("group_norm")
-def group_norm(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def group_norm(record: Record, node: Any, args: Arguments) -> Value:
     """Group normalisation: the width within each group grows, unless a group could have a single value.
 
     With one channel per group the channels grow as in instance normalisation.
     """
     x, groups = args["input"], args["num_groups"]
-    _over_positions(tracer, node, x)
+    _over_positions(record, node, x)
     # Each group may have as many channels as there are groups: a module keeps the number of groups.
-    tracer.note_size(node, x.shape[1], x.axes[1], repeated=False)
+    record.note_size(node, x.shape[1], x.axes[1], repeated=False)
     within = x.shape[1] // groups
     if groups > 1 and within > 1:
         if within * math.prod(x.shape[2:]) < _FEWEST_VALUES:
-            tracer.atoms.freeze(x.axes[1], f"group_norm takes its statistics over {within} values each")
+            record.atoms.freeze(x.axes[1], f"group_norm takes its statistics over {within} values each")
         else:
-            (one,) = tracer.atoms.new(within)
-            tracer.atoms.unify(x.axes[1], (Run(one.atom, groups),), f"group_norm of {groups} groups")
-    names = _of_each_channel(tracer, args)
+            (one,) = record.atoms.new(within)
+            record.atoms.unify(x.axes[1], (Run(one.atom, groups),), f"group_norm of {groups} groups")
+    names = _of_each_channel(record, args)
     if within > 1:
-        tracer.record_channel_norm(node, x.axes[1], {role: names[role] for role in ("weight", "bias")})
+        record.note_channel_norm(node, x.axes[1], {role: names[role] for role in ("weight", "bias")})
     else:
-        tracer.record_norm(node, names, args["eps"], x, per_sample=True)
-        tracer.record_other_norm(node)
-    tracer.scales.pin(x.scale)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+        record.note_norm(node, names, args["eps"], x, per_sample=True)
+        record.note_other_norm(node)
+    record.scales.pin(x.scale)
+    return record.unit(x.shape, x.axes)
+
+
+# Names of the parameter for the intrinsic length in the module that takes the norm: its logarithm, or itself.
+LOG_LENGTH = "log_length"
+LENGTHS = (LOG_LENGTH, "length")
+# Name of that module's attribute which is True if it appends the gain to its output as one more channel.
+GAIN_CHANNEL = "gain_channel"
+
+# Operations that move channels as a whole or combine the same channels of several positions linearly.
+_EQUIVARIANT = """
+linear linalg_vecdot linalg_vector_norm clone contiguous alias detach to neg _to_copy lift_fresh_copy detach_ type_as
+float mean sum flatten view reshape _unsafe_view unflatten squeeze unsqueeze view_as squeeze_ permute transpose swapaxes
+transpose_ getitem cat concat concatenate split chunk split_with_sizes tensor_split expand expand_as constant_pad_nd pad
+avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d
+upsample_nearest2d upsample_bilinear2d upsample_linear1d
+"""
+
+
+@rule("linalg_vecdot", "linalg_vector_norm", "norm")
+def norm_over_channels(record: Record, node: Any, args: Arguments) -> Any:
+    """Euclidean norm or its square over one dimension: neither a rotation nor a channel of zeros changes it."""
+    x = args.get("x", args.get("self"))
+    dims = args.get("dim", -1)
+    dims = [dims] if isinstance(dims, int) else dims
+    order: Any = args.get("ord", args.get("p"))
+    euclidean = args["y"] is x if "y" in args else order is None or float(order) == 2
+    if not euclidean or not isinstance(x, Value) or not dims or len(dims) > 1 or not record.follow_norms:
+        if "y" in args:
+            return keep_full_width(record, node, args)
+        return reduce_beyond_scale(record, node, {**args, "summed": euclidean})
+    dim = dims[0] % len(x.shape)
+    record.scales.pin(x.scale)
+    record.note_radius(node, x.axes[dim])
+    left = (fixed(1),) if args.get("keepdim") else ()
+    axes = x.axes[:dim] + left + x.axes[dim + 1 :]
+    return record.unit(shape_of(node), axes)
+
+
+def basis_dependent(operation: str, args: Arguments, shape: tuple[int, ...]) -> Iterator[Runs]:
+    """Yield the axes whose channels an operation distinguishes.
+
+    Args:
+        operation: name of the operation.
+        args: its arguments by name.
+        shape: shape of its (first) result.
+    """
+    values = list(values_in(args))
+    if operation in ("conv1d", "conv2d", "conv3d"):
+        if args.get("groups", 1) != 1:
+            yield from (axis for value in values for axis in value.axes)
+    elif operation in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"):
+        yield from _broadcast(operation, values, shape)
+    elif operation not in _EQUIVARIANT.split():
+        yield from (axis for value in values for axis in value.axes)
+
+
+def _broadcast(operation: str, values: list[Value], shape: tuple[int, ...]) -> Iterator[Runs]:
+    """Yield the axes in which a sum or a product is not linear.
+
+    A sum is linear if all operands have the channels, a product if only one has them.
+    """
+    for dim, size in enumerate(shape):
+        places = [(value, dim - len(shape) + len(value.shape)) for value in values]
+        wide = [value.axes[at] for value, at in places if at >= 0 and value.shape[at] == size]
+        linear = len(wide) == len(values) > 1 if operation[:3] in ("add", "sub") else len(wide) == 1
+        if size > 1 and not linear:
+            yield from wide

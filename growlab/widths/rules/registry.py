@@ -1,103 +1,68 @@
-"""Registry of channel rules, and the values that they are given.
+"""Registry of channel rules, and what several of them share.
 
-A rule defines what one ATen operation does to axes and scales. It is called with the tracer, the graph node and the
-operation's arguments by name, tensors as `Value`s; it returns the output's Value (or a list of them) and records
-layers and norms on the way.
+A rule defines what one ATen operation does to axes and scales. It is called with the record of the trace, the graph
+node and the operation's arguments by name, tensors as `Value`s; it returns the output's Value (or a list of them) and
+records layers and norms on the way.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from growlab.widths.atoms import Runs, fixed
-
-if TYPE_CHECKING:
-    from growlab.widths.tracer import Tracer
+from growlab.widths.program import operation_of
+from growlab.widths.values import SLID_OVER, Record, Value, values_in
 
 Arguments = dict[str, Any]
+RULES: dict[str, Callable[[Record, Any, Arguments], Any]] = {}
+_Rule = TypeVar("_Rule", bound=Callable[..., Any])
 
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor of the traced program.
-
-    Attributes:
-        shape: shape at full width.
-        axes: one axis for each dimension.
-        scale: its scale class.
-        name: parameter or buffer name, or None for activations.
-        linear_in: names of the parameters of one layer that it is linear in, if it is a layer's output, scaled,
-            rearranged or summed with itself.
-        made_by: weights of the affine layers that it is computed from with no other affine layer in between.
-        turned: the parameter of which it is the transpose (the last two dimensions exchanged), or None.
-        squeezed: the parameter of which it is a reshape, if everything that uses it restores the shape; or None.
-        rows_of: the parameter of which it is some rows, if only linear layers read them; or None.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[Runs, ...]
-    scale: int
-    name: str | None = None
-    linear_in: frozenset[str] = frozenset()
-    made_by: frozenset[str] = frozenset()
-    turned: "Value | None" = None
-    squeezed: "Value | None" = None
-    rows_of: "Value | None" = None
-
-
-Rule = Callable[["Tracer", Any, Arguments], Any]
-RULES: dict[str, Rule] = {}
-
-
-# Reason why dimensions stay that windows slide over.
-SLID_OVER = "neighbouring channels are pooled or convolved"
-# Reason why channels of random numbers stay: twins cancel only if both get the same numbers.
+#: Reason why channels of random numbers stay: twins cancel only if both get the same numbers.
 DRAWN = "as many random numbers"
+# Operations that are linear in all of their inputs, and those that are linear in one of them.
+_LINEAR = """
+permute transpose swapaxes swapdims mT mH adjoint movedim moveaxis t view reshape _unsafe_view flatten unflatten squeeze
+unsqueeze expand slice select split split_with_sizes chunk unbind getitem contiguous clone dropout to _to_copy neg alias
+cat add sub
+"""
+_BILINEAR = frozenset(("mul", "div"))
+# Operations that growth cannot pass. They are known to be safe; an operation that neither is listed here nor has a rule
+# is refused, since it has not been examined yet.
+_OPAQUE = """
+cross outer dot vdot addmv kron trace diag diagonal diag_embed matrix_exp linalg_inv linalg_solve linalg_qr linalg_svd
+linalg_cross meshgrid bernoulli native_group_norm _weight_norm cdist dist _linalg_det _linalg_slogdet _linalg_svd
+_linalg_eigh linalg_eig linalg_inv_ex linalg_matrix_exp linalg_cholesky_ex _linalg_solve_ex linalg_lu_factor_ex
+linalg_pinv cholesky_inverse cholesky_solve triangular_solve prod histc histogram frexp slice_scatter renorm
+linalg_householder_product _pdist_forward masked_scatter masked_select segment_reduce bincount searchsorted bucketize
+nonzero stft istft
+"""
+#: Recurrent modules, and single steps of recurrent cells.
+MODULES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+#: Operations whose rules record an affine layer.
+AFFINE = frozenset(("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3))))
+#: Operations that may multiply channels by a parameter without being a layer of the width graph.
+MIXING = frozenset((*MODULES, *CELLS, "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "bilinear")) | {
+    "_grouped_mm",
+    "grouped_mm_fallback",
+}
+#: Checks of a tensor's type or entries, without an output.
+CHECKS = (
+    "_assert_tensor_metadata",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range_for_size",
+    "_print",
+)
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str) -> Callable[[_Rule], _Rule]:
     """Register a rule for operations of these names (without the `aten::` prefix and overload)."""
 
-    def register(function: Rule) -> Rule:
-        for name in names:
-            RULES[name] = function
+    def register(function: _Rule) -> _Rule:
+        RULES.update(dict.fromkeys(names, function))
         return function
 
     return register
-
-
-def values_in(argument: Any) -> Iterator[Value]:
-    """Yield every Value in an argument, including those in lists and dicts."""
-    if isinstance(argument, Value):
-        yield argument
-    elif isinstance(argument, Mapping):
-        for item in argument.values():
-            yield from values_in(item)
-    elif isinstance(argument, (list, tuple)):
-        for item in argument:
-            yield from values_in(item)
-
-
-# Operations that are linear in all of their inputs, and those that are linear in one of them.
-_LINEAR = frozenset(
-    (
-        *("permute", "transpose", "swapaxes", "swapdims", "mT", "mH", "adjoint", "movedim", "moveaxis"),
-        *("t", "view", "reshape", "_unsafe_view", "flatten", "unflatten"),
-        *(
-            "squeeze",
-            "unsqueeze",
-            "expand",
-            "slice",
-            "select",
-            "split",
-            "split_with_sizes",
-            "chunk",
-            "unbind",
-        ),
-        *("getitem", "contiguous", "clone", "dropout", "to", "_to_copy", "neg", "alias", "cat", "add", "sub"),
-    )
-)
-_BILINEAR = frozenset(("mul", "div"))
 
 
 def linear_in(operation: str, args: Arguments) -> frozenset[str]:
@@ -108,7 +73,7 @@ def linear_in(operation: str, args: Arguments) -> frozenset[str]:
         dividend = operation == "mul" or operands[:1] != [frozenset()]
         operands = [names for names in operands if names]
         return operands[0] if len(operands) == 1 and dividend else frozenset()
-    if operation not in _LINEAR or (operation in ("add", "sub") and len(operands) < 2 and numbers):
+    if operation not in _LINEAR.split() or (operation in ("add", "sub") and len(operands) < 2 and numbers):
         return frozenset()
     return operands[0] if operands and all(names == operands[0] for names in operands) else frozenset()
 
@@ -126,20 +91,20 @@ def first_tensor(args: Arguments) -> Value:
     return next(values_in(args))
 
 
-def freeze_windows(tracer: "Tracer", x: Value, num_windows: int) -> None:
+def freeze_windows(record: Record, x: Value, num_windows: int) -> None:
     """Freeze the last `num_windows` dimensions, over which windows slide."""
-    for axis in x.axes[len(x.axes) - num_windows :]:
-        tracer.atoms.freeze(axis, SLID_OVER)
+    record.freeze_all(x.axes[len(x.axes) - num_windows :], SLID_OVER)
 
 
-def keep_full_width(tracer: "Tracer", node: Any, args: Arguments, reason: str | None = None) -> Any:
+@rule(*_OPAQUE.split())
+def keep_full_width(record: Record, node: Any, args: Arguments, reason: str | None = None) -> Any:
     """Rule for operations that growth cannot pass: all operands keep their full width."""
     for value in values_in(args):
-        tracer.scales.pin(value.scale)
-        for axis in value.axes:
-            tracer.atoms.freeze(axis, reason or f"used by {tracer.operation(node)}")
-    outputs = [
-        Value(shape, tuple(fixed(size) for size in shape), tracer.scales.new(unit=True))
-        for shape in tracer.shapes(node)
-    ]
-    return outputs if tracer.has_several_outputs(node) else (outputs[0] if outputs else None)
+        record.scales.pin(value.scale)
+        record.freeze_all(value.axes, reason or f"used by {operation_of(node)}")
+    return record.fixed_outputs(node)
+
+
+@rule(*CHECKS)
+def nothing(record: Record, node: Any, args: Arguments) -> None:
+    """Check without an output: channels are not affected."""

@@ -1,18 +1,65 @@
-"""Rules for operations that rearrange entries: padding, slicing, splitting, concatenation, reshaping."""
+"""Rules for operations that rearrange entries: permuting, padding, slicing, splitting, concatenation, reshaping."""
 
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.counterparts import RESHAPING, spans
 from growlab.widths.layout import Role
+from growlab.widths.program import RESHAPING, operation_of, shape_of, shapes_of, spans
 from growlab.widths.rules.affine import are_weights
-from growlab.widths.rules.registry import DRAWN, Arguments, Value, freeze_windows, rule
+from growlab.widths.rules.registry import DRAWN, MIXING, Arguments, freeze_windows, rule
+from growlab.widths.values import Record, Value
 
-if TYPE_CHECKING:
-    from growlab.widths.tracer import Tracer
+
+@rule("permute")
+def permute(record: Record, node: Any, args: Arguments) -> Value:
+    """Permutation of dimensions."""
+    x, last = args["self"], len(args["dims"]) - 1
+    order = [dim % len(x.shape) for dim in args["dims"]]
+    axes = tuple(x.axes[dim] for dim in order)
+    multiplies = all(operation_of(user) in MIXING for user in node.users)
+    if multiplies and order == [*range(last - 1), last, last - 1] and _turned(x):
+        return Value(shape_of(node), axes, x.scale, turned=x)
+    return Value(shape_of(node), axes, x.scale)
+
+
+@rule("movedim", "moveaxis")
+def movedim(record: Record, node: Any, args: Arguments) -> Value:
+    """Move of some dimensions to other positions."""
+    x = args["self"]
+    given = (args["source"], args["destination"])
+    dims = [list(one) if isinstance(one, (list, tuple)) else [one] for one in given]
+    sources, targets = ([dim % len(x.shape) for dim in one] for one in dims)
+    axes = [axis for dim, axis in enumerate(x.axes) if dim not in sources]
+    for target, source in sorted(zip(targets, sources, strict=True)):
+        axes.insert(target, x.axes[source])
+    return Value(shape_of(node), tuple(axes), x.scale)
+
+
+@rule("transpose", "swapaxes", "transpose_")
+def transpose(record: Record, node: Any, args: Arguments) -> Value:
+    """Exchange of two dimensions."""
+    x = args["self"]
+    first = args["dim0"] if "dim0" in args else args["axis0"]
+    second = args["dim1"] if "dim1" in args else args["axis1"]
+    axes = list(x.axes)
+    axes[first], axes[second] = axes[second], axes[first]
+    last_two = {first % len(axes), second % len(axes)} == {len(axes) - 2, len(axes) - 1}
+    turned = _turned(x) if last_two else None
+    return Value(shape_of(node), tuple(axes), x.scale, turned=turned)
+
+
+@rule("t", "numpy_T")
+def turned(record: Record, node: Any, args: Arguments) -> Value:
+    """Reversal of the order of dimensions."""
+    x = args["self"]
+    return Value(shape_of(node), x.axes[::-1], x.scale, turned=_turned(x) if len(x.shape) == 2 else None)
+
+
+def _turned(x: Value) -> Value | None:
+    return x if x.name is not None and len(x.shape) > 1 else None
 
 
 # Operations that fill a tensor, or a new one of the same shape, with random numbers.
@@ -26,7 +73,7 @@ SIZES_ALONE = frozenset((*_NEW.split(), *_ALIKE.split(), *_DRAWS.split()))
 
 
 @rule("constant_pad_nd", "pad")
-def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def pad(record: Record, node: Any, args: Arguments) -> Value:
     """Padding: zeros appended to channels are a new group, which completes this stream to a wider one."""
     x, amounts = args["self"], args["pad"]
     value = args.get("value") or 0.0
@@ -37,75 +84,75 @@ def pad(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         dim = len(axes) - 1 - index
         if not before and not after:
             continue
-        tracer.atoms.settle(axes[dim])
-        runs = tracer.atoms.resolve(axes[dim])
+        record.atoms.settle(axes[dim])
+        runs = record.atoms.resolve(axes[dim])
         if all(run.atom is None for run in runs):
             axes[dim] = fixed(x.shape[dim] + before + after)
         elif before < 0 or after < 0 or not plain:
-            tracer.atoms.freeze(runs, "cropped or padded with something else than zeros")
+            record.atoms.freeze(runs, "cropped or padded with something else than zeros")
             axes[dim] = fixed(x.shape[dim] + before + after)
         else:
-            first = tracer.atoms.new(before, below=x.shape[dim]) if before else ()
-            last = tracer.atoms.new(after, below=x.shape[dim] + before) if after else ()
+            first = record.atoms.new(before, below=x.shape[dim]) if before else ()
+            last = record.atoms.new(after, below=x.shape[dim] + before) if after else ()
             axes[dim] = first + runs + last
     if value != 0.0:
-        tracer.scales.pin(x.scale)
-    return Value(tracer.shape(node), tuple(axes), x.scale)
+        record.scales.pin(x.scale)
+    return Value(shape_of(node), tuple(axes), x.scale)
 
 
 @rule("slice", "narrow")
-def take_slice(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def take_slice(record: Record, node: Any, args: Arguments) -> Value:
     """Slice of channels, which grows separately from the parts around it; with a step other than 1 all are frozen.
 
     A parameter keeps its width there, and the slice (rows of a table of positions) still counts as the parameter.
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
-    shape, size = tracer.shape(node), x.shape[dim]
+    shape, size = shape_of(node), x.shape[dim]
     start, length = args.get("start") or 0, shape[dim]
     if length == size:
         return x
-    tracer.atoms.settle(x.axes[dim])
+    record.atoms.settle(x.axes[dim])
     table = x.name is not None and len(x.shape) > 1
     if table or args.get("step", 1) != 1 or not length or not isinstance(start, int):
-        tracer.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
+        record.atoms.freeze(x.axes[dim], "a slice of the channels is taken")
         return Value(shape, (*x.axes[:dim], fixed(length), *x.axes[dim + 1 :]), x.scale, x.name)
     start = min(max(start + size if start < 0 else start, 0), size - length)
     sizes = [part for part in (start, length, size - start - length) if part]
-    pieces = tracer.atoms.cut(x.axes[dim], sizes)
+    pieces = record.atoms.cut(x.axes[dim], sizes)
     for part, piece in zip(sizes, pieces, strict=True):
-        tracer.note_size(node, part, piece)
+        record.note_size(node, part, piece)
     piece = pieces[1 if start else 0]
     return Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale)
 
 
 @rule("select")
-def select(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def select(record: Record, node: Any, args: Arguments) -> Value:
     """Selection of one position of a dimension, which is frozen."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
-    tracer.atoms.freeze(x.axes[dim], "one of the channels is taken")
-    return Value(tracer.shape(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
+    record.atoms.freeze(x.axes[dim], "one of the channels is taken")
+    return Value(shape_of(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
 
 
 @rule("unbind")
-def unbind(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+def unbind(record: Record, node: Any, args: Arguments) -> list[Value]:
     """Split into every position of a dimension, which is frozen."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
-    tracer.atoms.freeze(x.axes[dim], "the channels are taken apart")
-    return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in tracer.shapes(node)]
+    record.atoms.freeze(x.axes[dim], "the channels are taken apart")
+    return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in shapes_of(node)]
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split")
-def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
+def split(record: Record, node: Any, args: Arguments) -> list[Value]:
     """Split of channels into parts that grow separately.
 
     Rows of a parameter that only linear layers read (for queries, keys and values) are their weights and biases.
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
-    shapes = tracer.shapes(node)
-    rows_of = x if x.name is not None and dim == 0 and are_weights(tracer, node) else None
-    pieces = tracer.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
+    shapes = shapes_of(node)
+    rows_of = x if x.name is not None and dim == 0 and are_weights(record, node) else None
+    pieces = record.atoms.cut(x.axes[dim], [shape[dim] for shape in shapes])
     for shape, piece in zip(shapes, pieces, strict=True):
-        tracer.note_size(node, shape[dim], piece)
+        record.note_size(node, shape[dim], piece)
     return [
         Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale, rows_of=rows_of)
         for shape, piece in zip(shapes, pieces, strict=True)
@@ -113,16 +160,16 @@ def split(tracer: "Tracer", node: Any, args: Arguments) -> list[Value]:
 
 
 @rule("cat", "concat", "concatenate")
-def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def concatenate(record: Record, node: Any, args: Arguments) -> Value:
     """Concatenation of channels, of which each part grows separately."""
-    shape = tracer.shape(node)
+    shape = shape_of(node)
     # torch leaves out an empty tensor of one dimension: a cache without entries.
     values = [value for value in args["tensors"] if value.shape != (0,) or len(shape) == 1]
     dim = args.get("dim", 0) % len(shape)
     axes: list[Runs] = []
     scale = values[0].scale
     for other in values[1:]:
-        scale = tracer.scales.union(scale, other.scale)
+        scale = record.scales.union(scale, other.scale)
     for value in values:
         # Concatenated biases of queries, keys and values carry separate channels.
         if value.name is not None and len(shape) > 1:
@@ -130,44 +177,44 @@ def concatenate(tracer: "Tracer", node: Any, args: Arguments) -> Value:
             for index in range(len(shape)):
                 role: Role = "out" if index != dim and value.shape[index] > 1 else "fixed"
                 if role == "fixed":
-                    tracer.atoms.freeze(value.axes[index], "concatenated along this dimension")
-                tracer.parameter_axis(value, role, value.axes[index], dimension=index)
+                    record.atoms.freeze(value.axes[index], "concatenated along this dimension")
+                record.parameter_axis(value, role, value.axes[index], dimension=index)
     for index in range(len(shape)):
         if index == dim:
             axes.append(tuple(run for value in values for run in value.axes[index]))
         else:
             for other in values[1:]:
-                tracer.atoms.unify(values[0].axes[index], other.axes[index], "concatenated")
+                record.atoms.unify(values[0].axes[index], other.axes[index], "concatenated")
             axes.append(values[0].axes[index])
     return Value(shape, tuple(axes), scale)
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def expand(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def expand(record: Record, node: Any, args: Arguments) -> Value:
     """Expansion: single positions are repeated; other dimensions pass."""
-    x, shape = args["self"], tracer.shape(node)
+    x, shape = args["self"], shape_of(node)
     new = len(shape) - len(x.shape)
-    axes = [tracer.atoms.of_constants(size) for size in shape]
+    axes = [record.atoms.of_constants(size) for size in shape]
     for index, (size, axis) in enumerate(zip(x.shape, x.axes, strict=True)):
         if size == shape[new + index] and size > 1:
             axes[new + index] = axis
         elif x.name is not None:
-            tracer.atoms.freeze(axis, "a single value is repeated")
+            record.atoms.freeze(axis, "a single value is repeated")
     if x.name is not None:
         for index, size in enumerate(x.shape):
-            tracer.parameter_axis(x, "out" if size > 1 else "fixed", x.axes[index], dimension=index)
+            record.parameter_axis(x, "out" if size > 1 else "fixed", x.axes[index], dimension=index)
     for size, axis in zip(shape, axes, strict=True):
-        tracer.note_size(node, size, axis)
+        record.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
 
 
 @rule(*RESHAPING)
-def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def reshape(record: Record, node: Any, args: Arguments) -> Value:
     """Reshape: match runs of input and output dimensions with equal products; merge or split inside each."""
-    x, shape = args["self"], tracer.shape(node)
+    x, shape = args["self"], shape_of(node)
     if x.squeezed is not None:
         return x.squeezed
-    if _is_taken_back(tracer, node, x):
+    if _is_taken_back(record, node, x):
         own = iter([axis for size, axis in zip(x.shape, x.axes, strict=True) if size > 1])
         return Value(shape, tuple(next(own) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
     if 0 in shape:
@@ -180,29 +227,26 @@ def reshape(tracer: "Tracer", node: Any, args: Arguments) -> Value:
         return Value(shape, tuple(found[::-1]), x.scale)
     axes: list[Runs] = []
     for old, new in spans(x.shape, shape):
-        axes += _span(tracer, node, x, old, [shape[place] for place in new])
+        axes += _span(record, node, x, old, [shape[place] for place in new])
     for size, axis in zip(shape, axes, strict=True):
-        tracer.note_size(node, size, axis)
+        record.note_size(node, size, axis)
     return Value(shape, tuple(axes), x.scale)
 
 
-def _is_taken_back(tracer: "Tracer", node: Any, x: Value) -> bool:
+def _is_taken_back(record: Record, node: Any, x: Value) -> bool:
     """Return True if later reshapes restore a parameter's shape, such as a kernel without its dimension of 1."""
-    users, sizes = (
-        list(node.users),
-        ([size for size in of if size > 1] for of in (x.shape, tracer.shape(node))),
-    )
+    users, sizes = (list(node.users), ([size for size in of if size > 1] for of in (x.shape, shape_of(node))))
     return (
         x.name is not None
-        and x.name not in tracer.buffers
+        and x.name not in record.buffers
         and next(sizes) == next(sizes)
         and bool(users)
-        and all(tracer.operation(user) in RESHAPING and tracer.shape(user) == x.shape for user in users)
+        and all(operation_of(user) in RESHAPING and shape_of(user) == x.shape for user in users)
     )
 
 
-def _span(tracer: "Tracer", node: Any, x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
-    atoms = tracer.atoms
+def _span(record: Record, node: Any, x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
+    atoms = record.atoms
     moving = [index for index in span if any(run.atom is not None for run in atoms.resolve(x.axes[index]))]
     wide = [size for size in sizes if size != 1]
     if not moving or not wide:
@@ -223,13 +267,13 @@ def _span(tracer: "Tracer", node: Any, x: Value, span: range, sizes: Sequence[in
     outer = math.prod(x.shape[index] for index in span if index < moving[0])
     inner = math.prod(x.shape[index] for index in span if index > moving[0])
     merged = atoms.nest(x.axes[moving[0]], outer, inner)
-    axes = iter([merged] if len(wide) == 1 else _unmerge(tracer, node, merged, wide))
+    axes = iter([merged] if len(wide) == 1 else _unmerge(record, node, merged, wide))
     return [fixed(1) if size == 1 else next(axes) for size in sizes]
 
 
-def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) -> list[Runs]:
+def _unmerge(record: Record, node: Any, merged: Runs, sizes: Sequence[int]) -> list[Runs]:
     """Split one axis into several dimensions, of which one grows."""
-    atoms = tracer.atoms
+    atoms = record.atoms
     runs = atoms.resolve(merged)
     if len(runs) == 1:
         run = runs[0]
@@ -239,7 +283,7 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
         if (run.outer, run.inner) == (math.prod(sizes[:last]), math.prod(sizes[last + 1 :])):
             # Split as it was merged: no other dimension could grow.
             return [(Run(run.atom),) if i == last else fixed(size) for i, size in enumerate(sizes)]
-        index = min(last, len(sizes) - 1 - tracer.to_the_left(node))
+        index = min(last, len(sizes) - 1 - record.moved.get(node.name, 0))
         before, behind = math.prod(sizes[: max(0, index)]), math.prod(sizes[index + 1 :])
         # What repeats or stretches it (samples of a batch, channels of a head) may be merged into the dimension.
         times, stretch = max(1, run.outer // before), max(1, run.inner // behind)
@@ -247,7 +291,7 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
         if index >= 0 and inner % run.inner == outer % run.outer == sizes[index] % several == 0:
             (within,) = atoms.new(sizes[index] // several)
             atoms.unify(runs, (Run(within.atom, outer, inner),), "split into several dimensions")
-            tracer.note_choice(node, (within,), index)
+            record.note_choice(node, (within,), index)
             grown = atoms.nest((within,), times, stretch)
             return [grown if i == index else fixed(size) for i, size in enumerate(sizes)]
     elif len(sizes) > 1:
@@ -255,89 +299,88 @@ def _unmerge(tracer: "Tracer", node: Any, merged: Runs, sizes: Sequence[int]) ->
         pieces = atoms.cut(runs, [math.prod(sizes[1:])] * sizes[0])
         for piece in pieces[1:]:
             atoms.unify(pieces[0], piece, "parts of one dimension")
-        rest = [pieces[0]] if len(sizes) == 2 else _unmerge(tracer, node, pieces[0], sizes[1:])
+        rest = [pieces[0]] if len(sizes) == 2 else _unmerge(record, node, pieces[0], sizes[1:])
         return [fixed(sizes[0]), *rest]
     atoms.freeze(runs, "reshaped into several dimensions")
     return [fixed(size) for size in sizes]
 
 
 @rule("pixel_shuffle")
-def pixel_shuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def pixel_shuffle(record: Record, node: Any, args: Arguments) -> Value:
     """Pixel shuffle: r x r adjacent channels become one channel of r x r times as many pixels."""
-    x, shape, factor = args["self"], tracer.shape(node), args["upscale_factor"]
-    freeze_windows(tracer, x, 2)
-    (within,) = tracer.atoms.new(shape[-3])
-    tracer.atoms.unify(x.axes[-3], (Run(within.atom, 1, factor * factor),), "pixel shuffle")
-    axes = (*x.axes[:-3], tracer.atoms.resolve((within,)), *map(fixed, shape[-2:]))
+    x, shape, factor = args["self"], shape_of(node), args["upscale_factor"]
+    freeze_windows(record, x, 2)
+    (within,) = record.atoms.new(shape[-3])
+    record.atoms.unify(x.axes[-3], (Run(within.atom, 1, factor * factor),), "pixel shuffle")
+    axes = (*x.axes[:-3], record.atoms.resolve((within,)), *map(fixed, shape[-2:]))
     return Value(shape, axes, x.scale)
 
 
 @rule("pixel_unshuffle")
-def pixel_unshuffle(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def pixel_unshuffle(record: Record, node: Any, args: Arguments) -> Value:
     """Pixel unshuffle: each channel becomes r x r adjacent channels."""
-    x, shape, factor = args["self"], tracer.shape(node), args["downscale_factor"]
-    freeze_windows(tracer, x, 2)
-    axes = (*x.axes[:-3], tracer.atoms.nest(x.axes[-3], 1, factor * factor), *map(fixed, shape[-2:]))
+    x, shape, factor = args["self"], shape_of(node), args["downscale_factor"]
+    freeze_windows(record, x, 2)
+    axes = (*x.axes[:-3], record.atoms.nest(x.axes[-3], 1, factor * factor), *map(fixed, shape[-2:]))
     return Value(shape, axes, x.scale)
 
 
 @rule("im2col")
-def windows_as_channels(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def windows_as_channels(record: Record, node: Any, args: Arguments) -> Value:
     """Unfolding of images (`im2col`): each channel becomes one channel for every position in a window."""
-    x, shape = args["self"], tracer.shape(node)
-    freeze_windows(tracer, x, 2)
+    x, shape = args["self"], shape_of(node)
+    freeze_windows(record, x, 2)
     places = shape[-2] // x.shape[-3]
-    return Value(shape, (*x.axes[:-3], tracer.atoms.nest(x.axes[-3], 1, places), fixed(shape[-1])), x.scale)
+    return Value(shape, (*x.axes[:-3], record.atoms.nest(x.axes[-3], 1, places), fixed(shape[-1])), x.scale)
 
 
 @rule("col2im")
-def channels_as_windows(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def channels_as_windows(record: Record, node: Any, args: Arguments) -> Value:
     """Folding of windows (`col2im`): channels for the positions in a window are added up there."""
-    x, shape = args["self"], tracer.shape(node)
-    tracer.atoms.freeze(x.axes[-1], "windows of an image")
-    (within,) = tracer.atoms.new(shape[-3])
-    tracer.atoms.unify(x.axes[-2], (Run(within.atom, 1, x.shape[-2] // shape[-3]),), "windows of an image")
-    axes = (*x.axes[:-2], tracer.atoms.resolve((within,)), *map(fixed, shape[-2:]))
+    x, shape = args["self"], shape_of(node)
+    record.atoms.freeze(x.axes[-1], "windows of an image")
+    (within,) = record.atoms.new(shape[-3])
+    record.atoms.unify(x.axes[-2], (Run(within.atom, 1, x.shape[-2] // shape[-3]),), "windows of an image")
+    axes = (*x.axes[:-2], record.atoms.resolve((within,)), *map(fixed, shape[-2:]))
     return Value(shape, axes, x.scale)
 
 
 @rule("stack")
-def stack(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def stack(record: Record, node: Any, args: Arguments) -> Value:
     """Stack along a new dimension: all operands have the same channels."""
-    values, shape = args["tensors"], tracer.shape(node)
+    values, shape = args["tensors"], shape_of(node)
     dim = args.get("dim", 0) % len(shape)
     scale = values[0].scale
     for other in values[1:]:
-        scale = tracer.scales.union(scale, other.scale)
+        scale = record.scales.union(scale, other.scale)
         for left, right in zip(values[0].axes, other.axes, strict=True):
-            tracer.atoms.unify(left, right, "stacked")
+            record.atoms.unify(left, right, "stacked")
     axes = values[0].axes
     return Value(shape, (*axes[:dim], fixed(shape[dim]), *axes[dim:]), scale)
 
 
 @rule(*_NEW.split())
-def new_tensor(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def new_tensor(record: Record, node: Any, args: Arguments) -> Value:
     """New tensor of the given sizes, which shares no channels with its operand."""
-    shape = tracer.shape(node)
-    axes = tuple(map(tracer.atoms.of_constants, shape))
+    shape = shape_of(node)
+    axes = tuple(map(record.atoms.of_constants, shape))
     for size, axis in zip(shape, axes, strict=True):
-        tracer.note_size(node, size, axis)
-        if tracer.operation(node).startswith("rand"):
-            tracer.atoms.freeze(axis, DRAWN)
-    return Value(shape, axes, tracer.scales.new(unit=True))
+        record.note_size(node, size, axis)
+        if operation_of(node).startswith("rand"):
+            record.atoms.freeze(axis, DRAWN)
+    return record.unit(shape, axes)
 
 
 @rule(*_ALIKE.split(), *_DRAWS.split())
-def alike(tracer: "Tracer", node: Any, args: Arguments) -> Value:
+def same_shape(record: Record, node: Any, args: Arguments) -> Value:
     """New tensor of the operand's shape and channels, whose entries do not depend on it."""
     x = args["self"]
-    if tracer.operation(node) in _DRAWS.split():
-        for axis in x.axes:
-            tracer.atoms.freeze(axis, DRAWN)
-    return Value(x.shape, x.axes, tracer.scales.new(unit=True))
+    if operation_of(node) in _DRAWS.split():
+        record.freeze_all(x.axes, DRAWN)
+    return record.unit(x.shape, x.axes)
 
 
 @rule("getitem")
-def getitem(tracer: "Tracer", node: Any, args: Arguments) -> Any:
+def getitem(record: Record, node: Any, args: Arguments) -> Any:
     """Selection of one of several outputs."""
     return operator.getitem(args["a"], args["b"])
