@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
@@ -13,29 +14,6 @@ from growlab.lab.analysis.tables import summarise
 from growlab.recipes.papers.paper_table import paper_table, published_for
 from growlab.recipes.papers.registry import Item, Job, Registry, Rows
 from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
-
-_INTRODUCTION = """# The papers, line by line
-
-Every table, figure and appendix experiment of the three papers that growlab is built on: its command, what is kept of
-it in `notebooks/results`, what the paper says and what our rows say. This page is made from the registry
-(`growlab/recipes/papers/entries`), the published values (`published.csv` beside it) and those rows by
-
-    python -m growlab reproduce --page notebooks/results -o notebooks/docs/pages/papers.md
-
-and a test makes it again. A difference is the first less the second over equal seeds, with Student's 95 % interval, not
-corrected for the number of comparisons; where all seeds give the same number there is none. A number of a study that a
-statement bounds is the mean over its networks, with such an interval, or the largest of them. A statement *holds* or is
-*contradicted* where the interval says so, else it is *undecided*; *one run* has no interval. That two things are equal
-holds where the whole interval lies within a margin, and is contradicted where none of it does; the margins, which stand
-in the statements, were chosen after most of the rows were made, one for all accuracies (0.5 points). Most rows of the
-first paper are of 8 to 16 epochs where it trains for 160 or 200: they decide nothing about its tables, and say so. All
-rows of CIFAR-10 are of images re-encoded as JPEG (quality 75): their accuracies are not those of the original
-images. Rows are counted by the runs that the command makes: those of its length, *shortened* ones, and *others*, which
-it does not make and which statements use (another method, network, data set or seed). `python -m growlab reproduce
-NAME` trains what is missing, and resumes what has begun. Tables name methods as one types them: `ours +
-stagewise_norm` is what figures call "ours (variance transfer + rates by age)", the first paper's whole method, and
-`ours` is "variance transfer" alone.
-"""
 
 
 @dataclass(frozen=True)
@@ -177,7 +155,7 @@ def page(registry: Registry, results: Path) -> str:
         for verdict in (CONTRADICTED, UNDECIDED)
     )
     parts = [
-        _INTRODUCTION,
+        files("growlab.recipes.papers").joinpath("introduction.md").read_text(encoding="utf-8"),
         "## What our rows contradict\n",
         "Statements of the papers, at the length that the column of epochs says, and at no other.\n",
         _statements(against, grouped=True),

@@ -23,14 +23,7 @@ from growlab.lab.analysis import style
 from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, change_width, isotropic_mlp
 from growlab.parts.isotropic.resize import COLUMNS, DIRECTIONS, watch
 from growlab.parts.isotropic.spectrum import decompose
-from growlab.recipes.papers.studies.measuring import (
-    accuracy,
-    batches_of,
-    epoch_of,
-    relative,
-    train,
-    write_tables,
-)
+from growlab.recipes.papers.studies import measuring
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 _SAMPLES = 2000  # points of the rings, for training and for measuring
@@ -90,13 +83,13 @@ def isotropic_appendices(
     for number in range(seed, seed + num_seeds):
         found = {"collapse": list(collapsed(number, data, test, width, epochs, lr))}
         network, graph = _trained(number, data, width, epochs, lr)
-        batches = list(itertools.islice(batches_of(data, epochs), divergence_steps))
+        batches = list(itertools.islice(measuring.batches_of(data, epochs), divergence_steps))
         found["divergence"] = list(diverging(network, graph, test[0], batches, 10 * lr))
         found["directions"] = list(directions(network, graph, batches[0][0].double(), test, removed))
         found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
         for name, rows in found.items():
             tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
-    summary = summarise(write_tables(run_dir, tables))
+    summary = summarise(measuring.write_tables(run_dir, tables))
     write_json(run_dir / "summary.json", summary)
     draw(run_dir)
     print("\n".join(in_words(summary)))
@@ -113,13 +106,13 @@ def collapsed(
     for name in NETWORKS:
         torch.manual_seed(seed)
         network = built(name, 2, width, 2).double()
-        train(network, torch.optim.Adam(network.parameters(), 0.01), [rings[0]] * 300)
+        measuring.train(network, torch.optim.Adam(network.parameters(), 0.01), [rings[0]] * 300)
         yield {"task": "rings", "network": name, **_affinity(network, *rings[1])}
         torch.manual_seed(seed)
         network = built(name, test[0][0].numel(), width, data.num_classes).double()
         optimizer = torch.optim.Adam(network.parameters(), lr)
         for epoch in range(epochs):
-            train(network, optimizer, epoch_of(data, epoch))
+            measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
         yield {"task": "data", "network": name, **_affinity(network, *test)}
 
 
@@ -152,7 +145,7 @@ def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]
         "gain_spread": max(float((gain.std() / gain.mean()).detach()) for gain in gains),
         "not_affine": unexplained(x.flatten(1)),
         "not_affine_unit": unexplained(nn.functional.normalize(x.flatten(1), dim=1)),
-        "accuracy": accuracy(logits, labels),
+        "accuracy": measuring.accuracy(logits, labels),
     }
 
 
@@ -198,11 +191,11 @@ def diverging(
             moved = (
                 0.0 if name == "product" else float(twin.get_submodule(group).weight[old:].detach().norm())
             )
-            difference = relative(outputs[1], outputs[0])
+            difference = measuring.relative(outputs[1], outputs[0])
             yield {"twin": name, "step": step, "relative_difference": difference, "new_weights": moved}
             if step < len(batches):
                 for one, optimizer in zip(pair, optimizers, strict=True):
-                    train(one, optimizer, [batches[step]])
+                    measuring.train(one, optimizer, [batches[step]])
 
 
 def _factored(network: nn.Module) -> nn.Module:
@@ -247,9 +240,9 @@ def directions(
         yield {
             "direction": direction,
             "removed": count,
-            "relative_error": relative(after, before),
-            "accuracy_before": accuracy(before, labels),
-            "accuracy": accuracy(after, labels),
+            "relative_error": measuring.relative(after, before),
+            "accuracy_before": measuring.accuracy(before, labels),
+            "accuracy": measuring.accuracy(after, labels),
         }
 
 
@@ -265,7 +258,7 @@ def lengths(
         "lengths": name,
         "start": length,
         **last,
-        "accuracy": accuracy(network(test[0]).detach(), test[1]),
+        "accuracy": measuring.accuracy(network(test[0]).detach(), test[1]),
     }
 
 
@@ -276,8 +269,8 @@ def _trained(
     network = isotropic_mlp(data.image_shape, data.num_classes, width, depth=2, **options).double()
     optimizer = torch.optim.Adam(network.parameters(), lr)
     for epoch in range(epochs):
-        train(network, optimizer, epoch_of(data, epoch))
-    example = next(iter(epoch_of(data, 0)))[0][:2].double()
+        measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
+    example = next(iter(measuring.epoch_of(data, 0)))[0][:2].double()
     return network, trace(network, example, follow_norms=True)
 
 

@@ -27,14 +27,7 @@ from growlab.parts.isotropic import (
     spectra,
 )
 from growlab.parts.isotropic.resize import watch
-from growlab.recipes.papers.studies.measuring import (
-    accuracy,
-    batches_of,
-    epoch_of,
-    relative,
-    train,
-    write_tables,
-)
+from growlab.recipes.papers.studies import measuring
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
@@ -79,16 +72,16 @@ def isotropic_invariance(
             if number == seed:
                 tables["spectra"] += _spectrum(network, graph, epoch)
             if epoch < epochs:
-                train(network, optimizer, epoch_of(data, epoch))
+                measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
         test = (x.double(), labels)
         tables["changes"] += [{"seed": number, **row} for row in _resized(network, graph, test, changes)]
         tables["sparsity"].append({"seed": number, **_sparse(network, graph, test)})
-        batches = list(itertools.islice(batches_of(data, epochs), divergence_steps))
+        batches = list(itertools.islice(measuring.batches_of(data, epochs), divergence_steps))
         for name, make in OPTIMIZERS.items():
             own_lr = 10 * lr if name == "SGD" else lr
             rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
             tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
-    summary = summarise(write_tables(run_dir, tables))
+    summary = summarise(measuring.write_tables(run_dir, tables))
     write_json(run_dir / "summary.json", summary)
     draw(run_dir)
     print("\n".join(in_words(summary)))
@@ -121,9 +114,9 @@ def _resized(
         after = resized(network, graph, x, full + change)[0](x).detach()
         yield {
             "change": change,
-            "relative_error": relative(after, before),
-            "accuracy_before": accuracy(before, labels),
-            "accuracy": accuracy(after, labels),
+            "relative_error": measuring.relative(after, before),
+            "accuracy_before": measuring.accuracy(before, labels),
+            "accuracy": measuring.accuracy(after, labels),
         }
 
 
@@ -141,9 +134,9 @@ def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) 
     saved = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in sparse.parameters())
     of_square = sum(parameter.numel() for module in square for parameter in module.parameters())
     return {
-        "relative_error": relative(after, before),
-        "accuracy_before": accuracy(before, labels),
-        "accuracy": accuracy(after, labels),
+        "relative_error": measuring.relative(after, before),
+        "accuracy_before": measuring.accuracy(before, labels),
+        "accuracy": measuring.accuracy(after, labels),
         "share_of_parameters": 1 - saved / of_square,
         "share_by_equation_19": (2 * k * n + (m - k) * n * (n + 1)) / (m * n * (n + 1)),
     }
@@ -159,10 +152,10 @@ def _diverge(
     optimizers = [make(one.parameters()) for one in pair]
     for step in range(len(batches) + 1):
         outputs = [one(x).detach() for one in pair]
-        yield {"step": step, "relative_difference": relative(outputs[1], outputs[0])}
+        yield {"step": step, "relative_difference": measuring.relative(outputs[1], outputs[0])}
         if step < len(batches):
             for one, optimizer in zip(pair, optimizers, strict=True):
-                train(one, optimizer, [batches[step]])
+                measuring.train(one, optimizer, [batches[step]])
 
 
 def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[str, Any]]:
