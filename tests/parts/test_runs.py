@@ -18,7 +18,7 @@ from growlab.lab.networks import mlp8, resnet20
 from growlab.lab.networks.resnet import CifarResNet
 from tests.command_line import CommandLine
 from tests.parts_here import needs
-from tests.runs import SMALL, Left, kept_run, resumed_from
+from tests.runs import SMALL, Left, kept_run, resumed_from, whole_run
 
 # Two layers of two blocks, of which the second comes in.
 _RESNET = (*SMALL, "model=custom", "model._target_=tests.parts.test_runs.small_resnet", "depth.blocks=auto")
@@ -147,8 +147,8 @@ def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> No
     assert run.results["train_cost_percent"] == pytest.approx(100 * spent / (6 * flops[-1]))
 
 
-def test_emitted_weights_and_their_averages_leave_plain_networks(kept: Kept) -> None:
-    run, _, folder = kept("hypernetworks")
+def test_emitted_weights_and_their_averages_leave_plain_networks(cli: CommandLine, kept: Kept) -> None:
+    run, *_ = kept("hypernetworks")
     whole = small_resnet((1, 8, 8), 10, width=8)
     whole.load_state_dict(run.weights, strict=True)
     assert {event["method"] for event in run.growth["events"]} == {"Hyperfan"}
@@ -157,7 +157,7 @@ def test_emitted_weights_and_their_averages_leave_plain_networks(kept: Kept) -> 
     assert any(row["parameter"].endswith("weight.0.weight") for row in run.rates)
     # The main network's FLOPs alone.
     assert run.results["stages"][-1]["flops_per_sample"] == forward_flops(whole, torch.zeros(1, 1, 8, 8))
-    average = torch.load(folder / "whole" / "model_ema.pt", weights_only=True)
+    average = torch.load(whole_run(cli, *RESUMED["hypernetworks"]).folder / "model_ema.pt", weights_only=True)
     assert average.keys() == run.weights.keys()
     for key, tensor in run.weights.items():
         if tensor.is_floating_point():
@@ -196,8 +196,9 @@ def mlp8_flops(width: int, classes: int) -> int:
 
 
 @needs("classes")
-def test_classes_appear_and_the_head_grows(kept: Kept) -> None:
-    run, _, folder = kept("classes")
+def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None:
+    run, *_ = kept("classes")
+    folder = whole_run(cli, *RESUMED["classes"]).folder
     results, events = run.results, run.growth["events"]
     assert [stage["widths"]["classes"] for stage in results["stages"]] == [4, 7, 10]
     assert [event["widths_after"]["classes"] for event in events] == [7, 10]
@@ -216,7 +217,7 @@ def test_classes_appear_and_the_head_grows(kept: Kept) -> None:
     data.setup()
     for name, key in (("model.pt", "test_accuracy"), ("model_ema.pt", "test_ema_accuracy")):
         network = mlp8((1, 8, 8), 10, width=12, batch_norm=True)
-        network.load_state_dict(torch.load(folder / "whole" / name, weights_only=True))
+        network.load_state_dict(torch.load(folder / name, weights_only=True))
         network.eval()
         with torch.no_grad():
             right = [(network(x).argmax(1) == y).float().sum() for x, y in data.test_dataloader()]
