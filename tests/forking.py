@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from torch.distributed.elastic.multiprocessing import api as elastic
 
 from tests.command_line import PLAN
 from tests.faults import FAULT_ON_RANK, FAULTS, FAULTS_OF_ATTEMPTS
@@ -164,16 +163,14 @@ def _import_everything(traces: Path) -> None:
 
 
 def _compose_once() -> None:
-    """Read every file of `conf/`, register the schemas and check all default settings, for all runs."""
+    """Read every file of `conf/` and check all default settings, for all runs."""
     from hydra import compose, initialize_config_dir
 
-    from growlab.lab.training import configs
     from growlab.lab.training.build import check_settings
-    from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+    from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 
     read_conf_once()
-    register_schemas()
-    configs.register = lambda conf: None
+    set_plugin_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(PRIMARY, overrides=["name=warm"])
         cfg.logger = {}
@@ -196,12 +193,10 @@ def _adapt_once() -> None:
 
 
 class _Forked:
-    """Stands in for the process that torch's elastic agent starts; nothing has to be imported."""
+    """Stands in for the process that the launcher starts; nothing has to be imported."""
 
-    def __init__(
-        self, args: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, **rest: Any
-    ) -> None:
-        self.proc, self.returncode = self, None
+    def __init__(self, command: list[str], env: dict[str, str], log: Path | None) -> None:
+        self.returncode: int | None = None
         with warnings.catch_warnings():
             # Python 3.12 and later warn of every fork with threads; a rank has none of theirs.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
@@ -212,11 +207,11 @@ class _Forked:
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCONT):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            for number, path in ((1, stdout), (2, stderr)):
-                if path:
-                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            if log is not None:
+                for number in (1, 2):
+                    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), number)
             os.environ.update(env)
-            _leave(_main([a for a in args[2:] if a not in ("--config-name", "config")]))
+            _leave(_main([a for a in command[3:] if a not in ("--config-name", "config")]))
         with contextlib.suppress(OSError):
             os.setpgid(self.pid, self.pid)
 
@@ -237,14 +232,13 @@ class _Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def close(self, death_sig: int) -> None:
-        os.killpg(self.pid, death_sig)
-
 
 def _run(order: dict[str, Any]) -> int:
+    from growlab.lab.training import launcher
+
     os.chdir(order["cwd"])
     os.environ.update(order["environment"])
-    elastic.get_subprocess_handler = _Forked
+    launcher.start = _Forked
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(
             os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number

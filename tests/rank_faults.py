@@ -12,7 +12,7 @@ import torch
 def keep_ranks(folder: str) -> None:
     """Write the state of every rank into a folder, after each growth event and at the end of each epoch."""
     from growlab.grower import Grower
-    from growlab.lab.training.saving import SaveCheckpoints
+    from growlab.lab.training.checkpoints import SaveCheckpoints
 
     def keep(name: str, grower: Any) -> None:
         content = {
@@ -115,10 +115,10 @@ def interrupt_parent(step: int) -> None:
 
 def signal_parent(number: int) -> None:
     """Send a signal to the process that started this one, before this one listens to signals."""
-    from growlab.lab.training import saving
+    from growlab.lab.training import checkpoints
 
     os.kill(os.getppid(), number)
-    saving.SaveCheckpoints.on_train_start = lambda *rest: time.sleep(60)
+    checkpoints.SaveCheckpoints.on_train_start = lambda *rest: time.sleep(60)
 
 
 def no_names() -> None:

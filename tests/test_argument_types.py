@@ -5,7 +5,7 @@ from math import inf, nan
 import pytest
 
 from growlab.base.errors import UserError
-from growlab.lab.training.argument_types import check_types
+from growlab.lab.training.checks import check_types
 from tests.parts_here import needs
 
 DATA = {"_target_": "growlab.lab.data.ImageData", "name": "digits"}

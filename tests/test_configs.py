@@ -1,71 +1,100 @@
-"""What stands in conf/ composes, and the schemas in growlab.lab.training.configs catch what does not belong there."""
+"""Files in conf/ compose and instantiate, wrong keys and types are caught, and settings without effect are refused."""
 
 import copy
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import cache
+from inspect import Parameter
 from itertools import product, zip_longest
 from math import prod
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any
 
 import hydra
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
+from growlab.base.errors import UserError
 from growlab.base.settings import parameters
 from growlab.growth import make_schedule
-from growlab.lab.training import configs, signatures
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.optim import carry
+from growlab.lab.training.build import check_settings
+from growlab.lab.training.checks import check_effects
+from growlab.lab.training.configuration import (
+    PRIMARY,
+    config_dir,
+    set_plugin_defaults,
+)
 
 CONF = config_dir()
 GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})
 OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = [option for group, option in OPTIONS if group == "experiment"]
+PARTS = [option for group, option in OPTIONS if group == "parts"]
+TOP = set(yaml.safe_load((CONF / "config.yaml").read_text())) - {"defaults", "hydra"} | {*GROUPS, *PARTS}
+TOP -= {"experiment", "method"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def hydra_started() -> Iterator[None]:
-    register_schemas()
+    set_plugin_defaults()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
 
 
 @cache
 def composed(*overrides: str) -> DictConfig:
-    """What nobody changes, so that several tests share it."""
+    """A composed configuration that nobody changes, so that several tests share it."""
     return compose(PRIMARY, overrides=list(overrides))
 
 
-# Experiments and methods, which choose other options, alone; of the other groups one option each at once.
-WHOLE = [f"{group}={name}" for group, name in OPTIONS if group in ("experiment", "method")]
-SINGLE = [[f"{own}={name}" for own, name in OPTIONS if own == group] for group in GROUPS]
+# Methods, which choose other options, alone; of the other groups but experiments one option each at once.
+WHOLE = [f"{group}={name}" for group, name in OPTIONS if group == "method"]
+SINGLE = [
+    [f"{own}={name}" for own, name in OPTIONS if own == group] for group in GROUPS if group != "experiment"
+]
 TOGETHER = zip_longest(*(options for options in SINGLE if options[0] not in WHOLE))
 COMPOSED = [(one,) for one in WHOLE] + [tuple(filter(None, options)) for options in TOGETHER]
 
 
 @pytest.mark.parametrize("overrides", COMPOSED, ids=",".join)
 def test_every_option_composes(overrides: tuple[str, ...]) -> None:
-    cfg = composed(*overrides, "name=given")
-    parts = {path.stem for path in (CONF / "parts").glob("*.yaml")}
-    assert set(cfg) == {field.name for field in fields(configs.MainConfig)} | parts
+    assert TOP - {*PARTS} <= set(composed(*overrides, "name=given")) <= TOP
 
 
-@pytest.mark.parametrize(
-    ("group", "option"), [o for o in OPTIONS if o[0] in ("growth", "lr_adapt", "optimizer")], ids=lambda v: v
-)
-def test_growth_rates_and_optimizers_instantiate(group: str, option: str) -> None:
-    """With exactly the arguments that their files give."""
-    assert hydra.utils.instantiate(composed(f"{group}={option}")[group]) is not None
+def test_growth_rates_and_optimizers_instantiate_with_the_arguments_that_their_files_give() -> None:
+    for group, option in OPTIONS:
+        if group in ("growth", "lr_adapt", "optimizer"):
+            given = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
+            if "defaults" not in given:
+                settings = OmegaConf.create({**given, **({"gain": 2.0} if "gain" in given else {})})
+                assert hydra.utils.instantiate(settings) is not None
+            if group == "growth" and "defaults" not in given:
+                # Hydra refuses keys that a file does not have, so it has all of them.
+                known = parameters(hydra.utils.get_class(given["_target_"]))
+                assert set(given) - {"_target_"} == {
+                    n for n, p in known.items() if p.kind is not Parameter.VAR_KEYWORD
+                }
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_is_complete_and_opens_with_its_purpose(experiment: str) -> None:
+    """Its source or purpose, its command and what to expect, as comments; stages that do not contradict each other."""
+    cfg = composed(f"experiment={experiment}", "name=given")  # the name is known in a run alone
+    assert set(cfg) == TOP
+    assert OmegaConf.missing_keys(cfg) == set()
+    check_settings(cfg)
+    if cfg.schedule.get("epochs") is not None:
+        assert sum(cfg.schedule.epochs) == cfg.schedule.total_epochs
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    comments = "\n".join(line for line in lines if line.startswith("#"))
+    assert "# Command:  python -m growlab" in comments and "# Expect:" in comments
+
+
+@pytest.mark.parametrize("experiment", ["resnet20_cifar10", "testbed_cifar10"])
 def test_an_option_on_the_command_line_wins_over_the_experiment(experiment: str) -> None:
     own = composed(f"experiment={experiment}", "name=given").growth
     growth = "net2net" if own._target_.endswith(".FixedSize") else "none"
@@ -75,21 +104,6 @@ def test_an_option_on_the_command_line_wins_over_the_experiment(experiment: str)
     # The gain is the network's rather than the method's.
     assert cfg.growth == composed(f"growth={growth}", f"gain={cfg.gain}").growth
     assert (cfg.schedule.total_epochs, cfg.optimizer.lr) == (7, 3)
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_no_value_is_left_open(experiment: str) -> None:
-    cfg = composed(f"experiment={experiment}", "name=given")  # the name is known in a run alone
-    assert OmegaConf.missing_keys(cfg) == set()
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_an_experiment_opens_with_what_it_is(experiment: str) -> None:
-    """Its source or purpose, its command and what to expect, as comments."""
-    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
-    assert lines[0] == "# @package _global_"
-    comments = "\n".join(line for line in lines if line.startswith("#"))
-    assert "# Command:  python -m growlab" in comments and "# Expect:" in comments
 
 
 SWEEPS = [e for e in EXPERIMENTS if "sweeper:" in (CONF / "experiment" / f"{e}.yaml").read_text()]
@@ -104,13 +118,12 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
     monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
     assert cfg.hydra.sweep.dir == f"runs/{experiment}"
-    expected = int(prod(map(len, params.values())))
-    assert 6 <= expected <= 77
+    assert 6 <= int(prod(map(len, params.values()))) <= 77
     job = composed(f"experiment={experiment}", "name=given")
     for key, values in params.items():
         if (CONF / key).is_dir():
-            jobs = [composed(f"experiment={experiment}", "name=given", f"{key}={value}") for value in values]
-            distinct = {repr(OmegaConf.to_container(each)) for each in jobs}
+            # That each composes is tested above.
+            distinct = {(CONF / key / f"{value}.yaml").read_text() for value in values}
         else:
             changed, distinct = copy.deepcopy(job), set()
             for value in values:
@@ -144,21 +157,18 @@ def test_every_schedule_of_figure_6_is_possible_and_the_papers_own_is_among_them
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ((), "digits"),
         (("growth=net2net", "data.batch_size=3", "seed=1"), "digits"),
-        (("data=cifar10",), "resnet20_on_cifar10"),
         (("model=mlp8", "data=mnist"), "mlp8_on_mnist"),
         (("model=custom", "model._target_=my.package.Network"), "Network_on_digits"),
         (("model=timm", "model.name=resnet50.a1_in1k"), "resnet50_a1_in1k_on_digits"),
         (("experiment=resnet20_cifar10",), "resnet20_cifar10"),
-        (("experiment=resnet20_cifar10", "data=cifar100"), "resnet20_cifar10_on_cifar100"),
         (("experiment=figure6", "model=vgg11", "data=mnist"), "figure6_with_vgg11_on_mnist"),
         # Its own sweep is over networks.
         (("experiment=table3", "model=vgg19"), "table3"),
         (("model=mlp8", "data=mnist", "name=mine"), "mine"),
     ],
 )
-def test_a_run_is_named_after_what_it_runs(
+def test_a_run_is_named_after_its_network_and_data(
     overrides: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = compose(PRIMARY, overrides=list(overrides), return_hydra_config=True)
@@ -177,74 +187,130 @@ def test_a_method_wins_over_the_experiment(method: str, growth: str, adapts: boo
     assert (cfg.lr_adapt.rule is not None) == adapts
 
 
+# Wrong keys and types ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "override",
     [
-        *(
-            "sed=1",
-            "seed=x",
-            "seed=1.5",
-            "seed=null",
-            "compile=maybe",
-            "probe_size=a",
-            "optimizer_state=keep",
-        ),
-        *("growth.nois_std=0", "growth.noise_std=low", "growth.rule=rato", "growth.output_multiplier=2.5"),
-        *("growth.gain=[1]", "lr_adapt.ruel=null", "lr_adapt.output_fan_in=often", "schedule.totl_epochs=3"),
-        *("schedule.total_epochs=x", "schedule.total_epochs=1.5", "schedule.epochs=3", "schedule.epochs=[a]"),
-        *("schedule.widths=[wide]", "schedule.equal_flops=x", "schedule.initial_width=x"),
-        *("schedule.learning_rate.shape=cosin", "schedule.learning_rate.restarts=epoch"),
-        *("schedule.learning_rate.batch_rule=cube", "schedule.learning_rate.warmup=1"),
-        *(
-            "model.widht=1",
-            "data.batch=1",
-            "optimizer.lrr=1",
-            "trainer.precison=32",
-            "log_rates_every_n_steps=x",
-        ),
+        *("sed=1", "growth.nois_std=0", "lr_adapt.ruel=null", "schedule.totl_epochs=3"),
+        *("schedule.learning_rate.warmup=1", "model.widht=1", "optimizer.lrr=1", "checkpoint.signal=[]"),
     ],
 )
-def test_a_wrong_key_or_type_is_caught_when_composing(override: str) -> None:
+def test_a_wrong_key_is_caught_when_composing(override: str) -> None:
     with pytest.raises(ConfigCompositionException):
         composed(override)
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "growth").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_schema_has_the_arguments_of_its_class(path: Path) -> None:
-    """Read from the source alone, it says what Python's own signature says."""
-    target = composed(f"growth={path.stem}").growth._target_
-    made, known = signatures.schema(target), parameters(hydra.utils.get_class(target))
-    types = {field.name: field.type for field in fields(made) if field.name != "_target_"}
-    assert list(types) == list(known)
-    for name, parameter in known.items():
-        if parameter.annotation in (int, float, str, bool):
-            assert types[name] is parameter.annotation
-        if get_origin(parameter.annotation) is Literal:
-            # A member is the plain word that the class takes.
-            assert tuple(map(str, types[name])) == get_args(parameter.annotation)
+def test_a_value_of_another_type_is_caught_before_the_run() -> None:
+    cfg = copy.deepcopy(composed("name=given"))
+    for name, value in {
+        **{"growth.noise_std": "low", "growth.rule": "rato", "growth.output_multiplier": 2.5},
+        **{"growth.gain": [1], "lr_adapt.output_fan_in": "often", "schedule.total_epochs": 1.5},
+        **{"schedule.epochs": 3, "schedule.widths": ["wide"], "schedule.equal_flops": "x"},
+        **{"schedule.batch_size": "most", "schedule.learning_rate.shape": "cosin", "schedule.budget": "x"},
+        **{"checkpoint.every_minutes": "x", "depth.start": 3, "checkpoint.signals": 3, "probe_size": "x"},
+        **{"compile": "maybe", "optimizer_state": "keep", "opaque": "all", "norm_anneal": "x"},
+    }.items():
+        before = OmegaConf.select(cfg, name)
+        OmegaConf.update(cfg, name, value)
+        OmegaConf.update(cfg, "depth.blocks", "auto")
+        with pytest.raises(UserError, match=rf"^{name}(\[0\])? must be .*, not "):
+            check_settings(cfg)
+        OmegaConf.update(cfg, name, before)
 
 
-def test_a_type_of_a_signature_becomes_one_of_a_configuration() -> None:
-    types = {field.name: field.type for field in fields(signatures.schema("growlab.growth.make_schedule"))}
-    assert types["epochs"] == list[int] | None and types["initial_epochs"] == float | None
-    assert types["widths"] == list[float] | None and types["total_epochs"] is int
-    assert [str(word) for word in types["batch_size_of"]] == ["last", "first"]
-    assert set(configs.OptimizerState) == set(get_args(carry.Inheritance))
-    with pytest.raises(LookupError, match=r"no growlab\.growth\.Nothing"):
-        signatures.schema("growlab.growth.Nothing")
+def test_integers_become_the_floats_that_a_run_records() -> None:
+    cfg = copy.deepcopy(composed("name=given", "schedule.widths=[0.5,1]", "schedule.epochs=[1,1]"))
+    OmegaConf.update(cfg, "schedule.learning_rate.warmup_epochs", 1)
+    OmegaConf.update(cfg, "growth.noise_std", 0)
+    check_settings(cfg)
+    found: Any = (cfg.schedule.widths, cfg.schedule.epochs, cfg.growth.noise_std, cfg.schedule.total_epochs)
+    assert repr(found) == f"([0.5, 1.0], [1, 1], 0.0, {cfg.schedule.total_epochs})"
+    assert repr(cfg.schedule.learning_rate.warmup_epochs) == "1.0"
 
 
-def test_a_default_lives_in_conf_alone() -> None:
-    """Schemas give types; what they do not leave open is only which class a choice stands for."""
-    store = ConfigStore.instance().repo["hydra"]["schema"]
-    nodes = {**store, **store["growth"]}
-    for name, node in nodes.items():
-        if isinstance(node, dict) or name in ("lr_adapt.yaml", "schedule.yaml"):
-            continue
-        given = set(node.node) - {str(key) for key in OmegaConf.missing_keys(node.node)}
-        assert given <= {"_target_"}, name
+# Settings without effect ------------------------------------------------------------------------------------
 
 
-def test_help_names_no_group_of_schemas() -> None:
-    assert "schema" not in GROUPS
-    assert not [path for path in Path(CONF).rglob("*.yaml") if "/schema/" in path.as_posix()]
+def check(*overrides: str, is_sweep: bool = False) -> None:
+    settings: Any = OmegaConf.to_container(composed(*overrides, "name=given"), resolve=True)
+    check_effects(settings, overrides, is_sweep)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("experiment=mlp8_cifar10", "schedule.total_epochs=3"),
+            "schedule.total_epochs=3 has no effect with schedule.epochs=[5,5,5,5,5,5,5,5,5,5], which the experiment "
+            "sets: set that, or add schedule.epochs=null.",
+        ),
+        (
+            ("experiment=testbed_cifar10", "schedule.total_epochs=3"),
+            "schedule.total_epochs=3 has no effect with schedule.budget=3.6",
+        ),
+        (("experiment=convnet4_cifar10", "schedule.num_stages=2"), "with schedule.epochs=[10,10,10]"),
+        (
+            ("experiment=convnet4_cifar10", "schedule.initial_fraction=0.5"),
+            "with schedule.epochs=[10,10,10]",
+        ),
+        (
+            ("experiment=transformer_multi30k", "schedule.initial_width=0.5"),
+            "with schedule.widths=[0.25,0.5,1.0]",
+        ),
+        (
+            ("schedule.learning_rate.shape=wsd", "schedule.learning_rate.milestones=[1,2]"),
+            "schedule.learning_rate.milestones=[1,2] has no effect with schedule.learning_rate.shape=wsd: it is of "
+            "schedule.learning_rate.shape=steps.",
+        ),
+        (
+            ("data.standardise=feature", "data.mean=[0.5]"),
+            "data.mean=[0.5] has no effect with data.standardise=feature: it is of data.standardise=channel.",
+        ),
+        (
+            ("schedule.max_memory_gib_per_device=2",),
+            "schedule.max_memory_gib_per_device=2 has no effect with schedule.batch_size=null: it is of "
+            "schedule.batch_size=auto.",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_refused(overrides: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check(*overrides)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("schedule.total_epochs=3", "schedule.initial_fraction=0.3", "schedule.num_stages=2"),
+        ("experiment=mlp8_cifar10", "schedule.total_epochs=50", "schedule.num_stages=10"),
+        (
+            "experiment=mlp8_cifar10",
+            *("schedule.total_epochs=3", "schedule.epochs=null", "schedule.widths=null"),
+        ),
+        ("experiment=testbed_cifar10", "schedule.total_epochs=3", "schedule.budget=null"),
+        ("schedule.total_epochs=3", "schedule.budget=2", "schedule.learning_rate.decay_fraction=0.3"),
+        ("schedule.learning_rate.shape=steps", "schedule.learning_rate.milestones=[1]"),
+        ("data.validation=split", "data.validation_fraction=0.3", "data.split_seed=1"),
+        ("data=tokens", "data.validation_fraction=0.3"),
+    ],
+)
+def test_a_setting_with_an_effect_passes(overrides: tuple[str, ...]) -> None:
+    check(*overrides, *(("schedule.learning_rate.shape=wsd",) if "schedule.budget=2" in overrides else ()))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_setting_of_a_part_that_is_left_out_is_refused(part: str) -> None:
+    cfg = composed("name=given")
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    switch = next(key for key in cfg.parts[part] if key != "_target_")
+    for key, value in cfg[part].items():
+        if key not in (switch, "_target_") and value is not None:
+            typed = f"{part}.{key}={value}"
+            expected = f"^{part}.{key}=.* has no effect: {part} is left out while {part}.{switch}=null"
+            with pytest.raises(UserError, match=expected):
+                check_effects(settings, [typed])
+            check_effects(settings, [typed], is_sweep=True)
+    check_effects(settings, [f"{part}.{switch}=null"])

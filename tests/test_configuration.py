@@ -11,7 +11,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from growlab.base.errors import UserError
-from growlab.lab.training.configuration import config_dir, register_schemas
+from growlab.lab.training.configuration import config_dir, set_plugin_defaults
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -49,10 +49,9 @@ def test_conf_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch:
 
 
 def test_registering_again_changes_nothing() -> None:
-    register_schemas()
+    set_plugin_defaults()
     once = str(ConfigStore.instance().repo)
-    register_schemas()
-    assert "total_epochs" in once
+    set_plugin_defaults()
     assert str(ConfigStore.instance().repo) == once
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from growlab.lab.training.plan import StageCost
 from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import registry
@@ -34,7 +34,7 @@ BOUNDS = {"wrn28_1_cifar10": 6}
 
 @pytest.fixture(autouse=True, scope="module")
 def hydra_started() -> Iterator[None]:
-    register_schemas()
+    set_plugin_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         yield
 

@@ -7,7 +7,7 @@ import pytest
 
 from growlab.lab.analysis.dashboard import SECTIONS, build, main
 from growlab.lab.training.loggers import EVENT_COLUMNS
-from growlab.lab.training.objective import Classification
+from growlab.lab.training.objectives import Classification
 from growlab.lab.training.recorder import metric_columns
 
 # wandb-workspaces uses a spelling that pydantic deprecated after it.

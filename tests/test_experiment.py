@@ -364,7 +364,7 @@ def one_sentence(outcome: Outcome) -> str:
     [
         (("loss_is_nan", 7), "the training loss became NaN or infinite at step 7 (epoch 2, stage 1)", 2),
         # The last step of an epoch spoils the weights: no loss shows it before the checkpoint would be saved.
-        (("weights_are_nan", 5), "held NaN or infinity after step 5 (epoch 1, stage 0)", 1),
+        (("weights_are_nan", 5), "was NaN or infinite after step 5 (epoch 1, stage 0)", 1),
     ],
     ids=["loss", "weights"],
 )

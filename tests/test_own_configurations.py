@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from growlab.lab.cli.app import _with_more
-from growlab.lab.training.configuration import register_schemas
-from growlab.lab.training.resuming import resume_override
+from growlab.lab.training.configuration import resume_override, set_plugin_defaults
 from tests.command_line import PLAN, CommandLine
 from tests.parts_here import needs
 from tests.runs import MLP
@@ -95,7 +94,7 @@ def test_both_ways_together(own: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "runs" / "theirs" / "1").mkdir(parents=True)
     (tmp_path / "runs" / "theirs" / "1" / "config.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    register_schemas()
+    set_plugin_defaults()
     searched = rf'hydra.searchpath=["file://{other.parent}"]'
     overrides = [searched, "experiment=theirs", "ckpt_path=last"]
     assert resume_override(overrides, more="own conf") == "hydra.run.dir=runs/theirs/1"

@@ -19,8 +19,7 @@ from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.lab.cli.sweeps import gpus_in_turn
-from growlab.lab.training import configs
-from growlab.lab.training.configuration import config_dir
+from growlab.lab.training import configuration
 from growlab.lab.training.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
 from tests.command_line import ROOT, CommandLine, Outcome
 from tests.runs import Left, table
@@ -198,10 +197,10 @@ def command(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "growl
 
 def test_plugins_are_given_growlabs_values(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ConfigStore.instance()
-    monkeypatch.setitem(configs._PLUGINS, "hydra/sweeper/imagined", {"direction": "maximize"})
+    monkeypatch.setitem(configuration._PLUGINS, "hydra/sweeper/imagined", {"direction": "maximize"})
     store.store(group="hydra/sweeper", name="imagined", node={"direction": "minimize", "n_trials": 20})
     try:
-        configs.register(config_dir())
+        configuration.set_plugin_defaults()
         assert store.load("hydra/sweeper/imagined.yaml").node == {"direction": "maximize", "n_trials": 20}
     finally:
         del store.repo["hydra"]["sweeper"]["imagined.yaml"]

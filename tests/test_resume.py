@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from growlab.base.errors import UserError
-from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable_checkpoint
-from growlab.lab.training.resuming import resume_override
-from growlab.lab.training.saving import SavePolicy
+from growlab.lab.training.checkpoints import LAST, PREVIOUS, SavePolicy, read_header, usable_checkpoint
+from growlab.lab.training.configuration import resume_override
 from tests.command_line import CommandLine
 from tests.runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, resumed_from, struck, whole_run
 
@@ -356,7 +355,7 @@ def test_a_checkpoint_without_a_part_that_resuming_needs_is_refused(
             if emptied:
                 content[without] = type(value)()
             torch.save(content, tmp_path / "given.ckpt")
-            message = f"is a checkpoint without {without}, which a run needs to go on"
+            message = f"is a checkpoint without {without}, which a run needs to resume"
             with pytest.raises(UserError, match=message):
                 read_header(tmp_path / "given.ckpt")
 

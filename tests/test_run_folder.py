@@ -12,10 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE
-from growlab.lab.training.configuration import register_schemas
+from growlab.lab.training.configuration import resume_override, set_plugin_defaults
 from growlab.lab.training.processes import in_folder, name_of
-from growlab.lab.training.resuming import resume_override
-from growlab.lab.training.run_folder import check_places, forget_results, held_alone, is_held
+from growlab.lab.training.run_folder import forget_results, held_alone, is_held
 from tests.command_line import CommandLine
 from tests.runs import MLP, Whole, table
 
@@ -68,18 +67,6 @@ def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(
     assert not (run / "config.yaml").exists() and not (run / FAILURE).exists()
 
 
-@pytest.mark.parametrize("name", ["checkpoints/last.ckpt", "checkpoints/previous.ckpt", "metrics.csv"])
-def test_a_folder_or_file_in_the_place_of_the_other_is_found_before_training(
-    name: str, tmp_path: Path
-) -> None:
-    (tmp_path / "figures").touch()
-    with pytest.raises(UserError, match="figures is a file, and a run has a folder there"):
-        check_places(tmp_path)
-    (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(UserError, match=f"{name} is a folder, and a run has a file there"):
-        check_places(tmp_path)
-
-
 def test_a_killed_run_is_not_taken_for_the_one_before_it(
     cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
@@ -126,6 +113,6 @@ def test_a_folder_that_is_named_is_the_one(
     assert name_of(f"{plus}hydra.run.dir=here") == "hydra.run.dir"
     assert resume_override([f"{plus}ckpt_path=last", f"{plus}hydra.run.dir=here"]) is None
     monkeypatch.chdir(tmp_path)
-    register_schemas()
-    with pytest.raises(UserError, match="holds no earlier run"):
+    set_plugin_defaults()
+    with pytest.raises(UserError, match="has no earlier run"):
         resume_override([f"{plus}ckpt_path=last", "name=nothing"])

@@ -12,7 +12,7 @@ from growlab.grower import Grower
 from growlab.growth import PairGrowth
 from growlab.lab.data import ImageData
 from growlab.lab.networks import mlp5, mlp8
-from growlab.lab.training.warm_start import continuing, start_from
+from growlab.lab.training.checkpoints import start_from
 from growlab.optim import named_state
 from tests.command_line import CommandLine
 
@@ -43,7 +43,7 @@ def test_a_first_stage_begins_with_the_weights_and_the_optimizer_of_a_file(tmp_p
     assert any(not torch.equal(tensor, other.network.state_dict()[name]) for name, tensor in saved.items())
     taken = named_state(optimizer, one.network)
     torch.save({"state_dict": saved, "optimizer": taken}, tmp_path / "seed.pt")
-    begun = continuing(sgd, start_from(other, str(tmp_path / "seed.pt")))(other.network.parameters())
+    begun = start_from(other, str(tmp_path / "seed.pt"), sgd)(other.network.parameters())
     assert all(torch.equal(tensor, saved[name]) for name, tensor in other.network.state_dict().items())
     assert taken["state"]
     for name, parameter in other.network.named_parameters():
@@ -64,7 +64,7 @@ def test_state_of_another_optimizer_is_left_out(
         content = {"state_dict": content, "optimizer": {"class": "torch.optim.adam.Adam", "state": {}}}
     torch.save(content, tmp_path / "seed.pt")
     with caplog.at_level(logging.WARNING):
-        begun = continuing(sgd, start_from(other, str(tmp_path / "seed.pt")))(other.network.parameters())
+        begun = start_from(other, str(tmp_path / "seed.pt"), sgd)(other.network.parameters())
     assert not begun.state
     weights = one.network.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in other.network.state_dict().items())

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.analysis import load_runs
-from growlab.lab.cli.sweeps import check_selection, conclude, forget_failure, objective
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.cli.sweeps import check_selection, conclude, objective
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from tests.command_line import CommandLine
 from tests.test_experiment import SHORT
 
@@ -60,9 +60,6 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     reported: list[str] = []
     assert len(load_runs(sweep, reported.append)) == 2
     assert reported == [f"{failure.parent} failed: {content['reason']}"]
-    forget_failure(failure.parent)
-    load_runs(sweep, reported.append)
-    assert len(reported) == 1
 
 
 def test_nothing_is_concluded_where_no_sweep_has_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +102,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides, holds_out: bool, metric
 ) -> None:
     """The metric that tables compare such runs by, on validation; negative where lower is better."""
-    register_schemas()
+    set_plugin_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(PRIMARY, overrides=[*overrides, "name=given"])
     sweeper = {"_target_": "OptunaSweeper", "direction": "maximize"}

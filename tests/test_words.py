@@ -33,7 +33,7 @@ FEATURES = {
         ("parts/averages.py",),
         {
             **EXPORTS,
-            "lab/training/user_callbacks.py": "says what to use in place of Lightning's averages, which do not grow",
+            "lab/training/build.py": "says what to use in place of Lightning's averages, which do not grow",
             "lab/planner/probes.py": "averages a probe's weights over a window that grows as it trains",
             "grower/grower.py": "gives torch's AveragedModel as an example of what may follow",
         },

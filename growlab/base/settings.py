@@ -1,7 +1,7 @@
 """Settings that a user types side by side and a class keeps apart: small dataclasses in place of many arguments.
 
-A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters`,
-`growlab.lab.training.signatures` and `growlab.lab.training.argument_types` read them as if they were its own.
+A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters` and
+`growlab.lab.training.checks` read them as if they were its own.
 """
 
 import math

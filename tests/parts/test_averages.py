@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from growlab.base.errors import UserError
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.lab.networks import resnet20
-from growlab.lab.training.user_callbacks import user_callbacks
+from growlab.lab.training.build import user_callbacks
 from growlab.parts import Averages
 from growlab.widths import WidthGraph, tensors_of, trace
 from tests.test_grower import PROBE, Loop, mlp, normed

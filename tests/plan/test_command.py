@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from growlab.base.errors import UserError
 from growlab.lab.planner import plan
 from growlab.lab.planner.run import problem_of, settings_of
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from growlab.lab.training.run_folder import held_alone
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs
@@ -137,7 +137,9 @@ def test_a_plan_that_cannot_be_written_is_refused_before_it_is_made_or_printed_a
 def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
     torch.save({"out.weight": torch.zeros(10, 3)}, tmp_path / "other.pt")
     outcome = cli(*TINY, "start_from=other.pt", "hydra.run.dir=run", cwd=tmp_path)
-    sentence = "start_from=other.pt is of another network than the first stage's: classifier.bias is absent"
+    sentence = (
+        "start_from=other.pt is of another network than the first stage's: the shape of classifier.bias=null"
+    )
     assert outcome.code == 2 and sentence in outcome.err and "Traceback" not in outcome.err, outcome.err
 
 
@@ -165,7 +167,7 @@ def test_wrong_input_gets_a_sentence(
 
 @pytest.fixture(scope="module")
 def hydra_started() -> Iterator[None]:
-    register_schemas()
+    set_plugin_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         yield
 

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import FIGURES
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from growlab.recipes.papers.page import Standing
 from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import _split, drawn, experiment, registry
@@ -96,7 +96,7 @@ def test_reading_without_composing_gives_the_composed_values(command: str) -> No
     words = [word for word in command.split() if not word.startswith("hydra.")]
     given = [f"{key}={_split(value)[-1]}" for key, value in (word.split("=", 1) for word in words)]
     name = words[0].removeprefix("experiment=")
-    register_schemas()
+    set_plugin_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(PRIMARY, overrides=[*given, "name=given"], return_hydra_config=True)
     found = experiment(name)

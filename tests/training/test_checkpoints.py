@@ -2,6 +2,7 @@ import errno
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,64 +10,44 @@ import torch
 from growlab.base.errors import UserError
 from growlab.lab.training.checkpoints import (
     AtomicCheckpointIO,
-    differences,
     last_checkpoint,
     save,
     usable_checkpoint,
 )
 
 
+class Failing:
+    """A file that fails after so many bytes."""
+
+    def __init__(self, file: Any, most: int, error: BaseException) -> None:
+        self._file, self._left, self._error = file, most, error
+
+    def write(self, content: bytes) -> int:
+        self._left -= len(content)
+        if self._left < 0:
+            raise self._error
+        return self._file.write(content)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def test_a_full_disk_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch's writer turns the file's own error into a RuntimeError about positions."""
-    path = tmp_path / "last.ckpt"
+    """torch's writer turns the file's own error into a RuntimeError about positions, and Ctrl-C too."""
+    path, original = tmp_path / "last.ckpt", torch.save
     save(path, {"weight": torch.ones(2)})
     before = path.read_bytes()
-
-    class Full:
-        def __init__(self, file) -> None:
-            self._file, self._written = file, 0
-
-        def write(self, content) -> int:
-            self._written += len(content)
-            if self._written > 5_000:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self._file.write(content)
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-    original = torch.save
-    monkeypatch.setattr(torch, "save", lambda content, file: original(content, Full(file)))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(torch, "save", lambda content, file: original(content, Failing(file, 5_000, full)))
     writer = AtomicCheckpointIO()
     writer.save_checkpoint({"weight": torch.ones(100_000), "global_step": 3}, path)
-    told = capsys.readouterr().err
-    assert told.startswith("warning: no checkpoint at step 3: ") and "No space left on device" in told
-    assert writer.failure in told
-    assert path.read_bytes() == before
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
-
-
-def test_ctrl_c_while_a_checkpoint_is_written_is_no_error_of_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "last.ckpt"
-    save(path, {"weight": torch.ones(2)})
-    before = path.read_bytes()
-
-    class Interrupted:
-        def __init__(self, file) -> None:
-            self._file = file
-
-        def write(self, content) -> int:
-            raise KeyboardInterrupt
-
-        def __getattr__(self, name):
-            return getattr(self._file, name)
-
-    original = torch.save
-    monkeypatch.setattr(torch, "save", lambda content, file: original(content, Interrupted(file)))
+    said = capsys.readouterr().err
+    assert said.startswith("warning: no checkpoint at step 3: ") and "No space left on device" in said
+    assert writer.failure in said
+    stop = KeyboardInterrupt()
+    monkeypatch.setattr(torch, "save", lambda content, file: original(content, Failing(file, 0, stop)))
     with pytest.raises(KeyboardInterrupt):
         save(path, {"weight": torch.ones(3)})
     assert path.read_bytes() == before
@@ -79,17 +60,10 @@ def test_other_errors_of_saving_stay_what_they_are(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_differences_name_settings_by_their_path() -> None:
-    theirs = {"seed": 0, "model": {"width": 16, "shortcut": "A"}, "gone": None, "list": [1, 2]}
-    ours = {"seed": 0, "model": {"width": 32, "shortcut": "A"}, "new": 1, "list": [1, 2]}
-    assert differences(theirs, ours) == ["model.width=16, not 32", "new=null, not 1"]
-    assert differences(theirs, theirs) == []
-
-
 def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would go on from the one before it, and write over the newest."""
+    """The run would resume from the one before it, and write over the newest."""
     path = last_checkpoint(tmp_path)
     for place in (path, path.with_name("previous.ckpt")):
         save(place, {"weight": torch.ones(2)})

@@ -1,4 +1,4 @@
-"""What leans on how Lightning and torch spread a run, and the comparison of ranks."""
+"""Processes of a run: undocumented parts of Lightning that growlab needs, comparing ranks, batch normalisation."""
 
 import weakref
 from types import SimpleNamespace
@@ -96,20 +96,19 @@ def test_growlab_starts_processes_itself(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_strategies_that_growth_cannot_follow_are_refused(strategy: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
         check_strategy(SimpleNamespace(strategy=strategy))  # type: ignore[arg-type]
-
-
-def test_usual_strategies_pass() -> None:
-    for strategy in (DDPStrategy(static_graph=True), SingleDeviceStrategy(torch.device("cpu"))):
-        check_strategy(SimpleNamespace(strategy=strategy))  # type: ignore[arg-type]
+    check_strategy(SimpleNamespace(strategy=DDPStrategy(static_graph=True)))  # type: ignore[arg-type]
 
 
 # Comparing --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    ("dtype", "shape"),
+    [
+        *((torch.float64, (3, 5)), (torch.float32, (70_001,)), (torch.bfloat16, (2, 3, 1, 7))),
+        *((torch.int64, (70_001,)), (torch.uint8, (1,)), (torch.bool, (3, 5)), (torch.float32, ())),
+    ],
 )
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 1, 7), (70_001,)])
 def test_a_checksum_sees_every_change_of_a_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = torch.Generator().manual_seed(0)
     tensor = torch.randint(0, 2, shape, generator=source).to(dtype)
@@ -139,7 +138,7 @@ def test_a_checksum_is_of_values_whatever_the_memory_layout() -> None:
     assert sums[0] == sums[1]
 
 
-def test_checksums_of_plain_values_tell_them_apart() -> None:
+def test_checksums_of_plain_values_differ() -> None:
     _, sums = checksums(iter([("a", {"a": 1}), ("b", {"a": 2}), ("c", {"a": 1})]))
     assert sums[0] == sums[2] != sums[1]
 
@@ -201,7 +200,7 @@ def test_alone_it_is_batch_normalisation(group: None, make: Any, shape: tuple[in
     torch.testing.assert_close(sync(x), plain(x))
 
 
-def test_inputs_without_channels_are_told(group: None) -> None:
+def test_inputs_without_channels_are_refused(group: None) -> None:
     network = SynchroniseBatchNorm(on_cpu=True).apply(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.raises(ValueError, match="at least 2 dimensions, not 1"):
         network(torch.randn(3))
@@ -218,7 +217,7 @@ def test_layers_are_of_their_own_class_again() -> None:
     assert vars(network[1]).keys() == vars(nn.BatchNorm2d(2)).keys()
 
 
-def test_a_class_of_ones_own_is_refused() -> None:
+def test_another_class_of_batch_normalisation_is_refused() -> None:
     class WithActivation(nn.BatchNorm2d):
         pass
 

@@ -12,7 +12,7 @@ from tests.runs import MLP, mlp3
 
 
 class Centred(nn.Module):
-    """A normalisation of one's own, with running statistics as torch's have them."""
+    """A custom normalisation, with running statistics as torch's have them."""
 
     def __init__(self, num_features: int, momentum: float) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Centred(nn.Module):
 
 
 class Twice(nn.Module):
-    """A norm that is called twice, one with a cumulative average, dropout between them, and one of one's own."""
+    """A norm that is called twice, one with a cumulative average, dropout between them, and a custom one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -84,7 +84,7 @@ def test_one_cycle_is_torchs(rise: float) -> None:
     assert [factor(step) for step in range(steps)] == pytest.approx(expected, rel=1e-9)
 
 
-def test_one_cycle_may_begin_anew_in_each_stage() -> None:
+def test_one_cycle_may_restart_in_each_stage() -> None:
     got = factors(LearningRate("one_cycle", warmup_fraction=0.5, restarts="stage"))
     assert [got[STARTS[epoch]] for epoch in (0, 2, 5)] == pytest.approx([1 / 25] * 3)
     assert [got[STARTS[epoch]] for epoch in (1,)] == pytest.approx([1]) and got[-1] == pytest.approx(1 / 25e4)
@@ -136,7 +136,7 @@ def test_wsd_is_constant_and_then_decays_over_the_last_part(decay_shape: str, le
     assert factors(rate) == pytest.approx(expected, abs=1e-7)
 
 
-def test_the_rate_rises_anew_after_each_growth_event() -> None:
+def test_the_rate_rises_again_after_each_growth_event() -> None:
     plain, rewarmed = factors(LearningRate()), factors(LearningRate(rewarm_steps=3))
     # Stages begin at steps 0, 4 and 16; the last is followed by 8 steps, the others by more.
     rise = [1.0] * len(plain)
@@ -158,7 +158,7 @@ def test_the_rate_rises_anew_after_each_growth_event() -> None:
         {"decay_fraction": 0.9, "shape": "wsd", "warmup_fraction": 0.2},
     ],
 )
-def test_what_is_no_schedule_is_refused(wrong: dict) -> None:
+def test_impossible_schedules_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LearningRate(**wrong)
 

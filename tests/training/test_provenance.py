@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import growlab
-from growlab.lab.training.results_row import git_commit, versions
+from growlab.lab.training.run import git_commit, versions
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""rates.csv: what is recorded of regions, with and without rates of their own."""
+"""rates.csv: norms and rate factors of regions, with and without rates of their own."""
 
 import csv
 from pathlib import Path
@@ -37,7 +37,7 @@ def rates(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("optimizer", [(), FOREIGN, ("optimizer=muon",)], ids=["sgd", "torch", "muon"])
+@pytest.mark.parametrize("optimizer", [FOREIGN, ("optimizer=muon",)], ids=["torch", "muon"])
 def test_without_rate_adaptation_norms_are_recorded_too(
     cli: CommandLine, tmp_path: Path, optimizer: tuple[str, ...]
 ) -> None:

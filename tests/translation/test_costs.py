@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from growlab.lab.training.plan import StageCost
 from growlab.widths import trace
 from tests.command_line import ROOT
@@ -20,7 +20,7 @@ NUM_TOKENS, LENGTH = 10_000, 25
 
 @pytest.fixture(autouse=True, scope="module")
 def hydra_started() -> Iterator[None]:
-    register_schemas()
+    set_plugin_defaults()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         yield
 

@@ -38,10 +38,22 @@ except ModuleNotFoundError as missing:
     sys.exit(run_without(missing))
 
 from growlab.base.errors import FolderHeld, Stopped, UserError
+from growlab.base.files import FAILURE, write_json
+from growlab.lab.cli import sweeps
 from growlab.lab.cli.explain import explain
-from growlab.lab.training.configuration import PRIMARY, config_dir, register_schemas
-from growlab.lab.training.processes import ProcessFailed, apart, end_with_parent, is_first, name_of, report
-from growlab.lab.training.resuming import LAST, resume_override
+from growlab.lab.training.configuration import LAST, PRIMARY, config_dir, resume_override, set_plugin_defaults
+from growlab.lab.training.processes import (
+    ProcessFailed,
+    announce,
+    apart,
+    end_with_parent,
+    is_first,
+    max_restarts,
+    name_of,
+    report,
+    started_elsewhere,
+    to_start,
+)
 
 _HELP_COLUMNS = 79
 
@@ -53,54 +65,43 @@ class JobFailed(BaseException):
         self.error = error
 
 
-def _train(cfg: DictConfig, run_dir: Path, gpus: list[int] | None, resumed: bool) -> None:
-    """Train in this process, or in as many as were asked for."""
-    from growlab.lab.training import processes
-
-    trainer = cfg.get("trainer") or {}
-    number = processes.to_start(trainer)
-    if number:
-        from growlab.lab.training import launcher
-
-        more = [] if gpus is None else [f"trainer.devices={gpus}"]
-        more += [LAST] if resumed else []
-        launcher.run(number, processes.max_restarts(trainer), run_dir, more)
-    else:
-        processes.announce("importing PyTorch and Lightning")
-        from growlab.lab.training.build import train
-
-        train(cfg)
-
-
 def _job(cfg: DictConfig) -> Any:
-    # Imported here: help, completion and error sentences need not wait for torch.
-    from growlab.lab.cli import sweeps
-    from growlab.lab.training import processes
-
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    """Train in this process, or in as many as are asked for; skip or resume a job of a sweep that was here before."""
+    run_dir, job = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get()
+    failure, alone = run_dir / FAILURE, not started_elsewhere()
     try:
         sweeps.check_selection(cfg)
-        if not processes.started_elsewhere() and sweeps.has_finished(cfg, run_dir):
+        if alone and sweeps.has_finished(cfg, run_dir):
             print(f"finished before: {run_dir}")
             return sweeps.objective(cfg, run_dir)
-        resumed = not processes.started_elsewhere() and sweeps.resumes(cfg, run_dir)
-        sweeps.forget_failure(run_dir)
+        more = [LAST] if alone and sweeps.resumes(cfg, run_dir) else []
+        failure.unlink(missing_ok=True)
         sweeps.name_group(cfg)
-        gpus = sweeps.gpus_in_turn(cfg)
-        if gpus is not None:
+        if (gpus := sweeps.gpus_in_turn(cfg)) is not None:
             cfg.trainer.devices = gpus
-        _train(cfg, run_dir, gpus, resumed)
+            more.append(f"trainer.devices={gpus}")
+        trainer = cfg.get("trainer") or {}
+        # Imported here: help, completion and error sentences need not wait for torch.
+        if number := to_start(trainer):
+            from growlab.lab.training import launcher
+
+            launcher.run(number, max_restarts(trainer), run_dir, more)
+        else:
+            announce("importing PyTorch and Lightning")
+            from growlab.lab.training.build import train
+
+            train(cfg)
         return sweeps.objective(cfg, run_dir)
     except Exception as error:
-        job = HydraConfig.get()
         if job.mode == RunMode.RUN:
             raise JobFailed(error) from None
         # In a sweep Hydra runs the other jobs and raises the first failure after the last one.
-        sentence = explain(error, list(job.overrides.task))
-        reason = sentence or repr(error)
+        overrides = list(job.overrides.task)
+        reason = explain(error, overrides) or repr(error)
         print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
         if not isinstance(error, FolderHeld):
-            sweeps.record_failure(run_dir, reason, "".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            write_json(failure, {"reason": reason, "overrides": overrides, "traceback": trace})
         raise
 
 
@@ -148,17 +149,6 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
     return 2
 
 
-def _conclude() -> None:
-    """Print the table of a sweep in which a job has failed, if it was one."""
-    from growlab.lab.cli.sweeps import conclude
-
-    conclude()
-
-
-def _settings_of_plan() -> str:
-    return settings_of_plan(config_dir() / "plan" / "default.yaml")
-
-
 def _groups() -> str:
     """Groups and their options as Hydra lists them, wrapped for a terminal."""
     listed = GlobalHydra.instance().hydra.format_config_groups(
@@ -166,12 +156,6 @@ def _groups() -> str:
     )
     wrap = partial(textwrap.fill, width=_HELP_COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(map(wrap, listed.splitlines()))
-
-
-def _help_page(more: Sequence[str]) -> list[str]:
-    """Choose the help page of a command: it is named like a group that the command adds."""
-    pages = {path.stem for path in (config_dir() / "hydra" / "help").glob("*.yaml")}
-    return [f"hydra/help={group}" for group in (one.partition("=")[0] for one in more) if group in pages]
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -231,12 +215,12 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         overrides, multirun = list(arguments.overrides), bool(arguments.multirun)
         given = set(map(name_of, overrides))
         added = [one for one in more if name_of(one) not in given]
-        register_schemas()
+        set_plugin_defaults()
         OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
         # Composing resolves it, help or not, and the list takes a second.
         OmegaConf.register_new_resolver("growlab.groups", _groups if arguments.help else str, replace=True)
-        OmegaConf.register_new_resolver("growlab.settings_of_plan", _settings_of_plan, replace=True)
-        added += _help_page(more)
+        plan = partial(settings_of_plan, config_dir() / "plan" / "default.yaml")
+        OmegaConf.register_new_resolver("growlab.settings_of_plan", plan, replace=True)
         folder = resume_override(overrides, multirun, arguments.config_dir, arguments.config_name or PRIMARY)
         added += [] if folder is None else [folder]
         added += apart([*overrides, folder or ""], multirun)
@@ -264,7 +248,7 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         print(f"interrupted; {further if job is _job else 'nothing of it is kept'}", file=sys.stderr)
         return 130
     except Exception as error:
-        _conclude()
+        sweeps.conclude()
         return _fail(error, overrides, with_traceback)
     return 0
 

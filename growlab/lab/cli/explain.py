@@ -20,21 +20,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from growlab.base.errors import UserError, how_to_install
 from growlab.lab.cli.commands import COMMANDS
 
-_EXTRAS = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "tensorboardX": "tensorboard",
-    "timm": "timm",
-    "fairseq": "translation",
-}
-# How Hydra, OmegaConf and torch begin what they say of their own objects.
+_EXTRAS = {name: name for name in ("wandb", "tensorboard", "timm")}
+_EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
+# Beginnings of lines in which Hydra, OmegaConf and torch describe their own objects.
 _INSIDES = (
-    "full_key:",
-    "object_type=",
-    "reference_type=",
-    "See https:",
-    "Config search path",
-    "Exception raised",
+    *("full_key:", "object_type=", "reference_type=", "See https:", "Config search path", "Exception raised"),
 )
 
 
@@ -45,8 +35,7 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
         error: the exception; the exceptions that it was raised from are read too.
         overrides: of the command line.
     """
-    chain = list(_chain(error))
-    for link in sorted(chain, key=lambda link: not isinstance(link, UserError)):
+    for link in sorted(_chain(error), key=lambda link: not isinstance(link, UserError)):
         if text := _sentence(link, overrides):
             return text if text.endswith((".", "!", "?")) else f"{text}."
     return None
@@ -61,7 +50,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
-    text = first_lines(error)
+    text = _first_lines(error)
     match error:
         case UserError():
             return " ".join(str(error).split())
@@ -102,7 +91,7 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
     return text if wrong else None
 
 
-def first_lines(error: BaseException) -> str:
+def _first_lines(error: BaseException) -> str:
     """The message of an exception on one line, without what libraries append about their own objects."""
     lines = [line.strip() for line in str(error).partition("Exception raised from ")[0].splitlines()]
     end = next((number for number, line in enumerate(lines) if line.startswith(_INSIDES)), len(lines))
@@ -111,7 +100,7 @@ def first_lines(error: BaseException) -> str:
 
 def _of_value(error: OmegaConfBaseException) -> str:
     """A key that does not exist, with the nearest one that does, or a value of another type."""
-    name, parent, text = error.full_key, error.parent_node, first_lines(error)
+    name, parent, text = error.full_key, error.parent_node, _first_lines(error)
     near = []
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
         near = get_close_matches(str(error.key), map(str, parent), n=1)
@@ -125,12 +114,12 @@ def _of_constructor(error: InstantiationException, overrides: Sequence[str]) -> 
     found = re.search(r"full_key: (\S+)", str(error)) or re.search(r"target '([^']+)'", str(error))
     name = found[1] if found else "a constructor"
     if cause is None or isinstance(cause, InstantiationException):
-        return first_lines(error) if cause is None else None  # the next link of the chain says more
-    said = first_lines(cause)
+        return _first_lines(error) if cause is None else None  # the next link of the chain says more
+    said = _first_lines(cause)
     if isinstance(cause, ImportError) and (missing := re.search(rf"\b({'|'.join(_EXTRAS)})\b", said)):
         return f"{name} needs a package that is not installed: {how_to_install(_EXTRAS[missing[1]])}"
     if str(error).startswith("Error locating target"):
-        return f"{name}: {first_lines(error)}: {said}"
+        return f"{name}: {_first_lines(error)}: {said}"
     if isinstance(cause, ValueError):
         # `batches must be at least 1` of `growth` names the setting growth.batches.
         inside = re.match(r"[a-z_]+ must ", said) is not None

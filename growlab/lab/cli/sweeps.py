@@ -13,7 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from growlab.base.errors import UserError
-from growlab.base.files import CHECKPOINT_FOLDER, FAILURE, write_json
+from growlab.base.files import CHECKPOINT_FOLDER
+from growlab.lab.training.processes import is_first
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
 # Launchers that run several jobs at once on this machine, in processes that see all its GPUs.
@@ -83,18 +84,14 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
     Raises:
         UserError: the folder holds the result of other settings, which a new run would overwrite.
     """
-    results, written = run_dir / "results.json", run_dir / "config.yaml"
-    if HydraConfig.get().mode != RunMode.MULTIRUN or not results.exists() or not written.exists():
+    if HydraConfig.get().mode != RunMode.MULTIRUN or not (run_dir / "results.json").exists():
         return False
-    # Imported here: the first jobs of a sweep need not wait for torch.
-    from growlab.lab.training.identity import other_settings
-
-    if other := other_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), run_dir):
+    if other := _other_settings(cfg, run_dir):
         raise UserError(
             f"{run_dir} holds the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or remove "
             "that folder."
         )
-    return True
+    return (run_dir / "config.yaml").exists()
 
 
 def resumes(cfg: DictConfig, run_dir: Path) -> bool:
@@ -102,16 +99,13 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
 
     One of other settings starts from the beginning, as does one whose checkpoints are damaged.
     """
-    folder, written = run_dir / CHECKPOINT_FOLDER, run_dir / "config.yaml"
-    if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not written.exists():
-        return False
-    if not any(folder.glob("*.ckpt")):
+    checkpoints = any((run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")) and (run_dir / "config.yaml").exists()
+    if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not checkpoints:
         return False
     # Imported here: the first jobs of a sweep need not wait for torch.
     from growlab.lab.training.checkpoints import usable_checkpoint
-    from growlab.lab.training.identity import other_settings
 
-    if other := other_settings(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True), run_dir):
+    if other := _other_settings(cfg, run_dir):
         print(f"starting from the beginning: {run_dir} was interrupted with {other[0]}", file=sys.stderr)
         return False
     try:
@@ -123,6 +117,14 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
         print(message or f"resuming from {checkpoint}")
         cfg.ckpt_path = "last"
     return checkpoint is not None
+
+
+def _other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
+    # Imported here: help need not wait for pandas.
+    from growlab.lab.training.identity import other_settings
+
+    config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return other_settings(config, run_dir)
 
 
 def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
@@ -152,10 +154,7 @@ def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
 
 
 def name_group(cfg: DictConfig) -> None:
-    """Group the runs of a sweep in Weights & Biases, which reads this variable; one that is set stays.
-
-    Processes that a job starts inherit it.
-    """
+    """Group the runs of a sweep in Weights & Biases by the variable that it reads, which processes of a job inherit."""
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         folder = Path(job.sweep.dir)
@@ -163,23 +162,6 @@ def name_group(cfg: DictConfig) -> None:
         name = folder.parent.name if folder.name.startswith("sweep_") else cfg.name
         group = folder.name if folder.name == name else f"{name} {folder.name}"
         os.environ.setdefault("WANDB_RUN_GROUP", group)
-
-
-def forget_failure(run_dir: Path) -> None:
-    """A job that begins again has not failed yet."""
-    (run_dir / FAILURE).unlink(missing_ok=True)
-
-
-def record_failure(run_dir: Path, reason: str, traceback: str) -> None:
-    """Write the reason why a job failed into its folder; the sweep's table names it.
-
-    Args:
-        run_dir: the job's folder.
-        reason: a sentence.
-        traceback: all of it.
-    """
-    overrides = list(HydraConfig.get().overrides.task)
-    write_json(run_dir / FAILURE, {"reason": reason, "overrides": overrides, "traceback": traceback})
 
 
 class SweepTable(Callback):
@@ -200,19 +182,16 @@ class SweepTable(Callback):
 
 
 def conclude() -> None:
-    """Print the table of the sweep that has ended, whether its jobs have all succeeded or not; else nothing."""
+    """Print the table of the sweep that has ended, if one has, whether its jobs have all succeeded or not."""
+    folder, SweepTable.unfinished = SweepTable.unfinished, None
+    if folder is None or not is_first() or not any(folder.rglob("results.json")):
+        return
     # Imported here: Hydra makes callbacks before it knows whether anything will run.
     from growlab.lab.analysis.results import load_runs
     from growlab.lab.analysis.tables import summarise, write_table
-    from growlab.lab.training.processes import is_first
-
-    folder, SweepTable.unfinished = SweepTable.unfinished, None
-    if folder is None or not is_first():
-        return
 
     def warn(sentence: str) -> None:
         print(f"warning: {sentence}", file=sys.stderr)
 
-    if any(folder.rglob("results.json")):
-        sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
-        print(f"everything about these runs: {folder}")
+    sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
+    print(f"everything about these runs: {folder}")

@@ -1,12 +1,19 @@
 """Plain full-width networks: `nn.Module`s that know nothing of growth."""
 
-from growlab.lab.networks.allconv import AllConv, allconv
-from growlab.lab.networks.convnet import ConvNet, convnet4
+from growlab.lab.networks.convolutional import (
+    VGG,
+    AllConv,
+    ConvNet,
+    MobileNetV1,
+    allconv,
+    convnet4,
+    mobilenetv1,
+    vgg11,
+    vgg19,
+)
 from growlab.lab.networks.mlp import MLP, mlp5, mlp8
-from growlab.lab.networks.mobilenet import MobileNetV1, mobilenetv1
 from growlab.lab.networks.resnet import CifarResNet, resnet14, resnet18, resnet20
 from growlab.lab.networks.transformer import CausalTransformer, EncoderDecoder
-from growlab.lab.networks.vgg import VGG, vgg11, vgg19
 from growlab.lab.networks.wide_resnet import WideResNet, wrn28_1
 
 __all__ = [

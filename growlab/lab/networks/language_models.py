@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from itertools import product
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.base.settings import sorted_into
 from growlab.inspect.small_models import FirstOutput, automatic_classes
 from growlab.widen.sizes import LAYERS, NAMES, PARTS, sizes
 
@@ -34,29 +32,10 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Hidden layers of MLPs of most types, for each channel of the stream.
 _EXPANSION = 4
-# Tokens with which a model is asked whether it looks ahead, and a saved one is held against the trained one.
+# Tokens that test if a model sees later tokens, and if a saved one equals the trained one.
 _PROBE = 8
 # Relative difference of logits that is rounding.
 _ROUNDING = 1e-3
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a model, by the names that most configurations give them; other names that a type has for them fit too.
-
-    Attributes:
-        hidden_size: channels of the stream.
-        intermediate_size: hidden channels of MLPs; None: four times the stream.
-        num_hidden_layers: layers.
-        num_attention_heads: heads of each; None for a type that has none, such as mamba.
-        num_key_value_heads: heads that keys and values have; None: as many, where the type has a choice.
-    """
-
-    hidden_size: int = 128
-    intermediate_size: int | None = None
-    num_hidden_layers: int = 4
-    num_attention_heads: int | None = 4
-    num_key_value_heads: int | None = None
 
 
 class CausalModel(FirstOutput):
@@ -68,14 +47,16 @@ class CausalModel(FirstOutput):
         type: `model_type` of a configuration of transformers: `llama`, `qwen3`, `gpt2`.
         end_of_text: the token behind a text, at which `generate` stops; None: none.
         config: further entries of the configuration.
-        settings: fields of `Sizes`.
+        hidden_size: channels of the stream. This and the sizes below have the names of most configurations; other names
+            that a type has for them fit too.
+        intermediate_size: hidden channels of MLPs; None: four times the stream.
+        num_hidden_layers: layers.
+        num_attention_heads: heads of each; None for a type that has none, such as mamba.
+        num_key_value_heads: heads that keys and values have; None: as many, where the type has a choice.
 
     Raises:
         UserError: transformers is not installed, does not know the type or an entry, or the sizes do not fit.
-        TypeError: there is no such setting.
     """
-
-    SETTINGS = (Sizes,)
 
     def __init__(
         self,
@@ -84,9 +65,19 @@ class CausalModel(FirstOutput):
         type: str,
         end_of_text: int | None = None,
         config: Mapping[str, Any] | None = None,
-        **settings: Any,
+        hidden_size: int = 128,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 4,
+        num_attention_heads: int | None = 4,
+        num_key_value_heads: int | None = None,
     ) -> None:
-        (own,) = sorted_into(self.SETTINGS, settings, "CausalModel")
+        own = {
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_hidden_layers,
+            "num_attention_heads": num_attention_heads,
+            "num_key_value_heads": num_key_value_heads,
+        }
         auto = automatic_classes(type)
         kind, known = auto.CONFIG_MAPPING[type], auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
         if kind not in known:
@@ -127,7 +118,7 @@ class CausalModel(FirstOutput):
 
 
 def plain_model(network: CausalModel) -> Any:
-    """The model of a network that grew, made anew by transformers at the sizes that it has.
+    """The model of a network that grew, rebuilt by transformers at the sizes that it has.
 
     Raises:
         UserError: no configuration of this type has these sizes, such as heads that differ from layer to layer.
@@ -167,7 +158,9 @@ def _names(kind: Any) -> set[str]:
     return {*usual.to_dict(), *usual.attribute_map} - {"model_type", "architectures", "transformers_version"}
 
 
-def _entries(kind: Any, model_type: str, own: Sizes, config: Mapping[str, Any]) -> dict[str, Any]:
+def _entries(
+    kind: Any, model_type: str, own: Mapping[str, int | None], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Entries of a configuration from sizes and whatever else is given.
 
     Raises:
@@ -182,21 +175,21 @@ def _entries(kind: Any, model_type: str, own: Sizes, config: Mapping[str, Any]) 
                 f"model.config: {model_type} has no entry {name}"
                 + (f"; did you mean {near[0]}?" if near else ".")
             )
-    heads, groups = own.num_attention_heads, own.num_key_value_heads
+    heads, groups, hidden = own["num_attention_heads"], own["num_key_value_heads"], own["hidden_size"] or 0
     given: dict[str, Any] = {}
-    for setting, size in asdict(own).items():
+    for setting, size in own.items():
         there = [n for n in _FAMILIES[setting] if n in direct] or [
             n for n in _FAMILIES[setting] if n in names
         ]
         if not there and size is not None:
             raise UserError(f"{model_type} has no {setting} to choose: set model.{setting}=null.")
         if setting == "intermediate_size" and size is None:
-            size = _EXPANSION * own.hidden_size
+            size = _EXPANSION * hidden
         if setting == "num_key_value_heads" and size is None:
             size = heads
         given |= dict.fromkeys(there, size)
     given |= config
-    if min(size for size in asdict(own).values() if size is not None) < 1:
+    if min(size for size in own.values() if size is not None) < 1:
         raise UserError("sizes of a model must be at least 1.")
     if heads is not None and groups is not None and heads % groups:
         raise UserError(
@@ -204,12 +197,12 @@ def _entries(kind: Any, model_type: str, own: Sizes, config: Mapping[str, Any]) 
             "keys and values serves as many heads."
         )
     if heads is not None and config.get("head_dim") is None:
-        if own.hidden_size % heads:
+        if hidden % heads:
             raise UserError(
-                f"model.hidden_size={own.hidden_size} does not divide among model.num_attention_heads={heads}."
+                f"model.hidden_size={hidden} does not divide among model.num_attention_heads={heads}."
             )
         if "head_dim" in names:
-            given["head_dim"] = own.hidden_size // heads
+            given["head_dim"] = hidden // heads
     return given
 
 
@@ -227,7 +220,7 @@ def _built(found: Any, kind: Any, model_type: str, given: Mapping[str, Any]) -> 
 
 
 def _looks_ahead(model: Any, vocabulary_size: int, context: int) -> bool:
-    """Whether logits follow from later tokens.
+    """True if logits follow from later tokens.
 
     Raises:
         UserError: the model cannot be called.
@@ -251,7 +244,7 @@ def _looks_ahead(model: Any, vocabulary_size: int, context: int) -> bool:
 
 
 def _present(trained: nn.Module) -> tuple[dict[str, Tensor], dict[int, list[int]]]:
-    """Tensors of a model without the layers that never came in, named anew, and the layers left of so many."""
+    """Renamed tensors of a model without the layers that were never inserted, and the layers left of so many."""
     renamed: dict[str, str] = {}
     left: dict[int, list[int]] = {}
     for path, layers in trained.named_modules():
@@ -303,7 +296,7 @@ def _candidates(
 
 
 def _same(model: Any, network: CausalModel) -> bool:
-    """Whether a model computes what a network does."""
+    """True if a model computes the same as a network."""
     device = next(network.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(min(_PROBE, network.context))[None] % vocabulary

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab.lab.networks.convolutional import conv
+
 
 class PaddedShortcut(nn.Module):
     """Option A: subsample in space and append zero channels; no parameters.
 
-    How many channels to append is told at each call, so that the block stays right at any width.
+    The number of channels to append is an argument of each call, so that the block stays right at any width.
     """
 
     def __init__(self, stride: int) -> None:
@@ -35,9 +37,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, shortcut: str) -> None:
         super().__init__()
-        self.conv1 = _conv(in_channels, out_channels, 3, stride)
+        self.conv1 = conv(in_channels, out_channels, 3, stride)
         self.bn1 = nn.BatchNorm2d(out_channels)
-        self.conv2 = _conv(out_channels, out_channels, 3, 1)
+        self.conv2 = conv(out_channels, out_channels, 3, 1)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.shortcut: nn.Module | None = None
         if stride != 1 or in_channels != out_channels:
@@ -45,7 +47,7 @@ class BasicBlock(nn.Module):
                 self.shortcut = PaddedShortcut(stride)
             else:
                 self.shortcut = nn.Sequential(
-                    _conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
+                    conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
                 )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class CifarResNet(nn.Module):
         super().__init__()
         if shortcut not in ("A", "B"):
             raise ValueError(f"shortcut must be A or B, not {shortcut!r}")
-        self.conv1 = _conv(in_channels, channels[0], 3, stem_stride)
+        self.conv1 = conv(in_channels, channels[0], 3, stem_stride)
         self.bn1 = nn.BatchNorm2d(channels[0])
         layers = []
         width_in = channels[0]
@@ -128,11 +130,3 @@ def resnet18(
 ) -> CifarResNet:
     """ResNet-18 with the CIFAR stem (3x3, stride 1): 64 to 512 channels, 11 M parameters."""
     return CifarResNet(2, num_classes, image_shape[0], [width * 2**layer for layer in range(4)], shortcut)
-
-
-def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int) -> nn.Conv2d:
-    convolution = nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
-    )
-    nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-    return convolution

@@ -9,20 +9,16 @@ and output, and stay as it is while the layers grow (Yuan et al. 2023, Sec. 4.4)
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.base.settings import sorted_into
-
 
 class Rotary(nn.Module):
     """Turns the first channels of each head by angles that follow the position (Su et al. 2021).
 
-    Only some, as in GPT-NeoX: the others are alike, and may become more while the network trains.
+    Only some, as in GPT-NeoX: the others are interchangeable, so their number can grow.
 
     Args:
         num_channels: that are turned; even.
@@ -84,7 +80,7 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """What each position gathers: [B, T, C].
+        """Attention output of each position: [B, T, C].
 
         Args:
             x_BTC: asks.
@@ -125,7 +121,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal attention, then a gated MLP, each behind an RMSNorm and beside a residual connection."""
+    """Causal attention, then a gated MLP, each behind an RMSNorm and with a residual connection."""
 
     def __init__(
         self, width: int, num_heads: int, head_dim: int, hidden: int, dropout: float, rotary: Rotary
@@ -142,34 +138,6 @@ class DecoderBlock(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
 
 
-@dataclass(frozen=True)
-class DecoderWidths:
-    """Widths of a decoder's blocks.
-
-    Attributes:
-        width: C.
-        num_heads: H.
-        head_dim: D.
-        rotary_dim: channels of each head that are turned; even, below `head_dim` for the others to grow.
-        hidden: of the gated MLPs.
-
-    Raises:
-        ValueError: `rotary_dim` is odd or above `head_dim`.
-    """
-
-    width: int = 128
-    num_heads: int = 4
-    head_dim: int = 32
-    rotary_dim: int = 8
-    hidden: int = 344
-
-    def __post_init__(self) -> None:
-        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
-            raise ValueError(
-                f"rotary_dim={self.rotary_dim} must be even and at most head_dim={self.head_dim}."
-            )
-
-
 class CausalTransformer(nn.Module):
     """Predicts the next token: rotary positions, RMSNorm, SwiGLU, tied embeddings, no biases.
 
@@ -179,17 +147,18 @@ class CausalTransformer(nn.Module):
         num_layers: blocks.
         embedding_dim: E; None: `width`.
         dropout: of embeddings, attention and residual branches.
-        widths: fields of `DecoderWidths`.
+        width: C.
+        num_heads: H.
+        head_dim: D.
+        rotary_dim: channels of each head that are turned; even, below `head_dim` for the others to grow.
+        hidden: of the gated MLPs.
 
     Weights are drawn from N(0, 1 / fan_in), those that end a residual branch smaller by sqrt(2 num_layers)
     (Radford et al. 2019), embeddings from N(0, 1 / E).
 
     Raises:
-        ValueError: widths do not go together.
-        TypeError: there is no such width.
+        ValueError: `rotary_dim` is odd or above `head_dim`.
     """
-
-    SETTINGS = (DecoderWidths,)
 
     def __init__(
         self,
@@ -198,18 +167,21 @@ class CausalTransformer(nn.Module):
         num_layers: int = 4,
         embedding_dim: int | None = None,
         dropout: float = 0.0,
-        **widths: Any,
+        width: int = 128,
+        num_heads: int = 4,
+        head_dim: int = 32,
+        rotary_dim: int = 8,
+        hidden: int = 344,
     ) -> None:
         super().__init__()
-        (sizes,) = sorted_into(self.SETTINGS, widths, "CausalTransformer")
-        width = sizes.width
+        if rotary_dim % 2 or rotary_dim > head_dim:
+            raise ValueError(f"rotary_dim={rotary_dim} must be even and at most head_dim={head_dim}.")
         embedding_dim = embedding_dim or width
         self.embedding = nn.Embedding(vocabulary_size, embedding_dim)
         self.project_in = nn.Linear(embedding_dim, width, bias=False)
-        rotary = Rotary(sizes.rotary_dim, context)
+        rotary = Rotary(rotary_dim, context)
         self.blocks = nn.ModuleList(
-            DecoderBlock(width, sizes.num_heads, sizes.head_dim, sizes.hidden, dropout, rotary)
-            for _ in range(num_layers)
+            DecoderBlock(width, num_heads, head_dim, hidden, dropout, rotary) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.project_out = nn.Linear(width, embedding_dim, bias=False)
@@ -226,44 +198,33 @@ class CausalTransformer(nn.Module):
         return self.head(self.project_out(self.norm(x_BTC)))
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """What all layers of an encoder and decoder have alike.
-
-    Attributes:
-        width: C.
-        num_heads: H.
-        head_dim: D.
-        hidden: of the layers' MLPs.
-        dropout: of embeddings, attention and residual branches.
-        norm_first: normalise before branches instead of behind them.
-    """
-
-    width: int = 512
-    num_heads: int = 8
-    head_dim: int = 64
-    hidden: int = 2048
-    dropout: float = 0.1
-    norm_first: bool = False
-
-
 class TransformerLayer(nn.Module):
     """A layer of the encoder, or of the decoder if it attends to a source: Vaswani et al. 2017, Section 3.
 
-    Layer normalisation stands behind each residual connection, or before each branch if `norm_first`.
+    Layer normalisation stands behind each residual connection, or before each branch if `norm_first`. The arguments are
+    those of `EncoderDecoder`.
     """
 
-    def __init__(self, kind: LayerKind, decodes: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        head_dim: int,
+        hidden: int,
+        dropout: float,
+        norm_first: bool,
+        decodes: bool,
+    ) -> None:
         super().__init__()
-        self.norm_first, self.decodes, width = kind.norm_first, decodes, kind.width
-        self.attention = Attention(width, kind.num_heads, kind.head_dim, kind.dropout)
+        self.norm_first, self.decodes = norm_first, decodes
+        self.attention = Attention(width, num_heads, head_dim, dropout)
         self.norm1 = nn.LayerNorm(width)
         if decodes:
-            self.source_attention = Attention(width, kind.num_heads, kind.head_dim, kind.dropout)
+            self.source_attention = Attention(width, num_heads, head_dim, dropout)
             self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, kind.hidden), nn.ReLU(), nn.Linear(kind.hidden, width))
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.norm3 = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(kind.dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTC: Tensor, source_BSC: Tensor | None, source_mask: Tensor | None) -> Tensor:
         """The stream [B, T, C] behind the layer; the mask is of the source, or of the stream itself without one."""
@@ -293,14 +254,16 @@ class EncoderDecoder(nn.Module):
         embedding_dim: E; None: `width`.
         tied: the decoder's embedding is its output layer too.
         shared: source and target have one vocabulary and one embedding.
-        layers: fields of `LayerKind`.
+        width: C.
+        num_heads: H.
+        head_dim: D.
+        hidden: of the layers' MLPs.
+        dropout: of embeddings, attention and residual branches.
+        norm_first: normalise before branches instead of behind them.
 
     Raises:
         ValueError: shared, and the vocabularies differ in size.
-        TypeError: layers have no such setting.
     """
-
-    SETTINGS = (LayerKind,)
 
     def __init__(
         self,
@@ -311,11 +274,14 @@ class EncoderDecoder(nn.Module):
         embedding_dim: int | None = None,
         tied: bool = True,
         shared: bool = False,
-        **layers: Any,
+        width: int = 512,
+        num_heads: int = 8,
+        head_dim: int = 64,
+        hidden: int = 2048,
+        dropout: float = 0.1,
+        norm_first: bool = False,
     ) -> None:
         super().__init__()
-        (kind,) = sorted_into(self.SETTINGS, layers, "EncoderDecoder")
-        width, norm_first = kind.width, kind.norm_first
         if shared and source_size != target_size:
             raise ValueError(
                 f"shared embeddings need one vocabulary, not {source_size} and {target_size} tokens."
@@ -328,13 +294,14 @@ class EncoderDecoder(nn.Module):
         )
         self.source_in = nn.Linear(embedding_dim, width)
         self.target_in = nn.Linear(embedding_dim, width)
-        self.encoder = nn.ModuleList(TransformerLayer(kind, decodes=False) for _ in range(num_layers))
-        self.decoder = nn.ModuleList(TransformerLayer(kind, decodes=True) for _ in range(num_layers))
+        kind = (width, num_heads, head_dim, hidden, dropout, norm_first)
+        self.encoder = nn.ModuleList(TransformerLayer(*kind, decodes=False) for _ in range(num_layers))
+        self.decoder = nn.ModuleList(TransformerLayer(*kind, decodes=True) for _ in range(num_layers))
         self.encoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.decoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.project_out = nn.Linear(width, embedding_dim)
         self.head = nn.Linear(embedding_dim, target_size, bias=False)
-        self.dropout = nn.Dropout(kind.dropout)
+        self.dropout = nn.Dropout(dropout)
         _draw(self, num_layers if norm_first else None)
         if tied:
             self.head.weight = self.target_embedding.weight
@@ -344,7 +311,7 @@ class EncoderDecoder(nn.Module):
 
         Args:
             source_BS: tokens of the source, filled up.
-            previous_BT: tokens of the target, shifted by one: position t holds what stands before t.
+            previous_BT: tokens of the target, shifted by one: position t has the token before t.
         """
         return self.decode(previous_BT, self.encode(source_BS), source_BS)
 

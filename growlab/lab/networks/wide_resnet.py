@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from growlab.lab.networks.convolutional import conv
+
 
 class PreActivationBlock(nn.Module):
     """Normalise, activate and convolve, twice, around a shortcut.
@@ -23,12 +25,12 @@ class PreActivationBlock(nn.Module):
         super().__init__()
         self.residual_scale = residual_scale
         self.norm1 = _norm(in_channels, batch_norm)
-        self.conv1 = _conv(in_channels, out_channels, 3, stride, bias=not batch_norm)
+        self.conv1 = conv(in_channels, out_channels, 3, stride, bias=not batch_norm)
         self.norm2 = _norm(out_channels, batch_norm)
-        self.conv2 = _conv(out_channels, out_channels, 3, 1, bias=not batch_norm)
+        self.conv2 = conv(out_channels, out_channels, 3, bias=not batch_norm)
         self.shortcut: nn.Module | None = None
         if stride != 1 or in_channels != out_channels:
-            self.shortcut = _conv(in_channels, out_channels, 1, stride, bias=False)
+            self.shortcut = conv(in_channels, out_channels, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, in_channels, H, W] to [B, out_channels, H / stride, W / stride]."""
@@ -56,7 +58,7 @@ class WideResNet(nn.Module):
         self, num_blocks: int, width_factor: int, in_channels: int, num_classes: int, batch_norm: bool = True
     ) -> None:
         super().__init__()
-        self.conv1 = _conv(in_channels, 16, 3, 1, bias=not batch_norm)
+        self.conv1 = conv(in_channels, 16, 3, bias=not batch_norm)
         blocks: list[nn.Module] = []
         channels, scale = 16, 1.0 if batch_norm else (3 * num_blocks) ** -0.5
         for layer in range(3):
@@ -81,11 +83,3 @@ def wrn28_1(image_shape: Sequence[int], num_classes: int, batch_norm: bool = Tru
 
 def _norm(channels: int, batch_norm: bool) -> nn.Module:
     return nn.BatchNorm2d(channels) if batch_norm else nn.Identity()
-
-
-def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int, bias: bool) -> nn.Conv2d:
-    convolution = nn.Conv2d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=bias)
-    nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-    if convolution.bias is not None:
-        nn.init.zeros_(convolution.bias)
-    return convolution

@@ -15,7 +15,7 @@ from growlab.lab.training.processes import announce, name_of
 
 # By pairs unless asked otherwise: that seed begins as its constructor drew it, as a smaller network that stays does.
 _BY_PAIRS = ("growth=pairs", "lr_adapt=none")
-_MORE = ("plan=default", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S_%f}")
+_MORE = ("plan=default", "hydra/help=plan", "hydra.run.dir=runs/${name}_plan/${now:%Y-%m-%d_%H-%M-%S_%f}")
 
 
 def _job(cfg: DictConfig) -> None:

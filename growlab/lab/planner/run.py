@@ -32,6 +32,7 @@ from growlab.lab.planner.report import content, draw, paragraph, table
 from growlab.lab.planner.search import Planned, plan
 from growlab.lab.training.build import (
     check_settings,
+    for_lightning,
     make_data,
     make_network,
     make_objective,
@@ -39,13 +40,12 @@ from growlab.lab.training.build import (
     optimizer_maker,
     probe_size,
 )
-from growlab.lab.training.checkpoints import save
+from growlab.lab.training.checkpoints import OPTIMIZER, save
+from growlab.lab.training.checks import check_trainer_options
 from growlab.lab.training.configuration import PRIMARY
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 from growlab.lab.training.processes import program
 from growlab.lab.training.run_folder import held_alone
-from growlab.lab.training.trainer_options import check_trainer_options, for_lightning
-from growlab.lab.training.warm_start import OPTIMIZER
 from growlab.parts import Part
 
 _PRECISIONS = ("32", "32-true", "bf16-mixed")

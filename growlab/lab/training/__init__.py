@@ -4,40 +4,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from growlab.lab.training.custom_objective import CustomObjective
+    from growlab.lab.training.checkpoints import SavePolicy
     from growlab.lab.training.learning_rate import LearningRate, RateAdaptation
-    from growlab.lab.training.objective import (
+    from growlab.lab.training.objectives import (
         CharacterPrediction,
         Classification,
+        CustomObjective,
+        MultiLabel,
         Objective,
+        Regression,
+        Segmentation,
         SubwordPrediction,
-        SumObjective,
         TokenPrediction,
     )
     from growlab.lab.training.progress import GrowthProgress
-    from growlab.lab.training.ready_objectives import MultiLabel, Regression, Segmentation
     from growlab.lab.training.recorder import RunRecorder
-    from growlab.lab.training.saving import SavePolicy
     from growlab.lab.training.task import Task
 
 # Imported when used: composing a configuration, help and error messages need not wait for torch and Lightning.
 _HOMES = {
-    "CharacterPrediction": "objective",
-    "Classification": "objective",
-    "CustomObjective": "custom_objective",
+    "CharacterPrediction": "objectives",
+    "Classification": "objectives",
+    "CustomObjective": "objectives",
     "GrowthProgress": "progress",
     "LearningRate": "learning_rate",
-    "MultiLabel": "ready_objectives",
-    "Objective": "objective",
+    "MultiLabel": "objectives",
+    "Objective": "objectives",
     "RateAdaptation": "learning_rate",
-    "Regression": "ready_objectives",
+    "Regression": "objectives",
     "RunRecorder": "recorder",
-    "SavePolicy": "saving",
-    "Segmentation": "ready_objectives",
-    "SubwordPrediction": "objective",
-    "SumObjective": "objective",
+    "SavePolicy": "checkpoints",
+    "Segmentation": "objectives",
+    "SubwordPrediction": "objectives",
     "Task": "task",
-    "TokenPrediction": "objective",
+    "TokenPrediction": "objectives",
 }
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
     "SavePolicy",
     "Segmentation",
     "SubwordPrediction",
-    "SumObjective",
     "Task",
     "TokenPrediction",
 ]

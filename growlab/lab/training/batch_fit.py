@@ -148,11 +148,11 @@ class TrialSteps:
     """Tries training steps; used as a context, within which a GPU's memory is limited.
 
     On CUDA a step either runs or runs out of memory. Elsewhere the bytes of live tensors are counted
-    (`LiveTensors`), and what two smaller steps let expect is not even tried if it is too much: a process that took
-    more than there is would be killed.
+    (`LiveTensors`), and a step that two smaller ones show to be too large is not tried: a process that took more than
+    there is would be killed.
 
     Args:
-        run: what a step consists of.
+        run: everything of a step.
         stages: width of each group at each stage.
 
     Raises:
@@ -163,22 +163,20 @@ class TrialSteps:
         self._run, self._stages = run, stages
         self._stage: int | None = None
         self._step: _Step | None = None
-        given = run.max_memory_gib
-        if given is not None and not given > 0:
-            raise UserError(f"schedule.max_memory_gib_per_device={given} must be positive.")
-        if run.device.type == "cuda":
-            free = torch.cuda.mem_get_info(run.device)[0] * _FREE_PART
-        elif given is None:
+        given, cuda = run.max_memory_gib, run.device.type == "cuda"
+        if given is None and not cuda:
             raise UserError(
                 f"schedule.batch_size=auto cannot know how much memory a run on the {run.device.type} may take: set "
                 "schedule.max_memory_gib_per_device, or leave schedule.batch_size out."
             )
-        self.limit_bytes = round(given * _GIB) if given is not None else round(free)
+        if given is not None and not given > 0:
+            raise UserError(f"schedule.max_memory_gib_per_device={given} must be positive.")
+        free = torch.cuda.mem_get_info(run.device)[0] * _FREE_PART if cuda else 0.0
+        self.limit_bytes = round(free if given is None else given * _GIB)
 
     def __enter__(self) -> "TrialSteps":
         self._context = contextlib.ExitStack()
-        device = self._run.device
-        cuda = device.type == "cuda"
+        device, cuda = self._run.device, self._run.device.type == "cuda"
         self._context.enter_context(torch.random.fork_rng(devices=[device] if cuda else []))
         if cuda:
             self._context.enter_context(_limited(device, self.limit_bytes))
@@ -196,7 +194,7 @@ class TrialSteps:
         try:
             if self._step is None:
                 self._step = _Step(self._run, stage, self._stages[stage])
-            return self._step.fits(size, self.limit_bytes)
+            return self._step.fits(max(size, SMALLEST), self.limit_bytes)
         except RuntimeError as error:
             if not (isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)):
                 raise
@@ -223,38 +221,31 @@ class _Step:
         others = run.held_bytes + run.num_copies * sum(tensor.nbytes for tensor in tensors)
         self._others = torch.empty(others, dtype=torch.uint8, device=run.device)
         self._live = LiveTensors([*tensors, self._others])
-        #: Bytes at most, by the number of images.
-        self._known: dict[int, int] = {}
+        # Peak bytes of the steps so far, by the number of images.
+        self._peaks: dict[int, int] = {}
 
     def fits(self, size: int, limit_bytes: int) -> bool:
-        size = max(size, SMALLEST)
         if self._run.device.type == "cuda":
             for images in (SMALLEST, size):
                 self._take(images)
             torch.cuda.synchronize(self._run.device)
             return True
         for images in (SMALLEST, min(4 * SMALLEST, size), size):
-            if images not in self._known:
-                if self._expected(images) > limit_bytes:
+            if images in self._peaks:
+                continue
+            if len(self._peaks) > 1:
+                # Along the line through the two largest steps.
+                (low, less), (high, more) = sorted(self._peaks.items())[-2:]
+                if more + (more - less) / (high - low) * (images - high) > limit_bytes:
                     return False
-                self._known[images] = self._count(images)
-        return self._known[size] <= limit_bytes
-
-    def _expected(self, size: int) -> float:
-        """Bytes along the line through the two largest steps so far; 0 before there are two."""
-        if len(self._known) < 2:
-            return 0.0
-        (low, less), (high, more) = sorted(self._known.items())[-2:]
-        return more + (more - less) / (high - low) * (size - high)
-
-    def _count(self, size: int) -> int:
-        with self._live:
-            if not self._known:
-                # The first step makes the optimizer's state, which all others begin with.
-                self._take(SMALLEST)
-            self._live.peak = self._live.bytes
-            self._take(size)
-        return self._live.peak
+            with self._live:
+                if not self._peaks:
+                    # The first step makes the optimizer's state, which all others begin with.
+                    self._take(SMALLEST)
+                self._live.peak = self._live.bytes
+                self._take(images)
+            self._peaks[images] = self._live.peak
+        return self._peaks[size] <= limit_bytes
 
     def _take(self, size: int) -> None:
         run = self._run

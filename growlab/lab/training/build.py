@@ -16,8 +16,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -32,30 +37,17 @@ from growlab.grower.triggers import Never, Trigger
 from growlab.growth import GrowthMethod
 from growlab.lab.analysis.identity import resume_settings, row_settings
 from growlab.lab.data import CustomData, ImageData, RunData
-from growlab.lab.training.argument_types import check_types
 from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
-from growlab.lab.training.checkpoints import last_checkpoint, read_header, usable_checkpoint
-from growlab.lab.training.configuration import search_options
-from growlab.lab.training.custom_objective import CustomObjective
+from growlab.lab.training.checkpoints import last_checkpoint, read_header, start_from, usable_checkpoint
+from growlab.lab.training.checks import check_effects, check_trainer_options, check_types
+from growlab.lab.training.configuration import LAST, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
-from growlab.lab.training.experiment import Experiment, Options
 from growlab.lab.training.identity import Identity, settings_in
-from growlab.lab.training.ineffective_settings import check_overruled
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
-from growlab.lab.training.objective import Objective
-from growlab.lab.training.plan import (
-    Loop,
-    Plan,
-    StageCost,
-    anneal_steps,
-    check_budget,
-    check_growth,
-    choose_trigger,
-    epochs_of_budget,
-    make_plan,
-)
+from growlab.lab.training.objectives import CustomObjective, Objective
+from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
 from growlab.lab.training.processes import (
     announce,
     in_folder,
@@ -65,27 +57,19 @@ from growlab.lab.training.processes import (
     started_elsewhere,
     world_size,
 )
-from growlab.lab.training.results_row import provenance
-from growlab.lab.training.resuming import LAST
-from growlab.lab.training.run import run
-from growlab.lab.training.run_folder import check_places, held_alone
-from growlab.lab.training.trainer_options import check_trainer_options, for_lightning
-from growlab.lab.training.user_callbacks import user_callbacks
-from growlab.lab.training.warm_start import continuing, start_from
+from growlab.lab.training.run import Experiment, Options, StayStopped, provenance, run
+from growlab.lab.training.run_folder import held_alone
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
 # What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
 _NUM_THREADS = torch.get_num_threads()
-_MANY_EPOCHS = 10**6
 # Of `conf/schedule` what is not about stages.
 _OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
-# What numpy's generators take.
-_MAX_SEED = 2**32 - 1
-_MOST_THREADS = 1024
-# Options of optimizers for other loops than Lightning's.
-_NOT_IN_RUNS = {"differentiable": "loops that differentiate through steps", "capturable": "CUDA graphs"}
-_OF_AN_OBJECTIVE = ("metric_names", "evaluated_names", "uneven", "bind", "metrics", "evaluate", "exports")
+# The most that numpy's generators take, and a bound on threads.
+_MAX_SEED, _MOST_THREADS = 2**32 - 1, 1024
+# Groups whose numbers are floats where their annotations say so, as config.yaml and tables name them.
+_WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", "checkpoint")
 
 
 def train(cfg: DictConfig) -> None:
@@ -138,7 +122,7 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
         data.batch_size_at_epoch = plan.schedule.batch_size_at
         optimizer = optimizer_maker(cfg)
         if cfg.start_from is not None and checkpoint is None:
-            optimizer = continuing(optimizer, start_from(grower, cfg.start_from))
+            optimizer = start_from(grower, cfg.start_from, optimizer)
         before = None if checkpoint is None else settings_in(folder)
         identity = _identity(cfg, header.get("run_id") or secrets.token_hex(4), before)
         rate, objective = _learning_rate(cfg, grower.forecast.known), make_objective(cfg.objective, data)
@@ -166,23 +150,30 @@ def _check(cfg: DictConfig) -> None:
     check_trainer_options(cfg.trainer)
     check_settings(cfg)
     job = HydraConfig.get()
-    check_overruled(cfg, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    check_effects(settings, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
     if not 0 <= cfg.norm_anneal < 1:
         raise UserError(f"norm_anneal={cfg.norm_anneal} must be a part of a stage: at least 0 and below 1.")
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Refuse values of other types than their parameters, numbers out of their range, and a device that is not here.
+    """Refuse values of other types than their parameters, and numbers out of their range.
+
+    Args:
+        cfg: integers become floats where a growth method, a schedule or a part takes these.
 
     Raises:
         UserError: naming the first.
     """
     settings = OmegaConf.to_container(cfg, resolve=True)
     parts = settings.pop("parts") or {}
-    check_types({name: value for name, value in settings.items() if name not in parts})
+    floats = check_types({name: value for name, value in settings.items() if name not in parts})
     for name, part in parts.items():
         if not left_out(part):
-            check_types(part, name)
+            floats |= check_types(part, name)
+    for name, value in floats.items():
+        if name.rpartition(".")[0] in (*_WITH_FLOATS, *parts) and OmegaConf.select(cfg, name) is not None:
+            OmegaConf.update(cfg, name, value)
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
     if cfg.num_threads is not None and not 1 <= cfg.num_threads <= _MOST_THREADS:
@@ -193,13 +184,12 @@ def check_settings(cfg: DictConfig) -> None:
         raise UserError(
             f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
         )
-    accelerator = cfg.trainer.accelerator
-    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
-        if accelerator == "gpu" and torch.backends.mps.is_available():
-            return
+    wanted = cfg.trainer.accelerator
+    there = torch.cuda.is_available() or (wanted == "gpu" and torch.backends.mps.is_available())
+    if wanted in ("gpu", "cuda") and not there:
         raise UserError(
-            f"trainer.accelerator={accelerator}, but torch {torch.__version__} sees no GPU here; use trainer=cpu, "
-            "or install a driver that fits this torch."
+            f"trainer.accelerator={wanted}, but torch {torch.__version__} sees no GPU here; use trainer=cpu or install "
+            "a driver that fits this torch."
         )
 
 
@@ -225,7 +215,7 @@ def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Id
     # A run that was interrupted is the same as one that was not.
     whole = [one for one in overrides if one != LAST]
     row = {
-        "experiment": cfg.name,
+        "experiment": str(cfg.name),
         **{key: choices[key] for key in ("model", "data", "growth", "lr_adapt", "optimizer")},
         "seed": cfg.seed,
         "precision": str(cfg.trainer.precision),
@@ -240,7 +230,6 @@ def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Id
 def _resume(cfg: DictConfig, folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint to resume from, and its header."""
     if is_first():
-        check_places(folder)
         for place in (folder, last_checkpoint(folder).parent):
             remove_unfinished(place)
     checkpoint = None if cfg.ckpt_path is None else Path(cfg.ckpt_path)
@@ -264,8 +253,7 @@ def _run_study(cfg: DictConfig, folder: Path) -> None:
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     torch.manual_seed(cfg.seed)
-    given = [*search_options(), *HydraConfig.get().overrides.task]
-    command = shlex.join(["python", "-m", "growlab", *given])
+    command = shlex.join(["python", "-m", "growlab", *search_options(), *HydraConfig.get().overrides.task])
     write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
     write_json(folder / "provenance.json", {"command": command, **provenance(torch.device("cpu"))})
     instantiate(cfg.study, run_dir=folder, seed=cfg.seed, _convert_="all")
@@ -334,14 +322,12 @@ def make_objective(objective: DictConfig, data: RunData) -> Objective:
         # The default file's, where another loss is put in the place of its `_target_`.
         objective = OmegaConf.masked_copy(objective, [key for key in objective if key != "label_smoothing"])
     made = instantiate(objective)
-    if isinstance(made, nn.Module) and not hasattr(made, "metric_names"):
+    if isinstance(made, nn.Module) and not isinstance(made, Objective):
         made = CustomObjective(made)
-    missing = [name for name in _OF_AN_OBJECTIVE if not hasattr(made, name)]
-    if missing or not callable(made):
+    if not isinstance(made, Objective):
         raise UserError(
-            f"objective._target_={objective._target_} is no objective, which has {', '.join(_OF_AN_OBJECTIVE)}, as "
-            f"growlab.lab.training.Classification does, and no loss of torch.nn; any other loss goes into "
-            f"objective=custom{_advice(data)}"
+            f"objective._target_={objective._target_} is no growlab.lab.training.Objective and no "
+            f"loss of torch.nn; any other loss goes into objective=custom{_advice(data)}"
         )
     made.bind(data)
     return made
@@ -407,9 +393,6 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
             raise UserError(
                 f"optimizer cannot be made with {settings}: {str(error).rstrip('.')} (HYDRA_FULL_ERROR=1 shows where)."
             ) from error
-        for name, use in _NOT_IN_RUNS.items():
-            if optimizer.defaults.get(name):
-                raise UserError(f"optimizer.{name}=true is for {use}, which runs are not: leave it out.")
         adaptation.apply(optimizer)
         return optimizer
 
@@ -457,21 +440,13 @@ def _plan(
 
     with as_user_errors():
         demand = instantiate(cfg.schedule.demand)
-        base = loop.num_processes if fits else data.batch_size
-        check_budget(settings, method, demand)
-        if settings["budget"] is not None:
-            # Enough for any stages, until their cost is known.
-            settings["total_epochs"] = _MANY_EPOCHS
-        trigger = choose_trigger(settings, method, demand, base, loop)
+        planning = Planning(settings, method, demand, data, loop, fit if fits else None)
+        trigger = planning.trigger()
         parts = make_parts(cfg.parts, data, trigger)
         example = data.probe_batch(2)
         graph = _graph(cfg, network, example, method, trigger, parts)
-        check_growth(graph, trigger, parts)
         cost = StageCost(network, graph, parts, example)
-        if settings["budget"] is not None:
-            settings["total_epochs"] = epochs_of_budget(settings, trigger, graph, cost, data, loop, parts)
-            trigger = choose_trigger(settings, method, demand, base, loop)
-        plan = make_plan(settings, trigger, graph, cost, data, loop, parts, fit if fits else None)
+        trigger, plan = planning.plan(trigger, graph, cost, parts)
     _check_pretrained(cfg, plan, graph)
     grower = Grower(
         network,
@@ -619,6 +594,14 @@ def _fitting_sizes(
 # Trainer and loggers ------------------------------------------------------------------------------------
 
 
+def for_lightning(trainer: DictConfig) -> DictConfig:
+    """Copy the configuration's `trainer` without `max_restarts`, which Lightning's Trainer does not know."""
+    copied = trainer.copy()
+    with open_dict(copied):
+        copied.pop("max_restarts", None)
+    return copied
+
+
 def _trainer(
     cfg: DictConfig,
     plan: Plan,
@@ -640,16 +623,53 @@ def _trainer(
         callbacks=[*user_callbacks(cfg), *callbacks],
         plugins=plugins,
         default_root_dir=str(folder),
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **dict.fromkeys(("enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False),
         num_sanity_val_steps=0,
         log_every_n_steps=1,
         reload_dataloaders_every_n_epochs=1,
-        use_distributed_sampler=False,
         _convert_="all",
     )
     check_strategy(trainer)
     return trainer
+
+
+def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
+    """Make the callbacks of the group `callbacks`, and those of the list `trainer.callbacks`."""
+    named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
+    listed = cfg.trainer.get("callbacks") or []
+    if not isinstance(listed, ListConfig | list):
+        raise UserError(
+            f"trainer.callbacks={listed} must be a list; callbacks.NAME._target_=MODULE.CLASS adds one."
+        )
+    named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
+    made = [_user_callback(name, settings) for name, settings in named.items() if settings is not None]
+    return [*made, StayStopped()] if made else []
+
+
+def _user_callback(name: str, settings: Any) -> lightning.Callback:
+    callback = instantiate(settings, _convert_="all") if isinstance(settings, DictConfig) else settings
+    kind = type(callback).__name__
+    if not isinstance(callback, lightning.Callback):
+        given = settings if callback is settings else f"a {kind}"
+        raise UserError(
+            f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments."
+        )
+    # What would silently spoil the numbers of a run; other callbacks are the user's affair.
+    if str(monitor := getattr(callback, "monitor", None)).startswith("test_"):
+        raise UserError(
+            f"{kind} would decide by {monitor}, and nothing may be selected on the test set: monitor val_loss with "
+            "data.validation=split, or train_loss."
+        )
+    if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        raise UserError(
+            f"{kind} keeps an average of the weights that does not grow with the network; use ema.decay=0.999 instead."
+        )
+    if isinstance(callback, GradientAccumulationScheduler):
+        raise UserError(
+            "GradientAccumulationScheduler changes the steps of an epoch, which the schedule of rates counts before: "
+            "set trainer.accumulate_grad_batches, or a batch size for each stage (schedule.batch_sizes)."
+        )
+    return callback
 
 
 @contextlib.contextmanager

@@ -1,29 +1,49 @@
-"""Atomic checkpoints."""
+"""Checkpoints: when they are written, how (atomically), and reading them again."""
 
+import contextlib
+import logging
 import os
 import pickle
+import signal
 import sys
+import threading
+import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import nn
+from torch.optim import Optimizer
 
-from growlab.base.errors import UserError, WriteError
+from growlab.base.errors import Stopped, UserError, WriteError
 from growlab.base.files import CHECKPOINT_FOLDER, write_atomically
+from growlab.grower import Grower
+from growlab.inspect.hub import read_saved, weights_in
+from growlab.lab.training.identity import differences
+from growlab.optim import load_named_state
+
+log = logging.getLogger(__name__)
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Key of growlab's part of a checkpoint.
 HEADER = "growlab"
-# What else resuming needs, which some tools leave out.
+# Entries besides the header that resuming needs; some tools leave them out.
 _WHOLE = {
     **dict.fromkeys(("state_dict", "loops", "callbacks"), Mapping),
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
     "pytorch-lightning_version": str,
 }
+# Wishes of a rank between two steps, the stronger one the larger number.
+_SAVE, _STOP = 1, 2
+_FORBIDDEN = {"SIGKILL", "SIGSTOP", "SIGINT"}
+# Key of `growlab.optim.named_state` in a file that a run starts from, next to "state_dict".
+OPTIMIZER = "optimizer"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -100,9 +120,9 @@ def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
         return last, None
     if reasons.get(previous, "missing") is not None:
         damages = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
-        raise UserError(f"no checkpoint can be read ({damages}); start anew without ckpt_path.")
+        raise UserError(f"no checkpoint can be read ({damages}); start again without ckpt_path.")
     reason = reasons.get(last)
-    return previous, reason and f"{last} is damaged ({reason}): going on from the checkpoint before it"
+    return previous, reason and f"{last} is damaged ({reason}): resuming from the checkpoint before it"
 
 
 def damage(path: Path) -> str | None:
@@ -118,7 +138,7 @@ def damage(path: Path) -> str | None:
             broken = archive.testzip()
     except PermissionError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
-    # What zipfile raises at any byte that is wrong: in the directory, a name, a method, a length, at the end.
+    # One of these at any byte that is wrong: in the directory, a name, a method, a length, at the end.
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         return str(error)
     return None if broken is None else f"{broken} does not match its checksum"
@@ -140,7 +160,7 @@ def read_header(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         # What torch says is that the file can be loaded if its code may run.
         raise UserError(
-            f"ckpt_path={path} holds objects other than tensors, numbers and text, which growlab does not load: "
+            f"ckpt_path={path} contains objects other than tensors, numbers and text, which growlab does not load: "
             "loading them could run code; give a checkpoint that growlab has written."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
@@ -151,35 +171,14 @@ def read_header(path: Path) -> dict[str, Any]:
             f"ckpt_path={path} is not a checkpoint of a growlab run; give a run's {CHECKPOINT_FOLDER}/{LAST} or "
             "ckpt_path=last."
         )
-    lacking = [
-        name
-        for name, kind in _WHOLE.items()
-        if not (value := checkpoint.get(name)) or not isinstance(value, kind)
-    ]
+    found = {name: checkpoint.get(name) for name in _WHOLE}
+    lacking = [name for name, kind in _WHOLE.items() if not found[name] or not isinstance(found[name], kind)]
     if lacking:
         raise UserError(
-            f"ckpt_path={path} is a checkpoint without {' and '.join(lacking)}, which a run needs to go "
-            "on: give one as a run has written it."
+            f"ckpt_path={path} is a checkpoint without {' and '.join(lacking)}, which a run needs to "
+            "resume: give one as a run has written it."
         )
     return header
-
-
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that differ, as `name=theirs, not ours`; tuples equal lists.
-
-    Args:
-        theirs: nested settings.
-        ours: likewise.
-        prefix: of the names.
-    """
-    found = []
-    for key in sorted({*theirs, *ours}):
-        one, other, name = theirs.get(key), ours.get(key), f"{prefix}{key}"
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += differences(one, other, f"{name}.")
-        elif one != other:
-            found.append(f"{name}={_brief(one)}, not {_brief(other)}")
-    return found
 
 
 def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
@@ -187,15 +186,206 @@ def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def as_precise(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Make a module float64 before float64 tensors are loaded into it.
+@dataclass(frozen=True)
+class SavePolicy:
+    """Moments besides the ends of epochs at which a run saves itself.
 
-    Lightning converts a module to `trainer.precision` only after it has loaded a checkpoint, whose bits would be lost.
+    Attributes:
+        every_n_steps: after every so many optimizer steps; None: never.
+        every_minutes: when the last checkpoint is so old; None: never.
+        signals: names of the signals after which a run saves itself and ends; Ctrl-C always does.
+
+    Raises:
+        UserError: a value is impossible.
     """
-    if all(tensors[name].dtype == torch.float64 for name, _ in module.named_parameters()):
-        module.double()
+
+    every_n_steps: int | None = None
+    every_minutes: float | None = None
+    signals: Sequence[str] = ("SIGTERM",)
+
+    def __post_init__(self) -> None:
+        if self.every_n_steps is not None and self.every_n_steps < 1:
+            raise UserError(f"checkpoint.every_n_steps={self.every_n_steps} must be at least 1, or null.")
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            raise UserError(f"checkpoint.every_minutes={self.every_minutes} must be positive, or null.")
+        for name in self.signals:
+            if name not in signal.Signals.__members__ or name in _FORBIDDEN:
+                raise UserError(
+                    f"checkpoint.signals: {name} is no signal that a run can wait for; give names such as SIGTERM "
+                    "and SIGUSR1."
+                )
 
 
-def _brief(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+class SaveCheckpoints(Checkpoint):
+    """Keeps the newest state of a run in one file, and the one before it in another.
+
+    Between steps means between optimizer steps: gradients that are being accumulated are not part of a
+    checkpoint. After the last step of an epoch its end is waited for, which follows at once but for validation;
+    a signal during validation saves a checkpoint that resumes with the whole of it.
+
+    Lightning runs callbacks of this kind after all others. Its own `ModelCheckpoint(save_top_k=0,
+    save_last=True)` saves nothing before training ends, and its handlers of signals save nothing at all or, under
+    SLURM, into another file; they are replaced while training runs.
+
+    Args:
+        path: the file.
+        writer: what writes it.
+        policy: when.
+        resumed: the file that the run resumes from.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        writer: AtomicCheckpointIO,
+        policy: SavePolicy | None = None,
+        resumed: Path | None = None,
+    ) -> None:
+        self._path, self._writer, self._policy = path, writer, policy or SavePolicy()
+        self._resumed = resumed
+        self._saved_at, self._speaks = 0.0, False
+        self._received: int | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Listen to signals, in place of Lightning."""
+        if trainer.is_global_zero and self._resumed == self._path.with_name(PREVIOUS):
+            # Over the newest one, which was damaged: else the next one saved would push out the only good one.
+            os.replace(self._resumed, self._path)
+        self._saved_at, self._speaks = time.monotonic(), trainer.is_global_zero
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGINT", *self._policy.signals):
+                number = signal.Signals[name]
+                self._handlers.setdefault(number, signal.signal(number, self._note))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if it is time to, between two optimizer steps of an epoch."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or batch_idx + 1 == trainer.num_training_batches:
+            return
+        every = self._policy.every_n_steps
+        wish = self._agreed(trainer)
+        if wish or (every and trainer.global_step % every == 0):
+            self._save_inside(trainer, pl_module)
+        if wish == _STOP:
+            self._end(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Do not let a signal wait for the end of the validation."""
+        if self._agreed(trainer) == _STOP:
+            self._save_inside(trainer, pl_module)
+            self._end(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, on every rank at once."""
+        self._save(trainer)
+        if self._agreed(trainer) == _STOP:
+            self._end(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Signals are again whose they were."""
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Signals are again whose they were."""
+        self._restore()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Write a validation that has begun down as one that begins.
+
+        Lightning's loops continue an evaluation that was interrupted, but its loaders are not asked where they
+        were. This is the one place that knows how Lightning names its counters.
+        """
+        if trainer.validating:
+            counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+            progress.update(total=dict(counts), current=dict(counts), is_last_batch=False)
+
+    def _save_inside(self, trainer: Trainer, task: Any) -> None:
+        """Save inside an epoch; its end has checked already what is saved."""
+        task.check_loss()
+        task.check_weights()
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(self._path)
+        self._saved_at = time.monotonic()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._received is not None:
+            raise KeyboardInterrupt
+        self._received = number
+        if number == signal.SIGINT and self._speaks:
+            # `print` must not be used in a handler: it may interrupt another one.
+            with contextlib.suppress(OSError):
+                os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
+
+    def _agreed(self, trainer: Trainer) -> int:
+        """The strongest wish of any rank: `_STOP` after a signal, `_SAVE` after so many minutes, or 0.
+
+        A signal may reach one rank only and clocks differ, but ranks save and end together.
+        """
+        minutes = self._policy.every_minutes
+        wish = 0
+        if self._received is not None:
+            wish = _STOP
+        elif minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
+            wish = _SAVE
+        if trainer.world_size == 1:
+            return wish
+        wishes = torch.tensor(float(wish), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(wishes, reduce_op="max"))
+
+    def _end(self, trainer: Trainer) -> None:
+        # Ranks without a signal stop with those that got one.
+        number = signal.SIGTERM if self._received is None else self._received
+        if self._writer.failure is not None:
+            raise UserError(f"{signal.Signals(number).name} ends the run, but {self._writer.failure}")
+        raise Stopped(number, f"saved after step {trainer.global_step}")
+
+    def _restore(self) -> None:
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+
+
+def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimizer]) -> Any:
+    """Let the first stage begin with the weights of a file, averages of the network too.
+
+    Args:
+        grower: whose network has not been trained yet.
+        path: of a state_dict, of a network of the seed's widths, or of "state_dict" and "optimizer", as
+            `growlab.lab.planner` writes it.
+        make_optimizer: makes the optimizer from the parameters.
+
+    Returns:
+        The same for an optimizer with the file's state; one of another class starts fresh, with a warning.
+
+    Raises:
+        UserError: the file cannot be read, or is of another network.
+    """
+    what = f"start_from={path}"
+    content = read_saved(path, what)
+    state = weights_in(content, what)
+    for network in (grower.network, *grower.copies().values()):
+        if other := differences(shapes(state), shapes(network.state_dict()), "the shape of "):
+            raise UserError(f"{what} is of another network than the first stage's: {other[0]}.")
+        network.load_state_dict(state)
+    saved = content.get(OPTIMIZER) if isinstance(content, Mapping) else None
+    # Files of other programs may have an "optimizer" too, by number and not by name.
+    if not isinstance(saved, Mapping) or not {"class", "state"} <= saved.keys():
+        return make_optimizer
+
+    def make_and_load(parameters: Any) -> Optimizer:
+        optimizer = make_optimizer(parameters)
+        try:
+            load_named_state(optimizer, grower.network, saved)
+        except ValueError as error:
+            log.warning("the optimizer's state of %s is left aside: %s", what, error)
+        return optimizer
+
+    return make_and_load

@@ -1,14 +1,38 @@
-"""Find the configuration and register its schemas with Hydra."""
+"""The configuration in `conf/`: its place, defaults of plugins, names of runs, and the run that is resumed."""
 
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
+from growlab.lab.training.processes import in_folder, name_of, quoted
 
 PRIMARY = "config"
 """Name of the primary configuration: `conf/config.yaml`."""
-
-SEARCHPATH = "hydra.searchpath"
-"""The override that names more folders of configurations."""
+LAST = "ckpt_path=last"
+"""The override that resumes the newest run."""
+_SEARCHPATH, _RUN_DIR, _SWEEP_DIR = "hydra.searchpath", "hydra.run.dir", "hydra.sweep.dir"
+# Groups that a run's name contains, and the word in front of each after an experiment's name.
+_WORDS = {"model": "with", "data": "on"}
+# Defaults for plugins that run the jobs of a sweep side by side or search, where they are installed. Files in `conf/`
+# cannot give them: Hydra takes a file of a plugin's name in place of the plugin's own configuration.
+_PLUGINS: dict[str, dict[str, Any]] = {
+    # Jobs are long: a few at a time, and each goes to the next process that is free.
+    "hydra/launcher/joblib": {"n_jobs": 2, "batch_size": "1", "pre_dispatch": "all"},
+    # Not an hour. One task, whatever the number of devices: growlab starts the other processes itself.
+    "hydra/launcher/submitit_local": {"timeout_min": 7 * 24 * 60, "name": "${name}"},
+    "hydra/launcher/submitit_slurm": {"timeout_min": 24 * 60, "name": "${name}", "gpus_per_node": 1},
+    # The objective is an accuracy; [maximize,minimize] for accuracy and cost.
+    "hydra/sweeper/optuna": {"direction": "maximize", "n_jobs": 1},
+}
 
 
 def config_dir(package: Path | None = None) -> Path:
@@ -26,20 +50,22 @@ def config_dir(package: Path | None = None) -> Path:
         if (place / f"{PRIMARY}.yaml").is_file():
             return place
     raise UserError(
-        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab anew, in a checkout with "
+        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab again, in a checkout with "
         "`pip install -e .`"
     )
 
 
-def register_schemas() -> None:
-    """Store growlab's structured configs, so that composing checks keys and types against them.
-
-    They are what `growlab.lab.training.configs.register` puts into Hydra's ConfigStore. To be called before composing;
-    calling it again changes nothing. The import is here so that `config_dir` needs no Hydra.
-    """
-    from growlab.lab.training import configs
-
-    configs.register(config_dir())
+def set_plugin_defaults() -> None:
+    """Put growlab's defaults for Hydra's plugins into its ConfigStore, before composing; again changes nothing."""
+    store = ConfigStore.instance()
+    # Plugins store their own configurations when Hydra first asks for them, which would replace these.
+    Plugins.instance()
+    for path, values in _PLUGINS.items():
+        group, _, name = path.rpartition("/")
+        if f"{name}.yaml" in store.list(group):
+            known = store.load(f"{path}.yaml")
+            node = OmegaConf.merge(known.node, values)
+            store.store(group=group, name=name, node=node, package=known.package, provider=known.provider)
 
 
 def search_options() -> list[str]:
@@ -48,11 +74,118 @@ def search_options() -> list[str]:
     Returns:
         `--config-name`, `--config-dir` and `hydra.searchpath` as they were given; they go before overrides.
     """
-    from hydra.core.hydra_config import HydraConfig
-
     job = HydraConfig.get()
     options = [] if job.job.config_name == PRIMARY else ["--config-name", job.job.config_name]
     for source in job.runtime.config_sources:
         if source.provider == "command-line":
             options += ["--config-dir", source.path]
-    return [*options, *(one for one in job.overrides.hydra if one.lstrip("+").startswith(f"{SEARCHPATH}="))]
+    return [*options, *(one for one in job.overrides.hydra if name_of(one) == _SEARCHPATH)]
+
+
+# Names ------------------------------------------------------------------------------------------------------
+
+
+def experiment_name(
+    choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()
+) -> str:
+    """The experiment's name, or one made of the network and the data that the command line chooses instead.
+
+    Nobody asks for the default experiment, so with another network or other data a run is named after these alone.
+
+    Args:
+        choices: the option chosen in each group of the configuration.
+        overrides: those of the command line.
+        swept: keys that the experiment itself sweeps over; its name stands for all their values.
+
+    Examples:
+        >>> choices = {"experiment": "digits", "model": "resnet20", "data": "digits"}
+        >>> experiment_name(choices, ["growth=pairs", "seed=1"])
+        'digits'
+        >>> experiment_name({**choices, "data": "mnist"}, ["data=mnist"])
+        'resnet20_on_mnist'
+        >>> experiment_name({**choices, "experiment": "table6"}, ["experiment=table6", "model=vgg11"])
+        'table6_with_vgg11'
+    """
+    given = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    named: dict[str, str] = {}
+    for group in _WORDS:
+        if group in given and group not in swept:
+            named[group] = _plain(given[group])
+        if f"{group}.name" in given:
+            named[group] = _plain(given[f"{group}.name"])
+        if f"{group}._target_" in given:
+            named[group] = _plain(given[f"{group}._target_"].rpartition(".")[2])
+    experiment = choices.get("experiment")
+    if experiment and not named:
+        return experiment
+    if experiment and "experiment" in given:
+        return "_".join([experiment, *(f"{word}_{named[g]}" for g, word in _WORDS.items() if g in named)])
+    model, data = (named.get(group) or _plain(choices.get(group) or group) for group in _WORDS)
+    return f"{model}_on_{data}"
+
+
+def _plain(value: str) -> str:
+    """A value as part of a folder's name: mnist,cifar10 becomes mnist_cifar10."""
+    return re.sub(r"\W+", "_", value).strip("_")
+
+
+def _name_of_this_run() -> str:
+    job = HydraConfig.get()
+    return experiment_name(job.runtime.choices, job.overrides.task, (job.sweeper.get("params") or {}).keys())
+
+
+# `${growlab.name:}` is this run's name and `${growlab.sweep:}` that of the sweep which it is a job of, worked out once:
+# Hydra hands the sweep's on to each job.
+OmegaConf.register_new_resolver("growlab.name", _name_of_this_run, replace=True)
+OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=True, replace=True)
+
+
+# Resuming ---------------------------------------------------------------------------------------------------
+
+
+def resume_override(
+    overrides: list[str], multirun: bool = False, more: str | None = None, primary: str = PRIMARY
+) -> str | None:
+    """Return the override that sends a run back into the folder of the run that it resumes.
+
+    Args:
+        overrides: those given on the command line.
+        multirun: they make a sweep, each of whose jobs resumes in its folder below the sweep's.
+        more: a folder of the user's configurations, in addition to `conf/`.
+        primary: name of the primary configuration.
+
+    Returns:
+        `hydra.run.dir=FOLDER` of the newest run of the experiment if `ckpt_path=last` is asked for without a
+        folder; None where nothing has to be added.
+
+    Raises:
+        UserError: the experiment has no run yet, or the sweep's folder is not given.
+    """
+    given = {name_of(override): override.partition("=")[2] for override in overrides}
+    if given.get("ckpt_path") != "last" or (_SWEEP_DIR if multirun else _RUN_DIR) in given:
+        return None
+    if multirun:
+        raise UserError(f"{LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(primary, overrides=_with_searched(overrides, more), return_hydra_config=True)
+    # `hydra:` interpolations, such as the experiment's name, are resolved from here.
+    HydraConfig.instance().set_config(cfg)
+    folder = Path(cfg.hydra.run.dir).parent
+    runs = [path.parent for path in folder.glob("*/config.yaml") if not path.parent.name.startswith("sweep_")]
+    if not runs:
+        raise UserError(
+            f"{LAST}, but {folder} has no earlier run of this experiment; leave ckpt_path out, or name the "
+            f"run's folder with {_RUN_DIR}=FOLDER."
+        )
+    return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
+
+
+def _with_searched(overrides: list[str], more: str | None) -> list[str]:
+    """The overrides, with a folder among those that are searched; `compose` has no `--config-dir`."""
+    if more is None:
+        return overrides
+    given = next((one for one in overrides if name_of(one) == _SEARCHPATH), f"{_SEARCHPATH}=[]")
+    others: Any = OverridesParser.create().parse_override(given).value()
+    folders = [f"file://{Path(more).resolve()}", *(getattr(one, "text", one) for one in others)]
+    searched = f"{_SEARCHPATH}=[{','.join(map(quoted, folders))}]"
+    return [*(one for one in overrides if one != given), searched]

@@ -38,10 +38,8 @@ class OneProcess(LightningEnvironment):
     variables behind that mislead the next job of a sweep.
     """
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """True: `growlab.lab.training.launcher` does it."""
-        return True
+    # As `growlab.lab.training.launcher` does.
+    creates_processes_externally = True  # type: ignore[assignment]
 
 
 def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:

@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from growlab.lab.analysis.identity import resume_settings
-from growlab.lab.training.checkpoints import differences
 
 
 @dataclass(frozen=True)
@@ -47,3 +46,30 @@ def other_settings(config: Mapping[str, Any], folder: Path) -> list[str]:
     """Deciding settings that differ from those of the run in a folder; [] if it contains none."""
     before = settings_in(folder)
     return [] if before is None else differences(before, resume_settings(config))
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Settings that differ, as `name=theirs, not ours`.
+
+    Args:
+        theirs: nested settings.
+        ours: likewise.
+        prefix: of the names.
+
+    Examples:
+        >>> differences({"seed": 0, "model": {"width": 16}}, {"seed": 0, "model": {"width": 32}})
+        ['model.width=16, not 32']
+    """
+    found = []
+    for key in sorted({*theirs, *ours}):
+        one, other, name = theirs.get(key), ours.get(key), f"{prefix}{key}"
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += differences(one, other, f"{name}.")
+        elif one != other:
+            found.append(f"{name}={_brief(one)}, not {_brief(other)}")
+    return found
+
+
+def _brief(value: Any) -> str:
+    text = "null" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

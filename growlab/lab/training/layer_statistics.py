@@ -24,37 +24,27 @@ _IMAGES, _BINS = 300, 60
 _REACH = 4.0
 
 
-def held_out(data: LightningDataModule) -> tuple[Tensor, Tensor]:
-    """The first images of the test set and their labels.
-
-    Raises:
-        UserError: the data are not images.
-    """
-    if not isinstance(data, ImageData):
-        raise UserError("log_layers_every_n_steps is for networks that classify images; set it to null.")
-    images, labels, count = [], [], 0
-    for x, y in data.test_dataloader():
-        images.append(x)
-        labels.append(y)
-        count += len(y)
-        if count >= _IMAGES:
-            break
-    return torch.cat(images)[:_IMAGES], torch.cat(labels)[:_IMAGES]
-
-
 def layer_statistics(
     every: int | None, data: LightningDataModule, grower: Grower, run_dir: Path
 ) -> list["LayerStatistics"]:
-    """The callback that `log_layers_every_n_steps` asks for; none where it is null.
+    """The callback that `log_layers_every_n_steps` asks for, on the first images of the test set; none for null.
 
     Raises:
         UserError: the data are no images, or not all classes are there from the start.
     """
     if every is None:
         return []
-    if any(part.groups for part in grower.parts):
-        raise UserError("log_layers_every_n_steps needs all classes from the start; set it to null.")
-    return [LayerStatistics(run_dir, *held_out(data), every)]
+    if not isinstance(data, ImageData) or any(part.groups for part in grower.parts):
+        raise UserError(
+            "log_layers_every_n_steps needs all classes from the start, and images that are classified; set it to null."
+        )
+    batches: list[tuple[Tensor, ...]] = []
+    for batch in data.test_dataloader():
+        batches.append(batch)
+        if sum(len(y) for _, y in batches) >= _IMAGES:
+            break
+    images, labels = (torch.cat(column)[:_IMAGES] for column in zip(*batches, strict=True))
+    return [LayerStatistics(run_dir, images, labels, every)]
 
 
 class LayerStatistics(Callback):
@@ -141,12 +131,13 @@ class LayerStatistics(Callback):
         for quantity, value in (("loss", loss), ("accuracy", accuracy)):
             self._rows.append(f"{step},network,{quantity},{float(value.detach()):.6g},,,,")
         for name, output in outputs.items():
-            for quantity, tensor in (("activation", output), ("weight", weights[name])):
-                kind = "gradient" if quantity == "activation" else "weight_gradient"
-                self._add(step, name, quantity, tensor.detach())
-                grad = grads.get(id(tensor))
-                if grad is not None:
-                    self._add(step, name, kind, grad)
+            for tensor, kinds in (
+                (output, ("activation", "gradient")),
+                (weights[name], ("weight", "weight_gradient")),
+            ):
+                for kind, values in zip(kinds, (tensor.detach(), grads.get(id(tensor))), strict=True):
+                    if values is not None:
+                        self._add(step, name, kind, values)
 
     def _add(self, step: int, name: str, quantity: str, tensor: Tensor) -> None:
         values = tensor.float().flatten()
@@ -154,7 +145,5 @@ class LayerStatistics(Callback):
         mean, reach = float(values.mean()), _REACH * float(values.std())
         low, high = max(float(values.min()), mean - reach), min(float(values.max()), mean + reach)
         counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if low < high else []
-        numbers = ",".join(
-            f"{number:.6g}" for number in (float(values.mean()), float(values.std()), low, high)
-        )
+        numbers = ",".join(f"{number:.6g}" for number in (mean, float(values.std()), low, high))
         self._rows.append(f"{step},{name},{quantity},{numbers},{'|'.join(map(str, counts))}")

@@ -1,25 +1,19 @@
 """The learning rate over a run whose steps an epoch change with the batch size."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import cos, inf, pi, sqrt
-from typing import Literal
+from math import cos, pi, sqrt
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from growlab.base.errors import UserError
+from growlab.base.settings import above, at_least, one_of
 from growlab.growth import Schedule
 from growlab.optim import RateRule, Regional
 
-_CHOICES = {
-    "shape": ("cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"),
-    "clock": ("epochs", "cost", "auto"),
-    "decay_shape": ("linear", "1-sqrt"),
-    "restarts": ("none", "stage"),
-    "batch_rule": ("none", "linear", "sqrt"),
-}
 # Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run by default,
 # begins at 1 / 25 of the base rate, and the fall ends at 1e-4 of that.
 _RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25e4
@@ -75,57 +69,40 @@ class LearningRate:
     rewarm_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}.")
-        if not 0 <= self.warmup_epochs < inf:
-            raise ValueError(f"warmup_epochs must be 0 or more, not {self.warmup_epochs}.")
-        if (self.warmup_steps is not None) != (self.shape == "inverse_sqrt"):
-            raise ValueError(
-                "warmup_steps, such as 4000, goes with shape=inverse_sqrt; other shapes warm up over warmup_epochs."
-            )
-        if self.warmup_steps is not None and (
-            self.warmup_steps < 1 or self.warmup_epochs or self.warmup_fraction or self.restarts != "none"
-        ):
-            raise ValueError(
-                "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none beside it."
-            )
-        self._check_clock()
-        if any(not milestone > 0 for milestone in self.milestones):
-            raise ValueError(f"milestones must be epochs above 0, not {list(self.milestones)}.")
-        if not self.decay > 0:
-            raise ValueError(f"decay must be positive, not {self.decay}.")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {self.batch_size}.")
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal:
+                one_of(get_args(hint), **{name: getattr(self, name)})
+        at_least(0, warmup_epochs=self.warmup_epochs, rewarm_steps=self.rewarm_steps)
+        at_least(0, warmup_fraction=self.warmup_fraction)
+        above(0, decay=self.decay)
+        at_least(1, batch_size=1 if self.batch_size is None else self.batch_size)
+        for milestone in self.milestones:
+            above(0, milestones=milestone)
+        if reason := next(self._contradictions(), None):
+            raise ValueError(reason)
 
-    def _check_clock(self) -> None:
-        """Refuse values that the clock or the shape "wsd" cannot follow."""
-        if not 0 <= self.warmup_fraction < 1:
-            raise ValueError(f"warmup_fraction must be 0 or more and below 1, not {self.warmup_fraction}.")
-        if self.warmup_fraction and self.warmup_epochs:
-            raise ValueError(
-                "warmup_epochs and warmup_fraction are two ways to say one thing: leave one at 0."
-            )
-        if self.shape == "one_cycle" and self.warmup_epochs:
-            raise ValueError(
-                f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_epochs at 0."
-            )
-        if self.clock == "cost" and self.warmup_epochs:
-            raise ValueError(
-                "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
-            )
+    def _contradictions(self) -> Iterator[str]:
+        steps, in_epochs, part = self.warmup_steps, self.warmup_epochs, self.warmup_fraction
+        if (steps is not None) != (self.shape == "inverse_sqrt"):
+            yield "warmup_steps, such as 4000, goes with shape=inverse_sqrt; other shapes warm up over warmup_epochs."
+        if steps is not None and (steps < 1 or in_epochs or part or self.restarts != "none"):
+            yield "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none."
+        if part >= 1:
+            yield f"warmup_fraction must be below 1, not {part}."
+        if in_epochs and part:
+            yield "warmup_epochs and warmup_fraction both set the warm-up: leave one at 0."
+        if in_epochs and self.shape == "one_cycle":
+            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_epochs at 0."
+        if in_epochs and self.clock == "cost":
+            yield "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
         if self.clock == "cost" and self.shape in _OWN_COUNT:
-            raise ValueError(
-                f"clock=cost goes with shape=cosine, constant, wsd or one_cycle; shape={self.shape} counts its own "
-                f"{'milestones in epochs' if self.shape == 'steps' else 'steps'}."
+            counted = "milestones in epochs" if self.shape == "steps" else "steps"
+            yield f"clock=cost does not go with shape={self.shape}, which counts its own {counted}."
+        if self.shape == "wsd" and not 0 < self.decay_fraction <= (1 - part) * _ROUNDING:
+            yield (
+                "decay_fraction must be above 0 and at most what warm-up leaves of the run, "
+                f"not {self.decay_fraction}."
             )
-        left = (1 - self.warmup_fraction) * _ROUNDING
-        if self.shape == "wsd" and not 0 < self.decay_fraction <= left:
-            raise ValueError(
-                f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."
-            )
-        if self.rewarm_steps < 0:
-            raise ValueError(f"rewarm_steps must be 0 or more, not {self.rewarm_steps}.")
 
     @property
     def needs_stages(self) -> str | None:
@@ -150,33 +127,29 @@ class LearningRate:
         Raises:
             UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to count.
         """
-        counts_cost = self._counts_cost(flops_in_epoch)
+        total, warmup = schedule.total_epochs, f"schedule.learning_rate.warmup_epochs={self.warmup_epochs}"
         if self.clock == "cost" and flops_in_epoch is None:
             raise UserError(
                 "schedule.learning_rate.clock=cost needs to know the FLOPs of each epoch before the run."
             )
-        if self.warmup_epochs >= schedule.total_epochs:
+        if self.warmup_epochs >= total:
+            raise UserError(f"{warmup} leaves none of {total} epochs to train at the full rate.")
+        if self.shape == "wsd" and self.warmup_epochs > (1 - self.decay_fraction) * total * _ROUNDING:
             raise UserError(
-                f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} leaves none of "
-                f"{schedule.total_epochs} epochs to train at the full rate."
-            )
-        if (
-            self.shape == "wsd"
-            and self.warmup_epochs > (1 - self.decay_fraction) * schedule.total_epochs * _ROUNDING
-        ):
-            raise UserError(
-                f"schedule.learning_rate.warmup_epochs={self.warmup_epochs} and decay_fraction={self.decay_fraction} "
-                f"take more than {schedule.total_epochs} epochs."
+                f"{warmup} and decay_fraction={self.decay_fraction} take more than {total} epochs."
             )
         starts = [0, *accumulate(steps_in_epoch)]
-        lengths = flops_in_epoch if counts_cost and flops_in_epoch else [1] * schedule.total_epochs
+        by_cost = self.clock == "cost" or (
+            self.clock == "auto" and not self.warmup_epochs and self.shape not in _OWN_COUNT
+        )
+        lengths = flops_in_epoch if by_cost and flops_in_epoch else [1] * total
         clock = [0, *accumulate(lengths)]
 
         def factor(step: int) -> float:
-            epoch = min(bisect_right(starts, step) - 1, schedule.total_epochs - 1)
+            epoch = min(bisect_right(starts, step) - 1, total - 1)
             part = min((step - starts[epoch]) / steps_in_epoch[epoch], 1.0)
             stage = schedule.stage_at(epoch)
-            begin, end = 0, schedule.total_epochs
+            begin, end = 0, total
             if self.restarts == "stage":
                 begin, end = schedule.starts[stage], schedule.starts[stage] + schedule.epochs[stage]
             moment = clock[epoch] + part * lengths[epoch]
@@ -186,11 +159,6 @@ class LearningRate:
             return self._batch_scale(schedule, stage) * rewarm * shape
 
         return factor
-
-    def _counts_cost(self, flops_in_epoch: Sequence[float] | None) -> bool:
-        if self.clock == "auto":
-            return flops_in_epoch is not None and not self.warmup_epochs and self.shape not in _OWN_COUNT
-        return self.clock == "cost"
 
     def _batch_scale(self, schedule: Schedule, stage: int) -> float:
         ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])

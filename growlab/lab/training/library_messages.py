@@ -13,9 +13,16 @@ from growlab.growth import ParityError
 from growlab.lab.data.loaders import DIED
 from growlab.widths import UnsupportedOperation
 
-# How torch begins what it says of one sample in a batch.
-_SINGLE_VALUE = "Expected more than 1 value per channel when training"
 _PACKAGE = Path(__file__).resolve().parents[2]
+# Beginnings of messages of libraries about the user's settings, and what to do.
+_MEANT = {
+    "Expected more than 1 value per channel when training": (
+        "batch normalisation has no statistics of a single value per channel, and a batch of training, such as the "
+        "last of an epoch, has one: change data.batch_size, or take a network with another normalisation."
+    ),
+    DIED: "a process that reads images died: if memory ran out, lower data.num_workers.",
+    "Early stopping conditioned on metric": "",
+}
 
 
 @contextlib.contextmanager
@@ -23,26 +30,18 @@ def plain_errors() -> Iterator[None]:
     """Raise errors of libraries about impossible settings as UserError."""
     try:
         yield
-    except (MisconfigurationException, UnsupportedOperation) as error:
-        raise UserError(" ".join(str(error).split())) from error
     except ParityError as error:
         raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
     except Exception as error:
-        if isinstance(error, RuntimeError) and str(error).startswith(DIED):
-            reason = str(error).partition("\n")[0].strip(" .")
-            raise UserError(
-                f"a process that reads images died ({reason}); if memory ran out, lower data.num_workers."
-            ) from error
-        if isinstance(error, ValueError) and str(error).startswith(_SINGLE_VALUE):
-            raise UserError(
-                "batch normalisation has no statistics of a single value per channel, and a batch of training, such as "
-                "the last of an epoch, has one: change data.batch_size, or take a network with another normalisation."
-            ) from error
-        if isinstance(error, RuntimeError) and str(error).startswith("Early stopping conditioned on metric"):
-            raise UserError(" ".join(str(error).split())) from error
-        # Such as a key that is missing for an online run.
-        if type(error).__module__.partition(".")[0] == "wandb":
-            raise UserError(" ".join(str(error).split())) from error
+        said = " ".join(str(error).split())
+        # wandb: such as a key that is missing for an online run.
+        theirs = type(error).__module__.partition(".")[0] == "wandb"
+        if theirs or isinstance(error, MisconfigurationException | UnsupportedOperation):
+            raise UserError(said) from error
+        if isinstance(error, RuntimeError | ValueError):
+            for beginning, advice in _MEANT.items():
+                if str(error).startswith(beginning):
+                    raise UserError(advice or said) from error
         raise
 
 

@@ -11,6 +11,7 @@ from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
 
+from growlab.lab.analysis.identity import FREE
 from growlab.lab.training.task import Task
 
 EVENT_COLUMNS = (
@@ -21,8 +22,8 @@ SPECTRUM_COLUMNS = ("stage", "epoch", "parameter", "rank", "singular_value")
 # The best value over the run is what W&B's tables of runs show; the last one otherwise.
 _SUMMARIES = {"val_accuracy": "max", "train_accuracy": "max", "val_loss": "min", "train_loss": "min"}
 _RANKS = 9
-# Where a run stands and what it stands on is no part of its name.
-_NOT_IN_NAMES = ("logger", "hydra", "ckpt_path", "data.root", "data.num_workers", "trainer.", "num_threads")
+# Beginnings of overrides that are no part of a run's name: they do not change what is trained.
+_NOT_IN_NAMES = (*(f"{name}{end}" for name in (*FREE, "data.root") for end in ".="), "hydra")
 
 
 class WandbRecords(Callback):

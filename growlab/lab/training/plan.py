@@ -35,6 +35,7 @@ from growlab.widths.inputs import Example, changed
 _TRAINING_FACTOR = 3
 # Of sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
+_MANY_EPOCHS = 10**6
 
 
 @dataclass(frozen=True)
@@ -140,166 +141,235 @@ class StageCost:
             sample = self._sample
             for part in () if share is None else self._parts:
                 sample = part.inputs_at(sample, share)
-            self._known[key] = forward_flops(self.copy_at(widths, share), sample)
+            copied, graph = copy.deepcopy(self._network), self._graph
+            for part in () if share is None else self._parts:
+                graph = part.shrink_to(copied, graph, share)
+            resize(copied, graph, graph.full_widths, widths)
+            self._known[key] = forward_flops(copied, sample)
         return self._known[key]
 
-    def copy_at(self, widths: Widths, share: float | None = None) -> nn.Module:
-        """A copy of the network at these widths."""
-        copied, graph = copy.deepcopy(self._network), self._graph
-        for part in () if share is None else self._parts:
-            graph = part.shrink_to(copied, graph, share)
-        resize(copied, graph, graph.full_widths, widths)
-        return copied
 
-
-def choose_trigger(
-    settings: Mapping[str, Any], method: GrowthMethod, demand: Demand | None, batch_size: int, loop: Loop
-) -> Trigger:
-    """The trigger that a schedule's settings, a demand and a growth method mean together.
+@dataclass
+class Planning:
+    """Works out a run: its trigger first, and once the network is traced its plan.
 
     Args:
-        settings: see `make_plan`.
+        settings: arguments of `make_schedule` but the batch size; `equal_flops`: a fixed-size run trains for as many
+            epochs as cost what growing by this schedule costs; and `budget`: the run trains for as many epochs as cost
+            at most that many epochs of the fixed full network.
         method: one of fixed size never grows; one that decides widths is asked.
         demand: asks for growth in place of the schedule.
-        batch_size: of the schedule's reference stage.
-        loop: of the run.
-
-    Raises:
-        ValueError: the schedule is impossible.
-        UserError: the settings do not go together.
-    """
-    if isinstance(method, FixedSize):
-        if settings["equal_flops"] and demand is not None:
-            raise UserError(
-                "what growth on demand costs is not known before: set schedule.total_epochs in place of "
-                "schedule.equal_flops."
-            )
-        return Never(method.width_multiple, method.depth_multiple)
-    if demand is not None:
-        _refuse_stages(settings, method)
-        number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
-        stages = _schedule({**settings, "epochs": [1] * number}, 1, Loop())
-        return OnDemand(demand, stages, settings["total_epochs"])
-    if isinstance(method, WidthDecision):
-        _refuse_widths(settings)
-        return ByMethod()
-    if settings["equal_flops"]:
-        raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
-    return Scheduled(_schedule(settings, batch_size, loop))
-
-
-def make_plan(
-    settings: Mapping[str, Any],
-    trigger: Trigger,
-    graph: WidthGraph,
-    cost: StageCost,
-    data: RunData,
-    loop: Loop = Loop(),
-    parts: Sequence[Part] = (),
-    fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None,
-) -> Plan:
-    """Work out a run.
-
-    Args:
-        settings: arguments of `make_schedule` but the batch size; `equal_flops`: whether a fixed-size run trains for
-            as many epochs as cost what growing by this schedule costs; and `budget`, see `epochs_of_budget`.
-        trigger: of these settings, see `choose_trigger`.
-        graph: the network's width graph, as prepared.
-        cost: of the network.
         data: set up.
         loop: of the run.
-        parts: features besides growing.
         fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
 
     Raises:
-        ValueError: the schedule is impossible.
-        UserError: the settings do not go together.
+        UserError: a budget that does not go with other settings of a run's length.
     """
-    base = data.batch_size if fit is None else loop.num_processes
-    total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-    forecast = Forecast(trigger, graph, parts)
-    widths = forecast.stages or [forecast.seed]
-    flops = [cost(each, forecast.fraction_grown(stage, each)) for stage, each in enumerate(widths)]
-    epochs = total
-    if settings["equal_flops"]:
-        grown = _schedule(settings, base, loop)
-        epochs = max(1, round(_epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data) / flops[0]))
-    schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
-    reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
-    if budget := settings.get("budget"):
-        whole = budget * data.epoch_parts
-        reference_epochs = int(whole) if whole == int(whole) else whole
-    if fit is not None:
-        if not forecast.known:
+
+    settings: dict[str, Any]
+    method: GrowthMethod
+    demand: Demand | None
+    data: RunData
+    loop: Loop = Loop()
+    fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        self.settings = {"budget": None, **self.settings}
+        budget, decides = self.settings["budget"], isinstance(self.method, WidthDecision)
+        if budget is None:
+            return
+        if not 0 < budget <= MOST_EPOCHS:
             raise UserError(
-                "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run decides "
-                "that while it trains: leave it out."
+                f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0 and at most "
+                f"{MOST_EPOCHS:,}."
             )
-        schedule = replace(schedule, batch_sizes=tuple(fit(widths)))
-    reference_samples = None
-    if data.incremental is not None:
-        stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
-        reference_samples = _let_arrive(data, stages, schedule, reference, loop)
-    batches, samples = _batches(data, schedule, loop.limit_batches)
-    steps = optimizer_steps(batches, loop.accumulate)
-    plan = Plan(
-        *(schedule, widths, flops, cost(graph.full_widths), reference_epochs),
-        *(batches, steps, samples, reference_samples),
-    )
-    if isinstance(trigger, OnDemand):
-        _check_demand(trigger, graph, cost, plan)
-    return plan
+        for name in ("epochs", "equal_flops"):
+            if self.settings[name]:
+                raise UserError(
+                    f"schedule.budget and schedule.{name} both say how long the run is: leave one out."
+                )
+        if self.demand is not None or decides:
+            raise UserError(
+                "schedule.budget needs to know before the run how wide the network is at which epoch, and this run "
+                "decides that while it trains: take schedule=budget, which grows on demand within a part of the cost, "
+                "or schedule=exponential with another growth method."
+            )
+        if self.data.incremental is not None:
+            raise UserError(
+                "schedule.budget goes with data that is all there from the start: set schedule.total_epochs."
+            )
+        # Enough for any stages, until their cost is known.
+        self.settings["total_epochs"] = _MANY_EPOCHS
 
+    @property
+    def _batch_size(self) -> int:
+        """Batch size of the schedule's reference stage; the smallest possible one where sizes are found."""
+        return self.data.batch_size if self.fit is None else self.loop.num_processes
 
-def _let_arrive(data: RunData, stages: Schedule, schedule: Schedule, reference: Schedule, loop: Loop) -> int:
-    """Let data arrive with the stages, also of a run that does not grow; samples of the fixed-size run so."""
-    data.follow_stages(stages.starts, stages.total_epochs, reference.total_epochs)
-    samples = sum(_batches(data, reference, loop.limit_batches)[1])
-    data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
-    return samples
+    def trigger(self) -> Trigger:
+        """The trigger that settings, demand and growth method mean together.
 
+        Raises:
+            ValueError: the schedule is impossible.
+            UserError: the settings do not go together.
+        """
+        settings, method = self.settings, self.method
+        if isinstance(method, FixedSize):
+            if settings["equal_flops"] and self.demand is not None:
+                raise UserError(
+                    "what growth on demand costs is not known before: set schedule.total_epochs in place of "
+                    "schedule.equal_flops."
+                )
+            return Never(method.width_multiple, method.depth_multiple)
+        if self.demand is not None:
+            given = [name for name in ("epochs", "batch_sizes") if settings[name] is not None]
+            given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
+            if given:
+                raise UserError(
+                    f"schedule.{given[0]} is about stages whose ends are known before; growth on demand "
+                    "(schedule.demand) has none: leave it out."
+                )
+            if isinstance(method, WidthDecision):
+                raise UserError(
+                    f"{method.name} decides widths itself; take it with schedule=exponential, or another growth method."
+                )
+            number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
+            stages = _schedule({**settings, "epochs": [1] * number}, 1, Loop())
+            return OnDemand(self.demand, stages, settings["total_epochs"])
+        if isinstance(method, WidthDecision):
+            given = [name for name in ("epochs", "widths", "batch_sizes", "equal_flops") if settings[name]]
+            if given:
+                raise UserError(
+                    f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them "
+                    "itself: set schedule.total_epochs alone."
+                )
+            return ByMethod()
+        if settings["equal_flops"]:
+            raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
+        return Scheduled(_schedule(settings, self._batch_size, self.loop))
 
-def epochs_of_budget(
-    settings: Mapping[str, Any],
-    trigger: Trigger,
-    graph: WidthGraph,
-    cost: StageCost,
-    data: RunData,
-    loop: Loop = Loop(),
-    parts: Sequence[Part] = (),
-) -> int:
-    """Epochs of a run that trains for `budget` epochs of the fixed full network; the arguments are `make_plan`'s.
+    def plan(
+        self, trigger: Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
+    ) -> tuple[Trigger, Plan]:
+        """The trigger, of the epochs that a budget allows, and the plan.
 
-    Raises:
-        UserError: the budget is too small.
-    """
-    forecast = Forecast(trigger, graph, parts)
-    assert forecast.stages is not None
-    scheduled = isinstance(trigger, Scheduled)
-    base = data.batch_size
+        Args:
+            trigger: of `trigger`.
+            graph: the network's width graph, as prepared.
+            cost: of the network.
+            parts: features besides growing.
 
-    def make(epochs: int) -> Schedule:
-        given = {**settings, "total_epochs": epochs}
-        return _schedule(given, base, loop) if scheduled else _one_stage(epochs, base, loop)
-
-    def samples(epoch: int, size: int) -> int:
-        batches = data.samples_in_batches(epoch, size)
-        return sum(batches[: _limited(len(batches), loop.limit_batches)])
-
-    flops = [cost(each, forecast.fraction_grown(n, each)) for n, each in enumerate(forecast.stages)]
-    return epochs_within(settings["budget"], make, flops, cost(graph.full_widths), data, samples)
-
-
-def check_growth(graph: WidthGraph, trigger: Trigger, parts: Sequence[Part]) -> None:
-    """Refuse a run in which nothing would grow.
-
-    Raises:
-        UserError: the network has no width groups, and no part grows otherwise.
-    """
-    if reason := Forecast(trigger, graph, parts).nothing_grows():
-        raise UserError(
-            f"{reason}; train it as it is with growth=none lr_adapt=none, or take another growth or model."
+        Raises:
+            ValueError: the schedule is impossible.
+            UserError: nothing in the network can grow, or the settings do not go together.
+        """
+        forecast = Forecast(trigger, graph, parts)
+        if reason := forecast.nothing_grows():
+            raise UserError(
+                f"{reason}; train it as it is with growth=none lr_adapt=none, or take another growth or model."
+            )
+        settings, data, loop, base = self.settings, self.data, self.loop, self._batch_size
+        widths = forecast.stages or [forecast.seed]
+        flops = [cost(each, forecast.fraction_grown(stage, each)) for stage, each in enumerate(widths)]
+        full_flops = cost(graph.full_widths)
+        if settings["budget"] is not None:
+            scheduled = isinstance(trigger, Scheduled)
+            settings["total_epochs"] = self._epochs_of_budget(scheduled, flops, full_flops)
+            trigger = self.trigger()
+        total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
+        epochs = total
+        if settings["equal_flops"]:
+            grown = _schedule(settings, base, loop)
+            worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
+            epochs = max(1, round(worth / flops[0]))
+        schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
+        reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
+        if settings["budget"] is not None:
+            whole = settings["budget"] * data.epoch_parts
+            reference_epochs = int(whole) if whole == int(whole) else whole
+        if self.fit is not None:
+            if not forecast.known:
+                raise UserError(
+                    "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run "
+                    "decides that while it trains: leave it out."
+                )
+            schedule = replace(schedule, batch_sizes=tuple(self.fit(widths)))
+        reference_samples = None
+        if data.incremental is not None:
+            # Data arrive with the stages, also of a run that does not grow, and of the fixed-size run.
+            stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
+            data.follow_stages(stages.starts, stages.total_epochs, reference.total_epochs)
+            reference_samples = sum(_batches(data, reference, loop.limit_batches)[1])
+            data.follow_stages(stages.starts, stages.total_epochs, schedule.total_epochs)
+        batches, samples = _batches(data, schedule, loop.limit_batches)
+        # The last batch of an epoch always ends in a step.
+        steps = [-(-number // loop.accumulate) for number in batches]
+        plan = Plan(
+            *(schedule, widths, flops, full_flops, reference_epochs),
+            *(batches, steps, samples, reference_samples),
         )
+        if isinstance(trigger, OnDemand):
+            _check_demand(trigger, graph, cost, plan)
+        return trigger, plan
+
+    def _epochs_of_budget(self, scheduled: bool, flops: Sequence[int], full_flops: int) -> int:
+        """The most epochs whose training costs no more than the budget.
+
+        The schedule that has them costs less than the budget by at most one epoch of its widest stage.
+
+        Args:
+            scheduled: the run grows by its schedule; else it has one stage.
+            flops: forward FLOPs per sample of each stage.
+            full_flops: the same of the full network.
+
+        Raises:
+            UserError: the budget is below the cost of the shortest schedule.
+        """
+        data, parts, budget = self.data, self.data.epoch_parts, self.settings["budget"]
+        known: dict[int, list[int]] = {}
+
+        def until(epoch: int, size: int) -> int:
+            """Samples that are trained on before an epoch, at a batch size."""
+            if size not in known:
+                batches = [data.samples_in_batches(part, size) for part in range(parts)]
+                limited = [each[: _limited(len(each), self.loop.limit_batches)] for each in batches]
+                known[size] = [0, *accumulate(map(sum, limited))]
+            passes, part = divmod(epoch, parts)
+            return passes * known[size][-1] + known[size][part]
+
+        def spent(epochs: int) -> int:
+            given = {**self.settings, "total_epochs": epochs}
+            base, loop = data.batch_size, self.loop
+            made = _schedule(given, base, loop) if scheduled else _one_stage(epochs, base, loop)
+            stages = zip(made.starts, made.epochs, made.batch_sizes, flops, strict=True)
+            return sum(
+                f * (until(start + length, size) - until(start, size)) for start, length, size, f in stages
+            )
+
+        whole = until(parts, data.batch_size)
+        allowed = _ROUNDING * budget * full_flops * whole
+        found, least = 0, 0.0
+        for epochs in count(len(flops)):
+            try:
+                cost = spent(epochs)
+            except ValueError:
+                # Too few epochs for stages of a given length.
+                if epochs * min(flops) * whole > parts * allowed:
+                    break
+                continue
+            least = least or cost / (full_flops * whole)
+            if cost > allowed:
+                break
+            found = epochs
+        if not found:
+            needed = f", which costs {least:.3g} epochs of the fixed-size network" if least else ""
+            stages = f"{len(flops)} stage{'s' * (len(flops) > 1)}"
+            raise UserError(
+                f"schedule.budget={budget:g} is below the shortest run of {stages}{needed}: raise it, lower "
+                "schedule.num_stages, or divide epochs with data.epoch_parts."
+            )
+        return found
 
 
 def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:
@@ -341,6 +411,18 @@ def _batches(data: RunData, schedule: Schedule, limit: float | None) -> tuple[li
     return batches, [sum(epoch[:number]) for epoch, number in zip(samples, batches, strict=True)]
 
 
+def _limited(batches: int, limit: float | None) -> int:
+    if limit is None:
+        return batches
+    limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    if limited < 1 or (isinstance(limit, float) and limit > 1):
+        raise UserError(
+            f"trainer.limit_train_batches={limit} of {batches} batches leaves none to train on; give a number of "
+            "batches from 1 or a part of them up to 1.0."
+        )
+    return limited
+
+
 def carried_out(
     plan: Plan,
     trigger: Trigger,
@@ -373,154 +455,6 @@ def carried_out(
     ]
     schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
-
-
-def _refuse_stages(settings: Mapping[str, Any], method: GrowthMethod) -> None:
-    given = [name for name in ("epochs", "batch_sizes") if settings[name] is not None]
-    given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
-    if given:
-        raise UserError(
-            f"schedule.{given[0]} is about stages whose ends are known before; growth on demand (schedule.demand) has "
-            "none: leave it out."
-        )
-    if isinstance(method, WidthDecision):
-        raise UserError(
-            f"{method.name} decides widths itself; take it with schedule=exponential, or another growth method."
-        )
-
-
-def _refuse_widths(settings: Mapping[str, Any]) -> None:
-    given = [name for name in ("epochs", "widths", "batch_sizes") if settings[name] is not None]
-    given += ["equal_flops"] if settings["equal_flops"] else []
-    if given:
-        raise UserError(
-            f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them itself: "
-            "set schedule.total_epochs alone."
-        )
-
-
-def optimizer_steps(batches: Sequence[int], accumulate: int) -> list[int]:
-    """Steps of each epoch; the last batch of an epoch always ends in a step.
-
-    Raises:
-        UserError: there is no such number.
-    """
-    if accumulate < 1:
-        raise UserError(f"trainer.accumulate_grad_batches={accumulate} must be at least 1.")
-    return [-(-number // accumulate) for number in batches]
-
-
-def _limited(batches: int, limit: float | None) -> int:
-    if limit is None:
-        return batches
-    limited = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    if limited < 1 or (isinstance(limit, float) and limit > 1):
-        raise UserError(
-            f"trainer.limit_train_batches={limit} of {batches} batches leaves none to train on; give a number of "
-            "batches from 1 or a part of them up to 1.0."
-        )
-    return limited
-
-
-def check_budget(settings: Mapping[str, Any], method: GrowthMethod, demand: Demand | None) -> None:
-    """Refuse a budget together with other settings of a run's length.
-
-    Args:
-        settings: of the schedule, with `budget`.
-        method: of the run.
-        demand: of the run.
-
-    Raises:
-        UserError: they do not go together.
-    """
-    budget = settings["budget"]
-    if budget is None:
-        return
-    if not 0 < budget <= MOST_EPOCHS:
-        raise UserError(
-            f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0 and at most "
-            f"{MOST_EPOCHS:,}."
-        )
-    if settings["epochs"] is not None:
-        raise UserError(
-            "schedule.budget finds how many epochs the stages have, and schedule.epochs says it: leave one of them out."
-        )
-    if settings["equal_flops"]:
-        raise UserError(
-            "schedule.budget and schedule.equal_flops both say what the fixed-size run costs: leave one of them out."
-        )
-    if demand is not None or isinstance(method, WidthDecision):
-        raise UserError(
-            "schedule.budget needs to know before the run how wide the network is at which epoch, and this run decides "
-            "that while it trains: take schedule=budget, which grows on demand within a part of the cost, or "
-            "schedule=exponential with another growth method."
-        )
-
-
-def epochs_within(
-    budget: float,
-    make: Callable[[int], Schedule],
-    flops: Sequence[int],
-    full_flops: int,
-    data: RunData,
-    samples: Callable[[int, int], int],
-) -> int:
-    """The most epochs whose training costs no more than a budget.
-
-    The schedule that has them costs less than the budget by at most one epoch of its widest stage.
-
-    Args:
-        budget: in passes of the fixed full network over the training data.
-        make: maps a number of epochs to the schedule of so many.
-        flops: forward FLOPs per sample of each stage.
-        full_flops: the same of the full network.
-        data: set up.
-        samples: maps an epoch and its batch size to the samples that are trained on.
-
-    Raises:
-        UserError: the budget is below the cost of the shortest schedule, or data arrives with the stages.
-    """
-    if data.incremental is not None:
-        raise UserError(
-            "schedule.budget goes with data that is all there from the start: set schedule.total_epochs."
-        )
-    parts = data.epoch_parts
-    known: dict[int, list[int]] = {}
-
-    def until(epoch: int, size: int) -> int:
-        if size not in known:
-            known[size] = [0, *accumulate(samples(part, size) for part in range(parts))]
-        passes, part = divmod(epoch, parts)
-        return passes * known[size][-1] + known[size][part]
-
-    def cost(schedule: Schedule) -> int:
-        stages = zip(schedule.starts, schedule.epochs, schedule.batch_sizes, flops, strict=True)
-        return sum(
-            f * (until(start + length, size) - until(start, size)) for start, length, size, f in stages
-        )
-
-    allowed = _ROUNDING * budget * full_flops * until(parts, data.batch_size)
-    found, least = 0, 0.0
-    for epochs in count(len(flops)):
-        try:
-            spent = cost(make(epochs))
-        except ValueError:
-            # Too few epochs for stages of a given length.
-            if epochs * min(flops) * until(parts, data.batch_size) > parts * allowed:
-                break
-            continue
-        least = least or spent / (full_flops * until(parts, data.batch_size))
-        if spent > allowed:
-            break
-        found = epochs
-    if not found:
-        needed = f", which costs {least:.3g} epochs of the fixed-size network" if least else ""
-        stages = f"{len(flops)} stage{'s' * (len(flops) > 1)}"
-        raise UserError(
-            f"schedule.budget={budget:g} is below the shortest run of {stages}{needed}: raise it, lower "
-            "schedule.num_stages, or divide epochs with data.epoch_parts."
-        )
-    return found
 
 
 def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:

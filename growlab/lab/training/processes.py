@@ -2,14 +2,13 @@
 
 Processes that torchrun or SLURM have started are left alone. Else `growlab.lab.training.launcher` starts one for each
 device, each a separate run of the command line, with the same overrides and the same folder, so a job of a sweep is a
-fresh run too, and devices may differ from job to job. This module does without torch: most of what is asked needs none.
+fresh run too, and devices may differ from job to job. This module does without torch: help and composing need none.
 """
 
 import atexit
 import os
 import re
 import secrets
-import shlex
 import shutil
 import signal
 import sys
@@ -25,8 +24,8 @@ from omegaconf import ListConfig
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 
-# Variables in which torch's elastic agent names the run that a process belongs to, and its error file.
-_RUN_ID, _ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
+# Variables of torchrun with the name of the run that a process belongs to, and its error file.
+RUN_ID, ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _OURS = "growlab-"
 _POLL_SEC = 0.1
 # Far beyond any machine's devices; a number with digits too many would fill its memory.
@@ -49,7 +48,7 @@ def run_id() -> str:
 
 def started_by_growlab() -> bool:
     """Return True if another process of growlab has started this one."""
-    return os.environ.get(_RUN_ID, "").startswith(_OURS)
+    return os.environ.get(RUN_ID, "").startswith(_OURS)
 
 
 def started_elsewhere() -> bool:
@@ -69,34 +68,16 @@ def is_first() -> bool:
 
 
 def announce(sentence: str) -> None:
-    """Tell someone who waits at a terminal what takes the next seconds."""
+    """Print to a terminal what takes the next seconds."""
     if is_first() and sys.stderr.isatty():
         print(f"{sentence} ...", file=sys.stderr, flush=True)
 
 
 def program() -> str:
-    """Program name for commands to copy: `growlab`, or `PYTHON -m growlab`, as called from the current folder.
-
-    The program comes by its name where that finds it, else by its path, from the current folder if it lies there.
-    """
+    """Program name for commands to copy: `growlab` where this process was started so, else `python -m growlab`."""
     # `growlab.lab.cli.commands.run_command` puts a command's name behind the script's.
-    script, _, _ = sys.argv[0].rpartition(" ")
-    for path in (sys.argv[0], script if os.path.dirname(script) else ""):
-        if os.path.basename(path) == "growlab":
-            return _callable(path)
-    return f"{_callable(sys.executable)} -m growlab"
-
-
-def _callable(path: str) -> str:
-    full, here = os.path.abspath(path), os.getcwd()
-    name = os.path.basename(path)
-    found = shutil.which(name)
-    if name == path or (found is not None and os.path.abspath(found) == full):
-        return name
-    if not Path(full).is_relative_to(here):
-        return shlex.quote(full)
-    near = os.path.relpath(full)
-    return shlex.quote(near if os.sep in near else os.path.join(".", near))
+    names = {os.path.basename(path) for path in (sys.argv[0], sys.argv[0].rpartition(" ")[0])}
+    return "growlab" if "growlab" in names else "python -m growlab"
 
 
 def to_start(trainer: Mapping[str, Any]) -> int:
@@ -133,10 +114,7 @@ def to_start(trainer: Mapping[str, Any]) -> int:
 
 
 def max_restarts(trainer: Mapping[str, Any]) -> int:
-    """Times that the processes of a run may start again.
-
-    Args:
-        trainer: the configuration's `trainer`.
+    """Times that the processes of a run may start again, of the configuration's `trainer`.
 
     Raises:
         UserError: it is no count.
@@ -175,18 +153,18 @@ def end_with_parent() -> None:
 
     Nobody would wait for them, and the run's folder may be taken.
     """
-    if _RUN_ID not in os.environ:
+    if RUN_ID not in os.environ:
         return
     # The reason is reported; what torch's sockets say of a neighbour that has gone adds nothing.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    parent = int(os.environ[_RUN_ID].removeprefix(_OURS)) if started_by_growlab() else os.getppid()
+    parent = int(os.environ[RUN_ID].removeprefix(_OURS)) if started_by_growlab() else os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_POLL_SEC)
         if started_by_growlab():
-            # FOLDER/RUN/ATTEMPT/RANK/FILE, as torch lays them out.
-            shutil.rmtree(Path(os.environ[_ERROR_FILE]).parents[3], ignore_errors=True)
+            # FOLDER/ATTEMPT/FILE, as the launcher lays them out.
+            shutil.rmtree(Path(os.environ[ERROR_FILE]).parents[1], ignore_errors=True)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -200,13 +178,13 @@ def report(code: int, reason: str) -> bool:
         reason: a sentence for codes 2 and below 0, else a traceback.
 
     Returns:
-        Whether growlab's own launcher will tell the reason, so that this process need not.
+        True if growlab's own launcher will print the reason, so that this process need not.
     """
-    if os.environ.get(_ERROR_FILE):
+    if os.environ.get(ERROR_FILE):
         # The layout of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`; torchrun prints `py_callstack`.
         more = {"py_callstack": reason, "timestamp": time.time()}
         content = {"message": {"message": reason, "errorCode": code, "extraInfo": more}}
-        write_json(os.environ[_ERROR_FILE], content)
+        write_json(os.environ[ERROR_FILE], content)
     return started_by_growlab()
 
 

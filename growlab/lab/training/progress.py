@@ -35,10 +35,8 @@ class GrowthProgress(Callback):
         self._effort = [_FIXED_EFFORT + forward / max(flops) for forward in flops]
         self._console = Console(file=sys.stderr)
         self._bar: Progress | None = None
-        self._shown = 0.0
-        self._began = self._epoch_began = 0.0
-        self._resumed_at = 0.0
-        # What of the running epoch was done before this process began.
+        self._shown = self._began = self._epoch_began = self._resumed_at = 0.0
+        # Part of the running epoch that was done before this process began.
         self._began_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
@@ -53,14 +51,14 @@ class GrowthProgress(Callback):
         epoch, self._began_at = trainer.current_epoch, 0.0
         if trainer.fit_loop.restarted_mid_epoch:
             self._began_at = (trainer.fit_loop.batch_idx + 1) / self._batches[epoch]
-        self._resumed_at = sum(self._effort[:epoch]) + self._began_at * sum(self._effort[epoch : epoch + 1])
+        self._resumed_at = self._done(epoch, self._began_at)
         if self._console.is_terminal:
+            columns = (
+                TextColumn(f"{{task.{name}}}") for name in ("description", "fields[loss]", "fields[left]")
+            )
+            description, loss, left = columns
             self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[loss]}"),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[left]}"),
+                *(description, BarColumn(bar_width=None), loss, TimeElapsedColumn(), left),
                 console=self._console,
                 transient=True,
             )
@@ -78,37 +76,32 @@ class GrowthProgress(Callback):
         now = time.perf_counter()
         if self._bar is None or now - self._shown < _REFRESH_SEC:
             return
-        self._shown = now
-        epoch = trainer.current_epoch
-        part = (batch_idx + 1) / self._batches[epoch]
-        done = sum(self._effort[:epoch]) + part * self._effort[epoch]
-        # What fits beside a bar on 80 columns; the rest is in the lines above it.
+        self._shown, epoch = now, trainer.current_epoch
+        done = self._done(epoch, (batch_idx + 1) / self._batches[epoch])
+        # As much as fits next to a bar on 80 columns; the rest is in the lines above it.
         self._bar.update(
             self._bar.task_ids[0],
             completed=done,
             description=self._moment(trainer, pl_module),
             loss=_figures({k: v for k, v in pl_module.running_metrics().items() if k == "loss"}),
-            left=f"left {_clock(self._left(done, now))}",
+            left=self._left(done, now),
         )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Print the epoch's line."""
         # Summed over ranks, so every rank must ask.
-        metrics = {**pl_module.metrics("train"), **pl_module.metrics(pl_module.watched)}
+        figures = _figures({**pl_module.metrics("train"), **pl_module.metrics(pl_module.watched)})
         if not trainer.is_global_zero:
             return
-        now = time.perf_counter()
-        figures = _figures(metrics)
+        now, epoch = time.perf_counter(), trainer.current_epoch
         if self._bar is not None:
-            epoch, last = trainer.current_epoch, pl_module.schedule.total_epochs - 1
-            self._bar.console.print(f"epoch {epoch:>{len(str(last))}}/{last}  {figures}", highlight=False)
+            last = pl_module.schedule.total_epochs - 1
+            self._print(f"epoch {epoch:>{len(str(last))}}/{last}  {figures}")
             return
-        done = sum(self._effort[: trainer.current_epoch + 1])
-        rate = (1 - self._began_at) * self._samples[trainer.current_epoch] / (now - self._epoch_began)
+        rate = (1 - self._began_at) * self._samples[epoch] / (now - self._epoch_began)
         widths = f"widths {_span(pl_module.growth_state.widths)}"
-        left = f"left {_clock(self._left(done, now))}"
-        line = (self._moment(trainer, pl_module), widths, figures, f"{rate:,.0f}/s", left)
-        print("  ".join(line), file=sys.stderr, flush=True)
+        left = self._left(self._done(epoch, 1.0), now)
+        self._print("  ".join((self._moment(trainer, pl_module), widths, figures, f"{rate:,.0f}/s", left)))
 
     def on_growth(self, trainer: Trainer, event: GrowthEvent) -> None:
         """Print a line for a growth event."""
@@ -123,10 +116,7 @@ class GrowthProgress(Callback):
             f"{event.num_params_before:,} -> {event.num_params:,}, batch {notes['batch_size']}, "
             f"output error {event.parity_error_eval:.1e}, {event.seconds:.2f} s"
         )
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        self._print(line)
 
     def on_train_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Close the bar."""
@@ -141,14 +131,27 @@ class GrowthProgress(Callback):
             self._bar.stop()
             self._bar = None
 
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
     def _moment(self, trainer: Trainer, task: Task) -> str:
         # The last stage is not known where widths are decided on the way.
         last = f"/{task.schedule.num_stages - 1}" if task.grower.forecast.known else ""
         return f"stage {task.growth_state.stage}{last}  epoch {trainer.current_epoch}/{task.schedule.total_epochs - 1}"
 
-    def _left(self, done: float, now: float) -> float:
+    def _done(self, epoch: int, part: float) -> float:
+        """Effort of the epochs before one and a part of it."""
+        return sum(self._effort[:epoch]) + part * sum(self._effort[epoch : epoch + 1])
+
+    def _left(self, done: float, now: float) -> str:
         new = done - self._resumed_at
-        return (now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0
+        seconds = round((now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0)
+        minutes, seconds = divmod(seconds, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"left {hours}:{minutes:02}:{seconds:02}" if hours else f"left {minutes}:{seconds:02}"
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
@@ -183,9 +186,3 @@ def _span(widths: dict[str, int]) -> str:
         return "fixed"
     low, high = min(widths.values()), max(widths.values())
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -15,7 +15,7 @@ from growlab.base.errors import UserError, WriteError
 from growlab.base.files import write_json, write_text
 from growlab.grower.triggers import OnDemand
 from growlab.growth import GrowthEvent
-from growlab.lab.training.objective import Objective
+from growlab.lab.training.objectives import Objective
 from growlab.lab.training.plan import Plan
 from growlab.lab.training.task import Task
 from growlab.optim import Regional, running_gradients
@@ -29,8 +29,8 @@ RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", 
 class RunRecorder(Callback):
     """Keeps metrics.csv, rates.csv and growth.json, and hands the same to the loggers.
 
-    What it has recorded is part of the checkpoint, so a resumed run's files continue as if it had never
-    stopped. Files are written by the first rank alone, at the end of each epoch.
+    Its records are part of the checkpoint, so a resumed run's files continue as if it had never stopped. Files are
+    written by the first rank alone, at the end of each epoch.
 
     Args:
         run_dir: the run's folder.
@@ -50,16 +50,12 @@ class RunRecorder(Callback):
         self.rows: list[dict[str, Any]] = []
         self.peak_memory_bytes: dict[int, int] = {}
         self._rates: list[str] = []
-        self._lr = 0.0
-        self._began = 0.0
-        self._validation_sec = 0.0
+        self._lr = self._began = self._validation_sec = 0.0
         self._validation_began: float | None = None
         self._device, self._peak = torch.device("cpu"), 0
 
-    # State ---------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Return everything recorded so far, in plain containers."""
+        """Return everything recorded so far, in plain containers; times are of an epoch that has not ended."""
         self._note_memory()
         return {
             "rows": self.rows,
@@ -67,22 +63,16 @@ class RunRecorder(Callback):
             "peak_memory_bytes": self.peak_memory_bytes,
             "peak": self._peak,
             "lr": self._lr,
-            # Of an epoch that has not ended.
             "seconds": time.perf_counter() - self._began,
             "validation_seconds": self._validation_sec + self._validating_sec(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the records of the checkpoint."""
-        self.rows = list(state_dict["rows"])
-        self._rates = state_dict["rates"].splitlines()
-        self.peak_memory_bytes = dict(state_dict["peak_memory_bytes"])
-        self._peak = state_dict["peak"]
-        self._lr = state_dict["lr"]
+        self.rows, self._rates = list(state_dict["rows"]), state_dict["rates"].splitlines()
+        self.peak_memory_bytes, self._peak = dict(state_dict["peak_memory_bytes"]), state_dict["peak"]
+        self._lr, self._validation_sec = state_dict["lr"], state_dict["validation_seconds"]
         self._began = time.perf_counter() - state_dict["seconds"]
-        self._validation_sec = state_dict["validation_seconds"]
-
-    # Hooks ---------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Measure memory from here on, and log the seed's widths."""
@@ -93,8 +83,7 @@ class RunRecorder(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
-        self._began, self._validation_sec = time.perf_counter(), 0.0
-        self._peak = 0
+        self._began, self._validation_sec, self._peak = time.perf_counter(), 0.0, 0
         _reset_peak(self._device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
@@ -109,7 +98,13 @@ class RunRecorder(Callback):
         _reset_peak(self._device)
 
     def _note_memory(self) -> None:
-        self._peak = max(self._peak, _peak_memory(self._device))
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+        else:
+            # macOS counts bytes, others KiB.
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        self._peak = max(self._peak, peak)
 
     def _validating_sec(self) -> float:
         return 0.0 if self._validation_began is None else time.perf_counter() - self._validation_began
@@ -199,11 +194,11 @@ class RunRecorder(Callback):
         """
         schedule, event_sec = plan.schedule, {event.stage: event.seconds for event in events}
         stages = []
-        for stage in range(schedule.num_stages):
-            number = stage if plan.stage_numbers is None else plan.stage_numbers[stage]
+        for stage, number in enumerate(plan.stage_numbers or range(schedule.num_stages)):
             rows = [row for row in self.rows if row["stage"] == number]
-            samples = sum(plan.samples[row["epoch"]] for row in rows)
-            training_sec = sum(plan.samples[row["epoch"]] / row["samples_per_sec"] for row in rows)
+            samples = [plan.samples[row["epoch"]] for row in rows]
+            rates = [row["samples_per_sec"] for row in rows]
+            training_sec = sum(one / rate for one, rate in zip(samples, rates, strict=True))
             stages.append(
                 {
                     "stage": number,
@@ -213,13 +208,11 @@ class RunRecorder(Callback):
                     "num_params": rows[-1]["num_params"],
                     "flops_per_sample": plan.flops[stage],
                     "seconds": sum(row["seconds"] for row in rows) + event_sec.get(number, 0.0),
-                    "samples_per_sec": samples / training_sec,
+                    "samples_per_sec": sum(samples) / training_sec,
                     "peak_memory_bytes": self.peak_memory_bytes.get(number),
                 }
             )
         return stages
-
-    # Files ---------------------------------------------------------------------------------------------
 
     def write(self, task: Task) -> None:
         """Write all files of the run so far."""
@@ -264,13 +257,6 @@ def memory_measure(device: torch.device) -> str:
     return "bytes that the process has held in RAM at most so far (getrusage)"
 
 
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # macOS counts bytes, others KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
 def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -287,6 +273,4 @@ def _log(trainer: Trainer, values: dict[str, float], step: int) -> None:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.8g}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.8g}" if isinstance(value, float) else str(value)

@@ -1,42 +1,115 @@
 """Train an experiment: module, callbacks, training, test, results."""
 
 import contextlib
+import platform
+import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from lightning import Trainer
+import torch
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import Logger
 from torch import nn
+from torch.optim import Optimizer
 
+import growlab
 from growlab.base.errors import UserError
 from growlab.base.files import write_json, write_text
 from growlab.frontends.lightning import Growth
+from growlab.grower import Grower
 from growlab.grower.triggers import OnDemand
 from growlab.growth import GrowthEvent
 from growlab.lab.analysis.report import print_results, write_run_report
 from growlab.lab.data import RunData
-from growlab.lab.training.checkpoints import AtomicCheckpointIO, last_checkpoint, save
+from growlab.lab.training.checkpoints import (
+    AtomicCheckpointIO,
+    SaveCheckpoints,
+    SavePolicy,
+    last_checkpoint,
+    save,
+)
 from growlab.lab.training.distributed import RankCheck
-from growlab.lab.training.experiment import Experiment
 from growlab.lab.training.fresh_statistics import FreshStatistics
+from growlab.lab.training.identity import Identity
 from growlab.lab.training.layer_statistics import layer_statistics
+from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.loggers import WandbRecords
-from growlab.lab.training.plan import Plan, carried_out
+from growlab.lab.training.objectives import Objective
+from growlab.lab.training.plan import Plan, StageCost, carried_out
 from growlab.lab.training.progress import GrowthProgress
-from growlab.lab.training.recorder import RunRecorder, metric_columns
-from growlab.lab.training.results_row import results_row
+from growlab.lab.training.recorder import RunRecorder, memory_measure, metric_columns
 from growlab.lab.training.run_folder import forget_results
-from growlab.lab.training.saving import SaveCheckpoints
 from growlab.lab.training.task import Task
-from growlab.lab.training.user_callbacks import completed
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-# Numbers near zero that training in half precision (twice its smallest), and in any other, does not take for zero.
+# Numbers near zero that training in half precision (twice its smallest), and in any other, distinguishes from zero.
 _HALF, _USUAL = 2.0**-23, 2.0**-100
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the runner; see `conf/config.yaml` for those of the same name.
+
+    Attributes:
+        save: when checkpoints are saved between ends of epochs.
+        max_time: `trainer.max_time` is set, after which training stops.
+        synchronised: `trainer.sync_batchnorm` is set: batch normalisation spans all ranks.
+        num_processes: that the run is divided among.
+    """
+
+    save: SavePolicy
+    optimizer_state: str
+    log_rates_every_n_steps: int
+    log_layers_every_n_steps: int | None
+    statistics_images: int
+    check_ranks: bool
+    compile: bool
+    max_time: bool
+    synchronised: bool
+    num_processes: int
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run, ready to train, as `growlab.lab.training.build` makes it.
+
+    Attributes:
+        data: set up.
+        grower: has the network, which is a seed, its growth method, trigger and parts.
+        plan: stages, cost, batches and steps.
+        cost: of the network at any widths.
+        batch_fit: batch sizes that were found to fit; None where the schedule says them.
+        objective: loss and metrics.
+        optimizer: makes the optimizer from parameters.
+        learning_rate: the schedule of its rate.
+        trainer: makes Lightning's Trainer from the run's folder, callbacks, loggers and plugins.
+        loggers: makes the loggers, which end with the context.
+        checkpoint: to resume from; None: begin.
+        identity: settings that distinguish the run from others.
+        options: of the runner.
+    """
+
+    data: RunData
+    grower: Grower
+    plan: Plan
+    cost: StageCost
+    batch_fit: list[dict[str, int]] | None
+    objective: Objective
+    optimizer: Callable[[Any], Optimizer]
+    learning_rate: LearningRate
+    trainer: Callable[..., Trainer]
+    loggers: Callable[[], AbstractContextManager[list[Logger]]]
+    checkpoint: Path | None
+    identity: Identity
+    options: Options
 
 
 def run(experiment: Experiment, folder: Path) -> None:
@@ -77,9 +150,7 @@ def run(experiment: Experiment, folder: Path) -> None:
             task.network.compile()
             grower.reattach_hooks()
         trainer.fit(task, datamodule=data, ckpt_path=experiment.checkpoint, weights_only=True)
-        plan = _carried_out(
-            completed(plan, recorder.rows, task, options.max_time), experiment, task, recorder
-        )
+        plan = _carried_out(experiment, task, recorder)
         if trainer.is_global_zero:
             recorder.write(task)
         # Before the test, so that the accuracy is that of the very weights in model.pt.
@@ -88,7 +159,7 @@ def run(experiment: Experiment, folder: Path) -> None:
         weights |= {f"model_{name}.pt": copy for name, copy in grower.copies().items()}
         grower.finish()
         trainer.test(task, datamodule=data, verbose=False)
-        results = results_row(experiment.identity, plan, task, recorder, trainer)
+        results = _results(experiment.identity, plan, task, recorder, trainer)
         recorder.on_result(trainer, results)
         if trainer.is_global_zero:
             _save(folder, weights, task, results, data)
@@ -136,9 +207,9 @@ def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer:
         # Of the stage that ends, whose classes the network has outputs for.
         return batches(number, max(0, trainer.current_epoch - 1))
 
-    unfilled = () if data.num_val else f"{task.watched}_"
-    columns = metric_columns(task.objective, watched=task.watched)
     if isinstance(grower.trigger, OnDemand):
+        unfilled = () if data.num_val else f"{task.watched}_"
+        columns = metric_columns(task.objective, watched=task.watched)
         grower.trigger.check_records([name for name in columns if not name.startswith(unfilled)])
     grower.provide(
         known_batches if arriving else batches,
@@ -155,14 +226,73 @@ def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer:
     )
 
 
-def _carried_out(plan: Plan, experiment: Experiment, task: Task, recorder: RunRecorder) -> Plan:
-    """Add to the plan what was decided during training: stages, and passes besides training's."""
-    grower = experiment.grower
+# Runs that a callback ends early ----------------------------------------------------------------------------
+
+
+class StayStopped(Callback):
+    """Keeps a run that a callback has ended early from training on when it is resumed."""
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._stopped = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the trainer, whose `should_stop` goes into checkpoints."""
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop again."""
+        trainer.should_stop = trainer.should_stop or self._stopped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Record that a callback has ended the run."""
+        return {"stopped": self._trainer is not None and self._trainer.should_stop}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore it."""
+        self._stopped = state_dict["stopped"]
+
+
+def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
+    """Shorten the plan to the epochs that were trained, if a callback ended the run after the last growth event.
+
+    Raises:
+        UserError: the run was ended before the network had grown to its end, or because its time was over.
+    """
+    plan, trigger, state = experiment.plan, task.grower.trigger, task.growth_state
+    wanted = plan.schedule.total_epochs
+    if done >= wanted:
+        return plan
+    stopped = f"training was stopped after {done} of {wanted} epochs"
+    if experiment.options.max_time:
+        raise UserError(
+            f"{stopped} (trainer.max_time), so there is no result yet; resume with ckpt_path=last and the run's "
+            "hydra.run.dir."
+        )
+    # A method that decides widths by itself does not say how far it is.
+    grown = trigger.fraction_grown(state.scheduled_stage, state.widths) in (None, 1.0)
+    stage = plan.schedule.stage_at(done - 1) if done else -1
+    if not grown or stage < plan.schedule.num_stages - 1:
+        raise UserError(
+            f"{stopped}, before the network has grown to its end, so there is no result: let the callback that stops "
+            "it wait for longer."
+        )
+    epochs = (*plan.schedule.epochs[:-1], done - sum(plan.schedule.epochs[:-1]))
+    parts = {name: getattr(plan, name)[:done] for name in ("batches", "steps", "samples")}
+    return replace(plan, schedule=replace(plan.schedule, epochs=epochs), **parts)
+
+
+def _carried_out(experiment: Experiment, task: Task, recorder: RunRecorder) -> Plan:
+    """The plan with the epochs that were trained, the stages that were decided in training, and passes besides it."""
+    grower, plan = experiment.grower, _completed(experiment, task, len(recorder.rows))
     if not grower.forecast.known:
         stages = [row["stage"] for row in recorder.rows]
         counts = accumulate(("asked_by" not in event.notes for event in grower.events), initial=0)
         plan = carried_out(plan, grower.trigger, stages, task.stage_widths, experiment.cost, list(counts))
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
+
+
+# Results ----------------------------------------------------------------------------------------------------
 
 
 def _save(
@@ -171,20 +301,99 @@ def _save(
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
         if hasattr(network, "save_pretrained"):
-            # `pretrained` of model.pt, `pretrained_ema` of model_ema.pt.
-            _save_pretrained(run_dir / Path(name).stem.replace("model", "pretrained", 1), network, data)
+            # In its library's format, with the tokenizer: `pretrained` of model.pt, `pretrained_ema` of model_ema.pt.
+            folder = run_dir / Path(name).stem.replace("model", "pretrained", 1)
+            try:
+                network.save_pretrained(folder)
+                data.copy_tokenizer(folder)
+            except UserError as error:
+                # Everything else of the run is there.
+                print(f"{folder.name}/ is not written: {error}", file=sys.stderr)
     for name, content in task.objective.exports(task.network).items():
         (write_text if isinstance(content, str) else save)(run_dir / name, content)
     write_json(run_dir / "results.json", results)
     write_run_report(run_dir)
 
 
-def _save_pretrained(folder: Path, network: Any, data: RunData) -> None:
-    """The network in its own library's format, with the tokenizer if there is one."""
+def _results(
+    identity: Identity, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer
+) -> dict[str, Any]:
+    """The content of `results.json`, which tables are made of."""
+    grower, objective = task.grower, task.objective
+    stages = recorder.stages(plan, grower.events)
+    errors = [
+        error for event in grower.events for error in (event.parity_error_eval, event.parity_error_train)
+    ]
+    name, higher = getattr(objective, "compared_by", ("accuracy", True))
+    last = recorder.rows[-1]
+    names = {"train": objective.metric_names, "val": (*objective.metric_names, *objective.evaluated_names)}
+    return {
+        **identity.row,
+        "epochs": plan.schedule.total_epochs,
+        "reference_epochs": plan.reference_epochs,
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "batch_size": plan.schedule.batch_sizes[-1],
+        "batch_fit": task.batch_fit,
+        # The metric that runs are compared by.
+        "metric": {"name": name, "higher_is_better": higher},
+        **task.metrics("test"),
+        **{key: value for copy in grower.copies() for key, value in task.metrics(f"test_{copy}").items()},
+        **{f"{split}_{one}": last.get(f"{split}_{one}") for split in names for one in names[split]},
+        "train_cost_percent": plan.train_cost_percent,
+        "train_flops": plan.train_flops,
+        "seconds": sum(stage["seconds"] for stage in stages),
+        "parity_max_error": max((error for error in errors if error is not None), default=None),
+        "memory_measure": memory_measure(task.device),
+        "stages": stages,
+        **provenance(task.device),
+    }
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Commit, versions and machine that a result comes from."""
+    return {
+        "git_commit": git_commit(),
+        "versions": versions(),
+        "machine": {"device": _device_name(device), "threads": torch.get_num_threads()},
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide results; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "lightning", "growlab"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that growlab runs from, `-dirty` behind it after changes; None outside of one."""
+    package = Path(growlab.__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=package, capture_output=True, text=True, check=True, timeout=10
+        )
+        return done.stdout.strip()
+
     try:
-        network.save_pretrained(folder)
-    except UserError as error:
-        # Everything else of the run is there.
-        print(f"{folder.name}/ is not written: {error}", file=sys.stderr)
-        return
-    data.copy_tokenizer(folder)
+        # An installed copy may lie inside a repository that it is no part of.
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -8,17 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from growlab.base.errors import FolderHeld, UserError
-from growlab.base.files import CHECKPOINT_FOLDER
+from growlab.base.errors import FolderHeld
 
-# What a run writes at its end.
+# Files and folders that a run writes at its end.
 _RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
-# What it writes before that, and where.
-_FOLDERS = (CHECKPOINT_FOLDER, "figures")
-_FILES = (
-    *("config.yaml", "metrics.csv", "rates.csv", "layers.csv", "growth.json"),
-    *(f"{CHECKPOINT_FOLDER}/{name}.ckpt" for name in ("last", "previous")),
-)
 _HELD: set[int] = set()
 
 
@@ -36,11 +29,28 @@ def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     _HELD.add(descriptor)
     try:
-        _lock(descriptor, folder, time.monotonic() + wait_sec)
+        last = time.monotonic() + wait_sec
+        # Some network file systems cannot lock.
+        with contextlib.suppress(OSError):
+            while not _locked(descriptor):
+                if time.monotonic() > last:
+                    raise FolderHeld(
+                        f"another process is at work in {folder}: wait for its end, or name another folder with "
+                        "hydra.run.dir=FOLDER."
+                    )
+                time.sleep(0.1)
         yield
     finally:
         _HELD.discard(descriptor)
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_held(folder: Path) -> bool:
@@ -54,38 +64,6 @@ def is_held(folder: Path) -> bool:
         return True
 
 
-def _lock(descriptor: int, folder: Path, last: float) -> None:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > last:
-                raise FolderHeld(
-                    f"another process is at work in {folder}: wait for its end, or name another folder with "
-                    "hydra.run.dir=FOLDER."
-                ) from None
-            time.sleep(0.1)
-        except OSError:
-            # Some network file systems cannot.
-            return
-
-
-def check_places(folder: Path) -> None:
-    """Refuse a run's folder in which a folder lies where the run will write a file, or a file where it makes a folder.
-
-    Raises:
-        UserError: naming it.
-    """
-    wrong = [(name, "folder", "file") for name in _FILES if (folder / name).is_dir()]
-    wrong += [(name, "file", "folder") for name in _FOLDERS if (folder / name).is_file()]
-    for name, there, needed in wrong:
-        raise UserError(
-            f"{folder / name} is a {there}, and a run has a {needed} there: move it away, or name another folder "
-            "with hydra.run.dir=FOLDER."
-        )
-
-
 def _let_go() -> None:
     """Processes that a run has forked may outlive it by a moment, and must not keep its locks."""
     for descriptor in _HELD:
@@ -97,7 +75,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def forget_results(folder: Path) -> None:
-    """Remove what an earlier run has left at its end: a run that is stopped leaves none, and is not taken for it."""
+    """Remove the results of an earlier run, so that a run which is stopped is not taken for it."""
     for path in [path for pattern in _RESULTS for path in folder.glob(pattern)]:
         if path.is_dir():
             shutil.rmtree(path)

@@ -12,9 +12,10 @@ from growlab.base.errors import UserError
 from growlab.base.ranks import stacked
 from growlab.grower import Grower
 from growlab.growth import GrowthEvent, GrowthState, Schedule
-from growlab.lab.training.checkpoints import HEADER, as_precise, differences, shapes
+from growlab.lab.training.checkpoints import HEADER, shapes
+from growlab.lab.training.identity import differences
 from growlab.lab.training.learning_rate import LearningRate
-from growlab.lab.training.objective import Classification, Objective, SumObjective
+from growlab.lab.training.objectives import Classification, Objective
 from growlab.optim import exempt_from_decay
 from growlab.widths import WidthGraph
 
@@ -161,21 +162,21 @@ class Task(LightningModule):
         with self.evaluating():
             self._evaluate(self.watched, batch)
 
-    def test_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
-        """Metrics of one test batch."""
-        self._evaluate("test", batch)
-
     def on_validation_epoch_end(self) -> None:
         """Metrics of the whole network."""
-        self._finish(self.watched, self.current_epoch)
+        self._evaluated[self.watched] = self.objective.evaluate(self, self.watched, self.current_epoch)
 
     def on_test_epoch_start(self) -> None:
         """Reset the sums."""
         self._forget("test")
 
+    def test_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
+        """Metrics of one test batch."""
+        self._evaluate("test", batch)
+
     def on_test_epoch_end(self) -> None:
         """Metrics of the whole network."""
-        self._finish("test", None)
+        self._evaluated["test"] = self.objective.evaluate(self, "test", None)
 
     def metrics(self, split: str) -> dict[str, Any]:
         """The objective's metrics over the epoch so far, over all ranks; empty if there are none.
@@ -218,7 +219,7 @@ class Task(LightningModule):
         finite = stacked(finite).all(0)
         if not bool(finite.all()):
             first = next(n for n, fine in zip(tensors, finite.tolist(), strict=True) if not fine)
-            raise UserError(self._not_finite(f"{first} held NaN or infinity after", self.global_step - 1))
+            raise UserError(self._not_finite(f"{first} was NaN or infinite after", self.global_step - 1))
 
     def _not_finite(self, what: str, step: int) -> str:
         kept = "the last checkpoint is from before it" if self.current_epoch else "there is no checkpoint yet"
@@ -231,13 +232,9 @@ class Task(LightningModule):
         *inputs, target = batch
         target, output = self.grower.targets(target), self(*inputs)
         self._add(split, self.objective(output, target)[1])
-        if isinstance(self.objective, SumObjective):
-            self.objective.observe(output, target)
+        self.objective.observe(output, target)
         for name, copy in self.grower.copies().items():
             self._add(f"{split}_{name}", self.objective(copy(*inputs), target)[1])
-
-    def _finish(self, split: str, epoch: int | None) -> None:
-        self._evaluated[split] = self.objective.evaluate(self, split, epoch)
 
     def _forget(self, split: str) -> None:
         for name in (split, *(f"{split}_{copy}" for copy in self.grower.copies())):
@@ -263,17 +260,20 @@ class Task(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the growth history, which the weights cannot be loaded without."""
         checkpoint[HEADER] = {
+            **self._plan(),
             "grower": self.grower.state_dict(),
-            "epochs": list(self.schedule.epochs),
-            "batch_sizes": list(self.schedule.batch_sizes),
             "batch_fit": self.batch_fit,
-            "method": self.grower.method.name,
             "settings": self.settings,
             "run_id": self.run_id,
             "statistics_ranks": self.statistics_ranks,
             # [ranks, k]: collected on every rank, saved by the first.
             "train_sums": stacked(self._sums["train"]).cpu() if "train" in self._sums else None,
         }
+
+    def _plan(self) -> dict[str, Any]:
+        """Method and stages, which a run that resumes has too."""
+        epochs, sizes = list(self.schedule.epochs), list(self.schedule.batch_sizes)
+        return {"method": self.grower.method.name, "epochs": epochs, "batch_sizes": sizes}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Bring the network to the structure and the widths that the weights were saved at.
@@ -284,19 +284,10 @@ class Task(LightningModule):
         saved = checkpoint.get(HEADER)
         if saved is None:
             raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
-        other = differences(saved["settings"], self.settings)
-        other = other or differences(
-            {
-                **{key: saved[key] for key in ("method", "epochs", "batch_sizes")},
-                "full_widths": saved["grower"]["full_widths"],
-            },
-            {
-                "method": self.grower.method.name,
-                "epochs": list(self.schedule.epochs),
-                "batch_sizes": list(self.schedule.batch_sizes),
-                "full_widths": self.grower.full_graph.full_widths,
-            },
-        )
+        ours = self._plan()
+        theirs = {key: saved[key] for key in ours} | {"full_widths": saved["grower"]["full_widths"]}
+        ours["full_widths"] = self.grower.full_graph.full_widths
+        other = differences(saved["settings"], self.settings) or differences(theirs, ours)
         if not other:
             self.grower.load_state_dict(saved["grower"])
             other = differences(shapes(checkpoint["state_dict"]), shapes(self.state_dict()), "the shape of ")
@@ -309,8 +300,10 @@ class Task(LightningModule):
         if saved["statistics_ranks"] != self.statistics_ranks:
             raise UserError(
                 f"batch normalisation would take its statistics over 1/{self.statistics_ranks} of each batch, not "
-                f"1/{saved['statistics_ranks']} as the checkpoint's run did: go on with as many devices as before, or "
+                f"1/{saved['statistics_ranks']} as the checkpoint's run did: resume with as many devices as before, or "
                 "between one device and several with trainer.sync_batchnorm=true."
             )
-        as_precise(self, checkpoint["state_dict"])
+        if all(checkpoint["state_dict"][name].dtype == torch.float64 for name, _ in self.named_parameters()):
+            # Before Lightning converts the module, which is after it has loaded the checkpoint: its bits would be lost.
+            self.double()
         self._saved_sums = saved["train_sums"]

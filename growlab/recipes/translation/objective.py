@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.base.ranks import gather
-from growlab.lab.training.objective import TokenPrediction
+from growlab.lab.training.objectives import TokenPrediction
 from growlab.recipes.translation.data import TranslationData
 from growlab.recipes.translation.library import extra_module, fairseq_module
 from growlab.recipes.translation.network import FairseqTransformer, fairseq_checkpoint

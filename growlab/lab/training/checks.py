@@ -1,0 +1,254 @@
+"""Checks of a composed configuration, before anything is made of it: types, ranges, settings without effect.
+
+Groups such as `data` and `model` are open: any class may stand there, so values are checked against the annotations of
+what takes them.
+"""
+
+import json
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from hydra.utils import get_object
+from omegaconf import MISSING
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic_core import SchemaError
+
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import at_least, left_out, whole
+from growlab.growth import make_schedule
+from growlab.optim import Inheritance
+
+_LARGEST = 2**63 - 1
+_ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
+# Of the top level.
+_TOP = {
+    **dict.fromkeys(("compile", "check_ranks"), bool),
+    **dict.fromkeys(("seed", "statistics_images", "log_rates_every_n_steps"), int),
+    **dict.fromkeys(("num_threads", "probe_size", "log_layers_every_n_steps"), int | None),
+    **dict.fromkeys(("gain", "norm_anneal"), float),
+    **dict.fromkeys(("ckpt_path", "start_from"), str | None),
+    "name": str | int,
+    "opaque": list[str],
+    "optimizer_state": Inheritance,
+}
+# Of `schedule`, which has no class of its own, besides the arguments of `make_schedule`.
+_SCHEDULE = {
+    "batch_size": Literal["auto"] | None,
+    "max_memory_gib_per_device": float | None,
+    "equal_flops": bool,
+    "budget": float | None,
+}
+# Options with which Lightning would make the run shorter, longer or measured on less than its results say.
+_OURS = frozenset(
+    (
+        *(
+            "max_epochs",
+            "min_epochs",
+            "max_steps",
+            "min_steps",
+            "fast_dev_run",
+            "overfit_batches",
+            "barebones",
+        ),
+        *("limit_val_batches", "limit_test_batches", "check_val_every_n_epoch", "val_check_interval"),
+        *("num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"),
+        *("logger", "log_every_n_steps", "default_root_dir", "enable_checkpointing", "plugins"),
+        *("enable_progress_bar", "enable_model_summary"),
+    )
+)
+# Settings of the schedule, and those that win over each where they are given.
+_BEFORE = {
+    "total_epochs": ("budget", "epochs"),
+    "num_stages": ("epochs", "widths"),
+    "initial_epochs": ("epochs",),
+    "initial_fraction": ("initial_epochs", "epochs"),
+    "initial_width": ("widths",),
+}
+_SHAPE = "schedule.learning_rate.shape"
+# Settings that have an effect with one value of another setting alone.
+_NEEDS = {
+    "schedule.learning_rate.milestones": (_SHAPE, "steps"),
+    "schedule.learning_rate.decay": (_SHAPE, "steps"),
+    "schedule.learning_rate.decay_fraction": (_SHAPE, "wsd"),
+    "schedule.learning_rate.decay_shape": (_SHAPE, "wsd"),
+    "data.validation_fraction": ("data.validation", "split"),
+    "data.split_seed": ("data.validation", "split"),
+    "data.mean": ("data.standardise", "channel"),
+    "data.std": ("data.standardise", "channel"),
+    "schedule.max_memory_gib_per_device": ("schedule.batch_size", "auto"),
+}
+
+
+def check_types(settings: Any, name: str = "") -> dict[str, Any]:
+    """Refuse values that the constructors of growlab and Lightning would take for something else, or fail on later.
+
+    Args:
+        settings: nested plain containers; what has a `_target_` in growlab or Lightning is checked against its
+            annotations. Numbers for growlab, Lightning and torch must be finite and fit into 64 bits.
+        name: of the settings, in front of those inside.
+
+    Returns:
+        By dotted name, values whose annotation has floats, with floats in place of integers.
+
+    Raises:
+        UserError: a value has another type than its parameter, or is not finite.
+    """
+    floats: dict[str, Any] = {}
+    if isinstance(settings, list):
+        for index, value in enumerate(settings):
+            check_types(value, f"{name}[{index}]")
+    if not isinstance(settings, Mapping):
+        return floats
+    target = str(settings.get("_target_", "growlab"))
+    full_names = {f"{name}.{key}" if name else str(key): key for key in settings}
+    if target.partition(".")[0] in ("growlab", "lightning", "torch"):
+        # Before those inside, which may refer to them.
+        for full_name, key in full_names.items():
+            _check_finite(settings[key], full_name)
+    hints = {"": _TOP, "schedule": {**_hints(make_schedule), **_SCHEDULE}}.get(name) or _hints_of(target)
+    for full_name, key in full_names.items():
+        value = settings[key]
+        if key in hints and value != MISSING:
+            if not _fits(value, hints[key]):
+                wanted = re.sub(r"\b(\w+\.)+|<class '|'>", "", str(hints[key]))
+                raise UserError(f"{full_name} must be {wanted}, not {value!r}.")
+            if "float" in str(hints[key]):
+                floats[full_name] = _as_floats(value)
+        floats |= check_types(value, full_name)
+    return floats
+
+
+def _check_finite(value: Any, name: str) -> None:
+    """Refuse nan and infinity, since comparisons let nan pass, and integers that do not fit into 64 bits."""
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UserError(f"{name} must be a finite number, not {number}.")
+        if isinstance(number, int) and abs(number) > _LARGEST:
+            raise UserError(f"{name} must lie between -2^63 and 2^63, not {number}.")
+
+
+def _hints_of(target: str) -> dict[str, Any]:
+    """Annotations of the parameters of a class or function of growlab or Lightning; none where they are unknown."""
+    if not target.startswith(("growlab.", "lightning.")):
+        return {}
+    try:
+        return _hints(get_object(target))
+    except Exception:  # Raised again, with its reason, when it is called.
+        return {}
+
+
+def _hints(made: Any) -> dict[str, Any]:
+    if not isinstance(made, type):
+        return typing.get_type_hints(made)
+    # A constructor that hands on `**kwargs` takes the arguments of those above it, such as torch's optimizers.
+    owners = [owner for kind in (*getattr(made, "SETTINGS", ()), made) for owner in reversed(kind.__mro__)]
+    constructors = [vars(owner)["__init__"] for owner in owners if "__init__" in vars(owner)]
+    return {name: hint for one in constructors for name, hint in typing.get_type_hints(one).items()}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return True if a value is one of a type; mappings may become objects, which Hydra makes."""
+    if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value)):
+        return True
+    try:
+        # As JSON: lists stand for tuples, text for paths and members of enumerations.
+        TypeAdapter(hint, config=_ANY_CLASS).validate_json(json.dumps(value), strict=True)
+    except ValidationError:
+        return False
+    except (PydanticUserError, SchemaError, TypeError):
+        return True  # an annotation that pydantic cannot check
+    return True
+
+
+def _as_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_as_floats(one) for one in value]
+    return float(value) if type(value) is int else value
+
+
+def check_trainer_options(trainer: Mapping[str, Any]) -> None:
+    """Refuse options of Lightning's Trainer that would be ignored or change what the numbers of a run mean.
+
+    Args:
+        trainer: the configuration's `trainer`.
+
+    Raises:
+        UserError: growlab sets the option itself, or its value is out of range.
+    """
+    if taken := [str(name) for name in trainer if name in _OURS]:
+        raise UserError(
+            f"trainer.{taken[0]} is set by growlab: schedule has the length of a run, trainer.limit_train_batches that "
+            "of an epoch, data what is held out, logger and hydra.run.dir where results go."
+        )
+    with as_user_errors():
+        whole(1, **{"trainer.accumulate_grad_batches": trainer.get("accumulate_grad_batches", 1)})
+        for name in ("limit_train_batches", "gradient_clip_val"):
+            if (value := trainer.get(name)) is not None:
+                at_least(0, **{f"trainer.{name}": value})
+
+
+def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_sweep: bool = False) -> None:
+    """Refuse settings that were typed and have no effect: the run would not be the one that was asked for.
+
+    Args:
+        settings: the composed configuration in plain containers, resolved.
+        overrides: of the command line.
+        is_sweep: the command line starts several runs, and a setting may concern only some of them.
+
+    Raises:
+        UserError: naming the setting that wins over it, or without which it is not used.
+    """
+    typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    schedule = settings["schedule"]
+    for name, stronger in _BEFORE.items():
+        for other in stronger if f"schedule.{name}" in typed else ():
+            given, value = schedule.get(name), schedule.get(other)
+            if value is not None and f"schedule.{other}" not in typed and not _agree(name, given, value):
+                raise UserError(
+                    f"schedule.{name}={given} has no effect with schedule.{other}={_text(value)}, which the "
+                    f"experiment sets: set that, or add schedule.{other}=null."
+                )
+    if is_sweep:
+        return
+    for name, (other, needed) in _NEEDS.items():
+        value = _selected(settings, other)
+        # Other data than images have no `validation` and no `standardise`.
+        absent = value is None and other.startswith("data.")
+        if name in typed and value != needed and not absent:
+            raise UserError(
+                f"{name}={typed[name]} has no effect with {other}={_text(value)}: it is of {other}={needed}."
+            )
+    for name, part in (settings.get("parts") or {}).items():
+        own = settings.get(name)
+        if not isinstance(own, Mapping) or part is None or not left_out(part):
+            continue
+        switch = next((str(key) for key in part if key != "_target_"), "")
+        for key, value in own.items():
+            full = f"{name}.{key}"
+            if key != switch and value is not None and full in typed:
+                raise UserError(
+                    f"{full}={typed[full]} has no effect: {name} is left out while {name}.{switch}=null."
+                )
+
+
+def _agree(name: str, given: Any, value: Any) -> bool:
+    """Return True if a setting of the schedule says the same as the list (or number) that wins over it."""
+    if not isinstance(value, list):
+        return False
+    return bool(given == {"total_epochs": sum(value), "num_stages": len(value)}.get(name, value[0]))
+
+
+def _selected(settings: Mapping[str, Any], name: str) -> Any:
+    """Value at a dotted name; None where there is none."""
+    found: Any = settings
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).replace(" ", "")
