@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         make_schedule,
     )
     from growlab.parts import Part
+    from growlab.widen.enlarge import enlarge
     from growlab.widths import trace
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "Trigger",
     "UserError",
     "VarianceTransfer",
+    "enlarge",
     "make_schedule",
     "optim",
     "prune",
@@ -83,6 +85,7 @@ _MODULES = {
     "Splitting Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",
     "growlab.grower.triggers": "At ByMethod Never Scheduled Trigger",
+    "growlab.widen.enlarge": "enlarge",
     "growlab.widths": "trace",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -2,19 +2,25 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from growlab.base.described import Described
 from growlab.base.errors import UserError, as_user_errors
 from growlab.grower import Grower
 from growlab.grower.network import as_method, check_arguments
 from growlab.grower.part import Part, checked_parts
+from growlab.grower.trained import Once
 from growlab.grower.triggers import At, Trigger, as_trigger
-from growlab.growth import GrowthEvent, GrowthMethod, Schedule, VarianceTransfer
+from growlab.growth import GrowthEvent, GrowthMethod, Schedule
 from growlab.optim import Inheritance
 from growlab.optim.carry import check_inheritance
+from growlab.widths import Example
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +29,7 @@ class GrowthCallback(Described):
     """Base of the callbacks that drive a `growlab.Grower` in another library's training loop."""
 
     grower: Grower | None = None
+    _trained_optimizer: Mapping[str, Any] | None = None
 
     def _set(
         self,
@@ -34,6 +41,7 @@ class GrowthCallback(Described):
         optimizer_state: Inheritance,
         anneal_steps: int | None,
         verbose: bool,
+        start: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
     ) -> None:
         """Keep the arguments of a Grower that is made once there is a network.
 
@@ -46,10 +54,19 @@ class GrowthCallback(Described):
             optimizer_state: see `growlab.optim.follow`.
             anneal_steps: likewise.
             verbose: likewise.
+            start: a small trained network that the network begins as, its state_dict, or the path of either as
+                `save_pretrained` or the loop's checkpoints wrote it; None: a seed with new weights.
 
         Raises:
             UserError: one of them is not what it must be, or the trigger counts costs.
         """
+        self._start, self._begins = start, trigger
+        if start is not None:
+            if trigger is None:
+                trigger = Once({})
+            elif isinstance(trigger, Mapping):
+                # The small network's widths are known once there is a network.
+                trigger = {at: 1.0 if width == "small" else width for at, width in trigger.items()}
         check_arguments(seed, anneal_steps)
         with as_user_errors():
             check_inheritance(optimizer_state)
@@ -60,13 +77,31 @@ class GrowthCallback(Described):
                 "unit='step', or announce costs to a growlab.Grower in your own loop."
             )
         self._optimizer_state = optimizer_state
-        self._make = partial(
-            Grower,
-            method=VarianceTransfer() if method is None else as_method(method),
-            parts=checked_parts(parts),
-            seed=seed,
-            anneal_steps=anneal_steps,
-            verbose=verbose,
+        self._settings = {
+            "parts": checked_parts(parts),
+            "seed": seed,
+            "anneal_steps": anneal_steps,
+            "verbose": verbose,
+        }
+        self._method = None if method is None else as_method(method)
+
+    def _make(
+        self, network: nn.Module, example: Example, trigger: Trigger, prefix: str, trains: bool = True
+    ) -> Grower:
+        """Make the Grower of a network.
+
+        Args:
+            network: at full width.
+            example: its inputs.
+            trigger: decides which widths come next; not for a network that begins as a trained one.
+            prefix: of the network's names in its module's state_dict.
+            trains: False: the network is only evaluated.
+        """
+        if self._start is None or not trains:
+            return Grower(network, example, method=self._method, trigger=trigger, **self._settings)
+        small, self._trained_optimizer = trained(self._start, network, prefix)
+        return Grower.from_trained(
+            small, network, example, method=self._method, trigger=self._begins, **self._settings
         )
 
     @property
@@ -106,6 +141,62 @@ class GrowthCallback(Described):
         except UserError as error:
             # Training is done, and its checkpoints are there: go on with more epochs.
             log.warning("%s", error)
+
+
+def trained(
+    start: nn.Module | Mapping[str, Tensor] | str | Path, network: nn.Module, prefix: str
+) -> tuple[nn.Module | Mapping[str, Tensor], Mapping[str, Any] | None]:
+    """Load the small network that a training begins with, and the state of its optimizer where that was saved.
+
+    Args:
+        start: a module, its state_dict, a folder that `save_pretrained` or the Trainer wrote, or a checkpoint's file.
+        network: the large network.
+        prefix: of the network's names in a checkpoint of its module.
+
+    Raises:
+        UserError: there is no such file or folder, or it contains no weights.
+    """
+    if isinstance(start, (nn.Module, Mapping)):
+        return start, None
+    path = Path(start)
+    if path.is_dir():
+        if not hasattr(type(network), "from_pretrained"):
+            raise UserError(
+                f"{type(network).__name__} has no from_pretrained to load {path} with; give a network."
+            )
+        small = type(network).from_pretrained(path)
+        saved = path / "optimizer.pt"
+        return small, torch.load(saved, "cpu", weights_only=True) if saved.is_file() else None
+    if not path.is_file():
+        raise UserError(f"start={str(start)!r} is no file and no folder.")
+    content = torch.load(path, "cpu", weights_only=True)
+    states = content.get("optimizer_states") or [None]
+    tensors = {
+        n.removeprefix(prefix): t
+        for n, t in content.get("state_dict", content).items()
+        if n.startswith(prefix)
+    }
+    if not tensors:
+        raise UserError(f"{path} contains no weights whose names begin with {prefix!r}.")
+    return tensors, states[0] if len(states) == 1 else None
+
+
+def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
+    """Load the state of a small network's optimizer into one of the same groups, which keeps its own settings."""
+    if saved is None:
+        return
+    sizes = [
+        [len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)
+    ]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"the saved optimizer has groups of {sizes[0]} parameters and this one of {sizes[1]}: its state cannot be "
+            "continued."
+        )
+    own = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(saved))
+    for group, settings in zip(optimizer.param_groups, own, strict=True):
+        group.update(settings)
 
 
 def metrics(grower: Grower) -> dict[str, float]:

@@ -18,13 +18,13 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from growlab.base.errors import UserError
-from growlab.frontends.common import GrowthCallback, metrics
+from growlab.frontends.common import GrowthCallback, continue_optimizer, metrics
 from growlab.frontends.saving import Saving, averages, hold_plain_networks, put_back_networks, shapes_of
 from growlab.grower import Grower
 from growlab.grower.part import Part, WidthPart
@@ -84,6 +84,9 @@ class Growth(GrowthCallback, Callback):
         grower: in place of all arguments about the network, its method and trigger: a Grower that the module has made
             and saves, loads and finishes by itself. The callback then only lets it grow and its optimizers follow.
         verbose: log a line for each event.
+        start: a small trained network that the network begins as, see `growlab.Grower.from_trained`; or its state_dict,
+            a folder that `save_pretrained` wrote, or a checkpoint of Lightning's, whose optimizer state is loaded too.
+            The trigger may name its widths, {0: "small", 10: 1.0}; None: growth before the first batch.
         on_event: called with the trainer and each event, in place of metrics in the trainer's loggers.
 
     Attributes:
@@ -112,6 +115,7 @@ class Growth(GrowthCallback, Callback):
         anneal_steps: int | None = None,
         grower: Grower | None = None,
         verbose: bool = True,
+        start: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
         on_event: Callable[[Trainer, GrowthEvent], None] | None = None,
     ) -> None:
         if grower is not None and (method is not None or trigger is not None):
@@ -123,7 +127,7 @@ class Growth(GrowthCallback, Callback):
                 f"network={names!r} must be different names: of the submodule that grows, and of the copies of it."
             )
         (self._network, *self._copies), self._example = names, example
-        self._set("Lightning", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose)
+        self._set("Lightning", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
         self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
         self._put_back_batches: Callable[[], None] = lambda: None
@@ -182,7 +186,8 @@ class Growth(GrowthCallback, Callback):
         example = seen(network) if self._example is None else self._example
         # What is only evaluated keeps the weights that it has.
         trigger = self._trigger if stage == "fit" else Never()
-        self.grower, self._planted = self._make(network, example, trigger=trigger), stage == "fit"
+        path, self._planted = next(n for n, m in module.named_modules() if m is network), stage == "fit"
+        self.grower = self._make(network, example, trigger, path and f"{path}.", self._planted)
         for name in self._copies:
             copy = self._find(module, name)
             self._follow(self.grower, copy)
@@ -202,6 +207,9 @@ class Growth(GrowthCallback, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let all optimizers follow, which have been made by now, and averages that other callbacks keep."""
         assert self.grower is not None
+        if self._trained_optimizer is not None and len(trainer.optimizers) == 1:
+            continue_optimizer(trainer.optimizers[0], self._trained_optimizer)
+            self._trained_optimizer = None
         self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)
         self._follow_averages(trainer, pl_module)
 

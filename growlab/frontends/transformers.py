@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from growlab.base.errors import UserError, how_to_install, needs
-from growlab.frontends.common import GrowthCallback, metrics
+from growlab.frontends.common import GrowthCallback, continue_optimizer, metrics
 from growlab.grower import Grower, renew
 from growlab.grower.network import put_back, wrapper_of
 from growlab.grower.part import Part
@@ -51,6 +51,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
         verbose: log a line for each event.
+        start: a small trained model that this one begins as, see `growlab.Grower.from_trained`, its state_dict, or a
+            folder that `save_pretrained` or the Trainer wrote, whose `optimizer.pt` is loaded too. The trigger may name
+            its widths, {0: "small", 10: 1.0}; None: growth before the first batch.
 
     Attributes:
         grower: the engine, once the Trainer is made.
@@ -74,9 +77,10 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         optimizer_state: Inheritance = "auto",
         anneal_steps: int | None = None,
         verbose: bool = True,
+        start: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
     ) -> None:
         self._network, self._example = network, example
-        self._set("the Trainer", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose)
+        self._set("the Trainer", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
         self._wrapper: DistributedDataParallel | None = None
         self._mark = ""
 
@@ -120,7 +124,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                     f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input."
                 )
             example = as_example(network, (), inputs)
-        self.grower = self._make(network, example, trigger=self._trigger)
+        self.grower = self._make(network, example, self._trigger, self._network and f"{self._network}.")
 
     def on_train_begin(
         self,
@@ -140,6 +144,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         if state.global_step and saved:
             self._resume(self.grower, saved, _resumed(args, state))
         if optimizer is not None:
+            if not state.global_step:
+                continue_optimizer(optimizer, self._trained_optimizer)
             self.grower.follow(optimizer, state=self._optimizer_state)
         self._announce(self.grower, state.num_train_epochs, state.max_steps)
         if args.world_size > 1 and model is not None:

@@ -28,13 +28,25 @@ from growlab.grower.network import (
     see_through,
     trace_for_growth,
 )
-from growlab.grower.part import Part, Replaced, WidthPart, checked_parts
+from growlab.grower.part import BlockPart, Part, Replaced, WidthPart, checked_parts
+from growlab.grower.trained import (
+    Layers,
+    Newborn,
+    adopt,
+    anneal_at_once,
+    layers_to_come,
+    newborn,
+    prepared,
+    renamed,
+    trigger_from,
+)
 from growlab.grower.transaction import Seconds, decision, merged, transaction
 from growlab.grower.triggers import Clock, Never, Training, Trigger, Widths, as_trigger
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
     GrowthState,
+    HyperCloning,
     ParityError,
     Schedule,
     VarianceTransfer,
@@ -66,9 +78,8 @@ class Grower(LoadingNetwork):
     is there, and the optimizers that `follow` keep their groups, schedules and state.
 
     The method draws new weights for the seed's tensors that grow, whatever the network contained before: training
-    starts from scratch, and a warning says so if they have been trained. To grow a small trained network, make the
-    Grower on the network at full width, then load the small one's state_dict. `growlab widen` enlarges networks past
-    their size. Each event is logged, in a line at INFO of the logger "growlab".
+    starts from scratch, and a warning says so if they have been trained. `from_trained` grows a small trained network,
+    and `growlab widen` enlarges saved ones. Each event is logged, in a line at INFO of the logger "growlab".
 
     With several processes (DistributedDataParallel) each calls `step`, and, if that has returned events,
     `growlab.grower.renew` on the wrapper.
@@ -126,7 +137,7 @@ class Grower(LoadingNetwork):
         self._anneal_steps, self._example = anneal_steps, example
         # Optimizer steps of this stage so far, and those that its normalisations take.
         self._annealing = (0, _ANNEAL_STEPS)
-        self._modules, self._units = list[nn.Module](), set[str]()
+        self._modules, self._units, self.trained = list[nn.Module](), set[str](), False
         self._regions: dict[str, Regions] | None = None
         traced = graph is None
         if graph is None:
@@ -151,8 +162,7 @@ class Grower(LoadingNetwork):
         if drawn and (reason := not_fresh(self.network)):
             log.warning(
                 "growth starts from scratch and draws new weights, but this network's are not its constructor's (%s): "
-                "to keep trained weights, make the Grower on the network at full width, then load the state_dict of a "
-                "small trained one",
+                "to keep the weights of a small trained network, use Grower.from_trained",
                 reason,
             )
         fraction = self.forecast.fraction_grown(0, self.seed_widths)
@@ -169,6 +179,70 @@ class Grower(LoadingNetwork):
     def __repr__(self) -> str:
         widths = ", ".join(f"{group}: {width}" for group, width in self.state.widths.items())
         return f"{type(self).__name__}(stage {self.state.stage}, {self.method.name}, widths {{{widths}}})"
+
+    @classmethod
+    def from_trained(
+        cls,
+        small: nn.Module | Mapping[str, Tensor],
+        wide: nn.Module,
+        example: Example,
+        *,
+        method: GrowthMethod | str | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        trigger: Trigger | Mapping[float, Any] | None = None,
+        layers: Layers = "interleave",
+        parts: Sequence[Part] = (),
+        state: Inheritance = "auto",
+        seed: int = 0,
+        trace: str | nn.Module | None = None,
+        **settings: Any,
+    ) -> "Grower":
+        """Grower of a network that begins as a small trained one of its kind: narrower, with fewer layers, or both.
+
+        The large network first takes on the small one's widths, layers and weights, and the optimizer continues with
+        its parameters, groups and state. Growth preserves outputs; layers that come in copy the one before them, with
+        branches that begin at zero.
+
+        Args:
+            small: the trained network, which is not changed, or its state_dict. Of a network, the outputs are compared.
+            wide: the network at full width and depth; becomes the small one, in place. Its own weights are lost.
+            example: see `Grower`.
+            method: see `Grower`; None: `HyperCloning(noise_std=0.1)`, whose copies separate by their noise.
+            optimizer: the small network's, or several; the same objects continue.
+            trigger: see `Grower`; "small" stands for the small network's widths, {0: "small", 500: 1.0}; None: all
+                growth at the first call of `step`.
+            layers: order of a deeper network's layers: "interleave" puts each copy behind its original, "end" all new
+                layers behind the last; or the indices that the small network's layers get.
+            parts: see `Grower`; one that inserts layers replaces `layers`.
+            state: see `follow`.
+            seed: see `Grower`.
+            trace: see `Grower`.
+            settings: further arguments of `Grower`.
+
+        Raises:
+            UserError: the small network's tensors fit no widths of the large one, both compute something else with the
+                same weights, or the large network would not stay the same once its normalisations are plain.
+        """
+        chosen = HyperCloning(noise_std=0.1) if method is None else as_method(method)
+        names, missing = renamed(small if isinstance(small, Mapping) else small.state_dict(), wide, layers)
+        if missing and not any(isinstance(part, BlockPart) for part in parts):
+            parts = (*parts, layers_to_come(missing))
+        graph, widths = prepared(small, wide, example, chosen, parts, seed, trace, names, missing)
+        grower = cls(
+            wide,
+            example,
+            method=chosen,
+            trigger=trigger_from(trigger, widths, graph),
+            parts=parts,
+            seed=seed,
+            graph=graph,
+            trace=trace,
+            **settings,
+        )
+        grower.trained = True
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        adopt(grower, small, names, optimizers, state)
+        return grower
 
     # In a loop ---------------------------------------------------------------------------------------------
 
@@ -415,6 +489,14 @@ class Grower(LoadingNetwork):
         self._regions = {name: region.to(device) for name, region in self._regions.items()}
         return self._regions
 
+    def newborn(self, since: int = 1) -> Newborn:
+        """Parameters and entries that came in at a stage or later: to freeze all others, or for groups of their own.
+
+        Args:
+            since: stage, from 1; the seed and what `from_trained` loads are stage 0.
+        """
+        return newborn(self.network, self.regions(), since)
+
     def divisors(self) -> dict[Tensor, Tensor]:
         """Divisors of the steps of Adam and the like, by parameter: multipliers of rows, if the method says so."""
         known = row_multipliers(self.network) if self.method.compensates else {}
@@ -546,9 +628,15 @@ class Grower(LoadingNetwork):
         )
         self.events.append(event)
         self._begin_stage()
-        if self.state.norm_weights and self.anneal_steps < 1:
-            self.anneal(1.0)
+        if self.state.norm_weights:
+            self._begin_annealing(method)
         return event
+
+    def _begin_annealing(self, method: GrowthMethod) -> None:
+        if self.trained:
+            anneal_at_once(self, method)
+        elif self.anneal_steps < 1:
+            self.anneal(1.0)
 
     def _widths_of_event(self, asked: Widths, asker: Part | None) -> tuple[Widths, Widths]:
         """Width of each group after an event, and the same with parts' own groups as they are, for the method.

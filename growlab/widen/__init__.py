@@ -1,5 +1,6 @@
 """Widen and deepen trained networks of transformers, torchvision or timm without changing their outputs."""
 
+from growlab.widen.enlarge import enlarge
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
 from growlab.widen.upcycle import more_experts, upcycle, upcycle_folder
@@ -7,6 +8,7 @@ from growlab.widen.vision import load_widened, widen_weights
 
 __all__ = [
     "PARTS",
+    "enlarge",
     "load_widened",
     "more_experts",
     "upcycle",

@@ -255,8 +255,7 @@ def upcycle_folder(
         raise UserError(
             f"{target_kind.__name__} does not compute what {kind.__name__} does: its output changes by {error:.0e}."
         )
-    written = units(target)
-    dtype = next(iter(saved.dtypes.values()))
+    written, dtype = units(target), next(iter(saved.dtypes.values()))
     out.mkdir(parents=True, exist_ok=True)
     write_folder(
         out,

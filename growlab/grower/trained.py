@@ -1,0 +1,300 @@
+"""Growth of networks that are trained already: a small network becomes the first stage of a larger one."""
+
+import importlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from growlab.base.errors import UserError
+from growlab.grower.network import trace_for_growth
+from growlab.grower.part import Part
+from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
+from growlab.growth import GrowthMethod
+from growlab.growth.outputs import evaluate, network_inputs
+from growlab.growth.parity import relative_error
+from growlab.optim import Regions
+from growlab.optim.followers import replace_parameters
+from growlab.widths import Example, WidthGraph
+
+
+@dataclass(frozen=True)
+class Newborn:
+    """Parameters, and entries of parameters, that growth has added since a stage.
+
+    Attributes:
+        parameters: parameters of which every entry is new, such as those of layers that came in, by name.
+        masks: for each parameter that grew, True at its new entries, bool of its shape, by name.
+        num_entries: number of new entries altogether.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    masks: Mapping[str, Tensor]
+    num_entries: int
+
+
+def newborn(network: nn.Module, regions: Mapping[str, Regions], since: int) -> Newborn:
+    """Find what is not older than a stage.
+
+    Args:
+        network: that grows.
+        regions: birth stages of its parameters' entries, by name.
+        since: the first stage that counts.
+    """
+    whole, masks, number = dict[str, nn.Parameter](), dict[str, Tensor](), 0
+    for name, parameter in network.named_parameters():
+        if name not in regions:
+            continue
+        rows, columns, shape = regions[name].rows_O, regions[name].columns_I, regions[name].column_shape
+        if not bool((rows >= since).any()) and not bool((columns >= since).any()):
+            continue
+        mask = torch.maximum(rows[:, None], columns[None, :]) >= since
+        if parameter.dim() > 1:
+            # The dimensions of a kernel are not among the columns.
+            mask = mask.reshape(len(rows), *(shape or columns.shape))
+            mask = mask[(..., *[None] * (parameter.dim() - mask.dim()))]
+        mask = mask.expand(parameter.shape) if parameter.dim() > 1 else mask.reshape(parameter.shape)
+        number += int(mask.sum())
+        if bool(mask.all()):
+            whole[name] = parameter
+        else:
+            masks[name] = mask.to(parameter.device)
+    return Newborn(whole, masks, number)
+
+
+#: Order of the layers of a deeper network: copies follow their originals, or stand at the end; or, for each layer of
+#: the small network, its index in the deeper one.
+Layers = str | Sequence[int]
+
+
+class Once(Trigger):
+    """Grow from given widths to full width at the first call of `Grower.step`.
+
+    Args:
+        widths: width of each group at first; others have their full width.
+    """
+
+    knows_stages = True
+
+    def __init__(self, widths: Mapping[str, int]) -> None:
+        self._first = dict(widths)
+
+    def forecast(self, graph: WidthGraph) -> list[Widths]:
+        """Width of each group before and after."""
+        return [{**graph.full_widths, **self._first}, graph.full_widths]
+
+    def fraction_grown(self, stage: int, widths: Widths) -> float:
+        """Return 0 before growth and 1 after it."""
+        return float(stage > 0)
+
+    def stage_end(self, grower: GrowingNetwork) -> int | None:
+        """Return None: it is not known when the loop calls `step`."""
+        return None
+
+    def next(self, grower: GrowingNetwork) -> Widths | None:
+        """Full widths, once."""
+        return grower.graph.full_widths if grower.state.scheduled_stage == 0 else None
+
+
+def layers_to_come(names: Iterable[str]) -> Part:
+    """Part that inserts these layers as copies of the ones before them."""
+    # By its name, since parts are built on this package.
+    part: Part = importlib.import_module("growlab.parts").Depth(list(names), start="stack", state="copy")
+    return part
+
+
+def trigger_from(
+    trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph
+) -> Trigger:
+    """Trigger whose first stage has the small network's widths.
+
+    Args:
+        trigger: None: growth at once; or moments and widths, of which "small" stands for the small network's.
+        widths: width of each group in the small network.
+        graph: the large network's width graph.
+
+    Raises:
+        UserError: the trigger begins with other widths.
+    """
+    if trigger is None:
+        return Once(widths)
+    if isinstance(trigger, Mapping):
+        trigger = {at: dict(widths) if width == "small" else width for at, width in trigger.items()}
+    chosen = as_trigger(trigger)
+    first = {**graph.full_widths, **chosen.first(graph)}
+    if wrong := next((group for group, width in widths.items() if first[group] != width), None):
+        raise UserError(
+            f"the trigger begins with {first[wrong]} channels of {wrong!r}, and the trained network has "
+            f'{widths[wrong]}: let it begin with {{0: "small", ...}}.'
+        )
+    return chosen
+
+
+def renamed(
+    state: Mapping[str, Tensor], wide: nn.Module, layers: Layers
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Match the names of a small network's tensors with those of a deeper network of its kind.
+
+    Args:
+        state: the small network's tensors by name.
+        wide: the deeper network.
+        layers: see `Layers`.
+
+    Returns:
+        The deeper network's name of each tensor, and for the path of each layer that the small network does not have
+        that of the layer which it will copy.
+
+    Raises:
+        UserError: `layers` does not fit.
+    """
+    names, missing = {name: name for name in state}, dict[str, str]()
+    for path, stack in wide.named_modules():
+        if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or not len(stack):
+            continue
+        pattern = re.compile(rf"{re.escape(path)}\.(\d+)\." if path else r"(\d+)\.")
+        before = len({match[1] for name in state if (match := pattern.match(name))})
+        if not 0 < before < len(stack) or any(type(m) is not type(stack[0]) for m in stack):
+            continue
+        places = _places(layers, before, len(stack))
+        prefix = f"{path}." if path else ""
+        for place in range(len(stack)):
+            if place not in places:
+                missing[f"{prefix}{place}"] = f"{prefix}{max(p for p in places if p < place)}"
+        for name, new in names.items():
+            if match := pattern.match(new):
+                names[name] = f"{prefix}{places[int(match[1])]}.{new[match.end() :]}"
+    return names, missing
+
+
+def _places(layers: Layers, before: int, after: int) -> list[int]:
+    if layers == "interleave":
+        return [-(-place * after // before) for place in range(before)]
+    if layers == "end":
+        return list(range(before))
+    places = list(layers) if not isinstance(layers, str) else []
+    if len(places) != before or places[:1] != [0] or any(a >= b for a, b in pairwise([*places, after])):
+        raise UserError(
+            f'layers={layers!r} must be "interleave", "end", or ascending indices of the {before} trained layers among '
+            f"{after}, the first at 0, since a new layer copies the one before it."
+        )
+    return places
+
+
+def prepared(
+    small: nn.Module | Mapping[str, Tensor],
+    wide: nn.Module,
+    example: Example,
+    method: GrowthMethod,
+    parts: Sequence[Any],
+    seed: int,
+    trace: str | nn.Module | None,
+    names: Mapping[str, str],
+    copied: Mapping[str, str],
+) -> tuple[WidthGraph, dict[str, int]]:
+    """Trace the large network, and read the small one's widths off the shapes of its tensors.
+
+    Raises:
+        UserError: the small network is no narrower network of this kind.
+    """
+    graph = trace_for_growth(wide, example, method, parts, seed, submodule=trace)
+    state = small if isinstance(small, Mapping) else small.state_dict()
+    shapes = {names[name]: tuple(tensor.shape) for name, tensor in state.items()}
+    own = wide.state_dict(keep_vars=True)
+    # Layers to come have the widths of those that they copy.
+    for new, old in copied.items():
+        for name in own:
+            if name.startswith(f"{new}.") and (original := old + name.removeprefix(new)) in shapes:
+                shapes[name] = shapes[original]
+    widths = {**graph.full_widths, **graph.widths_of(shapes)}
+    first: dict[int, str] = {}
+    for name, tensor in own.items():
+        # Tied tensors have one name in the graph.
+        traced = first.setdefault(id(tensor), name)
+        wanted = graph.shape(traced, widths) if traced in graph.axes else tuple(tensor.shape)
+        if name in shapes and shapes[name] != wanted:
+            reason = graph.fixed.get(name.rpartition(".")[0], "no width group explains it")
+            raise UserError(
+                f"{name} of the trained network has the shape {list(shapes[name])}, which no widths of "
+                f"{type(wide).__name__} give ({reason})."
+            )
+    if larger := next((group for group, full in graph.full_widths.items() if widths[group] > full), None):
+        raise UserError(f"the trained network is wider than {type(wide).__name__} in {larger!r}.")
+    return graph, widths
+
+
+def adopt(
+    grower: Any,
+    small: nn.Module | Mapping[str, Tensor],
+    names: Mapping[str, str],
+    optimizers: Sequence[Optimizer],
+    state: Any,
+) -> None:
+    """Load a small network into a grower's network at its first stage, with its optimizers.
+
+    Args:
+        grower: whose network has the small one's widths and layers.
+        small: the trained network, or its state_dict.
+        names: the large network's name of each of its tensors.
+        optimizers: of the small network's parameters.
+        state: of the optimizers at events, see `Grower.follow`.
+
+    Raises:
+        UserError: tensors are missing, or both compute something else.
+    """
+    network: nn.Module = grower.network
+    tensors = small if isinstance(small, Mapping) else small.state_dict()
+    missing, unexpected = network.load_state_dict(
+        {names[name]: tensor for name, tensor in tensors.items()}, strict=False
+    )
+    if missing or unexpected:
+        what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the large one lacks"
+        raise UserError(f"the trained network {what}: it is no smaller {type(network).__name__}.")
+    if isinstance(small, nn.Module):
+        probe = grower.probe()
+        found, expected = evaluate(network, probe), evaluate(small, network_inputs(probe, small))
+        same = found.shape == expected.shape
+        error = relative_error(expected.to(found), found) if same else float("inf")
+        if error > 1e3 * torch.finfo(found.dtype).eps:
+            raise UserError(
+                f"the trained network's weights fit {type(network).__name__}, which computes something else with them "
+                f"(the output differs by {error:.0e}): they differ in more than widths and layers, such as the number "
+                "of heads or a factor that the code computes from its width."
+            )
+        new = dict(network.named_parameters())
+        old = {
+            id(parameter): new[names[name]]
+            for name, parameter in small.named_parameters()
+            if names[name] in new
+        }
+        known = old.keys() | {id(parameter) for parameter in network.parameters()}
+        for optimizer in optimizers:
+            if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+                raise UserError(
+                    f"{type(optimizer).__name__} has no parameter of the trained network, nor of the large one: give "
+                    "the optimizer that trained it."
+                )
+            replace_parameters(optimizer, old)
+    grower.follow(*optimizers, state=state)
+
+
+def anneal_at_once(grower: Any, method: GrowthMethod) -> None:
+    """Make normalisations plain in a trained network, which has to compute the same without their weights.
+
+    Raises:
+        UserError: it does not.
+    """
+    expected = evaluate(grower.network, grower.probe())
+    grower.anneal(1.0)
+    found = evaluate(grower.network, grower.probe())
+    error = relative_error(expected, found)
+    if error > 1e3 * torch.finfo(found.dtype).eps:
+        raise UserError(
+            f"{method.name} widens a trained stream under layer or RMS normalisation so that plain normalisations "
+            f"would change the output by {error:.0e}: grow it by a whole factor with HyperCloning or Net2Net, or use "
+            "growlab widen, which takes any factor."
+        )

@@ -1,0 +1,62 @@
+"""Enlarge a trained network in memory, with its optimizer, in one call."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from growlab.base.errors import UserError
+from growlab.grower import Grower
+from growlab.inspect.small_models import inputs_of
+from growlab.widen.sizes import deepened, widened
+from growlab.widths import Example
+
+
+def enlarge(
+    small: nn.Module,
+    width: float = 1.0,
+    depth: float = 1.0,
+    optimizer: Optimizer | None = None,
+    *,
+    wide: nn.Module | None = None,
+    example: Example | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, Optimizer | None]:
+    """Return a wider and deeper network that computes what a trained one computes, and its optimizer.
+
+    Args:
+        small: the trained network: a model of transformers, or any network if `wide` is given; not changed.
+        width: factor on the stream, heads and hidden layers of a model of transformers; whole where normalisations run
+            over the stream.
+        depth: factor on its number of layers.
+        optimizer: the small network's; the same object continues with the large one's parameters and the state carried.
+        wide: the large network of the same kind, in place of `width` and `depth`; becomes the result.
+        example: an input; None: tokens or images that a model of transformers takes.
+        settings: arguments of `growlab.Grower.from_trained`, such as `method` and `layers`.
+
+    Returns:
+        The large network, an ordinary one, and `optimizer`.
+
+    Raises:
+        UserError: sizes would not be whole, or the large network would compute something else.
+    """
+    config = getattr(small, "config", None)
+    if wide is None:
+        if not hasattr(config, "to_dict"):
+            raise UserError(
+                f"{type(small).__name__} is no model of transformers: give the large network as wide=."
+            )
+        larger = deepened(widened(config, width, ("stream", "heads", "mlp")), depth)
+        first = next(small.parameters())
+        wide = type(small)(larger).to(first.device, first.dtype).train(small.training)
+    if example is None:
+        if not hasattr(config, "to_dict"):
+            raise UserError(
+                f"{type(small).__name__} is no model of transformers: give an example of its input."
+            )
+        example = inputs_of(small)
+    grower = Grower.from_trained(
+        small, wide, example, optimizer=() if optimizer is None else optimizer, verbose=False, **settings
+    )
+    grower.step()
+    return grower.finish(), optimizer

@@ -1,0 +1,428 @@
+"""A trained network is the first stage of a larger one: outputs, moments, optimizers, layers, front ends."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growlab
+from growlab import Grower, HyperCloning, Net2Net, PairGrowth, UserError, VarianceTransfer
+from growlab.growth.outputs import evaluate, network_inputs
+from growlab.growth.parity import relative_error
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3))
+TEXT = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+
+
+def llama(width: int, layers: int, head: int = 8) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=width // head, num_key_value_heads=width // head, head_dim=head, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def gpt2(width: int, layers: int) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=width, n_layer=layers, n_head=width // 8, n_positions=64, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def qwen3(width: int, layers: int) -> Any:
+    config = transformers.Qwen3Config(
+        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 8, num_key_value_heads=width // 8, head_dim=8, use_cache=False,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(config).double()
+
+
+def vit(width: int, layers: int) -> Any:
+    config = transformers.ViTConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=width // 8,
+        image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config).double()
+
+
+class Residual(nn.Module):
+    """Convolutions with batch normalisation and a residual stream."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = self.stem(pixel_values)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width)
+        self.second = nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.norm(self.first(x)).relu())
+
+
+def residual(width: int, layers: int) -> nn.Module:
+    return Residual(width, layers).double()
+
+
+IMAGES = {
+    "pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+}
+LABELS = torch.tensor([0, 1, 2, 3])
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "llama": (llama, TEXT),
+    "gpt2": (gpt2, TEXT),
+    "qwen3": (qwen3, TEXT),
+    "vit": (vit, IMAGES),
+    "residual": (residual, IMAGES),
+}
+
+
+def loss_of(network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    output = network(**inputs)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.flatten(0, -2), TOKENS.flatten() if logits.dim() == 3 else LABELS)
+
+
+def train(
+    network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor], steps: int
+) -> None:
+    network.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(network, inputs).backward()
+        optimizer.step()
+
+
+def trained(make: Callable[..., Any], inputs: dict[str, Tensor], steps: int = 5) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    small = make(16, 2)
+    optimizer = torch.optim.AdamW(small.parameters(), lr=1e-3)
+    train(small, optimizer, inputs, steps)
+    return small, optimizer
+
+
+def same(before: nn.Module, after: nn.Module, inputs: dict[str, Tensor]) -> float:
+    return relative_error(output(before, inputs), output(after, inputs))
+
+
+def output(network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return evaluate(network, network_inputs(inputs, network))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_stay_and_the_result_loads_into_a_fresh_network(name: str) -> None:
+    make, inputs = CASES[name]
+    small, optimizer = trained(make, inputs)
+    torch.manual_seed(1)
+    wide, start = make(32, 4), copy.deepcopy(small)
+    grower = Grower.from_trained(small, wide, inputs, optimizer=optimizer, trigger={0: "small", 1: 1.0})
+    assert same(small, wide, inputs) < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), start.parameters(), strict=True))
+    grower.step(epoch=0)
+    train(wide, optimizer, inputs, 2)
+    before = copy.deepcopy(output(wide, inputs))
+    (event,) = grower.step(epoch=1)
+    assert event.stage == 1
+    assert relative_error(before, output(wide, inputs)) < 1e-10
+    grower.finish()
+    fresh = make(32, 4)
+    fresh.load_state_dict(wide.state_dict())
+    assert relative_error(before, output(fresh, inputs)) < 1e-10
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in wide.parameters()}
+    train(wide, optimizer, inputs, 1)
+
+
+def test_training_continues_as_the_small_network_would_have() -> None:
+    small, optimizer = trained(llama, TEXT)
+    twin = copy.deepcopy(small)
+    alone = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    wide = llama(32, 4)
+    Grower.from_trained(small, wide, TEXT, optimizer=optimizer, trigger={0: "small", 9: 1.0})
+    train(wide, optimizer, TEXT, 3)
+    train(twin, alone, TEXT, 3)
+    assert same(twin, wide, TEXT) < 1e-12
+
+
+def test_moments_are_those_of_the_grown_gradient() -> None:
+    """With a rate of 0 the first moment is (1 - beta) times the gradient, before growth and after it."""
+    torch.manual_seed(0)
+    small = llama(16, 2)
+    optimizer = torch.optim.AdamW(small.parameters(), lr=0.0, weight_decay=0.0)
+    train(small, optimizer, TEXT, 1)
+    wide, optimizer = growlab.enlarge(small, 2, 1, optimizer, example=TEXT, method=HyperCloning())
+    assert optimizer is not None
+    wide.zero_grad()
+    loss_of(wide, TEXT).backward()
+    for parameter in wide.parameters():
+        assert parameter.grad is not None
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert torch.allclose(moment, 0.1 * parameter.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept"), [("interleave", [0, 2]), ("end", [0, 1]), ([0, 3], [0, 3]), ([0, 1], [0, 1])]
+)
+def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -> None:
+    small, _ = trained(llama, TEXT)
+    wide = llama(16, 4)
+    grower = Grower.from_trained(small, wide, TEXT, layers=layers)
+    (event,) = grower.step()
+    new = [place for place in range(4) if place not in kept]
+    assert sorted(one["block"] for one in event.notes["inserted"]) == [
+        f"model.layers.{place}" for place in new
+    ]
+    for place, old in zip(kept, small.model.layers, strict=True):
+        assert torch.equal(wide.model.layers[place].mlp.up_proj.weight, old.mlp.up_proj.weight)
+    for place in new:
+        original = small.model.layers[max(i for i, p in enumerate(kept) if p < place)]
+        assert torch.equal(wide.model.layers[place].mlp.up_proj.weight, original.mlp.up_proj.weight)
+    assert same(small, wide, TEXT) < 1e-12
+
+
+def test_old_layers_stay_while_new_ones_train() -> None:
+    """LLaMA-Pro (Wu et al. 2024): new layers are copies with zero branches, and only they train."""
+    small, _ = trained(llama, TEXT)
+    wide = llama(16, 4)
+    grower = Grower.from_trained(small, wide, TEXT, layers="interleave")
+    grower.step()
+    new = grower.newborn()
+    assert not new.masks
+    assert new.num_entries == sum(
+        p.numel() for layer in (1, 3) for p in wide.model.layers[layer].parameters()
+    )
+    for name, parameter in wide.named_parameters():
+        parameter.requires_grad_(name in new.parameters)
+    grower.finish()
+    before = copy.deepcopy(wide.state_dict())
+    train(wide, torch.optim.AdamW(new.parameters.values(), lr=1e-2), TEXT, 3)
+    moved = {name for name, tensor in wide.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == set(new.parameters)
+
+
+def test_new_entries_are_masked() -> None:
+    small, _ = trained(residual, IMAGES)
+    wide = residual(32, 2)
+    grower = Grower.from_trained(small, wide, IMAGES)
+    grower.step()
+    new = grower.newborn()
+    mask = new.masks["layers.0.first.weight"]
+    assert mask.shape == (64, 32, 3, 3)
+    assert not mask[:32, :16].any() and mask[32:].all() and mask[:, 16:].all()
+    before, after = (sum(p.numel() for p in n.parameters()) for n in (small, wide))
+    assert new.num_entries == after - before
+
+
+def test_copies_with_noise_separate() -> None:
+    distances = []
+    for noise in (0.0, 0.1):
+        small, optimizer = trained(llama, TEXT)
+        method = HyperCloning(noise_std=noise)
+        wide, optimizer = growlab.enlarge(small, 2, 1, optimizer, example=TEXT, method=method)
+        assert optimizer is not None
+        train(wide, optimizer, TEXT, 3)
+        weight = wide.state_dict()["model.layers.0.mlp.up_proj.weight"]
+        distances.append(float((weight[:48] - weight[48:]).norm() / weight.norm()))
+    assert distances[0] < 1e-12 and distances[1] > 1e-3
+
+
+@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), Net2Net()])
+def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any) -> None:
+    small, optimizer = trained(llama, TEXT)
+    # Not a whole factor for Net2Net.
+    wide = llama(24 if isinstance(method, Net2Net) else 32, 2)
+    grower = Grower.from_trained(small, wide, TEXT, method=method, optimizer=optimizer)
+    before = copy.deepcopy(wide.state_dict())
+    with pytest.raises(UserError, match="HyperCloning"):
+        grower.step()
+    assert grower.events == [] and same(small, wide, TEXT) < 1e-12
+    assert all(torch.equal(tensor, before[name]) for name, tensor in wide.state_dict().items())
+
+
+def test_what_fits_by_shape_and_computes_something_else_is_refused() -> None:
+    small, _ = trained(llama, TEXT)
+    with pytest.raises(UserError, match="computes something else"):
+        Grower.from_trained(small, llama(16, 2, head=4), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("wide", "arguments", "message"),
+    [
+        (lambda: llama(32, 4), {"layers": "middle"}, "layers='middle' must be \"interleave\""),
+        (lambda: llama(32, 4), {"layers": [1, 2]}, "the first at 0"),
+        (lambda: llama(32, 2), {"trigger": {0: 0.25, 5: 1.0}}, "let it begin with"),
+        (lambda: gpt2(32, 2), {}, "which no widths of GPT2LMHeadModel give"),
+    ],
+)
+def test_bad_arguments_are_refused(wide: Any, arguments: dict[str, Any], message: str) -> None:
+    small, _ = trained(llama, TEXT)
+    with pytest.raises(UserError) as error:
+        Grower.from_trained(small, wide(), TEXT, **arguments)
+    assert message in str(error.value)
+
+
+def test_an_optimizer_of_another_network_is_refused() -> None:
+    small, _ = trained(residual, IMAGES)
+    other = torch.optim.AdamW(residual(16, 2).parameters())
+    with pytest.raises(UserError, match="AdamW has no parameter of the trained network"):
+        Grower.from_trained(small, residual(32, 2), IMAGES, optimizer=other)
+
+
+def test_a_wider_network_is_refused() -> None:
+    small, _ = trained(residual, IMAGES)
+    with pytest.raises(UserError, match="wider than Residual"):
+        Grower.from_trained(small, residual(8, 2), IMAGES)
+
+
+def test_a_resumed_training_is_equal_bit_for_bit() -> None:
+    def begin() -> tuple[Any, Any, Any]:
+        small, optimizer = trained(llama, TEXT)
+        torch.manual_seed(1)
+        wide = llama(32, 4)
+        grower = Grower.from_trained(small, wide, TEXT, optimizer=optimizer, trigger={0: "small", 2: 1.0})
+        return wide, optimizer, grower
+
+    def run(wide: Any, optimizer: Any, grower: Any, epochs: range) -> None:
+        for epoch in epochs:
+            grower.step(epoch=epoch)
+            train(wide, optimizer, TEXT, 2)
+
+    whole = begin()
+    run(*whole, range(4))
+    for stop in (3,):
+        first = begin()
+        run(*first, range(stop))
+        saved = copy.deepcopy([each.state_dict() for each in first])
+        again = begin()
+        for each, state in zip(again, saved, strict=True):
+            each.load_state_dict(state)
+        run(*again, range(stop, 4))
+        for (name, tensor), other in zip(
+            whole[0].state_dict().items(), again[0].state_dict().values(), strict=True
+        ):
+            assert torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, from_checkpoint: bool) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, width: int, layers: int) -> None:
+            super().__init__()
+            self.network = residual(width, layers)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    data = torch.utils.data.TensorDataset(IMAGES["pixel_values"], LABELS)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    settings: Any = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    torch.manual_seed(0)
+    small = Module(16, 2)
+    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **settings)
+    trainer.fit(small, loader)
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    start = tmp_path / "small.ckpt" if from_checkpoint else small.network
+    growth = growlab.Growth("network", trigger={0: "small", 1: 1.0}, start=start)
+    seen = []
+
+    class First(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if not seen:
+                seen.append(same(small.network, module.network, IMAGES))
+                seen.append(len(trainer.optimizers[0].state))
+
+    wide = Module(32, 3)
+    trainer = lightning.Trainer(
+        max_epochs=2, enable_checkpointing=False, callbacks=[growth, First()], **settings
+    )
+    trainer.fit(wide, loader)
+    assert seen[0] < 1e-12
+    assert bool(seen[1]) == from_checkpoint
+    (event,) = growth.events
+    assert event.num_params == sum(p.numel() for p in wide.parameters())
+    residual(32, 3).load_state_dict(wide.network.state_dict())
+
+
+def test_the_trainer_starts_from_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+    def fit(model: Any, folder: str, **more: Any) -> Any:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / folder), max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            save_steps=4, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, **more)
+        trainer.train()
+        return trainer
+
+    torch.manual_seed(0)
+    fit(llama(16, 2).float(), "small")
+    folder = tmp_path / "small" / "checkpoint-4"
+    from growlab.frontends.transformers import Growth
+
+    growth, steps = Growth(start=folder), []
+
+    class First(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            steps.append({float(s["step"]) for s in optimizer.state.values() if "step" in s})
+
+    wide = llama(32, 2).float()
+    fit(wide, "wide", callbacks=[growth, First()])
+    assert len(growth.events) == 1 and growth.events[0].num_params == sum(
+        p.numel() for p in wide.parameters()
+    )
+    assert steps[0] == {4.0}
+    assert (
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path / "wide" / "checkpoint-4").config.hidden_size
+        == 32
+    )
+    assert list(itertools.chain(*steps))
+
+
+def test_enlarge_returns_an_ordinary_model(tmp_path: Path) -> None:
+    small, optimizer = trained(gpt2, TEXT)
+    wide, same_optimizer = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    assert same_optimizer is optimizer and same(small, wide, TEXT) < 1e-10
+    assert (wide.config.n_embd, wide.config.n_layer) == (32, 4)
+    wide.save_pretrained(tmp_path / "wide")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "wide", dtype=torch.float64)
+    assert same(wide, loaded, TEXT) < 1e-12
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    larger = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    result, _ = growlab.enlarge(network, wide=larger, example=torch.randn(5, 4))
+    x = torch.randn(6, 4)
+    assert result is larger and torch.allclose(network(x), larger(x), atol=1e-6)
+    with pytest.raises(UserError, match="give the large network as wide="):
+        growlab.enlarge(network, 2)
