@@ -180,7 +180,8 @@ def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
     places = dict(_named_tensor_places(model))
     # Pruning or parametrising a weight leaves a plain tensor of its name.
     plain = {name for name, (module, attribute) in places.items() if attribute in vars(module)}
-    if lost := [name for name in graph.axes if name not in places or name in plain - graph.constants.keys()]:
+    plain = {name for name in plain - graph.constants.keys() if graph.grows(name)}
+    if lost := [name for name in graph.axes if name not in places or name in plain]:
         raise UserError(
             f"{lost[0]}, which grows, is no parameter or buffer of the network any more; prune, parametrise or replace "
             "modules before growlab traces the network, or once growth has ended."

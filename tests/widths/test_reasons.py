@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from growlab import Grower
 from growlab.widths import trace
 
 
@@ -72,3 +73,21 @@ def test_what_stays_says_why(run: Callable[[nn.Module, Tensor], Tensor], reasons
     graph = trace(Two(run), torch.randn(4, 5))
     for name, reason in reasons.items():
         assert re.fullmatch(reason, graph.fixed[name]), graph.fixed
+
+
+def test_statistics_that_no_state_dict_has_keep_their_width_and_the_network_trains() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.mean, self.var = torch.rand(8), torch.rand(8) + 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(nn.functional.batch_norm(self.a(x), self.mean, self.var).relu())
+
+    network, x = Fixed(), torch.randn(4, 6)
+    assert "neither a parameter nor a buffer" in trace(network, x).fixed["a"]
+    before = network(x)
+    grower = Grower(network, x, trigger={0: 0.5, 1: 1.0})
+    grower.step(1)
+    assert torch.equal(grower.finish()(x), before)
