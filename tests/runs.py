@@ -187,13 +187,16 @@ class Whole:
         return {int(path.stem): path for path in (self.folder.parent / "kept").iterdir()}
 
 
-def whole_run(cli: CommandLine, *arguments: str, fault: tuple[Any, ...] | None = None) -> Whole:
+def whole_run(
+    cli: CommandLine, *arguments: str, fault: tuple[Any, ...] | None = None, files: Path | None = None
+) -> Whole:
     """An undisturbed run, made once for all processes of the tests.
 
     Args:
         cli: the command line.
         arguments: overrides, without the folder.
         fault: one of those that disturb nothing.
+        files: folder with what the run reads from its working directory.
     """
     name = hashlib.sha256(json.dumps([arguments, fault]).encode()).hexdigest()[:16]
     place, done = cli.shared / name, cli.shared / name / "printed.json"
@@ -202,6 +205,8 @@ def whole_run(cli: CommandLine, *arguments: str, fault: tuple[Any, ...] | None =
             shutil.rmtree(place, ignore_errors=True)
             kept = place / "kept"
             kept.mkdir(parents=True)
+            if files is not None:
+                shutil.copytree(files, place, dirs_exist_ok=True)
             often = () if any(a.startswith("checkpoint.") for a in arguments) else (STEPWISE,)
             more = ("hydra.run.dir=run", *often)
             faults = [["keep_checkpoints", str(kept)], *([] if fault is None else [fault])]
@@ -212,8 +217,8 @@ def whole_run(cli: CommandLine, *arguments: str, fault: tuple[Any, ...] | None =
 
 
 def kept_run(cli: CommandLine, folder: Path, arguments: Sequence[str]) -> tuple[Left, dict[int, Path]]:
-    """What an undisturbed run leaves, and all of its checkpoints by their step."""
-    whole = whole_run(cli, *arguments)
+    """What an undisturbed run leaves that reads the files in FOLDER, and all of its checkpoints by their step."""
+    whole = whole_run(cli, *arguments, files=folder)
     return whole.left, whole.checkpoints
 
 

@@ -816,7 +816,7 @@ def test_names_of_methods_are_those_of_the_command_line() -> None:
             )
         arguments = {key: 2.0 if key == "gain" else value for key, value in settings.items()}
         target = arguments.pop("_target_").rpartition(".")[2]
-        del arguments["defaults"]
+        arguments.pop("defaults", None)
         named, made = getattr(growlab.growth, target)(**arguments), make()
         assert type(named) is type(made)
         assert {**vars(named), "_given": 0} == {**vars(made), "_given": 0}, name

@@ -45,7 +45,7 @@ class Resolution(Part):
     name = "resolution"
     grows = True
 
-    def __init__(self, sizes: float | Sequence[float]) -> None:
+    def __init__(self, sizes: int | float | Sequence[int] | Sequence[float]) -> None:
         given = [sizes] if isinstance(sizes, int | float) else sizes
         numbers = isinstance(given, Sequence) and all(
             type(size) in (int, float) and size > 0 for size in given

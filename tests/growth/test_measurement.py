@@ -136,12 +136,12 @@ def test_passes_leave_nothing_behind() -> None:
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     alive = []
 
-    def visit(parameters, loss, seen):
+    def visit(one):
         for name in ("0", "2"):
-            node = seen[name].output.grad_fn
+            node = one.seen[name].output.grad_fn
             node.metadata["alive"] = alive_one = torch.nn.Module()
             alive.append(weakref.ref(alive_one))
-        torch.autograd.grad(loss, seen["2"].output, retain_graph=True)
+        torch.autograd.grad(one.loss, one.seen["2"].output, retain_graph=True)
         return {}
 
     data.run(tensors_of(run.network, run.graph), visit, watched=["0", "2"])

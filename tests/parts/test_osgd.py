@@ -105,7 +105,7 @@ def test_the_strength_falls_evenly_from_1_after_an_event_to_0(
     anneal: Literal["stage", "run"], step: int, strength: float
 ) -> None:
     layer = nn.Linear(2, 1, bias=False)
-    events = [{"step": 6}, {"step": 10}][: 1 + (step >= 10)]
+    events = [SimpleNamespace(step=6), SimpleNamespace(step=10)][: 1 + (step >= 10)]
     run = SimpleNamespace(
         network=layer,
         events=events,

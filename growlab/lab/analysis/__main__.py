@@ -139,7 +139,7 @@ def _figure(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     draw = figures.find(arguments.name)
     style.check_output(arguments.output)
-    with warnings.catchwarnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         style.save(draw(load_runs(arguments.folders, warn), arguments.parameter), arguments.output)
     for warning in caught:

@@ -41,7 +41,7 @@ COMMANDS = {
     "upcycle": Command(
         "growlab.widen.upcycle",
         (),
-        "a mixture of experts from a saved dense model, of equal outputs",
+        "a mixture of experts from a saved dense model",
         "PyTorch",
     ),
     "prune": Command("growlab.widen.prune", (), "remove heads and channels of a saved model", "PyTorch"),

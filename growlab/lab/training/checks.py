@@ -116,7 +116,8 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
             if not _fits(value, hints[key]):
                 wanted = re.sub(r"\b(\w+\.)+|<class '|'>", "", str(hints[key]))
                 raise UserError(f"{full_name} must be {wanted}, not {value!r}.")
-            if "float" in str(hints[key]):
+            # Where integers and floats stand for different things, such as pixels and fractions, both are named.
+            if "float" in str(hints[key]) and "Sequence[int]" not in str(hints[key]):
                 floats[full_name] = _as_floats(value)
         floats |= check_types(value, full_name)
     return floats
