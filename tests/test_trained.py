@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growlab
-from growlab import Grower, HyperCloning, Net2Net, PairGrowth, UserError, VarianceTransfer
+from growlab import Grower, HyperCloning, Net2Net, UserError, VarianceTransfer
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 
@@ -128,7 +128,13 @@ def output(network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return evaluate(network, network_inputs(inputs, network))
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others take several seconds each.
+QUICK = ("llama", "residual")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
+)
 def test_outputs_stay_and_the_result_loads_into_a_fresh_network(name: str) -> None:
     make, inputs = CASES[name]
     small, optimizer = trained(make, inputs)
@@ -180,9 +186,7 @@ def test_moments_are_those_of_the_grown_gradient() -> None:
         assert torch.allclose(moment, 0.1 * parameter.grad, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("layers", "kept"), [("interleave", [0, 2]), ("end", [0, 1]), ([0, 3], [0, 3]), ([0, 1], [0, 1])]
-)
+@pytest.mark.parametrize(("layers", "kept"), [("interleave", [0, 2]), ("end", [0, 1]), ([0, 3], [0, 3])])
 def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -> None:
     small, _ = trained(llama, TEXT)
     wide = llama(16, 4)
@@ -246,7 +250,7 @@ def test_copies_with_noise_separate() -> None:
     assert distances[0] < 1e-12 and distances[1] > 1e-3
 
 
-@pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), Net2Net()])
+@pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()])
 def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any) -> None:
     small, optimizer = trained(llama, TEXT)
     # Not a whole factor for Net2Net.
