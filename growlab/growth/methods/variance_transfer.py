@@ -58,8 +58,8 @@ class VarianceTransfer(PairGrowth):
     lowest loss with "fold" and the highest with "keep", with all three seeds, "compensate" between them. Under AdamW
     a small Llama on text, whose head is its embedding, ends slightly lower with "fold" than with "keep" at both rates
     with all seeds, and with "compensate" where "keep" does; a larger one ends lower with either of them than with
-    "keep", with all three seeds. With a small GPT over characters "keep", which lets the head learn several times as fast, is
-    ahead at rates that are too low; at the highest rate tried three seeds show no significant difference.
+    "keep", with all three seeds. With a small GPT over characters "keep", which lets the head learn several times as
+    fast, is ahead at rates that are too low; at the highest rate tried three seeds show no significant difference.
 
     With unit-variance inputs and W at its initialisation, rows sum to unit variance before and after the event, new
     ones as well as old ones, as Theorem A.1 asks for.
