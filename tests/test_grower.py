@@ -952,7 +952,7 @@ def one_rank(rank: int, folder: Path) -> None:
     with pytest.raises(UserError, match=r"ranks hold different values after growth to stage 1: 0.bias"):
         by_hand(rank, drift=True)
     other = nn.parallel.DistributedDataParallel(mlp(), process_group=torch.distributed.new_group())
-    with pytest.raises(UserError, match="wrap the network anew"):
+    with pytest.raises(UserError, match="wrap the network again"):
         renew(other)
     with pytest.raises(
         UserError, match="Sequential holds no DistributedDataParallel: give renew what the loop"

@@ -114,7 +114,7 @@ class LoadingNetwork(GrowingNetwork):
         if self.method.holds_otherwise and not needed <= network.state_dict().keys():
             raise UserError(
                 f"growth has ended, and {self.method.name} held weights in another way before: load what was saved "
-                "while it trained into a network made anew, with a Grower (or callback) of its own."
+                "while it trained into a new network with a Grower (or callback) of its own."
             )
         known = None if state is None else GrowthState.from_dict(state)
         graph = self.graph_at(known or self._state_from_keys(tensors, self.state))

@@ -111,7 +111,7 @@ def trace_for_growth(
     _check_memory(network)
     if (state := state_of(network)) is not None and state.widths:
         raise UserError(
-            "the network is growing already, as a Grower made it a seed: finish that, or build the network anew."
+            "the network is growing already, as a Grower made it a seed: finish that, or build the network again."
         )
     try:
         follow_norms = method.follows_norms or any(part.follows_norms for part in parts)
@@ -130,7 +130,7 @@ def check_arguments(seed: Any, anneal_steps: Any) -> None:
     """Refuse arguments that a `Grower` would only fail on later.
 
     Raises:
-        UserError: the seed is no integer, or a number of steps is none or negative.
+        UserError: the seed is no integer, or a number of steps is no integer from 0 on.
     """
     with as_user_errors():
         whole(-(2**64), seed=seed)
@@ -166,12 +166,12 @@ def check_whole(network: nn.Module) -> None:
         if how == "sharded" or any(hasattr(p, "device_mesh") for p in module._parameters.values()):
             raise UserError(
                 f"{type(network).__name__} is sharded: FSDP and tensor parallelism cut parameters into pieces once, "
-                "and growth would have to cut them anew; train with DistributedDataParallel."
+                "and growth would have to cut them again; train with DistributedDataParallel."
             )
         if how:
             raise UserError(
-                f"{type(network).__name__} is replicated by torch.distributed._composable.replicate, which goes on "
-                "with the parameters that growing replaces: wrap it in DistributedDataParallel, and call "
+                f"{type(network).__name__} is replicated by torch.distributed._composable.replicate, which keeps "
+                "the parameters that growing replaces: wrap it in DistributedDataParallel, and call "
                 "growlab.grower.renew after events."
             )
 
@@ -280,7 +280,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
         state = wrapper.__getstate__()
     except RuntimeError as error:
         raise UserError(
-            "a wrapper of a process group of its own cannot be renewed: delete it and wrap the network anew."
+            "a wrapper of a process group of its own cannot be renewed: delete it and wrap the network again."
         ) from error
     # The old parameters, and the old hooks on those that stay, go before the new ones are added.
     trained = [p for p in wrapper.module.parameters() if p.requires_grad]

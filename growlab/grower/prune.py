@@ -14,7 +14,7 @@ from growlab.growth.parity import relative_error
 from growlab.growth.rescale import attention_factors
 from growlab.growth.weighted_norms import weigh
 from growlab.optim import follow
-from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, tensors_of
+from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, restore_tensors, tensors_of
 
 #: Channels of one group to keep: their indices, their number, or their share of the group.
 Keep = int | float | Sequence[int] | Tensor
@@ -81,19 +81,15 @@ def prune(
         if graph.changes(name, before, after) or name in factors:
             positions = [axis.lift({**identity, **kept}, after, before) for axis in graph.axes[name]]
             new[name] = tensor[grid(positions, tensor.device)] * factors.get(name, 1.0)
-    if masked is None:
-        replaced = replace_tensors(network, graph, new)
-    else:
-        trial = copy.deepcopy(network)
-        replace_tensors(trial, graph, new)
-        error = relative_error(masked, evaluate(trial, inputs))
-        tolerance = 1e3 * torch.finfo(masked.dtype).eps
-        if error > tolerance:
+    replaced = replace_tensors(network, graph, new)
+    if masked is not None:
+        error = relative_error(masked, evaluate(network, inputs))
+        if error > 1e3 * torch.finfo(masked.dtype).eps:
+            restore_tensors(network, graph, replaced)
             raise UserError(
                 f"the pruned network would differ from the masked one by {error:.0e} of its output: its code computes "
                 "numbers from one of these widths; leave out some of " + ", ".join([*kept][:5]) + "."
             )
-        replaced = replace_tensors(network, graph, new)
     if optimizer is not None:
         scales = {name: 1.0 / factor for name, factor in factors.items()}
         follow(optimizer, replaced, graph, before, after, "inherit", Carry(sources=kept, scales=scales))

@@ -124,7 +124,7 @@ def follow_once(
     if inheritance == "auto":
         inheritance = default_inheritance(optimizer, carry)
         if inheritance == "inherit" and not shares and (problem := _cannot_follow(optimizer, places)):
-            log.warning("%s; the optimizer's state begins anew at this growth event.", problem)
+            log.warning("%s; the optimizer's state is reset at this growth event.", problem)
             inheritance = "reset"
     check_following(optimizer, places, inheritance)
     moving = _Moving(optimizer, places, widths, inheritance, carry)

@@ -9,11 +9,10 @@ changed so.
 
 import argparse
 import copy
-import hashlib
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from growlab.base.command_parser import CommandParser, amount, count
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
+from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import Checkpoint, first_names, reverted, units
@@ -34,7 +34,7 @@ from growlab.widen.weights import blocks_of
 
 #: Largest relative change of the outputs: routers of transformers compute in float32.
 EXACT = 1e-6
-# Model type of a dense model -> configuration and model class of its mixture, and the name of the number of experts.
+# Model type of a dense model -> configuration and model class of its mixture.
 _FAMILIES = {
     "llama": ("MixtralConfig", "MixtralForCausalLM"),
     "mistral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -87,9 +87,7 @@ def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> 
         UserError: the model is no mixture of experts that growlab knows.
     """
     config = multiplied(model.config, by)
-    return _in_memory(
-        model, type(model), config, partial(_copied, before=model.config, by=by, noise=noise, seed=seed)
-    )
+    return _in_memory(model, type(model), config, partial(_copied, by=by, noise=noise, seed=seed))
 
 
 def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
@@ -168,9 +166,7 @@ def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: flo
     return _drawn(name, shape, std if of_router else config.initializer_range, seed).to(like.dtype)
 
 
-def _copied(
-    name: str, read: Read, shape: tuple[int, ...], before: Any, by: int, noise: float, seed: int
-) -> Tensor:
+def _copied(name: str, read: Read, shape: tuple[int, ...], by: int, noise: float, seed: int) -> Tensor:
     """A tensor of a mixture with more experts; copies of an expert follow each other."""
     old = read(name)
     if old.shape == shape:
@@ -183,8 +179,7 @@ def _copied(
 
 
 def _drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
-    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-    return torch.randn(shape, generator=torch.Generator().manual_seed(key), dtype=torch.float64) * std
+    return torch.randn(shape, generator=generator(seed, 0, name), dtype=torch.float64) * std
 
 
 def _in_memory(model: Any, kind: Any, config: Any, make: Any) -> Any:
@@ -242,7 +237,7 @@ def upcycle_folder(
         make: Any = partial(_expert, config=target_config, std=router_std, seed=seed)
     else:
         target_kind, target_config = kind, multiplied(config, by)
-        make = partial(_copied, before=config, by=by, noise=noise, seed=seed)
+        make = partial(_copied, by=by, noise=noise, seed=seed)
     source, target = skeleton(kind, config), skeleton(target_kind, target_config)
     saved = Checkpoint(folder, read_folder(folder), source)
     own = target.state_dict(keep_vars=True)
@@ -255,15 +250,8 @@ def upcycle_folder(
         raise UserError(
             f"{target_kind.__name__} does not compute what {kind.__name__} does: its output changes by {error:.0e}."
         )
-    written, dtype = units(target), next(iter(saved.dtypes.values()))
     out.mkdir(parents=True, exist_ok=True)
-    write_folder(
-        out,
-        [unit.shapes for unit in written],
-        {key: dtype for unit in written for key in unit.shapes},
-        _files(target, written, made),
-        saved.shard_bytes,
-    )
+    _write(out, target, saved, made)
     target_config.architectures = [target_kind.__name__]
     target_config.save_pretrained(out)
     copy_others(folder, out)
@@ -324,9 +312,18 @@ def _count(tokens: dict[str, list[int]], path: str, module: nn.Module, inputs: A
     ).tolist()
 
 
-def _files(target: nn.Module, written: Sequence[Any], made: Read) -> Iterator[Mapping[str, Tensor]]:
-    for unit in written:
-        yield reverted(target, {name: made(name) for name in unit.names})
+def _write(out: Path, target: nn.Module, saved: Checkpoint, made: Read) -> None:
+    """Write a mixture's tensors one after the other, in the types of those that they are made from."""
+    written, usual = units(target), next(iter(saved.dtypes.values()))
+    # New tensors have the type of the first one.
+    dtypes = {name: saved.dtypes.get(name, usual) for unit in written for name in unit.names}
+    write_folder(
+        out,
+        [unit.shapes for unit in written],
+        {key: dtypes[unit.names[0]] for unit in written for key in unit.shapes},
+        (reverted(target, {name: made(name).to(dtypes[name]) for name in unit.names}) for unit in written),
+        saved.shard_bytes,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

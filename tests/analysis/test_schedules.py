@@ -288,7 +288,7 @@ def test_a_score_between_budgets_and_beyond_them(tmp_path):
         level = score_at(8, 1) * (1 + noise)
         one = of(times_to_scores(rows, level=level), "fixed-size", level)
         assert one.cost.sign == "" and one.cost.value == pytest.approx(8)
-    with pytest.raises(UserError, match="a score of nan is none to reach"):
+    with pytest.raises(UserError, match="a score of nan cannot be reached"):
         times_to_scores(rows, level=math.nan)
 
 

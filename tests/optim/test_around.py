@@ -273,7 +273,7 @@ def test_state_in_objects_is_reset_with_a_warning(name: str, caplog: pytest.LogC
 
     with caplog.at_level(logging.WARNING):
         train(lambda p: Mine(p, begin, mean))
-    told = [record.getMessage() for record in caplog.records if "begins anew" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "is reset at" in record.getMessage()]
     assert len(told) == 2, "one of each event"
     assert all("Mine's 'memory' of 0.weight is" in one for one in told)
     with pytest.raises(UserError, match=r"Mine's 'memory' of 0\.weight is .*state='reset'"):

@@ -170,7 +170,7 @@ def test_two_events_lose_no_state_without_a_warning_and_end_no_training(name, ca
         caplog.clear()
         with caplog.at_level(logging.WARNING, "growlab"):
             grower.step(epoch=epoch)
-        told = [one.getMessage() for one in caplog.records if "begins anew" in one.getMessage()]
+        told = [one.getMessage() for one in caplog.records if "is reset at" in one.getMessage()]
         new, now = _kept(optimizer, model), {n: p.shape for n, p in model.named_parameters()}
         lost = {key[0] for key in old if key not in new}
         assert len(told) == len(lost) and all(any(kind in one for kind in lost) for one in told), told

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from growlab.growth.outputs import evaluate
@@ -104,6 +105,18 @@ def test_a_saved_model_becomes_a_mixture_and_generates_the_same(tmp_path: Path, 
     again = upcycle(dense, experts=4, top_k=2).state_dict()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out[1]).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in loaded.items())
+
+
+def test_types_of_the_file_stay(tmp_path: Path) -> None:
+    dense = model_of("llama").bfloat16()
+    dense.model.norm.float()
+    dense.save_pretrained(tmp_path / "dense")
+    assert main([str(tmp_path / "dense"), "-o", str(tmp_path / "mixture"), "--experts", "4"]) == 0
+    tensors = load_file(tmp_path / "mixture" / "model.safetensors")
+    assert tensors["model.norm.weight"].dtype == torch.float32
+    assert torch.equal(tensors["model.norm.weight"], dense.model.norm.weight)
+    others = {tensor.dtype for name, tensor in tensors.items() if name != "model.norm.weight"}
+    assert others == {torch.bfloat16}
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

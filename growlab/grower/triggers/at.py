@@ -229,7 +229,7 @@ class ByMethod(Trigger):
         tensors = tensors_of(grower.network, grower.graph)
         with as_user_errors():
             widths = method.decide(grower.graph, tensors, state.widths, grower.gradients())
-        # Ranks compute alike; should one not, it follows rank 0, and the comparison of ranks notices.
+        # Ranks compute the same; should one not, it follows rank 0, and the comparison of ranks notices.
         widths = gather(widths)[0]
         return None if widths == state.widths else widths
 

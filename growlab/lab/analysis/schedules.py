@@ -286,7 +286,7 @@ def times_to_scores(
     """
     one_task(rows, "the time to a score")
     if level is not None and not math.isfinite(level):
-        raise UserError(f"a score of {level:g} is none to reach: give a number.")
+        raise UserError(f"a score of {level:g} cannot be reached: give a number.")
     series = series_over_budgets(rows)
     reference = _reference(series, against)
     timed = len({str(run.machine) for row in rows for run in row.runs}) == 1

@@ -319,7 +319,7 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
     here, there = (0, 1) if by == "start" else (1, 0)
     grown = [line for line in lines if not line.is_fixed_size]
     if not grown:
-        raise UserError("width_changes needs runs of a growth method, and there is none.")
+        raise UserError("width_changes needs a run of a growth method.")
     widths, others = (sorted({line.ends[end] for line in grown}) for end in (here, there))
     colours = dict(zip(others, style.PALETTE * len(others), strict=False))
     columns = min(2, len(widths))
