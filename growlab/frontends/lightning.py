@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 _KEPT = "kept"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 _PROBE = 8  # samples that growth is checked on
+_PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def starts_by_copies(strategy: Any) -> bool:
@@ -46,13 +47,19 @@ def starts_by_copies(strategy: Any) -> bool:
     return isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
 
 
-def renew_wrapper(trainer: Trainer) -> None:
+def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
     """Rebuild torch's wrapper after parameters were replaced: it keeps the old ones.
 
     The new wrapper's constructor sends rank 0's parameters and buffers to all ranks. Nothing to do on one device.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
+        # Lightning synchronises batch normalisation once, before training: not that of layers that came in since.
+        if (sync := strategy._layer_sync) is not None:
+            for network in (grower.network, *grower.copies().values()):
+                for path, module in list(network.named_modules()):
+                    if type(module) in _PLAIN_NORMS and (synced := sync.apply(module)) is not module:
+                        network.set_submodule(path, synced)
         wrapper = strategy.model
         strategy.model = trainer.lightning_module
         try:
@@ -241,7 +248,9 @@ class Growth(GrowthCallback, Callback):
     def _step(self, trainer: Trainer) -> None:
         assert self.grower is not None
         events = self.grower.step(
-            epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer)
+            epoch=trainer.current_epoch,
+            step=trainer.global_step,
+            then=partial(renew_wrapper, trainer, self.grower),
         )
         for event in events:
             if self._on_event is not None:
