@@ -218,7 +218,7 @@ def test_the_common_part_of_lines_is_drawn_once() -> None:
 
 
 def test_runs_that_cannot_be_drawn_are_named() -> None:
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="needs a run of a growth method"):
         width_changes([moving([2, 2], 0.1, grows=False)], "start")
     with pytest.raises(UserError, match="run has no held-out accuracy"):
         width_changes([moving([2, 3], None)], "end")

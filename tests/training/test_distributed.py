@@ -2,7 +2,7 @@
 
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import pytest
@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from growlab import Grower
 from growlab.base.errors import UserError
 from growlab.base.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
 from growlab.frontends.lightning import renew_wrapper
@@ -57,7 +58,7 @@ def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: Non
     strategy.model(torch.randn(8, 4)).sum().backward()
     old, kept = weakref.ref(strategy.model), module.layers[2].bias
     module.layers[0].weight = nn.Parameter(torch.randn(6, 4))
-    renew_wrapper(trainer)
+    renew_wrapper(trainer, Grower(module, torch.randn(2, 4)))
     assert old() is None
     assert isinstance(strategy.model, DistributedDataParallel) and strategy.model.module is module
     module.zero_grad()
@@ -70,7 +71,7 @@ def test_no_wrapper_on_one_device() -> None:
     strategy = SingleDeviceStrategy(torch.device("cpu"))
     strategy.connect(Small())
     model = strategy.model
-    renew_wrapper(SimpleNamespace(strategy=strategy, lightning_module=model))  # type: ignore[arg-type]
+    renew_wrapper(cast(Any, SimpleNamespace(strategy=strategy, lightning_module=model)), Grower(Small(), torch.randn(2, 4)))
     assert strategy.model is model
 
 
