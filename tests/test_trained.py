@@ -14,6 +14,7 @@ import growlab
 from growlab import Grower, HyperCloning, Net2Net, UserError, VarianceTransfer
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
+from growlab.parts import Depth
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3))
@@ -119,6 +120,10 @@ def trained(make: Callable[..., Any], inputs: dict[str, Tensor], steps: int = 5)
     return small, optimizer
 
 
+def members(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def same(before: nn.Module, after: nn.Module, inputs: dict[str, Tensor]) -> float:
     return relative_error(output(before, inputs), output(after, inputs))
 
@@ -152,8 +157,7 @@ def test_outputs_stay_and_the_result_loads_into_a_fresh_network(name: str) -> No
     fresh = make(32, 4)
     fresh.load_state_dict(wide.state_dict())
     assert relative_error(before, output(fresh, inputs)) < 1e-10
-    members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert members == {id(p) for p in wide.parameters()}
+    assert members(optimizer) == {id(p) for p in wide.parameters()}
     train(wide, optimizer, inputs, 1)
 
 
@@ -428,3 +432,29 @@ def test_enlarge_returns_an_ordinary_model(tmp_path: Path) -> None:
     assert result is larger and torch.allclose(network(x), larger(x), atol=1e-6)
     with pytest.raises(UserError, match="give the large network as wide="):
         growlab.enlarge(network, 2)
+
+
+def test_parameters_of_absent_blocks_leave_an_optimizer_made_before() -> None:
+    wide = residual(32, 3)
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
+    full = copy.deepcopy(optimizer.state_dict())
+    grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
+    grower.follow(optimizer)
+    assert members(optimizer) == {id(p) for p in wide.parameters()}
+    train(wide, optimizer, IMAGES, 1)
+    grower.step(epoch=1)
+    assert members(optimizer) == {id(p) for p in wide.parameters()}
+    train(wide, optimizer, IMAGES, 1)
+    optimizer.load_state_dict(full)
+    grower.finish()
+
+
+def test_a_state_that_was_never_loaded_is_an_error_at_the_end() -> None:
+    wide = residual(32, 3)
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
+    full = copy.deepcopy(optimizer.state_dict())
+    grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
+    grower.follow(optimizer)
+    optimizer.load_state_dict(full)
+    with pytest.raises(UserError, match="was given the state of 22 parameters, and holds 10"):
+        grower.finish(at_any_stage=True)

@@ -391,8 +391,10 @@ class Grower(LoadingNetwork):
             The network.
 
         Raises:
-            UserError: normalisations are not plain again yet; everything is then as before.
+            UserError: normalisations are not plain again yet, or an optimizer was given a state that no network of its
+                size was loaded with; everything is then as before.
         """
+        self.followers.check_loaded()
         if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage)):
             log.warning("%s", warning)
         if self.state.norm_weights:

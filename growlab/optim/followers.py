@@ -4,7 +4,7 @@ import copy
 import logging
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -91,14 +91,17 @@ class Followers:
     def add(self, optimizer: Optimizer, inheritance: Inheritance, announced: bool = False) -> None:
         """Add an optimizer; parameters that the network had before an event are exchanged for the present ones.
 
+        Those of blocks that the network does not have at present leave it.
+
         Args:
             optimizer: any.
             inheritance: treatment of its state at an event, see `follow`.
             announced: the loop calls `before_step` itself, once gradients are computed.
         """
         now = dict(self._run.network.named_parameters())
-        past = {key: now[name] for key, (parameter, name) in self._past.items() if parameter() is not None}
-        replace_parameters(optimizer, past)
+        past = {key: name for key, (parameter, name) in self._past.items() if parameter() is not None}
+        replace_parameters(optimizer, {key: now[name] for key, name in past.items() if name in now})
+        remove_parameters(optimizer, {key for key, name in past.items() if name not in now})
         if not any(known is optimizer for known in self.optimizers):
             # A loop that announces all its optimizers may include those of other networks, as in a GAN.
             if not announced and not _has_any(optimizer, now.values()):
@@ -229,7 +232,7 @@ class Followers:
         """Record which of these parameters, by name, are no longer the network's."""
         now = dict(self._run.network.named_parameters())
         self._past = {key: known for key, known in self._past.items() if known[0]() is not None}
-        gone = {name: old for name, old in past.items() if name in now and old is not now[name]}
+        gone = {name: old for name, old in past.items() if old is not now.get(name)}
         self._past |= {id(old): (weakref.ref(old), name) for name, old in gone.items()}
 
     def update_regions(self, optimizer: Optimizer) -> None:
@@ -285,13 +288,18 @@ class Followers:
             handle.remove()
         self._handles, self._known, self._pending = [], [], {}
 
+    def check_loaded(self) -> None:
+        """Raise a UserError if an optimizer was given a state that waits for a network of that many parameters."""
+        for optimizer in self.optimizers:
+            if (pending := self._pending.get(id(optimizer))) is not None:
+                raise UserError(
+                    f"{type(optimizer).__name__} was given the state of {sum(_sizes(pending))} parameters, and holds "
+                    f"{sum(_sizes(optimizer.state_dict()))}: let the network and the Grower load their state too."
+                )
+
     def _step(self, after: bool, optimizer: Optimizer, *_: Any) -> None:
         owner = self._owner()
-        if (pending := self._pending.get(id(optimizer))) is not None:
-            raise UserError(
-                f"{type(optimizer).__name__} was given the state of {sum(_sizes(pending))} parameters, and holds "
-                f"{sum(_sizes(optimizer.state_dict()))}: let the network and the Grower load their state too."
-            )
+        self.check_loaded()
         if owner is not None and optimizer is self._leading():
             owner.on_step(after)
 
@@ -360,6 +368,15 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> 
             state[new] = kept
 
 
+def remove_parameters(optimizer: Optimizer, absent: Container[int]) -> None:
+    """Remove the parameters with these `id`s from an optimizer's groups and its state."""
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in absent]
+    state = getattr(optimizer, "state", {})
+    for parameter in [parameter for parameter in state if id(parameter) in absent]:
+        del state[parameter]
+
+
 def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
     """Add a network's new parameters to its optimizer, and sort each group in the network's order.
 
@@ -392,9 +409,7 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
         members = _by_group(places, now, len(groups), type(optimizer).__name__)
     for group, own in zip(groups, members, strict=True):
         group["params"][:] = [*own, *(p for p in group["params"] if id(p) not in known)]
-    kept = {id(p) for p in now.values()}
-    for parameter in [p for p in optimizer.state if id(p) in known and id(p) not in kept]:
-        del optimizer.state[parameter]
+    remove_parameters(optimizer, known - {id(p) for p in now.values()})
 
 
 def _by_group(

@@ -71,7 +71,10 @@ def test_no_wrapper_on_one_device() -> None:
     strategy = SingleDeviceStrategy(torch.device("cpu"))
     strategy.connect(Small())
     model = strategy.model
-    renew_wrapper(cast(Any, SimpleNamespace(strategy=strategy, lightning_module=model)), Grower(Small(), torch.randn(2, 4)))
+    renew_wrapper(
+        cast(Any, SimpleNamespace(strategy=strategy, lightning_module=model)),
+        Grower(Small(), torch.randn(2, 4)),
+    )
     assert strategy.model is model
 
 
