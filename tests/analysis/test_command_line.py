@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 
 from growlab.lab.analysis.__main__ import main
 from growlab.recipes.papers import paper_table
@@ -87,3 +88,13 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(
     assert streams.out == "" and streams.err.count("\n") == 1
     assert streams.err.startswith("error: ") and sentence in streams.err
     assert not (tmp_path / "x.png").exists()
+
+
+def test_a_movie_has_a_frame_for_each_change(runs, tmp_path, capsys):
+    out = tmp_path / "growing.gif"
+    assert main(["figure", "movie", str(runs / "ours"), "-o", str(out)]) == 0
+    with Image.open(out) as picture:
+        assert picture.n_frames > 3 and picture.info["loop"] == 0
+    assert main(["figure", "movie", str(runs / "ours"), "-o", "growing.png"]) == 2
+    assert main(["figure", "movie", str(runs), "-o", str(out)]) == 2
+    assert "movie shows one run" in capsys.readouterr().err

@@ -130,13 +130,19 @@ def _figure(argv: Sequence[str]) -> None:
         epilog="Example: growlab figure compare runs -o compare.svg",
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(figures.FIGURES)}")
+    parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(figures.FIGURES)}, movie")
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
-    output = "where to write (.png, .svg or .pdf)"
+    output = "where to write (.png, .svg or .pdf; .gif for movie)"
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help=output)
     single = "show this one (rate_factors, norms; repeatable)"
     parser.add_argument("--parameter", metavar="NAME", action="append", help=single)
     arguments = parser.parse_args(argv)
+    if arguments.name == "movie":
+        from growlab.lab.analysis.movie import save_movie
+
+        (run,) = figures.one_run("movie", load_runs(arguments.folders, warn))
+        print(save_movie(run, arguments.output))
+        return
     draw = figures.find(arguments.name)
     style.check_output(arguments.output)
     with warnings.catch_warnings(record=True) as caught:

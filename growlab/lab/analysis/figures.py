@@ -235,12 +235,23 @@ for _quantity, _plural in (
 _OF_PARAMETERS = ("rate_factors", "norms")
 
 
-def _draw(name: str, runs: Sequence[Run], parameters: Sequence[str] | None) -> Figure:
-    if name in _ONE_RUN and len(runs) != 1:
+def one_run(name: str, runs: Sequence[Run]) -> Sequence[Run]:
+    """Return `runs` if there is exactly one.
+
+    Raises:
+        UserError: there are others.
+    """
+    if len(runs) != 1:
         raise UserError(
             f"{name} shows one run and there are {len(runs)}: name one of their folders, such as "
             f"{runs[0].path}, or draw compare."
         )
+    return runs
+
+
+def _draw(name: str, runs: Sequence[Run], parameters: Sequence[str] | None) -> Figure:
+    if name in _ONE_RUN:
+        one_run(name, runs)
     if parameters and name not in _OF_PARAMETERS:
         raise UserError(f"{name} shows no single parameters: leave out --parameter.")
     options = (parameters,) if name in _OF_PARAMETERS else ()

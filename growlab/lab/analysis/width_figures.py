@@ -129,7 +129,7 @@ def network_map(run: Run) -> Figure:
     Raises:
         UserError: the run has no width groups.
     """
-    rows, lengths = _rows_of_groups(run), _stage_epochs(run)
+    rows, lengths = rows_of_groups(run), _stage_epochs(run)
     num_stages = len(lengths)
     name_in = 0.075 * max(len(name) for name, _, _ in rows)
     figure = style.new_figure(name_in + 0.42 * num_stages + 0.75, 0.17 * len(rows) + 0.75)
@@ -162,17 +162,13 @@ def silhouettes(run: Run) -> Figure:
     Raises:
         UserError: the run has no width groups.
     """
-    rows, lengths = _rows_of_groups(run), _stage_epochs(run)
+    rows, lengths = rows_of_groups(run), _stage_epochs(run)
     num_stages, num_rows, widest = len(lengths), len(rows), max(full for _, _, full in rows)
     apart = widest + 0.12 * widest
     figure = style.new_figure(min(7.2, 1.0 + 1.15 * num_stages), 0.8 + 0.09 * min(max(num_rows, 10), 28))
     axes = figure.subplots()
     for stage in range(num_stages):
-        for row, (_, widths, full) in enumerate(rows):
-            old, new = widths[max(stage - 1, 0)], widths[stage]
-            for width, colour in ((full, "0.93"), (new, style.PALETTE[1]), (old, style.PALETTE[0])):
-                left = stage * apart - width / 2
-                axes.barh(row, width, left=left, color=colour, height=0.86, linewidth=0)
+        draw_silhouette(axes, rows, stage, centre=stage * apart)
     axes.set_ylim(num_rows - 0.4, -0.6)
     axes.set_xlim(-widest / 2, (num_stages - 1) * apart + widest / 2)
     heads = [f"stage {i}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)]
@@ -188,7 +184,21 @@ def silhouettes(run: Run) -> Figure:
     return figure
 
 
-def _rows_of_groups(run: Run) -> list[tuple[str, tuple[int, ...], int]]:
+def draw_silhouette(
+    axes: Axes,
+    rows: Sequence[tuple[str, tuple[int, ...], int]],
+    stage: int,
+    centre: float = 0.0,
+    new: Any = style.PALETTE[1],
+) -> None:
+    """Draw a bar for each row of `rows_of_groups`: full width in grey, kept channels, and new ones at its ends."""
+    for row, (_, widths, full) in enumerate(rows):
+        bars = ((full, "0.93"), (widths[stage], new), (widths[max(stage - 1, 0)], style.PALETTE[0]))
+        for width, colour in bars:
+            axes.barh(row, width, left=centre - width / 2, color=colour, height=0.86, linewidth=0)
+
+
+def rows_of_groups(run: Run) -> list[tuple[str, tuple[int, ...], int]]:
     """(name, width at each stage, full width) of each row."""
     rows = [(name, tuple(group["widths"]), group["full_width"]) for name, group in run.groups.items()]
     if len(rows) <= _MOST_ROWS:
