@@ -14,6 +14,7 @@ import growlab
 from growlab import Grower, HyperCloning, Net2Net, UserError, VarianceTransfer
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
+from growlab.optim import BaseRate
 from growlab.parts import Depth
 
 transformers = pytest.importorskip("transformers")
@@ -458,3 +459,37 @@ def test_a_state_that_was_never_loaded_is_an_error_at_the_end() -> None:
     optimizer.load_state_dict(full)
     with pytest.raises(UserError, match="was given the state of 22 parameters, and holds 10"):
         grower.finish(at_any_stage=True)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -> None:
+    """A loaded state without ages: the first step of new entries is one rate, not 0.1 / sqrt(0.001) of it."""
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def perceptron(width: int) -> Any:
+        torch.manual_seed(width)
+        return nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 3)).double()
+
+    def step(network: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        network(x).square().mean().backward()
+        optimizer.step()
+
+    small = perceptron(8)
+    optimizer = torch.optim.AdamW(small.parameters())
+    for _ in range(50):
+        step(small, optimizer)
+    own = growlab.optim.AdamW(small.parameters(), rule=BaseRate(), weight_decay=0.0)
+    own.load_state_dict(optimizer.state_dict())
+    own.param_groups[0]["weight_decay"] = 0.0
+    wide = perceptron(16)
+    grower = Grower.from_trained(
+        small, wide, x, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0}
+    )
+    for _ in range(steps):
+        step(wide, own)
+    grower.step(epoch=1)
+    before = wide[0].weight.detach().clone()
+    step(wide, own)
+    moved = (wide[0].weight - before).abs()[8:]
+    assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)

@@ -27,14 +27,16 @@ class _Aged(Regional):
         """Set regions as `Regional.set_regions` does; new regions start with age 0 at this step."""
         super().set_regions(regions, scales)
         for param, region in self._regions.items():
-            starts = self.state[param].get("region_start") if param in self.state else None
-            if starts is None:
+            state = self.state.get(param, {})
+            if "exp_avg_sq" not in state:
                 continue
-            inherited = region.norms(self.state[param]["exp_avg_sq"]) > 0
-            newborn = int(self.state[param]["step"])
-            oldest = min(starts.values())
+            # State of torch's Adam has one age: regions with moments are as old as its steps.
+            starts = state.get("region_start", {})
+            inherited = region.norms(state["exp_avg_sq"]) > 0
+            newborn = int(state["step"])
+            oldest = min(starts.values(), default=0)
             stages = region.stages.tolist()
-            self.state[param]["region_start"] = {
+            state["region_start"] = {
                 stage: starts.get(stage, oldest if has_moments else newborn)
                 for stage, has_moments in zip(stages, inherited.tolist(), strict=True)
             }
