@@ -6,7 +6,7 @@ import os
 import sys
 
 if (
-    # So while Python looks for the module that it will run.
+    # sys.argv is so while Python searches for the module to run.
     sys.argv[:1] == ["-m"]
     and {"growlab", "-mgrowlab"} & {argument.partition(".")[0] for argument in sys.orig_argv}
     and sys.path[:1] in ([""], [os.getcwd()])

@@ -103,7 +103,7 @@ def test_what_is_no_argument_is_told(make: Callable[[], Any], told: str) -> None
         ("Hyperfan", {"chunk_channels": 0}, "chunk_channels must be at least 1, not 0"),
         ("Isotropic", {"max_pruning_error": -1}, "max_pruning_error must be at least 0, not -1"),
         ("Isotropic", {"last": "x"}, "last must be an integer, not 'x'"),
-        ("Isotropic", {"first": 5, "last": 4}, "last=4 lies before the first look at the layers, at 5"),
+        ("Isotropic", {"first": 5, "last": 4}, "last=4 is before the first analysis of the layers, at 5"),
         ("Isotropic", {"relative": "no"}, "relative must be True or False, not 'no'"),
         ("Isotropic", {"bias": "x"}, "bias must be a finite number, not 'x'"),
         ("Isotropic", {"rotate": 2}, "rotate must be True or False, not 2"),

@@ -1,4 +1,4 @@
-"""The parser of commands: a wrong command line is answered with one sentence."""
+"""Command-line parser that reports a wrong command line in one sentence."""
 
 import argparse
 from math import inf, prod

@@ -15,11 +15,11 @@ class UserError(Exception):
 
 
 class WriteError(UserError):
-    """A file that could not be written, such as on a full disk; what was there before is as it was."""
+    """A file could not be written, such as on a full disk; its previous content is unchanged."""
 
 
 class FolderHeld(UserError):
-    """A folder that another process writes to; nothing was written there."""
+    """Another process writes to the folder; nothing was written there."""
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def as_user_errors() -> Iterator[None]:
     """Turn a ValueError raised inside into a UserError with the same message.
 
     Raises:
-        UserError: in the place of a ValueError.
+        UserError: instead of the ValueError.
 
     Examples:
         >>> with as_user_errors():
@@ -42,13 +42,13 @@ def as_user_errors() -> Iterator[None]:
 
 
 class Stopped(BaseException):
-    """A signal ended the run in good order.
+    """A signal ended the run, after its state was saved.
 
     Not an `Exception`, so that a sweep ends instead of starting its next job.
 
     Attributes:
         signal: the signal.
-        sentence: what was saved and how to go on.
+        sentence: what was saved and how to resume.
     """
 
     def __init__(self, number: int, sentence: str) -> None:
@@ -79,10 +79,10 @@ def how_to_install(extra: str) -> str:
 
 @contextlib.contextmanager
 def needs(what: str, command: str) -> Iterator[None]:
-    """Name the command that installs a package that an import inside does not find.
+    """Add the installing command to the error of a failed import in this context.
 
     Args:
-        what: needs it, to begin the sentence with.
+        what: beginning of the message: who needs the package.
         command: that installs it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Processes that train one network together: what they tell each other, and whether they hold the same bits.
+"""Exchange values between the processes of a distributed run, and check that they have the same bits.
 
 Without an initialised `torch.distributed` there is one process, and nothing is sent.
 """
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from growlab.base.errors import UserError
 
-# Words that are weighed together; the weights repeat from one block to the next, which has a weight of its own.
+# Words of a block have different weights, which repeat from block to block; each block has another factor.
 _BLOCK = 1 << 16
 _NAMED = 3
 
@@ -25,7 +25,7 @@ def several() -> bool:
 
 
 def gather(content: Any) -> list[Any]:
-    """Plain content of every rank, in the order of ranks."""
+    """Return every rank's picklable object, in the order of ranks."""
     if not several():
         return [content]
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -34,7 +34,7 @@ def gather(content: Any) -> list[Any]:
 
 
 def stacked(tensor: Tensor) -> Tensor:
-    """Every rank's tensor of the same shape, [ranks, ...]."""
+    """Stack every rank's tensor of the same shape: [ranks, ...]."""
     if not several():
         return tensor[None]
     everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
@@ -43,13 +43,13 @@ def stacked(tensor: Tensor) -> Tensor:
 
 
 def agreed(numbers: list[float]) -> list[float]:
-    """The largest of all ranks' numbers, place by place; NaN if any is: what all ranks then decide by."""
+    """Element-wise maximum over all ranks, so that all decide the same; NaN if any rank's number is."""
     everyone = gather(numbers)
     return [nan if any(map(isnan, place)) else max(place) for place in zip(*everyone, strict=True)]
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The sum of every rank's tensor, the same on all."""
+    """Sum a tensor over all ranks."""
     if several():
         tensor = tensor.clone()
         torch.distributed.all_reduce(tensor)
@@ -57,12 +57,12 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def averaged(tensor: Tensor) -> Tensor:
-    """The mean over ranks of a tensor that each rank holds, of the same bits on all of them."""
+    """Average a tensor over all ranks, with the same bits on each."""
     return stacked(tensor.contiguous()).mean(0)
 
 
 def shared(tensor: Tensor) -> Tensor:
-    """Rank 0's content, where the tensor lies; tensors of the CPU pass through the device that ranks talk by."""
+    """Broadcast rank 0's tensor; the result is on the tensor's device."""
     if not several():
         return tensor
     on_gpu = torch.distributed.get_backend() == "nccl"
@@ -74,7 +74,7 @@ def shared(tensor: Tensor) -> Tensor:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Give all ranks rank 0's buffers, as torch's wrapper does before every forward pass in training.
+    """Broadcast rank 0's buffers, as DistributedDataParallel does before every forward pass in training.
 
     Without SyncBatchNorm each rank's running statistics follow its own images until then. So what is compared,
     validated and saved is what rank 0 trains on with.
@@ -85,7 +85,7 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def held(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Names and values of a network's parameters and buffers and of the state that optimizers have of them."""
+    """Yield (name, value) of all state that must be identical on every rank."""
     yield from network.named_parameters()
     yield from network.named_buffers()
     names = {parameter: name for name, parameter in network.named_parameters()}
@@ -100,12 +100,12 @@ def held(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Ite
 
 
 def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> None:
-    """Stop where processes hold different values; they exchange one number, and one a tensor only if those differ.
+    """Raise if ranks have different values. They exchange one hash, and one checksum per tensor only if it differs.
 
     Args:
-        content: names and values that must be alike, tensors or plain ones.
-        when: and where in the run, for the message.
-        advice: the end of the message's last sentence.
+        content: names and values that must be equal, tensors or plain ones.
+        when: time in the run, for the message.
+        advice: end of the message's last sentence.
 
     Raises:
         UserError: they differ; it names the tensors.
@@ -116,16 +116,16 @@ def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> 
     if len(set(gather(ours))) > 1:
         raise UserError(
             f"ranks hold different values {when}: "
-            f"{differing(gather(dict(zip(names, sums.tolist(), strict=True))))}. They must compute alike: look "
-            f"for what draws, reads or decides by itself on each rank{advice}."
+            f"{differing(gather(dict(zip(names, sums.tolist(), strict=True))))}. They must compute the same: "
+            f"look for random draws, files or decisions that differ between ranks{advice}."
         )
 
 
 def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
-    """One number for each tensor (or plain value), equal if its bits and its shape are.
+    """Compute a checksum of the bits and the shape of each tensor (or plain value).
 
     Returns:
-        The names, and an int64 tensor [number of names] on the CPU: one wait for a device instead of one a tensor.
+        The names, and an int64 tensor [number of names] on the CPU, with one synchronisation for each device.
     """
     names, sums = [], []
     for name, value in content:
@@ -135,7 +135,7 @@ def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
         else:
             text = torch.frombuffer(bytearray(repr(value), "utf-8"), dtype=torch.uint8)
             sums.append(_checksum(text))
-    # Sums of one device at a time; what is on the CPU already costs nothing.
+    # One transfer from each device.
     devices = {one.device for one in sums}
     found = torch.empty(len(sums), dtype=torch.int64)
     for device in devices:
@@ -145,9 +145,9 @@ def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A scalar int64 that is linear in the words of a tensor, with an odd weight for each, modulo 2^64.
+    """Sum the words of a tensor with an odd weight for each, modulo 2^64: a scalar int64.
 
-    A change in a single word, or an exchange of two neighbours, therefore always shows.
+    It therefore always detects a change of a single word, and two swapped neighbours.
     """
     words = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = next(size for size in (8, 4, 2, 1) if words.numel() % size == 0)

@@ -1,4 +1,4 @@
-"""Settings that a user types side by side and a class keeps apart: small dataclasses in place of many arguments.
+"""Checks of arguments, and small dataclasses that group a class's many settings.
 
 A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters` and
 `growlab.lab.training.checks` read them as if they were its own.
@@ -22,12 +22,12 @@ def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
 
 
 def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str) -> list[Any]:
-    """Make one instance of each dataclass, from settings that belong to any of them.
+    """Distribute settings over dataclasses, and return an instance of each.
 
     Args:
         kinds: dataclasses that share no field.
         settings: values by name; the others keep their defaults.
-        owner: whose settings they are, for the message.
+        owner: name of the class in the message.
 
     Raises:
         TypeError: no dataclass has a field of a name.
@@ -59,7 +59,7 @@ def left_out(part: Any) -> bool:
 
 
 def finite(**given: float | Fraction) -> None:
-    """Refuse arguments that are no finite numbers.
+    """Raise unless all arguments are finite numbers.
 
     Raises:
         ValueError: naming the first.
@@ -73,12 +73,12 @@ def finite(**given: float | Fraction) -> None:
 
 
 def not_none(**arguments: Any) -> dict[str, Any]:
-    """Arguments that may be None, without those that are."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def at_least(least: float, **given: float | Fraction) -> None:
-    """Refuse arguments below a number.
+    """Raise unless all arguments are at least this number.
 
     Raises:
         ValueError: naming the first that is too small, or no finite number.
@@ -95,7 +95,7 @@ def at_least(least: float, **given: float | Fraction) -> None:
 
 
 def above(bound: float, **given: float) -> None:
-    """Refuse arguments that are not above a number.
+    """Raise unless all arguments are above this number.
 
     Raises:
         ValueError: naming the first that is too small, or no finite number.
@@ -107,7 +107,7 @@ def above(bound: float, **given: float) -> None:
 
 
 def whole(least: int, **given: int) -> None:
-    """Refuse arguments that are no integers, or below one.
+    """Raise unless all arguments are integers and at least `least`.
 
     Raises:
         ValueError: naming the first.
@@ -122,7 +122,7 @@ def whole(least: int, **given: int) -> None:
 
 
 def flag(**given: bool) -> None:
-    """Refuse arguments that are neither True nor False: any text is true to Python.
+    """Raise unless all arguments are True or False: Python takes any text for true.
 
     Raises:
         ValueError: naming the first.
@@ -136,7 +136,7 @@ def flag(**given: bool) -> None:
 
 
 def one_of(known: Iterable[str | None], **given: str | None) -> None:
-    """Refuse arguments that are none of these words.
+    """Raise unless all arguments are among these words.
 
     Raises:
         ValueError: naming the first.

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--matrix",
         type=Path,
         metavar="FILE",
-        help="examine every model apart and write FILE.md and FILE.json; goes on where they end",
+        help="examine each model in its own process and write FILE.md and FILE.json; resumes from these files",
     )
     parser.add_argument(
         "--time-limit", type=amount, metavar="SEC", help="CPU seconds for each model of a matrix (60)"
@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _matrix(args: argparse.Namespace, methods: Sequence[str]) -> int:
     if args.json or args.keep_full:
         raise UserError(
-            "--matrix examines every model alike and writes both of its files: leave --json and --keep-full out."
+            "--matrix examines every model with the same settings and writes both files: leave "
+            "--json and --keep-full out."
         )
     limits = (args.time_limit or 60.0, args.memory_limit, args.jobs or 1)
     matrix(expand(args.models), args.matrix, methods, args.input_shape, *limits)

@@ -426,9 +426,7 @@ def _read(path: Path) -> list[Report]:
     try:
         return [Report(**row) for row in json.loads(path.read_text())["networks"]]
     except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} holds no matrix to go on with; move it away or name another file."
-        ) from error
+        raise UserError(f"{path} contains no matrix to resume; move it away or name another file.") from error
 
 
 def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None:

@@ -153,9 +153,9 @@ def read_saved(path: str, what: str) -> Any:
             f"{file} needs the package safetensors; pip install it, or save with torch.save."
         ) from error
     except Exception as error:  # what damaged files raise is not one family
-        reason = getattr(error, "strerror", None) or "it holds no weights that torch.load takes"
+        reason = getattr(error, "strerror", None) or "it contains no weights that torch.load accepts"
         if isinstance(error, pickle.UnpicklingError):
-            reason = "it is damaged, or holds objects other than tensors, which growlab does not load"
+            reason = "it is damaged, or contains objects other than tensors, which growlab does not load"
         raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
 
 
@@ -169,7 +169,7 @@ def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{what} holds no state_dict; save one with torch.save(network.state_dict()).")
+        raise UserError(f"{what} contains no state_dict; save one with torch.save(network.state_dict()).")
     return content
 
 
@@ -200,7 +200,9 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
             f"{what} do not fit the network: {how} {first}{more}; give weights of the same network."
         )
     if classifier:
-        log.info("%s: %s start anew, for %d classes", what, " and ".join(classifier), num_classes)
+        log.info(
+            "%s: %s keep their initial weights, for %d classes", what, " and ".join(classifier), num_classes
+        )
     # Not a plain dictionary: some classes read the version in their state_dict's metadata.
     own.update((name, state[name]) for name in own.keys() - set(classifier))
     network.load_state_dict(own)

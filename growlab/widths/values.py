@@ -297,7 +297,7 @@ class Record:
 
     def parameter_axis(self, value: Value, role: Role, axis: Runs, dimension: int = 0) -> Runs:
         """Unify one dimension of a parameter or buffer with an axis and set its role; return the dimension's axis."""
-        self.atoms.unify(value.axes[dimension], axis, f"a parameter beside channels {STAYING}")
+        self.atoms.unify(value.axes[dimension], axis, f"a parameter next to channels {STAYING}")
         self.set_role(value, dimension, role)
         return value.axes[dimension]
 

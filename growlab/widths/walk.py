@@ -456,7 +456,7 @@ def _freeze_norms_that_need_several_weights(record: Record) -> None:
             same = other.path == call.path
             if not (same or other.path.startswith(inside)) or _alike(record, call, other):
                 continue
-            reason = f"{call.operation} is called outside of a module of its own"
+            reason = f"{call.operation} is called outside of its own module"
             if same:
                 reason = f"{call.path or 'the network'} normalises several streams of channels"
             for one in (call, other) if same else (call,):

@@ -122,7 +122,7 @@ def test_a_matrix_resumes_where_it_ended(tmp_path, capsys, monkeypatch):
 def test_what_is_no_matrix_is_left_alone(tmp_path, capsys):
     (tmp_path / "m.json").write_text("[]")
     assert main(["growlab/resnet20", "--matrix", str(tmp_path / "m")]) == 2
-    assert "holds no matrix" in capsys.readouterr().err
+    assert "contains no matrix" in capsys.readouterr().err
     assert (tmp_path / "m.json").read_text() == "[]"
 
 

@@ -221,7 +221,7 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
 def test_a_table_whose_gain_something_else_sees_keeps_its_stream() -> None:
     graph = trace(Language(seen_twice=True), TOKENS)
     assert not graph.grows("table.weight")
-    assert "is an embedding's table and a layer's weight" in graph.fixed["down"]
+    assert "is both an embedding's table and a layer's weight" in graph.fixed["down"]
 
 
 def test_experts_grow_in_their_hidden_layers() -> None:

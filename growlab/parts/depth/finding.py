@@ -97,7 +97,7 @@ class PassThrough:
                 continue
             same = [place for place, x in given if x is value and isinstance(x, Tensor)]
             if isinstance(value, Tensor) and not same:
-                self.problem = "it puts out more than one tensor of its own"
+                self.problem = "it outputs more than one new tensor"
             self._entries.append((True, same[0]) if same else (False, value))
         self._index = mains[0]
 

@@ -93,7 +93,7 @@ class Search:
 
     def _fitting(self, name: str, paths: tuple[str, ...], before: tuple[str, ...]) -> Block | str:
         if not paths:
-            return "it holds no modules that the forward runs"
+            return "it contains no modules that the forward runs"
         found = analysed(self._forward, name, paths)
         if isinstance(found, str):
             return found

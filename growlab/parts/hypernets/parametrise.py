@@ -78,7 +78,7 @@ class Hypernet:
             flag(biases=self.biases, emit_last=self.emit_last)
         if self.sharing == "network" and self.initialisation == "constant_embedding":
             raise UserError(
-                "constant_embedding gives every layer an embedding of its own: sharing='network' has one."
+                "constant_embedding gives every layer a separate embedding, but sharing='network' has a single one."
             )
         if self.sharing == "chunk" and (self.biases or len(self.hidden_features) > 1):
             raise UserError(

@@ -40,7 +40,7 @@ class Boundaries:
         of_first = self.every_n_epochs if self.every_n_steps is None else self.every_n_steps
         if self.last is not None and self.last < (earliest := self.first or of_first):
             raise ValueError(
-                f"last={self.last} lies before the first look at the layers, at {earliest}: none follows."
+                f"last={self.last} is before the first analysis of the layers, at {earliest}: none follows."
             )
 
     def before(self, epoch: int, step: int) -> int | None:
@@ -277,7 +277,7 @@ def adaptable(graph: WidthGraph) -> list[str]:
         reasons = {**graph.fixed, **graph.basis_dependent}
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise ValueError(
-            "isotropic growth needs a layer whose channels no operation tells apart, such as those of "
+            "isotropic growth needs a layer whose channels no operation distinguishes, such as those of "
             f"growlab's IsotropicMLP; this network has none{f' ({listed})' if listed else ''}."
         )
     return found

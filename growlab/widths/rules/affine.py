@@ -55,7 +55,9 @@ def linear(record: Record, node: Any, args: Arguments) -> Value:
     if record.is_table(weight):
         if gains := gains_before(record, node):
             return tied_to_embedding(record, node, args, gains)
-        reason = "is an embedding's table and a layer's weight, and before the layer no gain is a parameter of its own"
+        reason = (
+            "is both an embedding's table and a layer's weight, and no gain before the layer can be scaled"
+        )
         record.atoms.freeze(weight.axes[1], f"{weight.name} {reason}")
     rows, columns = record.weight_axes(weight, "out", "in")
     record.atoms.unify(columns, x.axes[-1], "input of a linear layer")

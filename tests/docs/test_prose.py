@@ -1,0 +1,120 @@
+"""Docstrings, comments, messages and pages are plain English: no riddles, and words that need no second reading."""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import ROOT
+
+DOCS = ROOT / "notebooks" / "docs" / "pages"
+RIDDLE = re.compile(r"(What|Whether|How|Of|Where|Which)\b")
+WORDS = re.compile(
+    r"\b(told|tells|looks|held(?![- ]out)|holds|go(es|ing)? (by|on)|(?-i:is none)|anew|beside|in vain|lies|alike"
+    r"|of (one's|your) own)\b",
+    re.IGNORECASE,
+)
+# Verdicts of statements ("holds") and words of the papers themselves stand in these.
+GENERATED = {"papers.md", "changelog.md"}
+
+
+def prose_of_code(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Line, text and "is a docstring" of the docstrings, comments and sentences of a module."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node, clean=False) is not None
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            yield node.lineno, node.value, id(node) in docstrings
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string, False
+
+
+def prose_of_page(path: Path) -> str:
+    """The words of a page of Markdown or a notebook, without code, addresses and HTML."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    text = re.sub(r"^( *)```.*?^\1```|<!--.*?-->", "", text, flags=re.M | re.S)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|\$[^$]*\$|<[^>]*>", " ", text)
+
+
+def hits(text: str, docstring: bool = False) -> list[str]:
+    """The riddle that a docstring begins with, and listed words, quoted code aside."""
+    text = " ".join(re.sub(r"`[^`]*`", "", text).split())
+    riddle = RIDDLE.match(text) if docstring else None
+    return [match.group() for match in (riddle, *WORDS.finditer(text)) if match]
+
+
+def hits_in_code(source: str) -> list[str]:
+    """`LINE: WORD` for each hit in a module."""
+    return [f"{line}: {word}" for line, text, doc in prose_of_code(source) for word in hits(text, doc)]
+
+
+def flesch(text: str) -> float:
+    """Reading ease of Flesch 1948: 60 to 70 is plain English, below 50 hard."""
+    sentences = [s for s in re.split(r"[.!?:;](?:\s|$)|\n\s*\n|\n\s*[-*|#\d]", text) if len(s.split()) > 2]
+    words = re.findall(r"[a-z']+", " ".join(sentences).lower())
+    syllables = sum(
+        max(1, len(re.findall(r"[aeiouy]+", re.sub(r"(?<![aeiouyl])e(s|d)?$", "", word)))) for word in words
+    )
+    return 206.835 - 1.015 * len(words) / len(sentences) - 84.6 * syllables / len(words)
+
+
+CODE = sorted((ROOT / "growlab").rglob("*.py"))
+PAGES = [
+    ROOT / "README.md",
+    *sorted(path for path in DOCS.rglob("*.md") if path.name not in GENERATED),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
+
+
+def test_code_is_plain_english() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): hits_in_code(path.read_text(encoding="utf-8")) for path in CODE
+    }
+    assert len(found) > 100 and {name: words for name, words in found.items() if words} == {}
+
+
+def test_pages_are_plain_english() -> None:
+    found = {path.relative_to(ROOT).as_posix(): hits(prose_of_page(path)) for path in PAGES}
+    assert len(found) > 20 and {name: words for name, words in found.items() if words} == {}
+
+
+def test_comments_of_settings_are_plain_english() -> None:
+    comments = {
+        path.relative_to(ROOT).as_posix(): [
+            word for line in path.read_text().splitlines() for word in hits(line.partition("#")[2])
+        ]
+        for path in sorted((ROOT / "conf").rglob("*.yaml"))
+    }
+    assert len(comments) > 50 and {name: words for name, words in comments.items() if words} == {}
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"tutorials/{p.name}" for p in (DOCS / "tutorials").glob("*.md"))]
+)
+def test_pages_for_newcomers_read_easily(page: str) -> None:
+    assert flesch(prose_of_page(ROOT / page if page == "README.md" else DOCS / page)) > 50
+
+
+def test_riddles_and_listed_words_are_found() -> None:
+    source = '"""What it does."""\n\n# It holds them.\nraise ValueError("a sample is told apart")\nkey = "held-out set"\n'
+    assert hits_in_code(source) == ["1: What", "4: told", "3: holds"]
+    assert hits("Return `what.holds` of your own loop") == ["of your own"]
+    easy, hard = (
+        "The cat sat on the mat. It was a good day.",
+        "Institutional considerations necessitate reconsideration.",
+    )
+    assert flesch(easy) > 90 and flesch(hard) < 0
