@@ -16,7 +16,7 @@ JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-translation run reproduce test test-docs test-slow test-translation test-lowest test-gpu lint format chaos digests bench docs figures notebooks clean clean-all
+.PHONY: help setup setup-translation run reproduce test test-docs test-slow test-translation test-lowest test-gpu lint format chaos digests bench docs figures notebooks release-check clean clean-all
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
@@ -117,6 +117,9 @@ figures: $(READY)  ## draw the figures of notebooks/results anew, from the rows 
 
 notebooks: $(READY)  ## run a copy of every notebook, into build/notebooks/ (ARGS=--keep: its outputs into the notebook too)
 	$(PY) notebooks/docs/notebooks.py $(ARGS)
+
+release-check:  ## build wheel and sdist, and try both in empty environments
+	tests/release_check.sh
 
 clean:  ## remove caches and build outputs (keeps .venv and runs)
 	rm -rf build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis

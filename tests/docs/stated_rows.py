@@ -23,7 +23,6 @@ from tests.docs.stated import (
     MEASURED,
     MULTI,
     NINE,
-    README,
     RESULTS,
     ROWS,
     TEN,
@@ -701,7 +700,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (PAIRS, "Probing cost {} to {} % of each budget", probed),
     (PAIRS, "it had reached {} and {} % with the switch at 15 %", switched_early),
     (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
-    (README, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
+    (MEASURED, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
     (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %)", collapsed),
     (
         ROWS,

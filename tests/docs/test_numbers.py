@@ -129,8 +129,8 @@ def test_a_number_that_nothing_gives_is_found(tmp_path: Path) -> None:
     assert "81.85" in known() and "12.34" not in known()
 
 
-def test_intervals_of_the_digits_in_the_readme_are_those_of_the_rows() -> None:
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf-8"))
+def test_intervals_of_the_digits_are_those_of_the_rows() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "notebooks/docs/pages/guide/measured.md").read_text(encoding="utf-8"))
     (ours, full, stopped) = (
         next(row for row in rows_of("digits") if row.method == name)
         for name in ("ours + stagewise_norm", "fixed-size", "fixed-size, schedule.equal_flops=true")

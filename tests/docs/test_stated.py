@@ -36,7 +36,7 @@ RESULT = re.compile(
 CHANGES = "CHANGELOG.md"
 # Numbers that are no results of rows: budgets, rates, thresholds, sizes of data and packages, sections and versions.
 SETTINGS = {
-    README: {"3.11", "1.2", "3.6", "1.5", "2.0"},
+    README: {"3.11"},
     ROWS: {
         *(
             "0.001",
@@ -114,10 +114,8 @@ def test_a_result_that_no_sentence_holds_is_found() -> None:
 @pytest.mark.parametrize(
     ("page", "right", "wrong"),
     [
-        (README, "in 56 s against", "in 26 s against"),
-        (README, "81.85 % for 61.4 %", "84.90 % for 41.4 %"),
-        (README, "± 1.18", "± 0.18"),
-        (README, "2.61 and 1.97 bits", "2.62 and 1.97 bits"),
+        (README, "70.21 grown", "71.21 grown"),
+        (README, "81.85 % grown", "84.90 % grown"),
         (MEASURED, "by 7.2 points", "by 17.2 points"),
         (MEASURED, "| 1.954 ±", "| 1.154 ±"),
         (MEASURED, "(85 epochs) at 88.30 %", "(85 epochs) at 87.34 %"),
