@@ -1,4 +1,4 @@
-"""Shared by the front ends: checks of settings as they are given, warnings, metrics, and the end of training."""
+"""Common base of the front ends: checks of arguments, warnings, metrics, and the end of training."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -43,22 +43,22 @@ class GrowthCallback(Described):
         verbose: bool,
         start: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
     ) -> None:
-        """Keep the arguments of a Grower that is made once there is a network.
+        """Store and check the arguments of the Grower, which is made later from the network.
 
         Args:
-            loop: the library's name for its loop, for messages.
-            method: as the others see `growlab.Grower`.
+            loop: name of the training loop in messages.
+            method: see `growlab.Grower`.
             trigger: likewise.
             parts: likewise.
             seed: likewise.
             optimizer_state: see `growlab.optim.follow`.
             anneal_steps: likewise.
             verbose: likewise.
-            start: a small trained network that the network begins as, its state_dict, or the path of either as
-                `save_pretrained` or the loop's checkpoints wrote it; None: a seed with new weights.
+            start: a small trained network to start from, its state_dict, or the path of a checkpoint of it (from
+                `save_pretrained` or the loop); None: a seed with new weights.
 
         Raises:
-            UserError: one of them is not what it must be, or the trigger counts costs.
+            UserError: an argument is invalid, or the trigger's unit is "cost".
         """
         self._start, self._begins = start, trigger
         if start is not None:
@@ -73,8 +73,9 @@ class GrowthCallback(Described):
         self._trigger = as_trigger(Grower.DEFAULT_TRIGGER if trigger is None else trigger)
         if self._trigger.unit == "cost":
             raise UserError(
-                f"{loop} tells of epochs and steps alone, so a trigger with unit='cost' would never grow; give it "
-                "unit='step', or announce costs to a growlab.Grower in your own loop."
+                f"{loop} knows only epochs and steps, so a trigger with unit='cost' would never grow; give it "
+                "f"
+                "unit='step', or pass costs to a growlab.Grower in your own loop."
             )
         self._optimizer_state = optimizer_state
         self._settings = {
@@ -93,7 +94,7 @@ class GrowthCallback(Described):
         Args:
             network: at full width.
             example: its inputs.
-            trigger: decides which widths come next; not for a network that begins as a trained one.
+            trigger: decides which widths come next; unused for a network that starts from a trained one.
             prefix: of the network's names in its module's state_dict.
             trains: False: the network is only evaluated.
         """
@@ -110,12 +111,12 @@ class GrowthCallback(Described):
         return [] if self.grower is None else self.grower.events
 
     def _announce(self, grower: Grower, epochs: float, steps: float) -> None:
-        """Let a grower know how long training is, and warn of stages behind its end.
+        """Tell a grower the length of training, and warn of stages after its end.
 
         Args:
             grower: of the network.
-            epochs: that the training has at most; `inf`: not known.
-            steps: likewise, optimizer steps.
+            epochs: largest number of epochs; `inf` if unknown.
+            steps: largest number of optimizer steps; `inf` if unknown.
         """
         trigger = grower.trigger
         sizes = trigger.batch_sizes if isinstance(trigger, At) else None
@@ -135,18 +136,18 @@ class GrowthCallback(Described):
             )
 
     def _finish(self, grower: Grower, at_any_stage: bool = False) -> None:
-        """Leave an ordinary network behind, or say why it is not one."""
+        """Turn the network into an ordinary one, or warn why that is not possible."""
         try:
             grower.finish(at_any_stage)
         except UserError as error:
-            # Training is done, and its checkpoints are there: go on with more epochs.
+            # Training is done and can be continued from its checkpoints with more epochs.
             log.warning("%s", error)
 
 
 def trained(
     start: nn.Module | Mapping[str, Tensor] | str | Path, network: nn.Module, prefix: str
 ) -> tuple[nn.Module | Mapping[str, Tensor], Mapping[str, Any] | None]:
-    """Load the small network that a training begins with, and the state of its optimizer where that was saved.
+    """Load the small network that training starts from, and its optimizer's state if it was saved.
 
     Args:
         start: a module, its state_dict, a folder that `save_pretrained` or the Trainer wrote, or a checkpoint's file.
@@ -182,7 +183,7 @@ def trained(
 
 
 def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
-    """Load the state of a small network's optimizer into one of the same groups, which keeps its own settings."""
+    """Load the state of a small network's optimizer into one with the same groups, which keeps its settings."""
     if saved is None:
         return
     sizes = [
@@ -200,7 +201,7 @@ def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None) ->
 
 
 def metrics(grower: Grower) -> dict[str, float]:
-    """Stage, number of parameters and width of each group, for a loop's logs."""
+    """Return stage, number of parameters and width of each group for a loop's logs."""
     num_params = sum(p.numel() for p in grower.network.parameters())
     widths = {f"width/{group}": float(width) for group, width in grower.state.widths.items()}
     return {"growth/stage": float(grower.state.stage), "growth/num_params": float(num_params), **widths}

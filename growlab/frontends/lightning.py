@@ -1,7 +1,7 @@
-"""Growth in Lightning: a callback for any LightningModule, and the renewed wrapper of distributed training.
+"""Growth in Lightning: a callback for any LightningModule, which also rebuilds DistributedDataParallel.
 
-Assigning `strategy.model` and calling `strategy.configure_ddp()` makes a new wrapper, which is not documented;
-neither is where a loop keeps its data (`_data_source`). Tests say so if a version changes them.
+It relies on undocumented parts of Lightning: `strategy.configure_ddp()` wraps `strategy.model` again, and loops keep
+their data in `_data_source`. Tests fail if a version changes them.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from growlab.widths.inputs import Example, captured
 
 log = logging.getLogger(__name__)
 
-# Of a checkpoint's state of growth: weights that training goes on with, where the checkpoint holds plain ones.
+# Key of the weights to continue training with, where the checkpoint's state_dict is a plain network's.
 _KEPT = "kept"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 _PROBE = 8  # samples that growth is checked on
@@ -43,14 +43,14 @@ _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def starts_by_copies(strategy: Any) -> bool:
-    """True if a strategy forks or spawns its processes; a private name, and a test notices if it goes."""
+    """True if a strategy forks or spawns its processes (a private attribute, covered by a test)."""
     return isinstance(strategy, DDPStrategy) and strategy._start_method != "popen"
 
 
 def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
-    """Rebuild torch's wrapper after parameters were replaced: it keeps the old ones.
+    """Rebuild DistributedDataParallel after parameters were replaced.
 
-    The new wrapper's constructor sends rank 0's parameters and buffers to all ranks. Nothing to do on one device.
+    The new wrapper broadcasts rank 0's parameters and buffers. No effect on a single device.
     """
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
@@ -72,38 +72,39 @@ def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
 class Growth(GrowthCallback, Callback):
     """Grows a network of any LightningModule while it trains.
 
-    The module becomes a seed before its optimizers are made, grows before the batches that the trigger says, and ends
-    as the ordinary network. Optimizers, their schedules and other callbacks stay; checkpoints bring their widths.
+    The network becomes a seed before the optimizers are made, grows before batches chosen by the trigger, and ends as
+    the ordinary network. Optimizers, learning rate schedules and other callbacks stay the same; checkpoints restore
+    their widths.
 
     Args:
-        network: name of the submodule that grows, "" for the module itself; None: the only one with parameters. Of a
-            tuple of names the first one's grows, and the others are copies of it that grow along, such as the target
-            network of BYOL or of Q-learning: each begins as a copy of the seed.
-        method: what new entries are and how old ones are rescaled; see `growlab.Grower` for defaults and names.
-        trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes that it says are put into the
-            data module's `batch_size`.
+        network: name of the submodule to grow, "" for the module itself; None: the only one with parameters. With a
+            tuple of names the first one grows and the others follow as copies, such as the target network of BYOL or
+            Q-learning; each starts as a copy of the seed.
+        method: growth method, which initialises new entries and rescales old ones; see `growlab.Grower` for names.
+        trigger: the next widths, and when to grow; see `growlab.Grower`. If it sets batch sizes, they are assigned to
+            the data module's `batch_size`.
         parts: features besides growing; see `growlab.parts`.
-        example: the submodule's input, tuple of positional inputs or inputs by name, [B, ...] with B >= 2; None: the
-            module's `example_input_array` if the module itself grows, else what the first training batch leads to.
-        seed: of everything that growth draws.
+        example: the submodule's input, tuple of positional inputs or dict of inputs, [B, ...] with B >= 2; None: the
+            module's `example_input_array` if the module itself grows, else its inputs for the first training batch.
+        seed: of all random draws of growth.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
-        grower: in place of all arguments about the network, its method and trigger: a Grower that the module has made
-            and saves, loads and finishes by itself. The callback then only lets it grow and its optimizers follow.
+        grower: a Grower that the module makes, saves, loads and finishes itself, instead of the arguments above. The
+            callback then only calls its steps and attaches the optimizers.
         verbose: log a line for each event.
-        start: a small trained network that the network begins as, see `growlab.Grower.from_trained`; or its state_dict,
-            a folder that `save_pretrained` wrote, or a checkpoint of Lightning's, whose optimizer state is loaded too.
+        start: a small trained network to start from, see `growlab.Grower.from_trained`; or its state_dict, a folder
+            written by `save_pretrained`, or a Lightning checkpoint, whose optimizer state is loaded too.
             The trigger may name its widths, {0: "small", 10: 1.0}; None: growth before the first batch.
-        on_event: called with the trainer and each event, in place of metrics in the trainer's loggers.
+        on_event: called with the trainer and each event, instead of logging metrics to the trainer's loggers.
 
     Attributes:
         grower: the engine, from `setup` on.
         events: all growth events so far.
 
     Raises:
-        UserError: an argument is not what it must be, there is no such submodule, or it cannot be traced; the strategy
-            shards parameters.
-        ValueError: a grower, and a method or a trigger as well.
+        UserError: an argument is invalid, the submodule does not exist or cannot be traced, or the strategy shards
+            parameters.
+        ValueError: `grower` is given together with a method or a trigger.
 
     Examples:
         `Trainer(callbacks=[Growth(method=VarianceTransfer(), trigger={0: 0.25, 10: 0.5, 20: 1.0})])`
@@ -141,13 +142,13 @@ class Growth(GrowthCallback, Callback):
 
     @property
     def state_key(self) -> str:
-        """Checkpoints tell callbacks of different submodules apart by it."""
+        """Key of this callback's state in checkpoints; different for each submodule."""
         return self._generate_state_key(network=self._network)
 
     # Beginning and end -------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace the network, and make it a seed if it is to be trained."""
+        """Trace the network, and make it a seed for training."""
         strategy = trainer.strategy
         # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
         if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy:
@@ -179,7 +180,7 @@ class Growth(GrowthCallback, Callback):
     def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
         network = self._find(module, self._network)
         known = self.grower
-        # A method that holds weights in another way has left an ordinary network, which was only evaluated.
+        # The network was only evaluated; a method that changed its weights' form has restored an ordinary one.
         anew = known is not None and known.method.holds_otherwise and not self._planted
         if known is not None and not anew and known.network is getattr(network, "_orig_mod", network):
             known.reattach_hooks()
@@ -212,7 +213,7 @@ class Growth(GrowthCallback, Callback):
     # Growing -----------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let all optimizers follow, which have been made by now, and averages that other callbacks keep."""
+        """Attach the optimizers, which exist by now, and averages that other callbacks keep."""
         assert self.grower is not None
         if self._trained_optimizer is not None and len(trainer.optimizers) == 1:
             continue_optimizer(trainer.optimizers[0], self._trained_optimizer)
@@ -223,7 +224,7 @@ class Growth(GrowthCallback, Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Let parts act on gradients, which Lightning computes inside of the optimizer's step."""
+        """Call the parts' hooks on gradients, which Lightning computes inside the optimizer's step."""
         assert self.grower is not None
         self.grower.before_step(optimizer)
 
@@ -242,7 +243,7 @@ class Growth(GrowthCallback, Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Grow if the trigger says so; a run resumed at the end of an epoch begins with a batch."""
+        """Grow if the trigger says so; a run resumed at the end of an epoch starts with a batch."""
         self._step(trainer)
 
     def _step(self, trainer: Trainer) -> None:
@@ -259,21 +260,21 @@ class Growth(GrowthCallback, Callback):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        """Give the trainer's loggers the stage, the number of parameters and the widths."""
+        """Log the stage, the number of parameters and the widths."""
         assert self.grower is not None
         if self._on_event is None and trainer.loggers:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics(self.grower), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave an ordinary network behind, and say so if it is not at the end of its growth."""
+        """Turn the network into an ordinary one, and warn if it is not fully grown."""
         assert self.grower is not None
         self._ended = True
         if not self._is_given:
             self._finish(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave an ordinary network behind that was evaluated at a checkpoint's weights, or had no step left to do."""
+        """Turn the network into an ordinary one after an evaluation, or a training without steps."""
         assert self.grower is not None
         if self._is_given:
             return
@@ -290,11 +291,11 @@ class Growth(GrowthCallback, Callback):
     # Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """State of growth, for Lightning's checkpoints."""
+        """Return the state of growth for Lightning's checkpoints."""
         return {} if self.grower is None or self._is_given else self.grower.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint; the module has loaded its weights already."""
+        """Restore the state of growth; Lightning has loaded the module's weights before."""
         assert self.grower is not None
         self.grower.load_state_dict(state_dict)
         put_back_networks(self.grower, state_dict.get(_KEPT, {}))
@@ -308,7 +309,7 @@ class Growth(GrowthCallback, Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Let averages that other callbacks keep follow, before they load theirs."""
+        """Resize averages that other callbacks keep, before they load theirs."""
         self._follow_averages(trainer, pl_module)
 
     def _follow_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -321,14 +322,14 @@ class Growth(GrowthCallback, Callback):
             self._follow(grower, average)
 
     def load(self, module: LightningModule, path: str | Path) -> LightningModule:
-        """Load a checkpoint of any stage without a trainer, in place of `load_from_checkpoint`.
+        """Load a checkpoint of any stage without a trainer, like `load_from_checkpoint`.
 
         Args:
             module: made as for training, at full width.
-            path: of a checkpoint that was written with this callback.
+            path: checkpoint that was written with this callback.
 
         Returns:
-            The module at the checkpoint's widths, an ordinary one.
+            The module at the checkpoint's widths, as an ordinary network.
 
         Raises:
             UserError: the callback was not given an `example`.
@@ -376,7 +377,7 @@ class Growth(GrowthCallback, Callback):
     def _seen(
         self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module
     ) -> tuple[Any, ...]:
-        """Inputs that a step calls the network with on a few samples of its data."""
+        """Record the network's inputs in a training step on a few samples."""
         if module.example_input_array is not None:
             return self._told(module, network)
         stage = getattr(stage, "value", stage)
@@ -405,10 +406,10 @@ def _tuple(example: Any) -> tuple[Any, ...]:
 
 
 def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:
-    """Put a trigger's batch sizes into the data module's `batch_size` whenever its training data are asked for.
+    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`.
 
     Returns:
-        Leaves the data module and the trainer as they were.
+        A function that restores the data module and the trainer.
 
     Raises:
         UserError: the number of processes does not divide a batch size.
@@ -445,9 +446,9 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
 
 
 def length(trainer: Trainer) -> tuple[float, float]:
-    """Epochs and optimizer steps that a training has at most, `inf` where that is not known.
+    """Largest numbers of epochs and optimizer steps of a training, `inf` if unknown.
 
-    Epochs have as many batches as the present one. Of several optimizers `max_steps` alone says how many steps they do.
+    Assumes that all epochs have as many batches as the current one. With several optimizers only `max_steps` is used.
     """
     epochs = inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs or 0)
     steps = inf if trainer.max_steps == -1 else float(trainer.max_steps)
@@ -461,7 +462,7 @@ def length(trainer: Trainer) -> tuple[float, float]:
 
 
 def few_samples(loaders: Any) -> Any:
-    """A batch of a few samples; a loader's sampler and workers are left alone where it has a dataset to index."""
+    """Return a batch of a few samples, without using the loader's sampler or workers if its dataset can be indexed."""
     if isinstance(loaders, DataLoader) and loaders.batch_sampler is not None:
         batch = _indexed(loaders)
         if batch is not None:
@@ -479,7 +480,7 @@ def few_samples(loaders: Any) -> Any:
 
 
 def _indexed(loader: DataLoader[Any]) -> Any:
-    """The first samples of a dataset by their numbers; None: it has no such, and its sampler gives other keys."""
+    """Return the first samples of a dataset by integer index, or None if it has other keys."""
     if isinstance(loader.dataset, IterableDataset):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Lightning's checkpoints of a growing network, which hold plain ones; and averages of it that callbacks keep."""
+"""Save plain networks in Lightning's checkpoints, and find averages of the network that callbacks keep."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,15 +17,15 @@ from growlab.grower.network import make_plain, put_back
 _NAMES = ("StochasticWeightAveraging", "WeightAveraging")
 _LIGHTNINGS = tuple(getattr(lightnings, name) for name in _NAMES if hasattr(lightnings, name))
 
-#: Weights of each growing network, by its name and theirs, that training goes on with in place of plain ones.
+#: By network and name: the original value of each entry that was replaced by a plain one, to resume with.
 Kept = dict[str, dict[str, Tensor]]
 
 
 class Saving:
-    """Stands in front of a module's `on_save_checkpoint`, the last hook before a checkpoint is written.
+    """Wraps a module's `on_save_checkpoint`, the last hook before a checkpoint is written.
 
-    Callbacks are not asked about checkpoints of weights alone, and those that keep an average put it into the
-    checkpoint when they are asked.
+    Needed because Lightning does not call callbacks' hooks for weights-only checkpoints, and because callbacks that
+    keep an average add it in their own hook.
 
     Args:
         module: what is trained.
@@ -39,7 +39,7 @@ class Saving:
         module.on_save_checkpoint = self  # type: ignore[method-assign]
 
     def __call__(self, checkpoint: dict[str, Any]) -> None:
-        """Change the checkpoint, then let the module do so."""
+        """Change the checkpoint, then call the module's hook."""
         if self._then is not None:
             self._then(checkpoint)
         self._next(checkpoint)
@@ -49,7 +49,7 @@ class Saving:
         return getattr, (self._module, "on_save_checkpoint")
 
     def remove(self) -> None:
-        """Leave the module its own hook."""
+        """Restore the module's hook."""
         self._then = None
         # Of two networks that grow, the one that stands in front may go first.
         while (
@@ -62,17 +62,18 @@ class Saving:
 
 
 def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dict[str, Any]) -> Kept:
-    """Let a checkpoint hold plain networks, which `load_from_checkpoint` takes at full width.
+    """Replace networks in a checkpoint by plain ones, which `load_from_checkpoint` loads at full width.
 
-    While normalisations over channels are no plain ones, it is left alone, and has entries that no plain network takes.
+    While normalisations over channels are being annealed, the checkpoint stays unchanged, with entries that a plain
+    network rejects.
 
     Args:
         grower: of a network of the module.
         module: what is trained.
-        checkpoint: whose `state_dict` is the module's or that of an average of it; other entries may be such too.
+        checkpoint: its `state_dict`, and possibly other entries, are those of the module or an average of it.
 
     Returns:
-        What training goes on with in place of the plain weights, for `put_back_networks`.
+        The original values of changed entries, for `put_back_networks`.
     """
     kept: Kept = {}
     for key, path, name, network in list(_held(grower, module, checkpoint)):
@@ -91,15 +92,15 @@ def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dic
 
 
 def put_back_networks(grower: Grower, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Undo what plain weights have done to growing networks that loaded them.
+    """Restore the growing networks' own values after plain weights were loaded into them.
 
     Raises:
-        UserError: they are of a version that kept them in another form.
+        UserError: the checkpoint was written by an earlier version.
     """
     if any(isinstance(entry, Tensor) for entry in kept.values()):
         raise UserError(
-            "the checkpoint was written by an earlier version of growlab: its weights can be loaded, its training goes "
-            "on with that version alone."
+            "the checkpoint was written by an earlier version of growlab: its weights can be loaded, but "
+            "training can be resumed only with that version."
         )
     for name, network in _networks(grower).items():
         put_back(network, kept.get(name, {}))
@@ -112,9 +113,9 @@ def _networks(grower: Grower) -> dict[str, nn.Module]:
 def _held(
     grower: Grower, module: LightningModule, checkpoint: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str, nn.Module]]:
-    """Each growing network in a checkpoint's state_dicts: the entry, the path in it, the network's name, and itself.
+    """Yield each growing network in a checkpoint: the entry, the path in it, the network's name, and itself.
 
-    An average of the module has networks at the same paths as the module.
+    Averages of the module contain networks at the module's paths.
     """
     networks = _networks(grower)
     paths = {path for path, part in module.named_modules() if any(part is own for own in networks.values())}
@@ -128,14 +129,14 @@ def _held(
 
 
 def _is_of(state: Mapping[str, Any], path: str, network: nn.Module) -> bool:
-    """Return True if a state_dict has this very network's parameters at a path."""
+    """Return True if a state_dict has exactly this network's parameters at a path."""
     own = {f"{path}.{name}" if path else name: p for name, p in network.named_parameters() if p.numel()}
     found = ((state.get(name), p) for name, p in own.items() if name in state)
     return any(isinstance(t, Tensor) and t.data_ptr() == p.data_ptr() for t, p in found)
 
 
 def _with_metadata(state: Any, path: str, network: nn.Module) -> Any:
-    """A state_dict that says of a network what the network's own says, where a callback has left that out."""
+    """Return the state_dict with the network's metadata, if a callback has dropped it."""
     if not hasattr(state, "_metadata"):
         state = OrderedDict(state)
         vars(state)["_metadata"] = OrderedDict()
@@ -155,13 +156,13 @@ def averages(
     shapes: Mapping[str, torch.Size],
     known: Iterable[nn.Module],
 ) -> Iterator[nn.Module]:
-    """Copies of the network in modules that callbacks hold, such as Lightning's averages and other people's.
+    """Find copies of the network in modules of callbacks, such as Lightning's weight averages.
 
     Args:
-        callbacks: the trainer's others.
-        network: that grows.
-        shapes: of the network as callbacks have found it in their `setup`.
-        known: what is trained, and copies that were found before; callbacks may hold them too.
+        callbacks: the trainer's other callbacks.
+        network: the growing network.
+        shapes: of the network when callbacks ran their `setup`.
+        known: the trained module and copies found before, which callbacks may reference too.
 
     Raises:
         UserError: an average of Lightning's was made before the network became a seed.

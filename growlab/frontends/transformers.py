@@ -29,30 +29,30 @@ with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
 
 log = logging.getLogger(__name__)
 
-# Beside the Trainer's own files of a checkpoint.
+# Stored next to the Trainer's files in a checkpoint.
 _FILE = "growlab.pt"
 
 
 class Growth(GrowthCallback, TrainerCallback, ExportableState):
     """Grows the Trainer's model, or a submodule of it, while it trains.
 
-    The model becomes a seed when the Trainer is made, which is to be given the callback: `Trainer(callbacks=[...])`.
-    Checkpoints are resumed with `trainer.train(resume_from_checkpoint=...)`; at the end the model has its full
-    configuration's shapes again.
+    The model becomes a seed when the Trainer is constructed with the callback: `Trainer(callbacks=[...])`. Resume
+    checkpoints with `trainer.train(resume_from_checkpoint=...)`; at the end the model has the shapes of its full
+    configuration again.
 
     Args:
-        network: name of the submodule that grows; "" for the model itself.
-        method: what new entries are and how old ones are rescaled; see `growlab.Grower` for defaults and names.
-        trigger: which widths come next, and when; see `growlab.Grower`. Batch sizes stay the Trainer's.
-        parts: features beside growing; see `growlab.parts`.
-        example: the network's input, tuple of positional inputs or inputs by name, [B, ...] with B >= 2; None: the
+        network: name of the submodule to grow; "" for the model itself.
+        method: growth method, which initialises new entries and rescales old ones; see `growlab.Grower` for names.
+        trigger: the next widths, and when to grow; see `growlab.Grower`. Batch sizes stay the Trainer's.
+        parts: features besides growing; see `growlab.parts`.
+        example: the network's input, tuple of positional inputs or dict of inputs, [B, ...] with B >= 2; None: the
             model's `dummy_inputs`.
-        seed: of everything that growth draws.
+        seed: of all random draws of growth.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
         verbose: log a line for each event.
-        start: a small trained model that this one begins as, see `growlab.Grower.from_trained`, its state_dict, or a
-            folder that `save_pretrained` or the Trainer wrote, whose `optimizer.pt` is loaded too. The trigger may name
+        start: a small trained model to start from, see `growlab.Grower.from_trained`, its state_dict, or a folder
+            written by `save_pretrained` or the Trainer, whose `optimizer.pt` is loaded too. The trigger may name
             its widths, {0: "small", 10: 1.0}; None: growth before the first batch.
 
     Attributes:
@@ -60,7 +60,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         events: all growth events so far.
 
     Raises:
-        UserError: an argument is not what it must be.
+        UserError: an argument is invalid.
 
     The Trainer's log (`trainer.state.log_history`) has stage, number of parameters and widths in each entry.
     """
@@ -95,7 +95,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         """Trace the model and make it a seed.
 
         Raises:
-            UserError: the Trainer is set up for what growth cannot do, or the model cannot be traced.
+            UserError: growth does not support a setting of the Trainer, or the model cannot be traced.
         """
         if args.n_gpu > 1:
             raise UserError(
@@ -105,13 +105,13 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             )
         if args.fsdp or args.deepspeed:
             raise UserError(
-                "FSDP and DeepSpeed cut parameters into pieces once, before training: growth would have to cut them "
-                "anew; train with DistributedDataParallel (torchrun without them)."
+                "FSDP and DeepSpeed shard parameters once, before training, so they cannot grow; train with "
+                "DistributedDataParallel (torchrun without them)."
             )
         if args.restore_callback_states_from_checkpoint:
             raise UserError(
-                "restore_callback_states_from_checkpoint makes callbacks anew from plain arguments, which a method is "
-                "not; leave it out, as Growth restores itself."
+                "restore_callback_states_from_checkpoint recreates callbacks from plain arguments, which a growth "
+                "method is not; leave it out, as Growth restores itself."
             )
         if model is None:
             raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
@@ -135,7 +135,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         optimizer: Optimizer | None = None,
         **_: Any,
     ) -> None:
-        """Let the optimizer follow, and go on where a checkpoint was written."""
+        """Attach the optimizer, and restore the state of growth from a checkpoint."""
         if self.grower is None:
             raise UserError(
                 "give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)])."
@@ -188,9 +188,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **_: Any,
     ) -> None:
-        """Let the checkpoint hold a plain model, which `from_pretrained` takes at full width.
+        """Make the checkpoint's model a plain one, which `from_pretrained` loads at full width.
 
-        What training goes on with in its place, and the state of parts, is put beside the Trainer's own files.
+        The original weights, to resume with, and the state of parts are stored in a separate file of the checkpoint.
         """
         if self.grower is None or not args.should_save:
             return
@@ -212,7 +212,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Leave an ordinary model behind, the best one where the Trainer has loaded that.
+        """Turn the model into an ordinary one, also if the Trainer has loaded the best checkpoint.
 
         Raises:
             UserError: the best checkpoint lacks the state of growth.
@@ -232,7 +232,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         self._finish(self.grower)
 
     def state(self) -> dict[str, Any]:
-        """State of growth but for its parts, for the checkpoint's trainer_state.json; `on_save` is called behind it."""
+        """Return the state of growth without its parts, for trainer_state.json; called before `on_save`."""
         if self.grower is None:
             return {"args": {}, "attributes": {}}
         saved = self.grower.state_dict()
@@ -253,7 +253,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         grower.load_state_dict({**saved, "parts": parts})
         if not beside and (grower.parts or _multiplied(grower)):
             raise UserError(
-                f"{path} is missing or of another run, and training cannot go on without it: resume from a checkpoint "
+                f"{path} is missing or of another run, and training cannot be resumed without it: resume from a "
+                f"checkpoint "
                 "in the Trainer's output_dir, or give its folder as TrainingArguments(resume_from_checkpoint=...) too."
             )
         put_back(grower.network, beside.get("kept", {}))
@@ -265,7 +266,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
 
 
 def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
-    """The checkpoint that is resumed from, as far as callbacks are told."""
+    """Return the checkpoint that the Trainer resumes from, if callbacks can know it."""
     given = args.resume_from_checkpoint
     return Path(given) if isinstance(given, str) and Path(given).is_dir() else _folder(args, state)
 

@@ -1,6 +1,6 @@
 """Map the names of a transformers model's tensors to the keys in its files, and back.
 
-transformers stores some tensors under other names, or in pieces: the experts of a mixture one by one.
+transformers stores some tensors under other names or in pieces, such as the experts of a mixture.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""From a folder that `save_pretrained` wrote to a folder that `from_pretrained` loads.
+"""Widen and deepen a saved model: read a folder of `save_pretrained`, write one for `from_pretrained`.
 
-Neither model is whole in memory: tensors are read, made and written one at a time, and so is the check that both
-compute the same.
+Neither model is ever whole in memory: tensors are read, computed and written one at a time, and so is the check of
+equal outputs.
 """
 
 import importlib
@@ -48,22 +48,22 @@ def widen_folder(
     parts: Collection[str] = PARTS,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write a wider and deeper model that computes what a saved one computes.
+    """Write a wider and deeper model with the same outputs as a saved one.
 
     Args:
-        folder: what `save_pretrained` wrote: configuration, weights, perhaps a tokenizer.
+        folder: folder of `save_pretrained`: configuration, weights, perhaps a tokenizer.
         out: a new folder, which `from_pretrained` loads.
         width: factor on the sizes of `parts`.
         depth: factor on the number of layers.
         method: for heads and hidden layers, a name in `METHODS`.
-        parts: what becomes wider, of `PARTS`.
-        seed: of everything that is drawn.
+        parts: parts to widen, among `PARTS`.
+        seed: of all random draws.
 
     Returns:
         The receipt.
 
     Raises:
-        UserError: the folder holds no model that can be loaded, or the model cannot be widened so exactly.
+        UserError: the folder contains no loadable model, or the model cannot be widened exactly in this way.
     """
     _check(method)
     check_out(folder, out)
@@ -115,7 +115,7 @@ def _exact_plan(
     method: GrowthMethod,
     seed: int,
 ) -> tuple["Plan", Way, float, Any, Collection[str]]:
-    """A plan that is exact, its way and its error, the configuration, and the parts that become wider."""
+    """Find an exact plan: return it, its way and error, the configuration, and the parts that become wider."""
     kind, failed, inexact = type(source), None, None
     choices = [parts]
     if width != 1 and {"heads", "stream"} <= {*parts} and divides_its_stream(config):
@@ -164,7 +164,7 @@ def check_out(folder: Path, out: Path) -> None:
     """Check that a folder has a configuration and that another one is free to be written.
 
     Raises:
-        UserError: it has none, or the other one is in use.
+        UserError: there is no configuration, or the output folder is not empty.
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
@@ -173,7 +173,7 @@ def check_out(folder: Path, out: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Class and configuration of the model in a folder. Code that lies there never runs.
+    """Load class and configuration of the model in a folder, without running code in it.
 
     Raises:
         UserError: transformers does not know it.
@@ -222,14 +222,14 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
 
 
 class Plan:
-    """A saved model, a wider and deeper one of its class, and how the tensors of one become those of the other.
+    """A mapping from the tensors of a saved model to those of a wider and deeper one of its class.
 
     Args:
         saved: reads the saved model's tensors.
         source: its skeleton.
-        target: that of the wider and deeper one.
+        target: skeleton of the wider and deeper one.
         method: for heads and hidden layers.
-        seed: of everything that is drawn.
+        seed: of all random draws.
 
     Raises:
         UserError: growlab cannot follow the model, or its sizes do not fit one another.
@@ -279,15 +279,15 @@ class Plan:
         return self._widening.whole
 
     def _origin(self, name: str) -> str:
-        """Name of the saved model's tensor that one of the target is or is made from."""
+        """Name of the saved tensor that a target's tensor equals or is computed from."""
         return self._deeper.source(f"{_PREFIX}{name}").removeprefix(_PREFIX)
 
     def _old(self, name: str, rows: Rows) -> Tensor:
-        """What the saved model has in the place of a tensor, or has it made from."""
+        """The saved tensor that a target's tensor equals or is computed from."""
         return self._saved(self._origin(name.removeprefix(_PREFIX)), rows)
 
     def exact_way(self) -> tuple[Way | None, float]:
-        """The first way in which both compute the same, or None; and the smallest relative change of the output."""
+        """Find the first way with equal outputs, or None; also return the smallest relative change of the output."""
         network = FirstOutput(self._source, self._network.input_names)
         norms = {
             norm.name: self._deeper.source(f"{norm.name}.")[:-1]
@@ -324,7 +324,7 @@ class Plan:
         return output_of(self._network, self._probe, given, partial(self._blocks, way=way))[0]
 
     def _computed(self) -> set[float]:
-        """Numbers that the code computes from its width and keeps in buffers: the wider model's over the other's."""
+        """Ratios (wider over saved) of numbers that the code computes from its width and stores in buffers."""
         old = dict(self._source.named_buffers())
         pairs = [
             (old[name], new) for name, new in self.target.named_buffers() if name in old and not new.dim()
@@ -341,14 +341,14 @@ class Plan:
         return names or [n for n, axes in graph.axes.items() if len(axes) == 1 and axes[0].role == "in"]
 
     def _is_given(self, name: str) -> bool:
-        """Return True if a tensor is made from a saved one; others are computed when the model is built."""
+        """Return True if a tensor is computed from a saved one; others are set when the model is built."""
         source = self._origin(name)
         return source in self._saved and (
             self._own[name].is_floating_point() or isinstance(self._own[name], nn.Parameter)
         )
 
     def _blocks(self, name: str, way: Way) -> Iterator[Tensor]:
-        """A tensor of the target in blocks of rows."""
+        """Yield a tensor of the target in blocks of rows."""
         key, graph = f"{_PREFIX}{name}", self._widening.graph
         if key in self._zeros:
             yield torch.zeros(self._own[name].shape, dtype=torch.float64) - graph.offsets.get(key, 0.0)
@@ -358,7 +358,7 @@ class Plan:
             yield from blocks_of(partial(self._old, key), tuple(self._own[name].shape))
 
     def dtypes(self, written: Sequence[Unit]) -> dict[str, torch.dtype]:
-        """Type of each tensor in the file that is written: that in the one that was read."""
+        """Dtype of each tensor in the written files: that in the files read."""
         return {key: self._dtype(unit.names[0]) for unit in written for key in unit.shapes}
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -366,7 +366,7 @@ class Plan:
         return self._saved.dtypes[source] if self._is_given(name) else self._own[name].dtype
 
     def made(self, written: Sequence[Unit], way: Way) -> Iterator[dict[str, Tensor]]:
-        """The tensors of one unit after the other, as they are in the file."""
+        """Yield the tensors of one unit after another, in the file's form."""
         for unit in written:
             yield reverted(self.target, {name: self._whole(name, way) for name in unit.names})
 

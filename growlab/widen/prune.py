@@ -1,7 +1,7 @@
 """`growlab prune FOLDER -o OUT --keep 0.5 --parts heads,mlp`: remove whole heads and channels from a saved model.
 
-FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and computes what FOLDER
-computes with the removed heads and channels masked. Exit code 2: the model cannot be read, or cannot be pruned so.
+FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and has the outputs of
+FOLDER with the removed heads and channels masked. Exit code 2: the model cannot be read, or cannot be pruned so.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def prune_folder(
     score: Score = "l1",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write a narrower model that computes what a saved one computes with the removed channels masked.
+    """Write a narrower model with the outputs of a saved one whose removed channels are masked.
 
     Args:
         folder: what `save_pretrained` wrote.
@@ -54,7 +54,7 @@ def prune_folder(
         The receipt, with the indices that are kept in each width group.
 
     Raises:
-        UserError: the folder holds no model that can be loaded, or the model cannot be pruned so exactly.
+        UserError: the folder contains no loadable model, or the model cannot be pruned exactly in this way.
     """
     check_out(folder, out)
     if not 0 < keep < 1:

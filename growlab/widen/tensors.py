@@ -116,7 +116,8 @@ def _header(path: Path) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         for key, entry in header.items():
             if entry["dtype"] not in types:
                 raise UserError(
-                    f"{path} holds numbers of the type {entry['dtype']}, which cannot be widened exactly; save the "
+                    f"{path} contains numbers of the type {entry['dtype']}, which cannot be widened exactly; save "
+                    f"the "
                     "model in bfloat16 or float32."
                 )
             shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
@@ -140,7 +141,8 @@ def _unpickled(path: Path) -> Mapping[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path} is damaged or holds objects other than tensors, which growlab does not load: loading them could "
+            f"{path} is damaged or contains objects other than tensors, which growlab does not load: loading them "
+            f"could "
             "run code; save the model as safetensors."
         ) from error
     except Exception as error:  # what damaged files raise is not one family
@@ -148,7 +150,7 @@ def _unpickled(path: Path) -> Mapping[str, Tensor]:
             f"cannot read {path} ({getattr(error, 'strerror', None) or 'it is damaged'}); save the model again."
         ) from error
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path} holds no state_dict; save the model again.")
+        raise UserError(f"{path} contains no state_dict; save the model again.")
     return content
 
 

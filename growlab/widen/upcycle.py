@@ -1,7 +1,8 @@
 """`growlab upcycle FOLDER -o OUT --experts 8 --top-k 2`: turn a dense language model into a mixture of experts.
 
 FOLDER was written by `save_pretrained` of transformers: Llama or Mistral become Mixtral; Qwen2 and Qwen3 become
-Qwen2-MoE and Qwen3-MoE. Every expert begins as a copy of the dense MLP and the weights of the chosen experts sum to 1,
+Qwen2-MoE and Qwen3-MoE. Every expert begins as a copy of the dense MLP and the weights of the chosen experts sum to
+1,
 so OUT computes what FOLDER computes (Komatsuzaki et al. 2023, sparse upcycling). `--more-experts 2` multiplies the
 experts of a mixture, and the number chosen per token with them. Exit code 2: the model cannot be read, or cannot be
 changed so.
@@ -52,7 +53,8 @@ Read = Callable[[str], Tensor]
 def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.02, seed: int = 0) -> Any:
     """Return a mixture of experts that computes what a dense model of transformers computes, up to 1e-6.
 
-    Every expert is a copy of the dense MLP; routers are drawn. A shared expert (Qwen2-MoE) is as wide as the dense MLP
+    Every expert is a copy of the dense MLP; routers are drawn. A shared expert (Qwen2-MoE) is as wide as the dense
+    MLP
     and begins with an output of zero.
 
     Args:
@@ -60,7 +62,7 @@ def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.
         experts: number of experts in each layer.
         top_k: number of experts that each token is computed by.
         router_std: standard deviation of the routers' weights.
-        seed: of everything that is drawn.
+        seed: of all random draws.
 
     Raises:
         UserError: there is no mixture of this family, or it does not have all that the model has.
@@ -74,7 +76,8 @@ def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.
 def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> Any:
     """Return a mixture of `by` times as many experts, and as many times the experts per token, of the same outputs.
 
-    Copies of an expert get the same routing weight. Noise that sums to zero over them is added to their last layers, so
+    Copies of an expert get the same routing weight. Noise that sums to zero over them is added to their last layers,
+    so
     that the outputs stay the same and training separates the copies.
 
     Args:
@@ -94,7 +97,7 @@ def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
     """Return the class and the configuration of a dense model's mixture of experts.
 
     Raises:
-        UserError: there is none that computes the same.
+        UserError: no mixture has the same outputs.
     """
     transformers = importlib.import_module("transformers")
     if config.model_type not in _FAMILIES:
@@ -108,7 +111,7 @@ def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
     if config.model_type in ("llama", "mistral"):
         if biases := [name for name in ("attention_bias", "mlp_bias") if known.get(name)]:
             raise UserError(f"Mixtral has no biases, and this model has {biases[0]}=True.")
-        # Mixtral looks for neither, and None is no limit.
+        # Mixtral reads neither; None is no limit.
         known.setdefault("sliding_window", None)
     settings = {
         **known,
@@ -148,7 +151,7 @@ def multiplied(config: Any, by: int) -> Any:
 
 
 def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: float, seed: int) -> Tensor:
-    """A tensor of a mixture, from those of its dense model; experts are views of one tensor."""
+    """Make a tensor of a mixture from the dense model's; experts are views of one tensor."""
     path, _, own = name.rpartition(".")
     if path.endswith("mlp.experts"):
         mlp = path.removesuffix(".experts")
@@ -167,7 +170,7 @@ def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: flo
 
 
 def _copied(name: str, read: Read, shape: tuple[int, ...], by: int, noise: float, seed: int) -> Tensor:
-    """A tensor of a mixture with more experts; copies of an expert follow each other."""
+    """Make a tensor of a mixture with more experts; copies follow their original."""
     old = read(name)
     if old.shape == shape:
         return old
@@ -222,13 +225,13 @@ def upcycle_folder(
         by: multiply the experts of a saved mixture by this; None: `folder` is a dense model.
         router_std: standard deviation of new routers' weights.
         noise: relative standard deviation of the noise between copies of an expert.
-        seed: of everything that is drawn.
+        seed: of all random draws.
 
     Returns:
         The receipt, with the number of tokens of the check that each expert of each layer computes.
 
     Raises:
-        UserError: the folder holds no such model, or outputs would change by more than 1e-6.
+        UserError: the folder contains no such model, or outputs would change by more than 1e-6.
     """
     check_out(folder, out)
     kind, config = load(folder)
@@ -278,7 +281,7 @@ def upcycle_folder(
 def _compared(
     source: nn.Module, saved: Checkpoint, target: nn.Module, made: Read
 ) -> tuple[float, dict[str, list[int]]]:
-    """Relative change of the output in float64, and tokens per expert of each layer."""
+    """Compute the relative change of the output in float64, and tokens per expert of each layer."""
     inputs = inputs_of(source)
     probe = tuple(inputs.values())
     shapes = {name: tuple(t.shape) for name, t in source.state_dict(keep_vars=True).items()}

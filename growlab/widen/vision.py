@@ -116,7 +116,7 @@ def load_widened(folder: str | Path) -> nn.Module:
         name, num_classes = receipt["from"], receipt["num_classes"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{folder} holds no widened network of torchvision or timm: {RECEIPT} is missing or not of one."
+            f"{folder} contains no widened network of torchvision or timm: {RECEIPT} is missing or not of one."
         ) from error
     network = _network(name, shape, num_classes)
     graph, _ = _traced(name, network, shape)

@@ -1,19 +1,21 @@
 """Weights of a wider network of the same class that computes what a narrower one computes.
 
-Where channels lie in the tensors is read off the wider network's own program (`growlab.widths.layouts`), and the old
-widths off the shapes of the old tensors. Each tensor is made by itself, in blocks of rows where it is large. Channels
-that no statistics run over (heads, hidden layers of MLPs) are added by a growth method. Streams under layer or RMS
-normalisation end as plain ones, so two things are exact:
+The layout of channels in the tensors comes from tracing the wider network (`growlab.widths.layouts`), the old widths
+from the shapes of the old tensors. Each tensor is computed separately, in blocks of rows if it is large. Channels
+outside of any statistics (heads, hidden layers of MLPs) are added by a growth method. For streams under layer or RMS
+normalisation two ways are exact:
 
-- **Copies** at a whole factor k: each channel k times, its consumers divided by k. Statistics stay what they are.
-- **Padding** at any factor D'/D, where every reader of the stream is a normalisation with a gain: all that writes to it
-  is multiplied by s = sqrt(D'/D), new channels carry the mean of the old ones (zeros under RMS normalisation), so the
-  variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang et
-  al. 2023, with a scale so that eps counts alike). Normalised, new channels are zero, and their consumers are free.
+- **Copies** at a whole factor k: each channel k times, its consumers divided by k. Statistics stay the same.
+- **Padding** at any factor D'/D, if every reader of the stream is a normalisation with a gain: all writes to it are
+multiplied by s = sqrt(D'/D), new channels carry the mean of the old ones (zeros under RMS normalisation), so the
+  variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang
+  et
+  al. 2023, with a scale that keeps the weight of eps). Normalised, new channels are zero, and their consumers are
+  free.
   A normalisation that itself writes to the stream (Gemma 2's behind attention and MLP) keeps its gain.
 
-Where the code multiplies embeddings by a number that it computes from its width (Gemma's root of it), their tables are
-divided by as much as that number grows, and the last normalisation in front of a tied table is multiplied by it.
+If the code multiplies embeddings by a function of its width (Gemma: the square root), their tables are divided by the
+growth of that number, and the last normalisation before a tied table is multiplied by it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -46,13 +48,13 @@ _BLOCK = 1 << 19
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which streams may become wider.
+    """A way to widen streams.
 
     Attributes:
-        fill: what new channels carry: copies of old ones, their mean, or zeros.
-        by_code: factor by which the code multiplies embeddings more than it did; None: the root of the stream's own.
-        factors: what tensors are multiplied by besides, by name.
-        by_root: attention divides products by the root of the dimension of its heads.
+        fill: values of new channels: copies of old ones, their mean, or zeros.
+        by_code: growth of the number by which the code multiplies embeddings; None: the root of the stream's growth.
+        factors: further factors on tensors, by name.
+        by_root: attention divides products by the root of the head dimension.
     """
 
     fill: Fill
@@ -63,13 +65,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Widening:
-    """A narrower network's tensors and where their channels lie.
+    """Computes a wider network's tensors from a narrower one's.
 
     Attributes:
         graph: layouts of the wider network.
-        old: gives the narrower one's tensors by name, as it keeps them.
-        widths: width of each group in it.
-        seed: of everything that is drawn.
+        old: reads the narrower network's tensors by name.
+        widths: width of each group in the narrower network.
+        seed: of all random draws.
         method: for heads and hidden layers.
         writing: paths of normalisations whose outputs are added to a stream.
     """
@@ -82,11 +84,10 @@ class Widening:
     writing: Collection[str] = ()
 
     def ways(self, computed: Collection[float] = ()) -> Iterator[Way]:
-        """Ways that may be exact, the likeliest first.
+        """Yield ways that may be exact, the likeliest first.
 
         Args:
-            computed: numbers of the code's own that embeddings may be multiplied by, the wider network's over the
-                narrower one's.
+            computed: ratios (wider over narrower) of numbers that the code may multiply embeddings by.
         """
         # A normalisation without a bias is mostly one by the root mean square, which zeros leave as it is.
         plain = all(norm.bias is None for norm in self.graph.channel_norms)
@@ -102,7 +103,7 @@ class Widening:
 
     @cached_property
     def _root_of_attention(self) -> float | None:
-        """The root of what the dimension of heads grows by; None: it stays."""
+        """Root of the growth of the head dimension; None if it stays."""
         roots = (
             sqrt(one.axis.length(self.graph.full_widths) / one.axis.length(self.widths))
             for one in self.graph.attentions
@@ -111,7 +112,7 @@ class Widening:
 
     @cached_property
     def streams(self) -> list[str]:
-        """Groups that become wider and that statistics run over."""
+        """Groups that become wider and are covered by statistics."""
         full = self.graph.full_widths
         normed = {group for norm in self.graph.channel_norms for group in norm.axis.groups}
         return [group for group in self.graph.groups if group in normed and full[group] != self.widths[group]]
@@ -122,12 +123,12 @@ class Widening:
         return all(self.graph.full_widths[group] % self.widths[group] == 0 for group in self.streams)
 
     def tensors(self, way: Way) -> dict[str, Tensor]:
-        """All tensors at full width as a network keeps them."""
+        """Yield all tensors at full width."""
         made = {name: list(self.blocks(name, way)) for name in self.graph.axes}
         return {name: torch.cat(blocks) if blocks[1:] else blocks[0] for name, blocks in made.items()}
 
     def blocks(self, name: str, way: Way) -> Iterator[Tensor]:
-        """One of them in blocks of rows, float64 where it changes."""
+        """Yield a tensor at full width in blocks of rows; float64 if it changes."""
         axes = self.graph.axes[name]
         make = partial(self._made, name, way=way)
         if not axes or axes[0].groups:
@@ -157,7 +158,7 @@ class Widening:
         return tensor if factor == 1.0 and offset == 0.0 else tensor * factor - offset
 
     def _attending(self, name: str, key: str, tensor: Tensor, expansion: Expansion, way: Way) -> Tensor:
-        """A layer of queries and keys: new channels of keys are zero; queries take up the scale 1 / sqrt(d)."""
+        """Widen queries and keys: new channels of keys are zero; queries compensate the scale 1 / sqrt(d)."""
         for attention in self.graph.attentions:
             before, after = (
                 attention.axis.length(each) for each in (expansion.old_widths, expansion.new_widths)
@@ -174,7 +175,7 @@ class Widening:
         return tensor
 
     def _alone(self, name: str, key: str, block: Tensor) -> WidthGraph:
-        """The graph of one tensor, or of a block of its rows, so that it is grown by itself."""
+        """Restrict the graph to one tensor, or a block of its rows, to grow it separately."""
         axes = self.graph.axes[name]
         if key != name:
             axes = (Axis((Part(None, len(block)),), axes[0].role), *axes[1:])
@@ -207,7 +208,7 @@ class Widening:
         group: str,
         way: Way,
     ) -> Tensor:
-        """A tensor with one stream at full width, from one with it at its old width."""
+        """Widen one stream of a tensor."""
         after = {**before, group: self.graph.full_widths[group]}
         scale = sqrt(after[group] / before[group])
         by_code = scale if way.by_code is None else way.by_code
@@ -238,9 +239,7 @@ class Widening:
         new[grid(kept, new.device)] = tensor * factor
         for dim in writes:
             if len(graph.axes[key][dim].parts) > 1:
-                raise UserError(
-                    f"channels of {group} lie beside others in {name}; give --parts without stream."
-                )
+                raise UserError(f"channels of {group} share {name}; give --parts without stream.")
             beyond = torch.ones(new.shape[dim], dtype=torch.bool).index_fill_(0, kept[dim], False)
             rest = new.index_select(dim, kept[dim]).mean(dim) if way.fill == "mean" else 0.0
             new.movedim(dim, 0)[beyond] = rest
@@ -249,7 +248,7 @@ class Widening:
     def _normed(
         self, name: str, key: str, old: Tensor, expansion: Expansion, kind: str, scale: float, of_table: float
     ) -> Tensor:
-        """Gain or bias of a normalisation of padded channels."""
+        """Widen the gain or bias of a normalisation of padded channels."""
         if name.rpartition(".")[0] in self.writing:
             # Normalised, what it reads is what it was: its sum with the stream is multiplied by gain and bias.
             factor = 1.0 / scale if kind == "bias" else 1.0
@@ -261,12 +260,12 @@ class Widening:
         return new
 
     def _is_table(self, name: str) -> bool:
-        """Whether a tensor is an embedding's table."""
+        """Return True if a tensor is an embedding's table."""
         roles = [axis.role for axis in self.graph.axes[name]]
         return roles == ["fixed", "out"] and all(x.weight != name for x in self._layers.get(name, ()))
 
     def _of_a_norm(self, name: str, group: str) -> str | None:
-        """Whether a tensor is the gain or the bias of a normalisation of the group's channels."""
+        """Return True if a tensor is the gain or the bias of a normalisation of the group's channels."""
         path, _, own = name.rpartition(".")
         if not any(norm.name == path and group in norm.axis.groups for norm in self.graph.channel_norms):
             return None
@@ -274,7 +273,7 @@ class Widening:
 
 
 def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """A tensor of this shape in blocks of rows, where it is large."""
+    """Split a tensor of this shape into blocks of rows if it is large."""
     if torch.Size(shape).numel() <= _BLOCK:
         yield make(...)
         return
@@ -286,15 +285,15 @@ def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterato
 def read_off(
     graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Width of each group, from the shapes of a narrower network's tensors.
+    """Infer the width of each group from the shapes of a narrower network's tensors.
 
     Args:
         graph: layouts of the wider network.
-        shapes: of the narrower one's tensors by name.
+        shapes: of the narrower network's tensors by name.
         full: tensors of the wider network by name.
 
     Raises:
-        UserError: a tensor has a shape that no widths give.
+        UserError: no widths explain a tensor's shape.
     """
     widths = graph.widths_of({name: shapes[name] for name in graph.axes})
     widths = {name: widths.get(name, group.full_width) for name, group in graph.groups.items()}

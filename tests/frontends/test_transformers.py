@@ -250,5 +250,5 @@ def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, 
 
 
 def test_a_trigger_that_would_never_be_told_its_moment_is_refused() -> None:
-    with pytest.raises(UserError, match="the Trainer tells of epochs and steps alone"):
+    with pytest.raises(UserError, match="the Trainer knows only epochs and steps"):
         Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))

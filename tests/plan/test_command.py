@@ -178,11 +178,11 @@ def hydra_started() -> Iterator[None]:
         ("schedule.budget=null", "a plan needs a budget: schedule.budget=N"),
         ("schedule.budget=inf", "schedule.budget=inf must be a number above 0."),
         ("plan.charge=-2", "plan.charge=-2: Input should be a valid boolean"),
-        ("growth=isotropic", "decides widths while it trains, so no probe tells what it will cost"),
+        ("growth=isotropic", "decides widths while it trains, so no probe can predict its cost"),
         ("plan.use=[thirds]", "plan.use: there is no candidate 'thirds'; there are half_width, fewer_blocks"),
         ("plan.use=both", "plan.use=both must be a list of candidates, such as [half_width, "),
         ("plan.use=[fewer_blocks]", "no candidate can be probed (fewer_blocks: blocks='auto' finds no"),
-        ("plan.candidates=null", "plan.candidates leaves none to probe beside the full network."),
+        ("plan.candidates=null", "plan.candidates leaves none to probe besides the full network."),
         ("plan.candidates.half_width.width=2", "half_width.width=2: Input should be less than or equal to 1"),
         ("+plan.candidates.half_width.height=2", "is no candidate: that has width, depth, settings"),
         ("plan.candidates.both=3", "plan.candidates.both=3 is no candidate: that has width, depth"),
@@ -219,7 +219,7 @@ def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine,
     for name in ("config.yaml", "metrics.csv"):
         (folder / name).write_text("a run's")
     outcome = ask(cli, tmp_path, *TINY)
-    assert outcome.code == 2 and "run holds a run: name another folder for the plan" in outcome.err
+    assert outcome.code == 2 and "run contains a run: name another folder for the plan" in outcome.err
     assert (folder / "config.yaml").read_text() == "a run's"
 
 

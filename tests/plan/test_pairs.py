@@ -63,7 +63,7 @@ def test_the_plan_is_compared_with_rules_of_thumb_and_a_coin() -> None:
         "",
         "| predicted 90 % intervals | any size | full size wanted |",
         "|---|---|---|",
-        "| held what growing gained | 2 of 2 | 1 of 2 |",
+        "| contained the gain of growing | 2 of 2 | 1 of 2 |",
     ]
 
 

@@ -294,7 +294,7 @@ def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> No
     longer = f"{command} hydra.sweeper.params=null schedule.total_epochs=20,40,80 seed=0"
     whole = (Rows("kept", kind="whole"),)
     assert Standing(Item("x", "yuan", "X", "", (command, longer), rows=whole), tmp_path).verdict == (
-        "run; the paper states nothing of it; it takes 3 runs of 20, 40, 80 or 160 epochs"
+        "run; the paper makes no statement about it; it takes 3 runs of 20, 40, 80 or 160 epochs"
     )
     short = Item("x", "yuan", "X", "", (longer,), rows=(Rows("kept"),))
     assert Standing(short, tmp_path).verdict.startswith("not run at this length; it takes 3 runs")
@@ -312,8 +312,8 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
     short = Check("", "short/b_s*", "short/a_s*")
     both = (Rows("kept", kind="whole", note="of fewer images"), Rows("short"))
     said = {
-        entry(asked): "run; the paper states nothing of it; of what we asked: 1 holds",
-        entry(holds, asked): "reproduced; of what we asked: 1 holds",
+        entry(asked): "run; the paper makes no statement about it; our own questions: 1 holds",
+        entry(holds, asked): "reproduced; our own questions: 1 holds",
         entry(holds, short, rows=both): "reproduced; shortened: 1 contradicted",
         entry(holds, Check("", "kept/a_s*", "kept/b_s*", expect="less")): "1 holds, 1 contradicted",
         entry(holds, Check("", "kept/a_s0", "kept/b_s0")): "reproduced in part: 1 holds, 1 one run",
@@ -330,7 +330,7 @@ def test_only_statements_of_the_paper_contradict_it(tmp_path: Path) -> None:
         Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True)
     )
     text = page(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
-    against, asked = text.index("## What our rows contradict"), text.index("## What we asked beside them")
+    against, asked = text.index("## Statements that our results contradict"), text.index("## Our own questions")
     assert (
         against < text.index("| a claim |") < asked < text.index("| a question |") and "\nA note.\n" in text
     )

@@ -107,7 +107,7 @@ def test_runs_of_another_process_are_skipped_and_a_failed_run_leaves_the_others_
     write_json(counting.runs / JOBS[1].folder / "failure.json", {"reason": "it diverged."})
     assert Training(counting, REGISTRY).train(JOBS, 60) == ["digits/seed=1"]
     said = capsys.readouterr().out
-    assert "digits/seed=0: another process is at work on it\n" in said and list(busy.iterdir()) == []
+    assert "digits/seed=0: another process is training it\n" in said and list(busy.iterdir()) == []
     assert "digits/seed=1 failed (exit code 2): it diverged.\n" in said and counting.done(JOBS[2])
 
 
@@ -154,9 +154,9 @@ def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
     ("words", "says"),
     [
         (["table3", "--data", "."], "cifar100 is not in .: name the folder above it with --data"),
-        (["tabel3"], "there is nothing to reproduce that is called tabel3; did you mean table3?"),
+        (["tabel3"], "there is no entry called tabel3; did you mean table3?"),
         (["table3", "--minutes", "0"], "argument --minutes: '0' is no number above 0"),
-        (["table3", "--seeds", "0,-2"], "0,-2 is no list of seeds, numbers from 0 to 4294967295"),
+        (["table3", "--seeds", "0,-2"], "0,-2 is not a list of seeds, numbers from 0 to 4294967295"),
         (["--runs", "file/runs"], "file/runs cannot take runs: Not a directory; name another"),
         (["table3", "-o", "table.md"], "-o goes with --page"),
     ],

@@ -46,7 +46,7 @@ def test_missing_files_are_named(folder, tmp_path):
     preparation = Preparation("de", "en", "none", 100, False, True, 0)
     with pytest.raises(UserError, match="there is no folder"):
         open_pairs(tmp_path / "nowhere", "tiny", preparation)
-    with pytest.raises(UserError, match=r"holds no train\*\.de and no train\*\.en and no test"):
+    with pytest.raises(UserError, match=r"contains no train\*\.de and no train\*\.en and no test"):
         open_pairs(tmp_path, "tiny", preparation)
     torn = tmp_path / "torn"
     shutil.copytree(folder, torn)

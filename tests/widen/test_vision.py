@@ -127,5 +127,5 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     assert "cannot read" in refusal(name, tmp_path / "none.pt", "--width", 2)
     assert "which is no torchvision/NAME" in refusal(tmp_path, path, "--width", 2)
     assert not out.exists()
-    with pytest.raises(UserError, match="holds no widened network"):
+    with pytest.raises(UserError, match="contains no widened network"):
         load_widened(tmp_path)

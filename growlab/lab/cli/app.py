@@ -1,6 +1,6 @@
-"""The command line: `python -m growlab` or `growlab` composes one experiment and runs it, or does another command.
+"""The command line: `python -m growlab` or `growlab` composes and runs one experiment, or runs another command.
 
-Exit codes: 0 done, or saved and ended because a signal asked for it; 2 input that cannot be used, with one
+Exit codes: 0 done, or saved and ended by a signal; 2 input that cannot be used, with one
 sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceback.
 """
 
@@ -66,7 +66,7 @@ class JobFailed(BaseException):
 
 
 def _job(cfg: DictConfig) -> Any:
-    """Train in this process, or in as many as are asked for; skip or resume a job of a sweep that was here before."""
+    """Train in this process or several; skip a finished job of a sweep, resume an interrupted one."""
     run_dir, job = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get()
     failure, alone = run_dir / FAILURE, not started_elsewhere()
     try:
@@ -109,7 +109,7 @@ def _read_arguments() -> Namespace:
     """Parse the command line as Hydra will.
 
     Raises:
-        UserError: an option does not exist or does not fit, or stands between overrides.
+        UserError: an option is unknown or invalid, or stands between overrides.
     """
 
     def complain(message: str) -> None:
@@ -150,7 +150,7 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
 
 
 def _groups() -> str:
-    """Groups and their options as Hydra lists them, wrapped for a terminal."""
+    """Wrap Hydra's list of groups and their options for a terminal."""
     listed = GlobalHydra.instance().hydra.format_config_groups(
         lambda group: not f"{group}/".startswith("hydra/")
     )
@@ -168,7 +168,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def _complete_commands() -> bool:
-    """Complete commands for a shell; return False if nothing of the configuration, which Hydra completes, follows."""
+    """Complete commands for a shell; return False unless Hydra has to complete configuration."""
     if not any(argument.startswith("query=") for argument in sys.argv[1:]):
         return True
     names, line = complete(os.environ.get("COMP_LINE", ""))
@@ -179,10 +179,10 @@ def _complete_commands() -> bool:
 
 
 def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> int:
-    """Run what the command line says and return the exit code.
+    """Run a command line and return the exit code.
 
     Args:
-        job: what is done with the composed configuration.
+        job: called with the composed configuration.
         more: further overrides; those of the command line win.
     """
     try:

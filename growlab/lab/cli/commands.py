@@ -1,4 +1,4 @@
-"""Commands of `growlab`: what stands first on the command line, and the module that carries it out."""
+"""Commands of `growlab`: the first word of a command line, and the module that runs it."""
 
 import importlib
 import os
@@ -18,8 +18,8 @@ class Command(NamedTuple):
     Attributes:
         module: whose `main` takes the arguments and returns the exit code.
         first: arguments put before the user's.
-        does: a line for the help.
-        imports: what its module imports that takes seconds, to tell someone who waits at a terminal.
+        does: its line in the help.
+        imports: packages whose import takes seconds, to name on a terminal while the user waits.
     """
 
     module: str
@@ -63,10 +63,10 @@ COMMANDS = {
 
 
 def run_command(arguments: Sequence[str]) -> int | None:
-    """Carry out a command line that begins with a command; None where it does not.
+    """Run a command line that begins with a command; return None if it does not.
 
     Args:
-        arguments: behind the program's name.
+        arguments: after the program's name.
 
     Returns:
         The exit code.
@@ -84,12 +84,12 @@ def run_command(arguments: Sequence[str]) -> int | None:
 
 
 def described() -> str:
-    """The commands, a line each."""
+    """List the commands, one per line."""
     return "\n".join(f"    growlab {name:<11}{command.does}" for name, command in COMMANDS.items())
 
 
 def settings_of_plan(file: Path) -> str:
-    """The settings of a plan as they are typed, a line each with value and remark; the candidates as they are.
+    """List the settings of a plan as overrides, one per line with value and comment; candidates verbatim.
 
     Args:
         file: `conf/plan/default.yaml`.
@@ -99,16 +99,16 @@ def settings_of_plan(file: Path) -> str:
 
 
 def import_from_here() -> None:
-    """Let `growlab` import modules in the current folder that no installed package has the name of."""
+    """Add the current folder to the end of the import path, so that it hides no installed package."""
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.append(os.getcwd())
 
 
 def run_without(missing: ModuleNotFoundError) -> int:
-    """Carry out a command that needs no experiments, where their packages are not installed.
+    """Run a command that does not need the packages of experiments when they are not installed.
 
     Args:
-        missing: what the import of the first of them raised.
+        missing: the failed import.
 
     Returns:
         The exit code.
@@ -141,7 +141,7 @@ def complete(line: str) -> tuple[list[str], str | None]:
         line: up to the cursor, the program's name included.
 
     Returns:
-        What the last word may become, and the line whose overrides come next; None if there are none.
+        Candidates for the last word, and the line whose overrides come next, or None.
 
     Examples:
         >>> complete("growlab wid")

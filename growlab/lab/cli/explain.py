@@ -1,4 +1,4 @@
-"""One sentence for a failure that the user can mend, in the words of the library that has refused the input."""
+"""Turn a library's error about user input into one sentence."""
 
 import re
 import sys
@@ -32,7 +32,7 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
     """Return the sentence to print after `error:`, without a line break; None if the failure deserves a traceback.
 
     Args:
-        error: the exception; the exceptions that it was raised from are read too.
+        error: the exception; its causes are read too.
         overrides: of the command line.
     """
     for link in sorted(_chain(error), key=lambda link: not isinstance(link, UserError)):
@@ -42,7 +42,7 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception and those that it was raised from; Hydra sometimes leaves that link implicit."""
+    """Yield the exception and its causes; Hydra sometimes leaves that link implicit."""
     while error is not None:
         yield error
         implicit = error.__context__ if isinstance(error, CompactHydraException) else None
@@ -92,14 +92,14 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
 
 
 def _first_lines(error: BaseException) -> str:
-    """The message of an exception on one line, without what libraries append about their own objects."""
+    """Return an exception's message on one line, without libraries' appended details of their objects."""
     lines = [line.strip() for line in str(error).partition("Exception raised from ")[0].splitlines()]
     end = next((number for number, line in enumerate(lines) if line.startswith(_INSIDES)), len(lines))
     return " ".join(filter(None, lines[:end]))
 
 
 def _of_value(error: OmegaConfBaseException) -> str:
-    """A key that does not exist, with the nearest one that does, or a value of another type."""
+    """Explain an unknown key, suggesting the nearest one, or a value of the wrong type."""
     name, parent, text = error.full_key, error.parent_node, _first_lines(error)
     near = []
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
@@ -109,7 +109,7 @@ def _of_value(error: OmegaConfBaseException) -> str:
 
 
 def _of_constructor(error: InstantiationException, overrides: Sequence[str]) -> str | None:
-    """A `_target_` that cannot be imported, or that does not accept what the configuration gives it."""
+    """Explain a `_target_` that cannot be imported or does not accept its arguments."""
     cause = error.__cause__
     found = re.search(r"full_key: (\S+)", str(error)) or re.search(r"target '([^']+)'", str(error))
     name = found[1] if found else "a constructor"
@@ -135,7 +135,7 @@ def _of_constructor(error: InstantiationException, overrides: Sequence[str]) -> 
 
 
 def _raised_by_hydra(error: BaseException) -> bool:
-    """Return True if Hydra's own code has failed, or a call of it to Python's library or OmegaConf."""
+    """Return True if Hydra's code has failed, or its call to Python's library or OmegaConf."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     ignored = {*sys.stdlib_module_names, "omegaconf"}
     outside = [name for name in modules if name.partition(".")[0] not in ignored]

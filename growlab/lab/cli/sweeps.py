@@ -1,4 +1,4 @@
-"""Several runs of one command: what is skipped, what a search may select on, and the table that a sweep ends with."""
+"""Sweeps: skip finished runs, check what a search selects on, print the final table."""
 
 import json
 import os
@@ -22,10 +22,10 @@ _SIDE_BY_SIDE = ("JoblibLauncher", "submitit_launcher.LocalLauncher")
 
 
 def check_selection(cfg: DictConfig) -> None:
-    """Refuse a search that would select on images that are trained or tested on, or towards what no run returns.
+    """Refuse a search that would select on training or test images, or by an objective that runs do not return.
 
     Raises:
-        UserError: the sweeper selects, and no samples are kept apart, or it has other objectives than a run's.
+        UserError: the sweeper selects without held-out samples, or its objectives are not those of a run.
     """
     job = HydraConfig.get()
     searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
@@ -45,7 +45,7 @@ def check_selection(cfg: DictConfig) -> None:
 
 
 def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | None:
-    """Return what a search may select on: the metric on the validation split, and the cost.
+    """Return the values that a search may select on: the metric on the validation split, and the cost.
 
     Returns:
         The metric that the objective is compared by, negative where lower is better; for a search in two directions
@@ -79,25 +79,26 @@ def _holds_out(cfg: DictConfig) -> bool:
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
-    """Return True if a job of a sweep has left its result here before, so that it need not run again.
+    """Return True if a job of a sweep has finished in this folder before.
 
     Raises:
-        UserError: the folder holds the result of other settings, which a new run would overwrite.
+        UserError: the folder contains the result of other settings, which a new run would overwrite.
     """
     if HydraConfig.get().mode != RunMode.MULTIRUN or not (run_dir / "results.json").exists():
         return False
     if other := _other_settings(cfg, run_dir):
         raise UserError(
-            f"{run_dir} holds the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or remove "
+            f"{run_dir} contains the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or "
+            f"remove "
             "that folder."
         )
     return (run_dir / "config.yaml").exists()
 
 
 def resumes(cfg: DictConfig, run_dir: Path) -> bool:
-    """Let a job of a sweep that was interrupted here resume from its checkpoint, and say so.
+    """Resume an interrupted job of a sweep from the checkpoint in its folder, with a message.
 
-    One of other settings starts from the beginning, as does one whose checkpoints are damaged.
+    A job with other settings, or with damaged checkpoints, starts from the beginning.
     """
     checkpoints = any((run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")) and (run_dir / "config.yaml").exists()
     if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not checkpoints:
@@ -128,7 +129,7 @@ def _other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
 
 
 def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
-    """GPUs for a job of a launcher that runs several at once on this machine: each would take the first ones.
+    """Assign GPUs to a job of a launcher that runs several jobs at once: each would take the first ones.
 
     Jobs that want k of n GPUs get them in turn, by their number in the sweep. With as many jobs at once as there are
     turns (`hydra.launcher.n_jobs` = n / k) each has its own as long as they take equally long.
@@ -154,35 +155,35 @@ def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
 
 
 def name_group(cfg: DictConfig) -> None:
-    """Group the runs of a sweep in Weights & Biases by the variable that it reads, which processes of a job inherit."""
+    """Group the runs of a sweep in Weights & Biases, by the environment variable that it reads."""
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         folder = Path(job.sweep.dir)
-        # A job over several networks or data sets has a name of its own; the default folder lies in the sweep's.
+        # A job over several networks or data sets has a name of its own; the default folder is in the sweep's.
         name = folder.parent.name if folder.name.startswith("sweep_") else cfg.name
         group = folder.name if folder.name == name else f"{name} {folder.name}"
         os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
 class SweepTable(Callback):
-    """Prints one table over all runs of a sweep when the last has ended, and what failed."""
+    """Prints a table of all runs of a sweep when the last has ended, and the failures."""
 
     unfinished: ClassVar[Path | None] = None
     """Folder of the sweep that runs in this process and has not printed its table yet."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Keep the folder: Hydra says nothing at the end of a sweep in which a job has failed."""
+        """Remember the folder: Hydra calls no hook at the end of a sweep with a failed job."""
         # Interpolations such as the experiment's name are resolved from here before the first job begins.
         HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print it."""
+        """Print the table."""
         conclude()
 
 
 def conclude() -> None:
-    """Print the table of the sweep that has ended, if one has, whether its jobs have all succeeded or not."""
+    """Print the table of the sweep that has ended, if any, also if jobs failed."""
     folder, SweepTable.unfinished = SweepTable.unfinished, None
     if folder is None or not is_first() or not any(folder.rglob("results.json")):
         return

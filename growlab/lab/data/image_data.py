@@ -60,7 +60,8 @@ class ImageData(RunData):
         batch_size: images in a training batch over all ranks; B_base of Eq. 8 of the growth schedule.
         eval_batch_size: most images in a validation or test batch over all ranks.
         seed: of order and augmentation.
-        validation: "none"; "split": the data's own validation set where it has one as well as a test set, else part of
+        validation: "none"; "split": the data's own validation set where it has one as well as a test set, else part
+            of
             the training set; "test": the test set, watched under this name and not selected on, so that all training
             images are trained on.
         validation_fraction: part of the training set that "split" takes, the same part of each class.
@@ -73,7 +74,8 @@ class ImageData(RunData):
             all images in class folders once, and leaves such ones out with a warning.
         image_size: bring images to this many pixels square; None = as they are.
         resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
-        crop_scale: least and largest area, relative to the image, of random crops to train on; None = no random crops.
+        crop_scale: least and largest area, relative to the image, of random crops to train on; None = no random
+            crops.
         crop_ratio: least and largest width over height of these crops.
         interpolation: of images and crops: nearest, bilinear, bicubic, box, hamming or lanczos.
         shift: largest random shift of a training image in pixels.
@@ -90,7 +92,8 @@ class ImageData(RunData):
             schedules, budgets and validation are finer than a pass.
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
         num_workers: processes that read images which are not in memory; None = one a core, at most 16.
-        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read in row groups, and
+        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read in row groups,
+            and
             as many are kept in memory, encoded.
         channels_last: memory layout of the batches.
 

@@ -26,7 +26,8 @@ class RunData(LightningDataModule, ABC):
         seed: of the order.
 
     Attributes:
-        batch_size_at_epoch: global batch size of an epoch, set by the run from the growth schedule; None: `batch_size`.
+        batch_size_at_epoch: global batch size of an epoch, set by the run from the growth schedule; None:
+            `batch_size`.
         num_train: number of training samples; known after `setup()`, as `num_val` and `num_test` are.
         epoch_parts: epochs that a pass over the training samples is divided into.
         incremental: the part of the data that each stage of the run has; None: all data from the start.

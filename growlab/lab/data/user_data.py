@@ -358,12 +358,15 @@ class CustomData(RunData):
 
     Samples are (inputs..., target), or mappings, see `columns`. A batch is (inputs..., target):
     numbers in float32, images of bytes ([C, H, W] of uint8) in 0..1, whole targets int64. Order and what transforms
-    draw are functions of (seed, epoch, sample), so a resumed run and a run on another number of ranks see the same. Of
-    a LightningDataModule its loaders' data sets, `collate_fn`, samplers and `drop_last` are taken, and its hooks around
+    draw are functions of (seed, epoch, sample), so a resumed run and a run on another number of ranks see the same.
+    Of
+    a LightningDataModule its loaders' data sets, `collate_fn`, samplers and `drop_last` are taken, and its hooks
+    around
     the transfer of a batch to the device.
 
     Args:
-        source: the data; a folder that `datasets.save_to_disk` wrote; or a mapping of train, val and test to data sets.
+        source: the data; a folder that `datasets.save_to_disk` wrote; or a mapping of train, val and test to data
+            sets.
         batch_size: samples in a training batch over all ranks; None: the source's loader's, else 128.
         eval_batch_size: likewise of validation and test; None: their loaders', else as in training.
         split: parts of the training set to hold out where the source has no validation or test set.

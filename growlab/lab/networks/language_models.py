@@ -47,7 +47,8 @@ class CausalModel(FirstOutput):
         type: `model_type` of a configuration of transformers: `llama`, `qwen3`, `gpt2`.
         end_of_text: the token behind a text, at which `generate` stops; None: none.
         config: further entries of the configuration.
-        hidden_size: channels of the stream. This and the sizes below have the names of most configurations; other names
+        hidden_size: channels of the stream. This and the sizes below have the names of most configurations; other
+            names
             that a type has for them fit too.
         intermediate_size: hidden channels of MLPs; None: four times the stream.
         num_hidden_layers: layers.

@@ -1,4 +1,4 @@
-"""Does growing pay for a network and a budget? Probes, laws of loss over cost, and one of three verdicts."""
+"""Predict from short probes whether growing pays for a network and a budget."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """`python -m growlab plan experiment=... schedule.budget=...`: does growing pay for this network and budget?
 
-It probes the full network and smaller ones with a part of the budget, and says whether to grow, to take a smaller
-network or to train the full one. Overrides are those of `python -m growlab` and `plan.*`; exit codes are the same.
+It probes the full network and smaller ones with a part of the budget, and recommends growing, a smaller network or
+the full one. Overrides are those of `python -m growlab` and `plan.*`; exit codes are the same.
 """
 
 import sys
@@ -30,10 +30,10 @@ def _job(cfg: DictConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan what the command line says and return the exit code.
+    """Run a command line of the plan and return the exit code.
 
     Args:
-        arguments: in place of the command line's.
+        arguments: instead of the command line's.
     """
     if arguments is not None:
         sys.argv[1:] = arguments

@@ -1,10 +1,12 @@
 """Loss over cost: saturating power laws with their uncertainty.
 
-A candidate's held-out loss is taken to be `L(C) = a + b C^-c` with `a >= 0`, `b, c > 0` (Hestness et al. 2017,
-Section 3; Hoffmann et al. 2022, Eq. 2). A short probe does not tell `a` and `c` apart, so no single fit is made: each
-draw weighs the checkpoints at random (Rubin's Bayesian bootstrap, 1981) and then takes (a, c) from the likelihood of
+A candidate's held-out loss is modelled as `L(C) = a + b C^-c` with `a >= 0`, `b, c > 0` (Hestness et al. 2017,
+Section 3; Hoffmann et al. 2022, Eq. 2). A short probe does not identify both `a` and `c`, so there is no single fit:
+each draw weighs the checkpoints at random (Rubin's Bayesian bootstrap, 1981) and then takes (a, c) from the
+likelihood of
 the weighted residuals on a grid, `b` being the least-squares one. Two assumptions tie the candidates of one plan
-together: their exponents are similar (within a quarter of each other, one deviation), and a smaller network's limit is
+together: their exponents are similar (within a quarter of each other, one deviation), and a smaller network's limit
+is
 no lower than the full one's.
 """
 
@@ -41,7 +43,7 @@ class Measured:
         cost: training spent at each checkpoint, in parts of the budget; increasing.
         loss: held-out loss at each.
         seconds_per_cost: seconds that training takes for each unit of cost.
-        steady: True if the loss falls as by a law, see `settled`; else it is hardly trusted beyond the probe.
+        steady: True if the loss follows a law, see `settled`; else it is hardly trusted beyond the probe.
 
     Raises:
         ValueError: there are too few checkpoints, or a loss is below 0.
@@ -69,7 +71,7 @@ class Curves:
         c: [draws].
         error: [draws] deviation of a measured loss from the law.
         reach: cost up to which the law is trusted; beyond it the loss is that at `reach`, an upper bound.
-        steady: True if the measured loss falls as by a law.
+        steady: True if the measured loss follows a law.
         probed: cost of the last checkpoint.
     """
 
@@ -86,11 +88,11 @@ class Curves:
         return self.law(np.minimum(cost, self.reach))
 
     def law(self, cost: np.ndarray | float) -> np.ndarray:
-        """The same as the law has it, also beyond `reach`: for what a gain has to stand up against."""
+        """Loss by the law also beyond `reach`: the standard that a gain is compared with."""
         return self.a + self.b * np.maximum(cost, 1e-12) ** -self.c
 
     def cost_at(self, loss: np.ndarray) -> np.ndarray:
-        """Cost at which the law has a loss [..., draws]; infinite at or below its limit."""
+        """Cost at which the law reaches a loss [..., draws]; infinite at or below its limit."""
         above = np.asarray(loss, dtype=float) - self.a
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = (self.b / np.maximum(above, 0.0)) ** (1 / self.c)
@@ -100,12 +102,12 @@ class Curves:
 def settled(cost: Sequence[float], loss: Sequence[float]) -> tuple[int, bool]:
     """Find the checkpoint from which training has settled.
 
-    `ln L` over `ln C` of a law falls ever less steeply. Training that still gains speed, as it does from many an
-    initialisation, follows none, nor does one whose loss rises.
+    The slope of `ln L` over `ln C` of a law only flattens. Training that still accelerates, as after many
+    initialisations, follows no law, nor does one whose loss rises.
 
     Returns:
-        The first checkpoint that a law may be fitted from: what lies before the steepest part is left out, and at least
-        the last ones stay. And whether they fall as by a law: as few as a law needs do not show it.
+        The first checkpoint to fit a law from (those before the steepest part are left out, but the last few always
+        stay), and True if the rest follows a law, which takes more checkpoints than parameters to see.
     """
     x, y = np.log(cost), np.log(np.maximum(loss, 1e-12))
     first, forced = 0, False
@@ -127,7 +129,7 @@ def fit(
     Args:
         measured: of each candidate, by name.
         whole: name of the full network's.
-        multiple: laws are trusted up to so many times the cost that was probed.
+        multiple: laws are trusted up to this multiple of the probed cost.
         draws: number of draws.
         seed: of the draws.
 
@@ -179,7 +181,7 @@ class _Grid:
         return np.log(np.exp(self.log - top).sum(axis=1)) + top[:, 0]
 
     def draw(self, common: np.ndarray, floor: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """A limit of at least `floor`, factor, exponent and error for each draw, given the common exponents."""
+        """Draw a limit of at least `floor`, factor, exponent and error for each draw, given the common exponents."""
         near = -0.5 * ((np.log(_EXPONENTS)[None, :] - np.log(common)[:, None]) / _ALIKE) ** 2
         log = self.log + near[:, None, :]
         allowed = self.limits[None, :] >= floor[:, None] - 1e-12
@@ -194,13 +196,13 @@ class _Grid:
 
 
 def _choose(log: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """An index for each row of log-weights [draws, choices]."""
+    """Draw an index for each row of log-weights [draws, choices]."""
     weights = np.exp(log - log.max(axis=1, keepdims=True)).cumsum(axis=1)
     return (weights < rng.random(len(log))[:, None] * weights[:, -1:]).sum(axis=1)
 
 
 def interval(draws: np.ndarray, level: float = 0.9) -> tuple[float, float]:
-    """The middle part of some draws."""
+    """Central interval of draws."""
     low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 

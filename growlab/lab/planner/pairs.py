@@ -32,7 +32,7 @@ class Pair:
 
     Attributes:
         name: the folder's.
-        blind: True if it was written down before any was run.
+        blind: True if it was chosen before any pair was run.
         verdicts: by size that is wanted.
         losses: test loss of each seed, by arm.
         accuracies: test accuracy of each seed, by arm.
@@ -45,7 +45,7 @@ class Pair:
     accuracies: Mapping[str, Sequence[float]]
 
     def chosen(self, size: Size) -> str:
-        """The arm that the plan says to train."""
+        """The arm that the plan recommends."""
         return _ARM_OF[self.verdicts[size].kind]
 
     def regret(self, arm: str, size: Size) -> float:
@@ -53,13 +53,13 @@ class Pair:
         return mean(self.losses[arm]) - min(mean(self.losses[one]) for one in ARMS[size])
 
     def gained(self, size: Size) -> float:
-        """Test loss by which growing ended below the best arm that does not grow."""
+        """Test loss of the best arm that does not grow, minus that of growing."""
         rivals = [mean(self.losses[one]) for one in ARMS[size] if one != "grown"]
         return min(rivals) - mean(self.losses["grown"])
 
 
 def judged(content: Mapping[str, Any], size: Size) -> Verdict:
-    """The verdict on the probes of a `plan.json`, where a size is wanted."""
+    """Judge the probes of a `plan.json` again, for a given `plan.size`."""
     settings = content["settings"]
     measured = {name: Measured(**one) for name, one in content["measured"].items()}
     curves = fit(measured, "full", settings["multiple"], seed=settings["seed"])
@@ -70,7 +70,7 @@ def judged(content: Mapping[str, Any], size: Size) -> Verdict:
 
 
 def read(folder: Path) -> list[Pair]:
-    """All pairs of a folder whose arms have been trained, in the order of their list.
+    """Read all pairs of a folder whose arms have been trained, in the order of `pairs.csv`.
 
     Args:
         folder: with `pairs.csv`, `arms.csv` and a folder for each plan.
@@ -89,7 +89,7 @@ def read(folder: Path) -> list[Pair]:
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """Markdown: a line for each pair, mean regrets of the plan and of rules of thumb, and coverage of intervals."""
+    """Format as Markdown: each pair, mean regrets of the plan and of rules of thumb, and coverage of intervals."""
     columns = ["pair", "blind", "any size", "full size wanted", *ARMS["any"], "growing gained", "predicted"]
     rows = []
     for pair in pairs:
@@ -113,7 +113,7 @@ def table(pairs: Sequence[Pair]) -> str:
         [
             _markdown(columns, rows),
             _markdown(["mean test loss above the best arm's", *sizes], regrets),
-            _markdown(["predicted 90 % intervals", *sizes], [["held what growing gained", *counts]]),
+            _markdown(["predicted 90 % intervals", *sizes], [["contained the gain of growing", *counts]]),
         ]
     )
 
@@ -154,7 +154,7 @@ def coverage(pairs: Sequence[Pair], size: Size) -> tuple[int, int]:
 
 
 def _mean_regret(pairs: Sequence[Pair], size: Size, arm: str | None) -> str:
-    """Mean regret of an arm, or of the plan's own: over all pairs, and over the blind ones."""
+    """Mean regret of an arm, or of the recommended ones, over all pairs and over the blind ones."""
     regrets = [(pair.blind, pair.regret(arm or pair.chosen(size), size)) for pair in pairs]
     blind = [regret for is_blind, regret in regrets if is_blind]
     of_blind = f" (blind ones {mean(blind):.3f})" if blind else ""
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table of a folder and return the exit code.
 
     Args:
-        arguments: in place of the command line's.
+        arguments: instead of the command line's.
     """
     parser = argparse.ArgumentParser(
         prog="growlab.lab.planner.pairs",
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: cannot read {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
     except (KeyError, ValueError) as error:
-        reason = f"holds no plans and arms as growlab.lab.planner leaves them ({error})."
+        reason = f"contains no plans and arms as written by growlab.lab.planner ({error})."
         print(f"error: {folder} {reason}", file=sys.stderr)
         return 2
     return 0

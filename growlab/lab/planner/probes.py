@@ -1,8 +1,8 @@
-"""The problem of a plan, and probes of it: short trainings at a constant rate, evaluated on held-out data on the way.
+"""Probes of a plan: short trainings at a constant learning rate, evaluated on held-out data.
 
-Weights are averaged in power form (Karras et al. 2024, Section 3.1): at each moment the average reaches back over the
-same part of the training so far, so that a checkpoint shows about what a decayed rate would have reached there.
-Normalisation takes its statistics from the held-out batch itself.
+Weights are averaged in power form (Karras et al. 2024, Section 3.1): the average always covers the same fraction of
+the training so far, so a checkpoint's loss is about that of a decayed rate. Normalisation uses the statistics of the
+held-out batch.
 """
 
 import time
@@ -59,15 +59,15 @@ _checked = pydantic.dataclasses.dataclass(
 
 @_checked
 class Candidate:
-    """A smaller network that growing could start from, or that could stay as it is.
+    """A smaller network to grow from, or to train without growing.
 
     Attributes:
         name: in tables and figures.
         width: of every width group, relative to the full network.
-        parts: makes the parts that leave something else out, such as blocks.
-        settings: of the configuration, where the plan writes experiments.
-        depth: part of those blocks that a network which never grows has.
-        alone: True if it could be trained to the end as it is; False where only its inputs are smaller at first.
+        parts: makes parts that shrink the network otherwise, such as by leaving out blocks.
+        settings: of the configuration, for the experiments that the plan writes.
+        depth: fraction of those blocks in the network that never grows.
+        alone: True if it could be trained without growing; False if only its inputs are smaller at first.
     """
 
     name: str
@@ -80,23 +80,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """A training whose budget is to be planned.
+    """A training to plan.
 
     Attributes:
         make_network: makes the full network.
         make_optimizer: makes the optimizer of a network with a multiple of its usual rate.
-        batches: maps a number (of an epoch) to its training batches: tuples of inputs and, last, the target.
+        batches: maps an epoch's number to its training batches: tuples of inputs and, last, the target.
         loss: mean loss of a batch from the network's output and the target.
-        held_out: batches that are not trained on, and no test set.
+        held_out: batches from neither the training set nor the test set.
         example: inputs to trace the network with, [B, ...] with B >= 2 or a tuple.
         budget_samples: training samples that the full network would see in the whole run.
         make_method: makes the growth method.
-        candidates: to start small from.
+        candidates: smaller networks.
         seed: of networks and growth.
         device: where probes train.
         precision: a context in which networks are called.
-        clip: largest norm of the gradient; None: any.
-        accumulate: batches whose gradients make a step.
+        clip: largest norm of the gradient; None: unlimited.
+        accumulate: number of batches per optimizer step.
     """
 
     make_network: Callable[[], nn.Module]
@@ -120,13 +120,13 @@ class Settings:
     """Settings of a plan; `conf/plan/default.yaml` has the same.
 
     Attributes:
-        size: "full": the full network is wanted in any case; "any": a smaller one will do where it is better.
+        size: "full": the full network is required; "any": a smaller one may be recommended.
         max_cost: part of the budget that probing may spend.
-        multiple: curves are trusted up to so many times the cost that was probed.
+        multiple: curves are trusted up to this multiple of the probed cost.
         rates: multiples of the optimizer's rate to choose from, the first in doubt; fewer are tried
             where little can be spent.
-        latest: part of the budget behind which there is no growing.
-        charge: what was spent on probing counts as part of the budget.
+        latest: latest growth, as a fraction of the budget.
+        charge: count the cost of probing as part of the budget.
         start: experiments start from their probes' last weights, whose cost is taken off their budget.
         seed: of the draws.
     """
@@ -160,7 +160,7 @@ class Account:
     seconds: float = 0.0
 
     def affords(self, cost: float) -> bool:
-        """True if so much is left."""
+        """Return True if the amount is left."""
         return self.spent + cost <= self.limit
 
     def pay(self, cost: float, trains: bool) -> None:
@@ -171,7 +171,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A moment of a probe: optimizer steps, training cost in parts of the budget, held-out loss."""
+    """Measurement of a probe: optimizer steps, training cost in parts of the budget, held-out loss."""
 
     steps: int
     cost: float
@@ -179,7 +179,7 @@ class Checkpoint:
 
 
 class Start(NamedTuple):
-    """Start of a further training: weights by name, and `growlab.optim.named_state` where it can be kept."""
+    """State to start a further training from: weights by name, and `growlab.optim.named_state` if possible."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any] | None
@@ -193,7 +193,7 @@ class Probe:
         problem: what is trained.
         candidate: its start.
         rate: the multiple.
-        account: which it pays from.
+        account: pays for the probe.
         samples: held-out samples of an evaluation.
         cost: training so far, in parts of the budget.
         spent: the same with evaluations.
@@ -246,7 +246,7 @@ class Probe:
         return grower
 
     def _count_flops(self, share: float) -> None:
-        """Count FLOPs of a sample in training, at a fraction of growth, and in evaluation."""
+        """Count the FLOPs of a sample in training, at a fraction of growth, and in evaluation."""
         inputs = network_inputs(self.problem.example, self.network)
         one = tuple(x[:1] if isinstance(x, Tensor) else x for x in inputs)
         self.evaluation_cost = forward_flops(self.network, one) / self.account.total_flops
@@ -256,7 +256,7 @@ class Probe:
 
     @property
     def loss(self) -> float:
-        """The last checkpoint's loss; infinite where training broke down or before the first."""
+        """The last checkpoint's loss; infinite before the first and after a breakdown."""
         return self.points[-1].loss if self.points else inf
 
     @property
@@ -266,7 +266,7 @@ class Probe:
 
     @property
     def seconds_per_cost(self) -> float:
-        """Seconds that training takes for each unit of cost: the median step's, the first aside."""
+        """Seconds of training per unit of cost: the median over steps, without the first."""
         steps = self._seconds[1:] or self._seconds
         return median(steps) / self._step_cost if steps else 0.0
 
@@ -277,11 +277,11 @@ class Probe:
 
     @property
     def finite(self) -> list[Checkpoint]:
-        """Its checkpoints with a finite loss."""
+        """Checkpoints with a finite loss."""
         return [point for point in self.points if isfinite(point.loss)]
 
     def measured(self) -> Measured:
-        """Its curve: of the latest part, since training falls by no power law as it begins.
+        """The measured curve, without the beginning of training, which follows no power law.
 
         Raises:
             UserError: there are too few checkpoints.
@@ -299,7 +299,7 @@ class Probe:
             ) from error
 
     def start(self) -> Start:
-        """Weights, not averaged, and the optimizer's state, for a run to begin with."""
+        """The current weights (not averaged) and the optimizer's state, for a run to start from."""
         weights = {name: tensor.detach().cpu().clone() for name, tensor in self.network.state_dict().items()}
         try:
             return Start(weights, named_state(self._optimizer, self.network))
@@ -310,16 +310,16 @@ class Probe:
     # Training ----------------------------------------------------------------------------------------------
 
     def train(self, cost: float = inf, steps: float = inf, spend: float = inf, wary: bool = False) -> bool:
-        """Train to a cost, a number of steps or an amount spent in all, whichever comes first, and evaluate at its end.
+        """Train to a cost, a number of steps or a total spent, whichever comes first, and evaluate at the end.
 
         Args:
             cost: training, in parts of the budget.
             steps: of the optimizer.
             spend: with evaluations.
-            wary: end where the loss rises.
+            wary: stop if the loss rises.
 
         Returns:
-            True if it got there; False where the account had no more, training broke down, or the loss rose.
+            True if the target was reached; False if the account was empty, training broke down, or the loss rose.
         """
         due = self._next_checkpoint()
         while self.cost < cost and self.steps < steps and not self.broken:
@@ -359,7 +359,7 @@ class Probe:
         return self._first
 
     def _step(self) -> bool:
-        """An optimizer step; False where the loss is not finite."""
+        """Do an optimizer step; return False if the loss is not finite."""
         problem, began, fine = self.problem, time.perf_counter(), True
         self._optimizer.zero_grad()
         for _ in range(problem.accumulate):
@@ -385,7 +385,7 @@ class Probe:
         return fine
 
     def evaluate(self) -> float:
-        """Held-out loss of the averaged weights; noted as a checkpoint, once for each step."""
+        """Measure the held-out loss of the averaged weights, and add a checkpoint, once for each step."""
         if self.points and self.points[-1].steps == self.steps:
             return self.points[-1].loss
         loss = self.measure()
@@ -394,7 +394,7 @@ class Probe:
 
     @torch.no_grad()
     def measure(self) -> float:
-        """Held-out loss of the averaged weights, without a checkpoint."""
+        """Measure the held-out loss of the averaged weights, without a checkpoint."""
         began, network = time.perf_counter(), self._average.module
         total, seen = 0.0, 0
         with _own_statistics(network):
@@ -431,10 +431,10 @@ class Probe:
     # Growth --------------------------------------------------------------------------------------------------
 
     def grow(self) -> float | None:
-        """Grow to the full network, averages and optimizer along with it.
+        """Grow to the full network, with averages and optimizer.
 
         Returns:
-            The loss behind the event; None where the account cannot pay for measuring it and a step to follow.
+            The loss after the event; None if the account cannot pay for measuring it and one more step.
         """
         assert self._grower is not None
         began = time.perf_counter()
@@ -452,7 +452,7 @@ def _power_average(averaged: Any, current: Any, number: Any) -> None:
 
 @contextmanager
 def _own_statistics(network: nn.Module) -> Iterator[None]:
-    """Evaluate with each batch's own statistics in batch normalisation, and leave the running ones alone."""
+    """Evaluate batch normalisation with each batch's statistics, without changing the running ones."""
     network.eval()
     norms = [module for module in network.modules() if isinstance(module, _BATCH_NORMS)]
     kept = [(module, module.momentum) for module in norms]

@@ -1,4 +1,4 @@
-"""Verdict, table, picture and `plan.json` of a plan."""
+"""Write a plan's verdict, table, figure and `plan.json`."""
 
 import json
 import textwrap
@@ -38,7 +38,7 @@ _SWITCH: dict[str, Any] = {"color": "0.72", "linewidth": 0.7, "linestyle": (0, (
 
 
 def paragraph(planned: Planned) -> str:
-    """The verdict, its reason, its evidence and its cost, in lines for a terminal."""
+    """Format the verdict, its reason, evidence and cost for a terminal."""
     verdict, account = planned.verdict, planned.account
     undecided = "" if verdict.decided else " (UNDECIDED: this is what to fall back to)"
     parts = [f"{_SAYS[verdict.kind]}{undecided}: {verdict.reason}."]
@@ -68,7 +68,7 @@ def paragraph(planned: Planned) -> str:
 
 
 def table(planned: Planned) -> str:
-    """Every candidate's probe and law, as a Markdown table, and the verdict under it."""
+    """Format every candidate's probe and law as a Markdown table, with the verdict below."""
     # The draws that the verdict was made from.
     curves = fit(planned.measured, FULL, planned.settings.multiple, seed=planned.settings.seed)
     end = planned.budget
@@ -102,7 +102,7 @@ def table(planned: Planned) -> str:
 
 
 def content(planned: Planned) -> dict[str, Any]:
-    """The content of `plan.json`: plain containers."""
+    """Return the content of `plan.json` as plain containers."""
     return {
         "verdict": asdict(planned.verdict),
         "settings": asdict(planned.settings),
@@ -122,14 +122,14 @@ def content(planned: Planned) -> dict[str, Any]:
 
 
 def draw(folder: Path) -> Path:
-    """Draw `plan.png` from the `plan.json` of a folder."""
+    """Draw `plan.png` from a folder's `plan.json`."""
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     return style.save(drawn(plan), folder / "plan.png")
 
 
 @style.styled()
 def drawn(plan: Mapping[str, Any]) -> Figure:
-    """Probes, laws with their intervals, the predicted grown run and its switch.
+    """Draw probes, laws with their intervals, the predicted grown run and its switch.
 
     Held-out loss over cost is on the left, and over this machine's seconds on the right.
 
@@ -168,7 +168,7 @@ def drawn(plan: Mapping[str, Any]) -> Figure:
 
 
 def _line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour and marker of each candidate: growlab's own have the same ones whatever else a plan has."""
+    """Colour and marker of each candidate; growlab's candidates always have the same ones."""
     spare = [colour for colour in style.PALETTE if colour != _GROWN]
     others = [name for name in names if name != FULL and name not in _KNOWN]
     seats = {name: seat for seat, name in enumerate((*_KNOWN, *others))}
@@ -183,7 +183,7 @@ def _line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _fitted_from(measured: Measured) -> float:
-    """Cost from which a law is drawn: the middle checkpoint, for the first ones are hardly trained."""
+    """Cost from which a law is drawn: the middle checkpoint, since the first ones are hardly trained."""
     return measured.cost[len(measured.cost) // 2]
 
 
@@ -207,9 +207,9 @@ def _grown(
     way: Mapping[str, Any],
     in_seconds: bool,
 ) -> None:
-    """The small network's median law to the switch, and the full one's from where it then stands.
+    """The small network's median law up to the switch, then the full network's from that loss.
 
-    Where growth throws it back before the full one's law is drawn, its curve begins where that does.
+    If growth sets it back to before the start of the full network's drawn law, the curve starts there.
     """
     candidate = way["candidate"]
     small, full = curves[candidate], curves[FULL]

@@ -1,4 +1,4 @@
-"""One plan, from configuration to files."""
+"""Run one plan: from configuration to files."""
 
 import contextlib
 import copy
@@ -66,7 +66,7 @@ _OF_THE_PLAN = ("epochs", "widths", "batch_sizes", "initial_epochs", "demand", "
 
 
 def run(cfg: DictConfig) -> None:
-    """Plan as configured; the plan is written into the run's folder.
+    """Make the configured plan and write it into the run's folder.
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`, with `plan`.
@@ -82,7 +82,7 @@ def run(cfg: DictConfig) -> None:
         # A plan's configuration would take the place of the run's.
         if any((folder / name).exists() for name in (CHECKPOINT_FOLDER, "metrics.csv", "results.json")):
             raise UserError(
-                f"{folder} holds a run: name another folder for the plan with hydra.run.dir=FOLDER."
+                f"{folder} contains a run: name another folder for the plan with hydra.run.dir=FOLDER."
             )
         settings = settings_of(cfg)
         if cfg.num_threads:
@@ -102,10 +102,10 @@ def run(cfg: DictConfig) -> None:
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """Settings of the plan.
+    """Read the settings of the plan.
 
     Raises:
-        UserError: one cannot be.
+        UserError: a value is invalid.
     """
     given = OmegaConf.to_container(cfg.plan, resolve=True)
     try:
@@ -124,7 +124,7 @@ def check(cfg: DictConfig) -> None:
     """Refuse a run that cannot be probed.
 
     Raises:
-        UserError: why.
+        UserError: naming the reason.
     """
     check_trainer_options(cfg.trainer)
     budget, precision, from_start = (
@@ -163,7 +163,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
-    """The problem and its data, set up with a part of the training set held out.
+    """Make the problem and its data, with a part of the training set held out.
 
     Raises:
         UserError: the configuration cannot be probed.
@@ -205,8 +205,8 @@ def _method(cfg: DictConfig) -> Any:
     made: GrowthMethod = hydra.utils.instantiate(cfg.growth)
     if isinstance(made, WidthDecision):
         raise UserError(
-            f"{made.name} decides widths while it trains, so no probe tells what it will cost: plan with another "
-            "growth, such as growth=pairs."
+            f"{made.name} decides widths while it trains, so no probe can predict its cost: plan with another "
+            f"growth, such as growth=pairs."
         )
     if isinstance(made, FixedSize):
         return partial(PairGrowth, gain=cfg.gain)
@@ -232,15 +232,15 @@ def _data(cfg: DictConfig) -> tuple[int, Any]:
     data = make_data(settings, cfg.seed)
     data.setup()
     if data.watched != "val":
-        raise UserError("a plan never looks at the test set, and these data hold out nothing else.")
+        raise UserError("a plan never uses the test set, and these data have no other held-out samples.")
     return 0 if own else data.num_val, data
 
 
 def _held_out(data: Any) -> Sequence[Batch]:
-    """Held-out batches, in an order of no meaning: those of images in folders come class by class.
+    """Return held-out batches, shuffled, since images in folders are sorted by class.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no held-out samples.
     """
     found: list[Batch] = []
     size = 0
@@ -262,7 +262,7 @@ def _held_out(data: Any) -> Sequence[Batch]:
 
 
 def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
-    """The candidates of `plan.candidates` that are asked for.
+    """Make the requested candidates of `plan.candidates`.
 
     Raises:
         UserError: there is no such candidate, or it is not valid.
@@ -280,7 +280,7 @@ def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
                 f"plan.use: there is no candidate '{name}'; there are {', '.join(known) or 'none'}."
             )
     if not names:
-        raise UserError("plan.candidates leaves none to probe beside the full network.")
+        raise UserError("plan.candidates leaves none to probe besides the full network.")
     return [_candidate(cfg, data, name, known[name]) for name in names]
 
 
@@ -308,17 +308,17 @@ def _candidate(cfg: DictConfig, data: Any, name: str, given: Any) -> Candidate:
 def write_experiments(
     folder: Path, cfg: DictConfig, data: Any, planned: Planned, candidates: Mapping[str, Candidate]
 ) -> str:
-    """Write `experiment/{planned,full,smaller,grown}.yaml`, each to be run as it is, and their starting weights.
+    """Write `experiment/{planned,full,smaller,grown}.yaml`, ready to run, and their starting weights.
 
     Args:
-        folder: the plan's; `--config-dir` of runs.
+        folder: the plan's, and `--config-dir` of the runs.
         cfg: the configuration that was planned for.
         data: set up.
         planned: the result.
         candidates: by name.
 
     Returns:
-        The command that trains what the verdict says.
+        The command that trains what the verdict recommends.
     """
     verdict = planned.verdict
     fixed: dict[str, Any] = {"/growth": "none", "/lr_adapt": "none"}
@@ -362,12 +362,12 @@ def write_experiments(
 
 
 def _begun(planned: Planned, name: str) -> float:
-    """Part of the budget that the probe has done of a candidate's run which starts from it."""
+    """Fraction of the budget that a run starting from the candidate's probe has already spent."""
     return planned.measured[name].cost[-1] if planned.settings.start else 0.0
 
 
 def _common(cfg: DictConfig, data: Any, planned: Planned, name: str) -> dict[str, Any]:
-    """Settings of the run of a candidate: equal cost, a rate clocked by it, and epochs short enough."""
+    """Settings of a candidate's run: equal cost, a learning rate clocked by cost, and short epochs."""
     # With `charge` all probing is off the budget already, this candidate's too.
     budget = cfg.schedule.budget * min(planned.budget, 1.0 - _begun(planned, name))
     rate = cfg.schedule.learning_rate
@@ -389,7 +389,7 @@ def _common(cfg: DictConfig, data: Any, planned: Planned, name: str) -> dict[str
 
 
 def _choices() -> dict[str, Any]:
-    """Choices of config groups that an experiment file makes."""
+    """Config groups that an experiment file chooses."""
     choices = HydraConfig.get().runtime.choices.items()
     kept = {key: choice for key, choice in choices if choice is not None and key not in _NOT_CHOSEN}
     return {key: choice for key, choice in kept.items() if "/" not in key and "@" not in key}
@@ -404,7 +404,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
-    """The experiment file: the groups' choices, and every value that is not theirs already."""
+    """The experiment file: config groups, and every value that differs from theirs."""
     replaced = {key[1:]: value for key, value in settings.items() if key.startswith("/")}
     choices = {group: str(replaced.get(group, choice)) for group, choice in _choices().items()}
     base = compose(PRIMARY, ["~experiment", *(f"{group}={choice}" for group, choice in choices.items())])
@@ -430,7 +430,7 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
 
 
 def _different(target: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of nested containers that another has not or has with another value."""
+    """Entries of nested containers that another lacks or has with another value."""
     found: dict[str, Any] = {}
     for key, value in target.items():
         if key in known and isinstance(value, Mapping) and isinstance(known[key], Mapping):
@@ -442,5 +442,5 @@ def _different(target: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
 
 
 def _rounded(number: float) -> float:
-    """Four digits: nobody wants to read more of them."""
+    """Round to four digits."""
     return float(f"{float(number):.4g}")

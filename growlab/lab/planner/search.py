@@ -1,4 +1,4 @@
-"""Search for the verdict within a cost: rates first, then candidates at equal cost, then growth on trial."""
+"""Search for the verdict within a cost: learning rates first, then candidates at equal cost, then trial growth."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,21 +29,21 @@ _TWO_RATES, _ALL_RATES = 150, 400
 
 @dataclass(frozen=True)
 class Planned:
-    """All that a plan found.
+    """Result of a plan.
 
     Attributes:
         settings: of the plan.
         measured: each candidate's curve, the full network's first.
         rates: multiple of the usual rate that is best for each.
-        trials: of growth.
+        trials: trial growths.
         verdict: the answer.
         account: the cost of probing.
         tried: every probe: candidate, multiple of the rate, steps, cost and last loss.
         left_out: candidates that could not be probed, with the reason.
         flops: forward FLOPs of a sample relative to the full network's, by candidate.
         budget: of the run, in parts of the whole budget.
-        starts: each candidate's last weights and optimizer state at its best rate, before any growth.
-        alone: candidates that could be trained to the end as they are.
+        starts: each candidate's last weights and optimizer state at the best rate, before growth.
+        alone: candidates that could be trained without growing.
     """
 
     settings: Settings
@@ -63,12 +63,12 @@ class Planned:
 def plan(
     problem: Problem, settings: Settings | None = None, say: Callable[[str], None] = lambda line: None
 ) -> Planned:
-    """Find out whether growing pays for a training and its budget.
+    """Predict whether growing pays for a training and its budget.
 
     Args:
         problem: the training.
         settings: of the plan; None: the defaults.
-        say: takes lines of progress.
+        say: called with lines of progress.
 
     Raises:
         UserError: the budget is too small to probe, or there is nothing to probe.
@@ -140,7 +140,7 @@ class _Search:
         self.full.samples = self.samples
 
     def _possible(self) -> dict[str, Probe]:
-        """A probe at the first rate of each candidate that there can be, the cheapest first."""
+        """Make a probe at the first rate of each possible candidate, the cheapest first."""
         found: dict[str, Probe] = {}
         for candidate in self.problem.candidates:
             if candidate.name in found or candidate.name == FULL:
@@ -167,14 +167,14 @@ class _Search:
     # Rates -------------------------------------------------------------------------------------------------
 
     def choose_rates(self) -> None:
-        """All rates on the cheapest candidate; the best of them is every other's."""
+        """Try all rates on the cheapest candidate; the others take the best."""
         cheapest, *others = self.candidates
         self.ranked = self._halving(cheapest, self.settings.rates, self._part_of_a_rate())
         for name in (*others, FULL):
             self._halving(name, self.ranked[:1], 0.0)
 
     def refine_rates(self, best: str) -> None:
-        """As far as means go, the best rates again on what trains on: the leading candidate, and the full network."""
+        """As far as the account allows, try the best rates again on the leading candidate and the full network."""
         number = 1 + (self.steps >= _TWO_RATES) + (self.steps >= _ALL_RATES) * len(self.settings.rates)
         cheapest = next(iter(self.candidates))
         for name in (best, FULL):
@@ -227,7 +227,7 @@ class _Search:
         return name in self.curve_of or len(self.best[name].finite) >= MIN_POINTS
 
     def compare(self) -> str:
-        """Train every candidate for as much; returns the one with the lowest loss, as far as can be seen ahead."""
+        """Train every candidate at equal cost; return the one with the lowest predicted loss."""
         cost = _FOR_EACH_OTHER * self.settings.max_cost
         for name in self.candidates:
             self._train(name, more=max(0.0, cost - self.best[name].spent))
@@ -239,9 +239,9 @@ class _Search:
         return min(self.candidates, key=lambda name: self.best[name].loss)
 
     def _train(self, name: str, cost: float = inf, more: float = inf) -> None:
-        """Train on at the best rate to a cost, or until so much more is spent.
+        """Continue at the best rate to a cost, or until an amount is spent.
 
-        Where the loss rises at a rate above the usual one, the next lower one takes its place, if it does better.
+        If the loss rises at a rate above the usual one, the next lower rate replaces it if it does better.
         """
         probe, usual = self.best[name], self.settings.rates[0]
         lower = [rate for rate in self.settings.rates if usual <= rate < probe.rate]
@@ -258,7 +258,7 @@ class _Search:
             self.best[name] = other
 
     def extend(self, best: str) -> None:
-        """The full network as far as it must be trusted, and then the best candidate with what is left."""
+        """Extend the full network's probe as far as its law is needed, then the best candidate's with the rest."""
         settings = self.settings
         self._train(FULL, cost=1.001 / settings.multiple)
         if self.best[FULL].broken:
@@ -270,7 +270,7 @@ class _Search:
         self._train(best, cost=cost, more=max(0.0, left))
 
     def try_growth(self, name: str) -> None:
-        """Grow the best candidate's network, and train on as the full one with what is left."""
+        """Grow the best candidate's network, and spend the rest on training it as the full one."""
         small = self.best[name]
         if not self._has_curve(name):
             return
@@ -293,7 +293,7 @@ class _Search:
         small.points, small.cost, small.steps = points, cost, steps
 
     def conclude(self) -> Planned:
-        """Fit and judge."""
+        """Fit the laws and judge."""
         settings = self.settings
         names = (FULL, *(name for name in self.candidates if self._has_curve(name)))
         for name in self.candidates:

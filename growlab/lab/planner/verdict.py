@@ -1,13 +1,13 @@
-"""Does growing pay? From the laws of the candidates and a trial growth to one of three verdicts.
+"""Derive the verdict (grow, smaller or full) from the candidates' laws and a trial growth.
 
-A grown run follows the small network's curve to some cost `s`, and from there the full one's, beginning at the cost
-`m(s)` at which that has the small one's loss, less a transfer penalty. At the end of the budget `T` it stands where the
-full network stands after `m(s) - penalty + T - s`: growing pays by `m(s) - penalty - s`. Without a penalty the best
-`s` is where both curves fall equally steeply at equal loss. The penalty is what a trial growth lost; whether it stays
-as it is or grows with `m(s)` one trial does not tell, so each draw takes a power between 0 and 1 of it.
+A grown run follows the small network's curve up to a cost `s`, then the full network's curve from the cost `m(s)` at
+which that has the same loss, minus a transfer penalty. At the end of the budget `T` it has the loss of the full
+network after `m(s) - penalty + T - s`, so growing gains `m(s) - penalty - s`. Without a penalty the best `s` is where
+both curves have the same slope at equal loss. The penalty is measured by a trial growth. One trial cannot show how it
+scales with `m(s)`, so each draw assumes a power between 0 and 1.
 
-What speaks for growing, or for a smaller network, is trusted up to a multiple of what was probed (`Curves.loss`); what
-it is compared with counts also beyond it (`Curves.law`), so that nothing is gained by knowing little.
+Evidence for growing or a smaller network is trusted up to a multiple of the probed cost (`Curves.loss`), while the
+curve that it is compared with is extrapolated further (`Curves.law`), so that ignorance never counts as a gain.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,11 +34,11 @@ class Trial:
     """A trial growth from a small probe's last checkpoint.
 
     Attributes:
-        cost: what the small network had been trained for.
+        cost: training cost of the small network before the event.
         loss_before: held-out loss there.
-        loss_after: the same behind the event.
+        loss_after: held-out loss after the event.
         further: cost of the short continuation as the full network.
-        loss: held-out loss behind it.
+        loss: held-out loss after it.
     """
 
     cost: float
@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Gain:
-    """A predicted gain: the median of the draws and their middle 90 %, widened where a margin is said."""
+    """A predicted gain: the median of the draws and their central 90 %, widened by a margin if given."""
 
     median: float
     low: float
@@ -62,7 +62,7 @@ class Gain:
 
         Args:
             draws: [draws].
-            margin: by how much the range is wider on each side.
+            margin: widens the range on each side.
         """
         low, high = interval(draws)
         return cls(float(np.median(draws)), low - margin, high + margin)
@@ -74,16 +74,14 @@ class Growing:
 
     Attributes:
         candidate: its name.
-        switch: cost at which growing gains most as far as curves are trusted, in parts of the budget; gains are those
-            of this switch.
-        guess: the same by the median laws, however far they are trusted: where an experiment grows. Late, as a rule.
-        loss: by how much the loss at the end of the budget is below that of the best that does not grow, wider by
-            `MISSED`.
+        switch: best cost to grow at within the trusted range, in parts of the budget; gains are those of this switch.
+        guess: best cost by the median laws, beyond the trusted range too, usually later: the experiments grow there.
+        loss: final loss of the best run without growth minus the grown run's, with margin `MISSED`.
         cost: FLOPs saved on the way to the full network's last loss, in parts of its run.
-        seconds: the same of this machine's seconds.
-        kept: part of the small network's progress that the trial growth has kept, in costs of the full network.
-        beyond: the full network's law has the small one's loss only behind where it is trusted: what is saved is a
-            least.
+        seconds: likewise, in this machine's seconds.
+        kept: fraction of the small network's progress kept by the trial growth, in costs of the full network.
+        beyond: the full network's law reaches the small one's loss only beyond its trusted range, so savings are
+            lower bounds.
     """
 
     candidate: str
@@ -96,7 +94,7 @@ class Growing:
     beyond: bool = False
 
     def saved(self) -> str:
-        """The FLOPs and seconds saved, in words."""
+        """Format the FLOPs and seconds saved."""
         if self.beyond:
             least = f"{self.cost.low:.0%} of the full run's FLOPs and {self.seconds.low:.0%}"
             return f"at least {least} of its seconds here"
@@ -112,10 +110,9 @@ class Smaller:
 
     Attributes:
         candidate: its name.
-        loss: by how much its last loss is below the full network's, counting as far as its curve is trusted, wider by
-            `MISSED`.
-        likely: the median of the same by the law, however far that is trusted.
-        lead: by how much its loss was below the full network's at the largest cost that both were probed for.
+        loss: final loss of the full network minus its own, within the trusted range, with margin `MISSED`.
+        likely: median of the same difference by the laws, beyond the trusted range too.
+        lead: the full network's loss minus its own at the largest cost that both were probed for.
         shared: that cost, in parts of the budget.
     """
 
@@ -132,11 +129,11 @@ class Verdict:
 
     Attributes:
         kind: "grow", "smaller" or "full".
-        decided: True if a gain is more than what laws miss by ("grow", "smaller"), or the laws themselves leave none
-            ("full"); else it is what to fall back to.
+        decided: True if the gain exceeds the laws' usual error ("grow", "smaller"), or the laws exclude a gain
+            ("full"); else the verdict is only a fallback.
         candidate: the one that grows or stays small; None with "full".
         reason: one sentence.
-        growing: the best way to grow of each candidate that was tried, the best first.
+        growing: best way to grow from each candidate tried, the best first.
         smaller: each candidate without growing, the best first.
     """
 
@@ -159,18 +156,18 @@ def judge(
     seed: int = 0,
     alone: Collection[str] | None = None,
 ) -> Verdict:
-    """Give the verdict on the laws and trials of all candidates.
+    """Judge the laws and trials of all candidates.
 
     Args:
         curves: of each candidate, the draws of all in step.
-        trials: of the candidates that a growth was tried from.
+        trials: trial growths, by candidate.
         whole: name of the full network.
         seconds: seconds that training takes for each unit of cost, by candidate.
-        budget: cost that is there for the run.
-        size: "full": the full network is wanted in any case.
-        latest: part of the budget behind which there is no growing.
-        seed: of what is drawn here.
-        alone: candidates that could be trained to the end as they are; None: all.
+        budget: cost available to the run.
+        size: "full": the full network is required.
+        latest: latest growth, as a fraction of the budget.
+        seed: of random draws.
+        alone: candidates that could be trained without growing; None: all.
     """
     full, rng = curves[whole], np.random.default_rng(seed)
     stay = [name for name in curves if name != whole and (alone is None or name in alone)]
@@ -228,7 +225,7 @@ def _staying(name: str, full: Curves, small: Curves, budget: float) -> Smaller:
 
 
 def _limits(curves: Mapping[str, Curves], names: Sequence[str], budget: float) -> str:
-    """Words on how far curves are trusted."""
+    """Describe how far curves are trusted."""
     short = [
         f"{name} is trusted to {curves[name].reach / budget:.0%}"
         for name in names
@@ -250,9 +247,9 @@ def _growing(
     slower: float,
     rng: np.random.Generator,
 ) -> Growing:
-    """The switch with the best lower quartile of gains over `rivals`, [draws] of losses without growing.
+    """Find the switch with the best lower quartile of gains over `rivals`, [draws] of losses without growing.
 
-    `slower` is seconds of a FLOP in the small network over those in the full one.
+    `slower` is the ratio of seconds per FLOP, small network over full one.
     """
     draws = len(full.a)
     last = max(trial.cost, min(latest * budget, small.reach))
@@ -294,7 +291,7 @@ def _growing(
 def _penalty(
     full: Curves, small: Curves, trial: Trial, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cost that a growth has lost, in the full network's, and the part of `m` that it has kept."""
+    """Cost lost by a growth, on the full network's scale, and the fraction of `m` that it kept."""
     start = np.minimum(full.cost_at(small.loss(trial.cost)), full.reach)
     seen = trial.loss + full.error * rng.standard_normal(len(full.a))
     end = np.minimum(full.cost_at(seen), full.reach)

@@ -1,6 +1,6 @@
-"""`schedule.batch_size=auto`: each stage's batch size from what fits into memory, in the shape of Eq. 8.
+"""`schedule.batch_size=auto`: find each stage's batch size by trial, from the memory and Eq. 8.
 
-Lightning's own `BatchSizeFinder` knows one network; here there is one a stage, and the sizes depend on each other.
+Lightning's `BatchSizeFinder` handles one network; here each stage has one, and their sizes depend on each other.
 """
 
 import contextlib
@@ -42,23 +42,24 @@ def fit_batch_sizes(
 ) -> list[dict[str, int]]:
     """Find the batch size of every stage.
 
-    The last stage (or the first, `batch_size_of`) takes the largest batch that fits. The others follow it by Eq. 8,
-    but where that does not fit take the largest that does.
+    The last stage (or the first, `batch_size_of`) takes the largest batch that fits. The others follow by Eq. 8, or
+    take the largest that fits if that is smaller.
 
     Args:
         num_stages: N.
         settings: `batch_growth_rate`, `max_batch_size`, `max_batch_size_per_device`, `batch_size_of` and
             `batch_sizes` of the schedule.
-        num_train: images: no batch is larger.
-        num_processes: what a batch is divided among.
-        fits: whether a training step at a stage with so many images on this process's device fits.
-        agree: maps what fits on this process's device to what fits on all; called N times by each process.
+        num_train: number of images, the largest possible batch.
+        num_processes: processes that share a batch.
+        fits: returns True if a training step at a stage fits on this process's device with a number of images.
+        agree: maps the size that fits on this process's device to one that fits on all; called N times by each
+            process.
 
     Returns:
-        A dict a stage: `stage`, `eq8` (the global size by Eq. 8) and `batch_size` (the one to train with).
+        A dict per stage: `stage`, `eq8` (the global size by Eq. 8) and `batch_size` (the one to train with).
 
     Raises:
-        UserError: not even the smallest batch fits, or sizes are given as well.
+        UserError: not even the smallest batch fits, or sizes are also given.
     """
     if settings["batch_sizes"] is not None:
         raise UserError("schedule.batch_size=auto finds the sizes; leave schedule.batch_sizes out.")
@@ -105,7 +106,7 @@ def fit_batch_sizes(
 
 
 def _sizes(at_most: int) -> Sequence[int]:
-    """Sizes to try: ascending, about 12 percent apart, `at_most` the last."""
+    """Sizes to try: ascending in steps of about 12 percent up to `at_most`."""
     sizes, size = [], SMALLEST
     while size < at_most:
         sizes.append(size)
@@ -115,7 +116,7 @@ def _sizes(at_most: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class TrialRun:
-    """Everything of a training step that takes memory.
+    """Everything that takes memory in a training step.
 
     Attributes:
         network: at full width, on the CPU; copied.
@@ -127,8 +128,8 @@ class TrialRun:
         channels_last: memory layout of batches.
         num_copies: copies of all weights besides the network: an average, buckets of gradients.
         held_bytes: bytes of the run's images on the device.
-        narrow: takes out of a copy what a stage, by its number, does not have, and gives its width graph.
-        max_memory_gib: that training may take; None: nine tenths of what is free on a GPU.
+        narrow: removes from a copy what a stage, by its number, lacks, and returns the copy's width graph.
+        max_memory_gib: limit for training; None: nine tenths of a GPU's free memory.
     """
 
     network: nn.Module
@@ -145,18 +146,18 @@ class TrialRun:
 
 
 class TrialSteps:
-    """Tries training steps; used as a context, within which a GPU's memory is limited.
+    """Tries training steps; a context that limits the GPU's memory.
 
     On CUDA a step either runs or runs out of memory. Elsewhere the bytes of live tensors are counted
-    (`LiveTensors`), and a step that two smaller ones show to be too large is not tried: a process that took more than
-    there is would be killed.
+    (`LiveTensors`), and a step that is too large by extrapolation from two smaller ones is not tried, since the
+    system would kill the process.
 
     Args:
         run: everything of a step.
         stages: width of each group at each stage.
 
     Raises:
-        UserError: no limit is given where none is known, or it is not positive.
+        UserError: the limit is unknown and not given, or it is not positive.
     """
 
     def __init__(self, run: TrialRun, stages: Sequence[Mapping[str, int]]) -> None:
@@ -187,7 +188,7 @@ class TrialSteps:
         self._context.close()
 
     def fits(self, stage: int, size: int) -> bool:
-        """True if a step of this process with so many images fits at a stage's widths."""
+        """Return True if a step of this process with a number of images fits at a stage's widths."""
         if stage != self._stage:
             self._forget()
             self._stage = stage
@@ -208,7 +209,7 @@ class TrialSteps:
 
 
 class _Step:
-    """A copy of the network at some widths, with its optimizer and the memory of everything else."""
+    """A copy of the network at some widths, with its optimizer and everything else that takes memory."""
 
     def __init__(self, run: TrialRun, stage: int, widths: Mapping[str, int]) -> None:
         network = copy.deepcopy(run.network)
@@ -274,17 +275,17 @@ def _limited(device: torch.device, limit_bytes: int) -> Iterator[None]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, on any device and the same every time.
+    """Counts the bytes of live tensors, deterministically and on any device.
 
-    While it is active, what operations return is counted until it is freed, in the backward pass too. What an
-    operation takes and frees by itself is not seen.
+    While it is active, outputs of operations are counted until they are freed, in the backward pass too. Temporary
+    memory within an operation is not counted.
 
     Args:
-        tensors: those that are there already.
+        tensors: those already alive.
 
     Attributes:
-        bytes: of all that are alive.
-        peak: the most since it was last set.
+        bytes: of all live tensors.
+        peak: maximum since it was last set.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:

@@ -1,4 +1,4 @@
-"""From configuration to objects: here, in `growlab.lab.cli` and in `growlab.lab.planner` alone a DictConfig is read."""
+"""Build objects from the configuration: only here, in `growlab.lab.cli` and `growlab.lab.planner` is it read."""
 
 import contextlib
 import secrets
@@ -73,13 +73,13 @@ _WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", 
 
 
 def train(cfg: DictConfig) -> None:
-    """Train one network as configured, or run the study that is named, and leave everything in the run's folder.
+    """Train one network as configured, or run the configured study; results go into the run's folder.
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`.
 
     Raises:
-        UserError: the configuration, the data, the machine or the training itself does not allow the run.
+        UserError: the configuration, the data, the machine or the training does not allow the run.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
@@ -98,14 +98,14 @@ def train(cfg: DictConfig) -> None:
 
 
 def build(cfg: DictConfig, folder: Path) -> Experiment:
-    """Make the objects of a run: data, network, widths, plan and seed.
+    """Build an experiment: data, network, widths, plan and seed.
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`.
-        folder: the run's, whose checkpoint it may resume from.
+        folder: of the run, which may contain a checkpoint to resume from.
 
     Raises:
-        UserError: the settings do not go together, or not with the data or the checkpoint.
+        UserError: the settings conflict with each other, the data or the checkpoint.
     """
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
@@ -142,7 +142,7 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
 
 
 def _check(cfg: DictConfig) -> None:
-    """Refuse what would only fail later."""
+    """Refuse settings that would fail only later."""
     if cfg.plan is not None:
         raise UserError(
             "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings."
@@ -157,13 +157,13 @@ def _check(cfg: DictConfig) -> None:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Refuse values of other types than their parameters, and numbers out of their range.
+    """Refuse values of wrong types and numbers out of range.
 
     Args:
-        cfg: integers become floats where a growth method, a schedule or a part takes these.
+        cfg: the configuration; integers become floats where a growth method, a schedule or a part takes floats.
 
     Raises:
-        UserError: naming the first.
+        UserError: naming the first invalid value.
     """
     settings = OmegaConf.to_container(cfg, resolve=True)
     parts = settings.pop("parts") or {}
@@ -228,7 +228,7 @@ def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Id
 
 
 def _resume(cfg: DictConfig, folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint to resume from, and its header."""
+    """Find the checkpoint to resume from, and read its header."""
     if is_first():
         for place in (folder, last_checkpoint(folder).parent):
             remove_unfinished(place)
@@ -263,25 +263,25 @@ def _run_study(cfg: DictConfig, folder: Path) -> None:
 
 
 def make_data(settings: DictConfig, seed: int) -> RunData:
-    """Make the data module; anything that is not one of growlab's becomes the source of a `CustomData`.
+    """Make the data module; anything but a growlab data module becomes the source of a `CustomData`.
 
     Args:
         settings: the configuration's `data`.
-        seed: of the order of a user's samples.
+        seed: of the order of samples.
     """
     made = instantiate(settings)
     return made if isinstance(made, RunData) else CustomData(made, seed=seed)
 
 
 def make_network(model: DictConfig, data: RunData) -> nn.Module:
-    """The network at full width.
+    """Make the network at full width.
 
     Args:
         model: the configuration's `model`.
         data: set up.
 
     Raises:
-        UserError: the network is not for such data, or no network.
+        UserError: the model does not suit the data, or is not a network.
     """
     given = data.network_arguments
     unknown = [name for name in given if not _takes(model._target_, name)]
@@ -309,14 +309,14 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
 
 
 def make_objective(objective: DictConfig, data: RunData) -> Objective:
-    """The objective, bound to the data.
+    """Make the objective and bind it to the data.
 
     Args:
         objective: the configuration's `objective`.
         data: set up.
 
     Raises:
-        UserError: it is no objective, or not for such data.
+        UserError: it is not an objective, or does not suit the data.
     """
     if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
         # The default file's, where another loss is put in the place of its `_target_`.
@@ -334,7 +334,7 @@ def make_objective(objective: DictConfig, data: RunData) -> Objective:
 
 
 def _offered(model: DictConfig, data: RunData) -> dict[str, Any]:
-    """Arguments of the network that the configuration leaves open and that can be inferred from the data."""
+    """Arguments of the network that are inferred from the data."""
     try:
         taken = parameters(get_object(model._target_))
     except Exception:  # Raised again when the network is made.
@@ -366,10 +366,10 @@ def _advice(data: RunData) -> str:
 
 
 def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
-    """A function that makes the configured optimizer of parameters, with its rates of regions.
+    """Return a function that makes the configured optimizer of parameters, with its rates by region.
 
     It raises:
-        UserError: the optimizer does not take its settings, or not the rates of regions.
+        UserError: the optimizer does not accept its settings, or rates by region.
     """
     try:
         make = instantiate(cfg.optimizer)
@@ -400,7 +400,7 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
 
 
 def _learning_rate(cfg: DictConfig, knows_stages: bool) -> Any:
-    """The schedule of the rate; with sizes that are found, the optimizer's rate is for the data's batch size."""
+    """Make the learning rate schedule; with searched batch sizes the optimizer's rate is for the data's batch size."""
     settings = cfg.schedule.learning_rate
     known = cfg.schedule.batch_size is None or settings.batch_size is not None
     rate = instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
@@ -418,7 +418,7 @@ def _learning_rate(cfg: DictConfig, knows_stages: bool) -> Any:
 def _plan(
     cfg: DictConfig, data: RunData, known_sizes: list[dict[str, int]] | None
 ) -> tuple[Grower, Plan, StageCost, list[dict[str, int]] | None]:
-    """Make the grower, the plan, the network's cost at any widths, and batch sizes that fit, if these are searched for.
+    """Make the grower, the plan, the network's cost at any widths, and batch sizes, if these are searched for.
 
     `known_sizes` were found before the run was interrupted.
     """
@@ -471,7 +471,7 @@ def _graph(
     trigger: Trigger,
     parts: Sequence[Part],
 ) -> WidthGraph:
-    """The network's width graph; one of no groups where it keeps its size and need not be traced."""
+    """Trace the network's width graph; one without groups if it keeps its size and need not be traced."""
     if any(map(is_parametrized, network.modules())):
         if trigger.resizes:
             raise UserError(
@@ -485,10 +485,10 @@ def _graph(
 
 
 def probe_size(given: int | None, data: RunData) -> int:
-    """Training samples that parity is checked on; where none are given as many as the data say, or 32.
+    """Number of training samples to check parity on; by default the data's choice, or 32.
 
     Raises:
-        UserError: there are not as many as were asked for.
+        UserError: there are fewer samples.
     """
     if given is not None and given > data.num_train:
         raise UserError(
@@ -499,10 +499,10 @@ def probe_size(given: int | None, data: RunData) -> int:
 
 
 def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Part]:
-    """Parts of the configuration that are not left out, and those that the data need.
+    """Make the configured parts that are not null, and those that the data need.
 
     Raises:
-        UserError: an entry is no part, or a depth is given to a network without blocks that come in.
+        UserError: an entry is not a part, or depth is configured for a network without insertable blocks.
     """
     given = [_make_part(str(name), part) for name, part in settings.items() if not left_out(part)]
     of_data = data.parts()
@@ -530,7 +530,7 @@ def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
     for key in ("pretrained", "weights"):
         if cfg.model.get(key) and str(cfg.growth.get("initialisation", "constructor")) != "constructor":
             raise UserError(
-                f"model.{key}={cfg.model.get(key)} are weights to go on from, but "
+                f"model.{key}={cfg.model.get(key)} are weights to continue from, but "
                 f"growth.initialisation={cfg.growth.initialisation} draws others: leave one of them out."
             )
         if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
@@ -549,7 +549,7 @@ def _fitting_sizes(
     data: RunData,
     stages: Sequence[Mapping[str, int]],
 ) -> list[dict[str, int]]:
-    """Find the batch size of each stage by trial, from the width of each group at each stage."""
+    """Find the batch size of each stage by trial."""
     if not isinstance(data, ImageData):
         raise UserError(
             "schedule.batch_size=auto tries batches of images, which this data has none of: leave it out."
@@ -674,7 +674,7 @@ def _user_callback(name: str, settings: Any) -> lightning.Callback:
 
 @contextlib.contextmanager
 def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
-    """The configured loggers, which log the configuration and are closed whatever happens."""
+    """Make the configured loggers, which log the configuration and are always closed."""
     loggers: list[Logger] = []
     succeeded = False
     try:

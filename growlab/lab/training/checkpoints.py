@@ -1,4 +1,4 @@
-"""Checkpoints: when they are written, how (atomically), and reading them again."""
+"""Write checkpoints atomically, decide when, and read them."""
 
 import contextlib
 import logging
@@ -47,13 +47,12 @@ OPTIMIZER = "optimizer"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints whole and keeps the one before, so that neither a kill nor a full disk loses both.
+    """Writes checkpoints atomically and keeps the previous one, so that neither a kill nor a full disk loses both.
 
-    A checkpoint that cannot be written is a warning, and training continues: the disk may have room when the next
-    one is due.
+    If a checkpoint cannot be written, a warning is issued and training continues: there may be room for the next one.
 
     Attributes:
-        failure: why the newest checkpoint could not be written; None if it was.
+        failure: reason why the newest checkpoint could not be written, or None.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint; Lightning calls this on the first rank alone."""
+        """Write the checkpoint; Lightning calls this only on the first rank."""
         path = Path(path)
         try:
             save(path, checkpoint, path.with_name(PREVIOUS))
@@ -80,10 +79,10 @@ def save(path: str | os.PathLike[str], content: Any, previous: Path | None = Non
     Args:
         path: of the file.
         content: plain containers of tensors and numbers.
-        previous: where the old file goes; None: nowhere.
+        previous: new path of the old file; None: it is replaced.
 
     Raises:
-        WriteError: the disk is full or not writable; what was at `path` is left as it was.
+        WriteError: the disk is full or not writable; the file at `path` is unchanged.
     """
 
     def write(file: BinaryIO) -> None:
@@ -104,12 +103,12 @@ def last_checkpoint(run_dir: Path) -> Path:
 
 
 def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
-    """The newest checkpoint of a run that is whole, None if the run has none; and a warning about it, if any.
+    """Find the newest intact checkpoint of a run, or None; also return a warning, or None.
 
-    Nothing is changed: all ranks read at the same time.
+    Changes nothing, since all ranks read at the same time.
 
     Raises:
-        UserError: there are checkpoints, and none of them can be read.
+        UserError: there are checkpoints, but none can be read.
     """
     last = last_checkpoint(run_dir)
     previous = last.with_name(PREVIOUS)
@@ -126,12 +125,12 @@ def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
 
 
 def damage(path: Path) -> str | None:
-    """Read a checkpoint's file to its end and say what is wrong with it; None if nothing.
+    """Read a checkpoint's whole file and describe damage; None if it is intact.
 
-    torch writes a checksum with every tensor, but does not check it on loading.
+    torch writes a checksum for every tensor, but does not verify it on loading.
 
     Raises:
-        UserError: this user may not read it, which is no damage.
+        UserError: the user has no permission to read it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -145,7 +144,7 @@ def damage(path: Path) -> str | None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Header of a checkpoint; its tensors are checked but not loaded.
+    """Read a checkpoint's header; its tensors are checked but not loaded.
 
     Raises:
         UserError: there is no such file, or it is not a checkpoint of growlab.
@@ -188,15 +187,15 @@ def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Moments besides the ends of epochs at which a run saves itself.
+    """Settings for checkpoints besides those at the ends of epochs.
 
     Attributes:
-        every_n_steps: after every so many optimizer steps; None: never.
-        every_minutes: when the last checkpoint is so old; None: never.
-        signals: names of the signals after which a run saves itself and ends; Ctrl-C always does.
+        every_n_steps: save after this many optimizer steps; None: never.
+        every_minutes: save when the last checkpoint is this old; None: never.
+        signals: names of the signals (besides Ctrl-C) after which a run saves and ends.
 
     Raises:
-        UserError: a value is impossible.
+        UserError: a value is invalid.
     """
 
     every_n_steps: int | None = None
@@ -219,18 +218,18 @@ class SavePolicy:
 class SaveCheckpoints(Checkpoint):
     """Keeps the newest state of a run in one file, and the one before it in another.
 
-    Between steps means between optimizer steps: gradients that are being accumulated are not part of a
-    checkpoint. After the last step of an epoch its end is waited for, which follows at once but for validation;
-    a signal during validation saves a checkpoint that resumes with the whole of it.
+    Within an epoch checkpoints are saved between optimizer steps, since they do not contain accumulated gradients.
+    After the last step of an epoch saving waits for its end. A signal during validation saves a checkpoint that
+    repeats the whole validation when resumed.
 
-    Lightning runs callbacks of this kind after all others. Its own `ModelCheckpoint(save_top_k=0,
-    save_last=True)` saves nothing before training ends, and its handlers of signals save nothing at all or, under
-    SLURM, into another file; they are replaced while training runs.
+    Lightning runs checkpoint callbacks after all others. Its `ModelCheckpoint(save_top_k=0, save_last=True)` saves
+    nothing before training ends, and its signal handlers save nothing or, under SLURM, into another file; they are
+    replaced during training.
 
     Args:
         path: the file.
-        writer: what writes it.
-        policy: when.
+        writer: writes the file.
+        policy: decides when.
         resumed: the file that the run resumes from.
     """
 
@@ -248,7 +247,7 @@ class SaveCheckpoints(Checkpoint):
         self._handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Listen to signals, in place of Lightning."""
+        """Install signal handlers in place of Lightning's."""
         if trainer.is_global_zero and self._resumed == self._path.with_name(PREVIOUS):
             # Over the newest one, which was damaged: else the next one saved would push out the only good one.
             os.replace(self._resumed, self._path)
@@ -261,7 +260,7 @@ class SaveCheckpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is time to, between two optimizer steps of an epoch."""
+        """Save if it is due, between two optimizer steps of an epoch."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or batch_idx + 1 == trainer.num_training_batches:
             return
         every = self._policy.every_n_steps
@@ -274,7 +273,7 @@ class SaveCheckpoints(Checkpoint):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Do not let a signal wait for the end of the validation."""
+        """Save on a signal without waiting for the end of validation."""
         if self._agreed(trainer) == _STOP:
             self._save_inside(trainer, pl_module)
             self._end(trainer)
@@ -296,10 +295,10 @@ class SaveCheckpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Write a validation that has begun down as one that begins.
+        """Record a running validation as not started.
 
-        Lightning's loops continue an evaluation that was interrupted, but its loaders are not asked where they
-        were. This is the one place that knows how Lightning names its counters.
+        Lightning's loops continue an interrupted evaluation, but without restoring the position of its loaders. Only
+        this function depends on Lightning's names of these counters.
         """
         if trainer.validating:
             counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
@@ -307,7 +306,7 @@ class SaveCheckpoints(Checkpoint):
             progress.update(total=dict(counts), current=dict(counts), is_last_batch=False)
 
     def _save_inside(self, trainer: Trainer, task: Any) -> None:
-        """Save inside an epoch; its end has checked already what is saved."""
+        """Save within an epoch, after the checks that otherwise run at its end."""
         task.check_loss()
         task.check_weights()
         self._save(trainer)
@@ -326,7 +325,7 @@ class SaveCheckpoints(Checkpoint):
                 os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
 
     def _agreed(self, trainer: Trainer) -> int:
-        """The strongest wish of any rank: `_STOP` after a signal, `_SAVE` after so many minutes, or 0.
+        """Strongest request of any rank: `_STOP` after a signal, `_SAVE` when one is due, or 0.
 
         A signal may reach one rank only and clocks differ, but ranks save and end together.
         """
@@ -354,19 +353,19 @@ class SaveCheckpoints(Checkpoint):
 
 
 def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimizer]) -> Any:
-    """Let the first stage begin with the weights of a file, averages of the network too.
+    """Load a file's weights into the first stage's network and its averages.
 
     Args:
-        grower: whose network has not been trained yet.
+        grower: its network has not been trained yet.
         path: of a state_dict, of a network of the seed's widths, or of "state_dict" and "optimizer", as
             `growlab.lab.planner` writes it.
         make_optimizer: makes the optimizer from the parameters.
 
     Returns:
-        The same for an optimizer with the file's state; one of another class starts fresh, with a warning.
+        `make_optimizer` with the file's state; an optimizer of another class starts fresh, with a warning.
 
     Raises:
-        UserError: the file cannot be read, or is of another network.
+        UserError: the file cannot be read, or belongs to another network.
     """
     what = f"start_from={path}"
     content = read_saved(path, what)

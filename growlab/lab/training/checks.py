@@ -1,7 +1,6 @@
-"""Checks of a composed configuration, before anything is made of it: types, ranges, settings without effect.
+"""Checks of a composed configuration before anything is built: types, ranges, settings without effect.
 
-Groups such as `data` and `model` are open: any class may stand there, so values are checked against the annotations of
-what takes them.
+Groups such as `data` and `model` accept any class, so values are checked against the annotations of its parameters.
 """
 
 import json
@@ -84,15 +83,15 @@ _NEEDS = {
 
 
 def check_types(settings: Any, name: str = "") -> dict[str, Any]:
-    """Refuse values that the constructors of growlab and Lightning would take for something else, or fail on later.
+    """Refuse values that constructors of growlab and Lightning would misinterpret, or fail on later.
 
     Args:
-        settings: nested plain containers; what has a `_target_` in growlab or Lightning is checked against its
+        settings: nested plain containers; entries with a `_target_` in growlab or Lightning are checked against its
             annotations. Numbers for growlab, Lightning and torch must be finite and fit into 64 bits.
-        name: of the settings, in front of those inside.
+        name: dotted prefix of the settings' names.
 
     Returns:
-        By dotted name, values whose annotation has floats, with floats in place of integers.
+        By dotted name, values with integers converted to floats where the annotation has floats.
 
     Raises:
         UserError: a value has another type than its parameter, or is not finite.
@@ -152,7 +151,7 @@ def _hints(made: Any) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return True if a value is one of a type; mappings may become objects, which Hydra makes."""
+    """Return True if a value has a type; mappings pass, as Hydra may make objects of them."""
     if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value)):
         return True
     try:
@@ -172,7 +171,7 @@ def _as_floats(value: Any) -> Any:
 
 
 def check_trainer_options(trainer: Mapping[str, Any]) -> None:
-    """Refuse options of Lightning's Trainer that would be ignored or change what the numbers of a run mean.
+    """Refuse options of Lightning's Trainer that would be ignored or change the meaning of a run's numbers.
 
     Args:
         trainer: the configuration's `trainer`.
@@ -193,15 +192,15 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
 
 
 def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_sweep: bool = False) -> None:
-    """Refuse settings that were typed and have no effect: the run would not be the one that was asked for.
+    """Refuse typed settings that have no effect.
 
     Args:
         settings: the composed configuration in plain containers, resolved.
         overrides: of the command line.
-        is_sweep: the command line starts several runs, and a setting may concern only some of them.
+        is_sweep: the command line starts several runs; a setting may then concern only some of them.
 
     Raises:
-        UserError: naming the setting that wins over it, or without which it is not used.
+        UserError: naming the setting that overrides it, or that it requires.
     """
     typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     schedule = settings["schedule"]
@@ -237,14 +236,14 @@ def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_swee
 
 
 def _agree(name: str, given: Any, value: Any) -> bool:
-    """Return True if a setting of the schedule says the same as the list (or number) that wins over it."""
+    """Return True if a setting of the schedule equals the list (or number) that overrides it."""
     if not isinstance(value, list):
         return False
     return bool(given == {"total_epochs": sum(value), "num_stages": len(value)}.get(name, value[0]))
 
 
 def _selected(settings: Mapping[str, Any], name: str) -> Any:
-    """Value at a dotted name; None where there is none."""
+    """Return the value at a dotted name, or None."""
     found: Any = settings
     for key in name.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""The configuration in `conf/`: its place, defaults of plugins, names of runs, and the run that is resumed."""
+"""The configuration in `conf/`: its location, defaults of plugins, names of runs, and the run to resume."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +42,7 @@ def config_dir(package: Path | None = None) -> Path:
         package: folder of the growlab package; found from this file if None.
 
     Raises:
-        UserError: there is no `config.yaml` in either place.
+        UserError: neither place has a `config.yaml`.
     """
     package = Path(__file__).resolve().parents[2] if package is None else package.resolve()
     places = (package / "conf", package.parent / "conf")
@@ -56,7 +56,7 @@ def config_dir(package: Path | None = None) -> Path:
 
 
 def set_plugin_defaults() -> None:
-    """Put growlab's defaults for Hydra's plugins into its ConfigStore, before composing; again changes nothing."""
+    """Register growlab's defaults for Hydra's plugins in its ConfigStore, before composing; idempotent."""
     store = ConfigStore.instance()
     # Plugins store their own configurations when Hydra first asks for them, which would replace these.
     Plugins.instance()
@@ -69,7 +69,7 @@ def set_plugin_defaults() -> None:
 
 
 def search_options() -> list[str]:
-    """Options with which another command finds this job's configuration, if it is not in `conf/` alone.
+    """Options that another command needs to find this job's configuration, if it is not only in `conf/`.
 
     Returns:
         `--config-name`, `--config-dir` and `hydra.searchpath` as they were given; they go before overrides.
@@ -88,9 +88,9 @@ def search_options() -> list[str]:
 def experiment_name(
     choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()
 ) -> str:
-    """The experiment's name, or one made of the network and the data that the command line chooses instead.
+    """Name of the experiment, or of the network and the data chosen on the command line instead.
 
-    Nobody asks for the default experiment, so with another network or other data a run is named after these alone.
+    With another network or data the default experiment's name is left out.
 
     Args:
         choices: the option chosen in each group of the configuration.
@@ -125,7 +125,7 @@ def experiment_name(
 
 
 def _plain(value: str) -> str:
-    """A value as part of a folder's name: mnist,cifar10 becomes mnist_cifar10."""
+    """Format a value for a folder's name: mnist,cifar10 becomes mnist_cifar10."""
     return re.sub(r"\W+", "_", value).strip("_")
 
 
@@ -146,17 +146,17 @@ OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=Tr
 def resume_override(
     overrides: list[str], multirun: bool = False, more: str | None = None, primary: str = PRIMARY
 ) -> str | None:
-    """Return the override that sends a run back into the folder of the run that it resumes.
+    """Return the override that directs a run to the folder of the run that it resumes.
 
     Args:
         overrides: those given on the command line.
-        multirun: they make a sweep, each of whose jobs resumes in its folder below the sweep's.
+        multirun: they start a sweep; each job resumes in its folder below the sweep's.
         more: a folder of the user's configurations, in addition to `conf/`.
         primary: name of the primary configuration.
 
     Returns:
-        `hydra.run.dir=FOLDER` of the newest run of the experiment if `ckpt_path=last` is asked for without a
-        folder; None where nothing has to be added.
+        `hydra.run.dir=FOLDER` of the experiment's newest run if `ckpt_path=last` is given without a folder; else
+        None.
 
     Raises:
         UserError: the experiment has no run yet, or the sweep's folder is not given.
@@ -181,7 +181,7 @@ def resume_override(
 
 
 def _with_searched(overrides: list[str], more: str | None) -> list[str]:
-    """The overrides, with a folder among those that are searched; `compose` has no `--config-dir`."""
+    """Add a folder to the searched ones by an override, since `compose` has no `--config-dir`."""
     if more is None:
         return overrides
     given = next((one for one in overrides if name_of(one) == _SEARCHPATH), f"{_SEARCHPATH}=[]")

@@ -1,6 +1,7 @@
 """Processes of a distributed run: environment, strategy, synchronised batch normalisation, comparison of ranks.
 
-The arguments that `DDPStrategy` keeps for torch's wrapper (`_ddp_kwargs`) are not a documented interface of Lightning;
+The arguments that `DDPStrategy` keeps for torch's wrapper (`_ddp_kwargs`) are not a documented interface of
+Lightning;
 `tests/training/test_distributed.py` fails if a version changes them.
 """
 
@@ -32,10 +33,10 @@ _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class OneProcess(LightningEnvironment):
-    """A single process that growlab does not take apart.
+    """Environment of a single process.
 
-    Lightning's own environment would start other processes itself, by running the whole command line again, and leaves
-    variables behind that mislead the next job of a sweep.
+    Lightning's environment would start further processes by running the command line again, and leaves variables
+    behind that mislead the next job of a sweep.
     """
 
     # As `growlab.lab.training.launcher` does.
@@ -43,10 +44,10 @@ class OneProcess(LightningEnvironment):
 
 
 def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
-    """The trainer plugin that says which rank this process is; empty if Lightning finds out by itself.
+    """Return the trainer plugin that provides this process's rank; empty if Lightning can find it.
 
     Args:
-        started_by_growlab: whether this process is alone, or one of several that growlab has started.
+        started_by_growlab: False if this process is alone, True if growlab has started several.
     """
     if started_by_growlab:
         return [TorchElasticEnvironment() if TorchElasticEnvironment.detect() else OneProcess()]
@@ -57,7 +58,7 @@ def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse ways of spreading a run over devices that growth cannot follow.
+    """Refuse strategies that growth does not support.
 
     Raises:
         UserError: parameters are sharded, or ranks could drift apart.
@@ -72,9 +73,7 @@ def check_strategy(trainer: Trainer) -> None:
             "device; use trainer=ddp."
         )
     if starts_by_copies(strategy):
-        raise UserError(
-            "growlab starts the processes of DDP itself; use trainer=ddp, not a strategy of its own."
-        )
+        raise UserError("growlab starts the processes of DDP itself; use trainer=ddp, not another strategy.")
     for option, what in _NEEDED.items():
         if not strategy._ddp_kwargs.get(option, True):
             raise UserError(
@@ -135,8 +134,8 @@ class _SumOverRanks(torch.autograd.Function):
 class SynchroniseBatchNorm(TorchSyncBatchNorm):
     """Synchronise batch normalisation over all ranks while training (`trainer.sync_batchnorm=true`).
 
-    Lightning's replaces modules by others and cannot restore them. Here modules stay and
-    change their class, so that the trained network is of its original classes again.
+    Lightning's version replaces modules and cannot restore them. Here modules temporarily change their class, so that
+    the trained network has its original classes.
 
     Args:
         on_cpu: whether the network trains on the CPU.
@@ -147,10 +146,10 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         self._classes: dict[nn.Module, type[nn.Module]] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Turn every batch normalisation into a synchronised one, in place.
+        """Make every batch normalisation synchronised, in place.
 
         Raises:
-            UserError: one is of another class, whose forward would be lost.
+            UserError: one has another class, whose forward would be lost.
         """
         averages = model.grower.copies().values() if isinstance(model, Task) else ()
         for name, module in chain(*(network.named_modules() for network in (model, *averages))):
@@ -168,7 +167,7 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Give every module its class back."""
+        """Restore every module's class."""
         for module, kind in self._classes.items():
             module.__class__ = kind
             del module.process_group
@@ -179,22 +178,22 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
 class RankCheck(Callback):
     """Stops a run whose ranks have drifted apart.
 
-    Ranks are compared when training begins, after every growth event (by the grower), at the end of the
-    epoch after it and at the end of training. They exchange one number each; only if those differ, one a tensor.
+    Ranks are compared when training begins, after every growth event (by the grower), at the end of the epoch after
+    it and at the end of training. They exchange one hash each, and a checksum per tensor only if those differ.
 
     Args:
-        enabled: compare. Statistics of normalisation are brought together at the end of each epoch in any case.
+        enabled: compare ranks. Running statistics are synchronised at the end of each epoch in any case.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Compare what ranks begin with."""
+        """Compare ranks at the start."""
         self._compare(trainer, pl_module, "at the start")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
-        """Bring statistics together; after the first epoch of a stage and the last of all, compare."""
+        """Synchronise running statistics; compare ranks after the first epoch of a stage and the last epoch."""
         if trainer.world_size == 1:
             return
         for network in (pl_module.network, *pl_module.grower.copies().values()):
@@ -206,4 +205,4 @@ class RankCheck(Callback):
     def _compare(self, trainer: Trainer, task: Task, when: str) -> None:
         if self._enabled and trainer.world_size > 1:
             when = f"{when} (stage {task.growth_state.stage})"
-            compare(task.grower.state_to_compare(), when, ", or set check_ranks=false to go on")
+            compare(task.grower.state_to_compare(), when, ", or set check_ranks=false to continue")

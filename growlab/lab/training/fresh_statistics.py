@@ -1,11 +1,11 @@
-"""Statistics of batch normalisation at the weights as they are, for held-out evaluation.
+"""Recompute the statistics of batch normalisation for held-out evaluation (PreciseBN).
 
-Running averages lag behind the weights where these change fast: a momentum of 0.1 looks back ten steps, in which a high
-learning rate, or the steps behind a growth event, have changed what layers put out. Training does not notice, since it
-normalises by its own batches; held-out loss may be ten times what the same weights reach with statistics of their own.
-So they are taken anew before each evaluation, as Wu & Johnson, "Rethinking 'Batch' in BatchNorm" (2021, arXiv
-2105.07576, Section 3, "PreciseBN") have it: means over some training batches, each normalised as in training. Training
-itself goes on with its running averages and is the same, bit for bit, with and without.
+Running averages lag behind fast-changing weights: a momentum of 0.1 averages about ten steps, within which a high
+learning rate, or the steps after a growth event, change the layers' outputs. Training is unaffected, since it
+normalises by its batches, but the held-out loss may be ten times as high as with up-to-date statistics. They are
+therefore recomputed before each evaluation: means over some training batches, each normalised as in training (Wu &
+Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, Section 3). Training keeps its running averages,
+so its bits do not change.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ _STATISTICS = ("running_mean", "running_var")
 
 @torch.no_grad()
 def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """Means over batches, and over ranks, of what running averages follow, by the buffer's name.
+    """Means over batches and ranks of the statistics, by the name of their running buffer.
 
     Args:
-        network: left as it is.
-        batches: inputs of the network, this rank's part.
+        network: not changed.
+        batches: inputs of the network; this rank's part.
     """
     norms = {
         name: module
@@ -71,7 +71,7 @@ def _joined(module: str, attribute: str) -> str:
 
 
 def _weight(module: nn.Module, tracked: Tensor | None) -> float:
-    """The weight of a batch's statistics in a running average that began at 0, after so many calls."""
+    """Weight of a batch's statistics in a running average that began at 0, after a number of calls."""
     calls = 1 if tracked is None else int(tracked)
     return 1.0 if module.momentum is None else 1 - (1 - module.momentum) ** calls
 
@@ -79,13 +79,13 @@ def _weight(module: nn.Module, tracked: Tensor | None) -> float:
 class FreshStatistics(Callback):
     """Evaluates on held-out data with fresh statistics, and leaves them in the trained network.
 
-    Between two batches of an evaluation the network has its own again, which a checkpoint then holds. Batches are a
-    function of seed and epoch, so a resumed run finds the same statistics.
+    Between batches of an evaluation the network has its running averages, so checkpoints contain these. Batches are a
+    function of seed and epoch, so a resumed run computes the same statistics.
 
     Args:
-        images: training images to take statistics from; 0: evaluate with running averages.
-        batches: maps a number, an epoch and whether images are augmented to so many training batches of the epoch, this
-            rank's part (`ImageData.training_batches`); None: there are none to be had, and running averages stay.
+        images: number of training images; 0: evaluate with running averages.
+        batches: maps (number of batches, epoch, augmented) to this rank's part of training batches
+            (`ImageData.training_batches`); None: evaluate with running averages.
 
     Raises:
         UserError: a negative number of images.
@@ -105,25 +105,25 @@ class FreshStatistics(Callback):
         self._saved: list[dict[str, Tensor]] = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Take the statistics of the epoch's end; the task evaluates with them."""
+        """Compute the statistics at the epoch's end for the evaluation."""
         self._find(trainer, pl_module, trainer.current_epoch)
         pl_module.evaluating = self._in_place
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
-        """Take the statistics of a last epoch that no evaluation follows, before it is saved."""
+        """Compute the statistics of a last epoch without evaluation, before it is saved."""
         if trainer.current_epoch + 1 == trainer.max_epochs and self._epoch != trainer.current_epoch:
             self._find(trainer, pl_module, trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found last, so that a run which is resumed behind its last epoch finishes with the same."""
+        """Return the last statistics, so that a run resumed after its last epoch finishes with the same."""
         return {"epoch": self._epoch, "fresh": [tensors for _, tensors in self._fresh]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was found before the checkpoint."""
+        """Restore the statistics of the checkpoint."""
         self._epoch, self._saved = state_dict["epoch"], state_dict["fresh"]
 
     def finish(self, task: Task) -> None:
-        """Leave the trained network, and its average, with fresh statistics: those that it was evaluated with last."""
+        """Store the statistics of the last evaluation in the trained network and its average."""
         found = [tensors for _, tensors in self._fresh] or self._saved
         with torch.no_grad():
             for network, fresh in zip(self._networks(task), found, strict=False):

@@ -1,4 +1,4 @@
-"""Settings that decide the numbers of a run: two runs of the same ones are the same run."""
+"""Settings that determine the numbers of a run: runs with equal ones are the same run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class Identity:
     """Settings of a run, in plain containers.
 
     Attributes:
-        run_id: a name that survives interruptions, for loggers.
-        settings: those that decide the run's numbers; a checkpoint of other settings is not resumed.
+        run_id: name for loggers that survives interruptions.
+        settings: those that determine the run's numbers; a checkpoint of other settings is not resumed.
         yaml: all settings, for config.yaml.
         row: entries of results.json that follow from settings alone.
-        before: those settings of the run in the folder that is resumed; None if there is none.
+        before: those of the run in the folder to resume, or None.
     """
 
     run_id: str
@@ -30,12 +30,12 @@ class Identity:
 
     @property
     def replaces(self) -> bool:
-        """True if the folder contains a run of other settings."""
+        """True if the folder contains a run with other settings."""
         return self.before is not None and bool(differences(self.before, self.settings))
 
 
 def settings_in(folder: Path) -> dict[str, Any] | None:
-    """Deciding settings of the run that a folder contains; None if there is none."""
+    """Read the determining settings of the run in a folder, or None."""
     written = folder / "config.yaml"
     if not written.exists():
         return None
@@ -43,7 +43,7 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
 
 
 def other_settings(config: Mapping[str, Any], folder: Path) -> list[str]:
-    """Deciding settings that differ from those of the run in a folder; [] if it contains none."""
+    """List the determining settings that differ from those of the run in a folder; [] without a run."""
     before = settings_in(folder)
     return [] if before is None else differences(before, resume_settings(config))
 

@@ -1,13 +1,12 @@
-"""Runs a job in several processes of this machine, and starts them again when one has died.
+"""Run a job in several processes on this machine, and restart them if one dies.
 
-torch's elastic launcher ends the neighbours of a process that has failed before they can say why, gives them 30 seconds
-to save themselves at a signal, and restarts runs that bad input has ended. So processes are started here, with the
-variables that torchrun gives them, and
+torch's elastic launcher kills the other processes before they can report their errors, allows 30 seconds for saving
+after a signal, and restarts runs that failed on bad input. So processes are started here, with torchrun's environment
+variables:
 
-- signals are forwarded: SIGTERM may take as long as a checkpoint takes, a second Ctrl-C stops at once;
-- one reason is reported: when a process has failed, the others have a few seconds to say why, and the cause is reported
-  instead of what followed from it;
-- restarts resume from the last checkpoint, and what would fail again (bad input, a signal to end) is not restarted;
+- signals are forwarded: after SIGTERM there is time for a checkpoint, a second Ctrl-C stops at once;
+- one reason is reported: after a failure the others have a few seconds to report theirs, and the cause is chosen;
+- restarts resume from the last checkpoint; failures that would recur (bad input, a signal to end) are not restarted;
 - processes end with the one that started them (`growlab.lab.training.processes.end_with_parent`).
 """
 
@@ -50,19 +49,19 @@ _FORWARDED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT}
 
 
 def run(number: int, max_restarts: int, run_dir: Path, more: Sequence[str] = ()) -> None:
-    """Run the job that Hydra has composed in processes of their own and wait for them.
+    """Run the job that Hydra has composed in several processes and wait for them.
 
     Args:
         number: of processes.
-        max_restarts: times that all processes start again after one of them was killed or failed.
-        run_dir: the run's folder, for all of them.
+        max_restarts: largest number of restarts of all processes after one was killed or failed.
+        run_dir: folder of the run.
         more: further overrides.
 
     Raises:
         UserError: a process met input that cannot be used, or was ended from outside.
         ProcessFailed: a process ended with a traceback.
         KeyboardInterrupt: the run was interrupted before it could save itself.
-        Stopped: a signal ended the run in good order.
+        Stopped: a signal ended the run, after its state was saved.
     """
     # A new run may have been given the folder of an older one.
     older, overrides = _checkpoints(run_dir), [*HydraConfig.get().overrides.task, *more]
@@ -101,7 +100,7 @@ class _Killed(UserError):
 def start(
     command: Sequence[str], environment: Mapping[str, str], log: Path | None
 ) -> subprocess.Popen[bytes]:
-    """Start one process, in a session of its own; its output goes into a file, or where this process's goes."""
+    """Start one process in a separate session; its output goes to a file, or to this process's output."""
     with contextlib.ExitStack() as ending:
         out = None if log is None else ending.enter_context(log.open("wb"))
         return subprocess.Popen(
@@ -110,7 +109,7 @@ def start(
 
 
 class _Processes:
-    """The processes of a run, which get every signal that this one gets while it is entered."""
+    """The processes of a run; as a context it forwards signals to them."""
 
     def __init__(self, number: int, run_dir: Path) -> None:
         self._number, self._run_dir = number, run_dir
@@ -141,7 +140,7 @@ class _Processes:
             process.send_signal(number)
 
     def start(self, command: Sequence[str], common: Mapping[str, object], folder: Path) -> None:
-        """Start all, as torchrun does: the first one talks, the others only if they fail."""
+        """Start all processes; only the first one prints, the others only if they fail."""
         folder.mkdir()
         self._folder, self._running = folder, []
         self._too_slow.clear()
@@ -158,14 +157,13 @@ class _Processes:
             self._forward(number, None)
 
     def wait(self, restarts: int) -> BaseException | None:
-        """Wait until all have ended, or one has failed and the others had a few seconds to.
+        """Wait until all have ended, or a few seconds after one has failed.
 
         Args:
-            restarts: that there were before.
+            restarts: number of previous restarts.
 
         Returns:
-            The one reason among several why processes have failed: what a user can mend, else what came first; None
-            after a run that came to its end.
+            The reason of failure: one that the user can fix if any, else the first; None after success.
         """
         while not any(codes := [process.poll() for process in self._running]) and None in codes:
             time.sleep(_POLL_SEC)
@@ -181,7 +179,7 @@ class _Processes:
         interrupted = signal.SIGINT in self._received
         if not failed:
             stop = next((one for one in found if one["errorCode"] < 0), None)
-            # Ranks that got no signal of their own say SIGTERM.
+            # Ranks that received no signal themselves report SIGTERM.
             return stop and Stopped(signal.SIGINT if interrupted else -stop["errorCode"], stop["message"])
         if interrupted:
             return KeyboardInterrupt()
@@ -203,12 +201,12 @@ class _Processes:
         return ProcessFailed(f"process {rank} of {self._number} ended with code {code}\n{printed}")
 
     def restart_helps(self, reason: BaseException | None) -> bool:
-        """Return True if the same may go well another time."""
+        """Return True if a restart may succeed."""
         ended_by = {-code for process in self._running if (code := process.poll())}
         return isinstance(reason, _Killed | ProcessFailed) and not self._received & (_ENDING | ended_by)
 
     def _end(self, grace_sec: float) -> None:
-        """Give those that still run some seconds, then kill them with the processes that read data for them."""
+        """Wait some seconds for running processes, then kill them and their data workers."""
         deadline = time.monotonic() + grace_sec
         for rank, process in enumerate(self._running):
             try:
@@ -220,6 +218,6 @@ class _Processes:
 
 
 def _checkpoints(run_dir: Path) -> set[tuple[int, int]]:
-    """Identities of the checkpoints in a run's folder, which stay as they are when a file is renamed."""
+    """Identities of the checkpoints in a run's folder, unaffected by renaming."""
     found = [path.stat() for path in (run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")]
     return {(one.st_ino, one.st_mtime_ns) for one in found}

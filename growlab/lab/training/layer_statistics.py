@@ -1,4 +1,4 @@
-"""Statistics of each layer while a network trains (Chang et al. 2020, Figure 1)."""
+"""Record statistics of each layer during training (Chang et al. 2020, Figure 1)."""
 
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ _REACH = 4.0
 def layer_statistics(
     every: int | None, data: LightningDataModule, grower: Grower, run_dir: Path
 ) -> list["LayerStatistics"]:
-    """The callback that `log_layers_every_n_steps` asks for, on the first images of the test set; none for null.
+    """Make the callback of `log_layers_every_n_steps`, on the first images of the test set; None for null.
 
     Raises:
-        UserError: the data are no images, or not all classes are there from the start.
+        UserError: the data are not images, or classes arrive during training.
     """
     if every is None:
         return []
@@ -50,11 +50,10 @@ def layer_statistics(
 class LayerStatistics(Callback):
     """Keeps layers.csv: mean, deviation and histogram of each layer's numbers, over training steps.
 
-    A histogram reaches from `low` to `high`: four deviations from the mean, or the extreme values where these are
-    closer.
+    A histogram spans `low` to `high`: four deviations from the mean, or the extreme values if these are closer.
 
-    Quantities are `activation`, a layer's output; `gradient`, the loss's gradient by it; `weight`, also where it is
-    computed from others; `weight_gradient`. Rows of `loss` and `accuracy` on the same images stand between them.
+    Quantities are `activation`, a layer's output; `gradient`, the loss's gradient by it; `weight`, also a computed
+    one; and `weight_gradient`. There are also rows of `loss` and `accuracy` on the same images.
 
     Args:
         run_dir: the run's folder.
@@ -63,7 +62,7 @@ class LayerStatistics(Callback):
         every_n_steps: steps between measurements; the first is before training.
 
     Raises:
-        UserError: there is no such interval.
+        UserError: the interval is invalid.
     """
 
     def __init__(self, run_dir: Path, images: Tensor, labels: Tensor, every_n_steps: int) -> None:
@@ -83,13 +82,13 @@ class LayerStatistics(Callback):
         self._rows, self._last_step = state_dict["rows"].splitlines(), state_dict["last_step"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Task, batch: Any, batch_idx: int) -> None:
-        """Measure before the step, if it is time."""
+        """Measure before the step, if it is due."""
         step = trainer.global_step
         if step % self.every_n_steps == 0 and step != self._last_step and trainer.is_global_zero:
             self._measure(pl_module, step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
-        """Write the file, in the run's last epoch with a last measurement."""
+        """Write the file, after a final measurement in the run's last epoch."""
         if not trainer.is_global_zero:
             return
         if trainer.current_epoch + 1 == trainer.max_epochs and trainer.global_step != self._last_step:
@@ -141,7 +140,7 @@ class LayerStatistics(Callback):
 
     def _add(self, step: int, name: str, quantity: str, tensor: Tensor) -> None:
         values = tensor.float().flatten()
-        # Of heavy tails too the bins show the middle: what lies further out is in none of them.
+        # Also with heavy tails the bins show the middle: values further out are not counted.
         mean, reach = float(values.mean()), _REACH * float(values.std())
         low, high = max(float(values.min()), mean - reach), min(float(values.max()), mean + reach)
         counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if low < high else []

@@ -1,4 +1,4 @@
-"""The learning rate over a run whose steps an epoch change with the batch size."""
+"""Learning rate schedules for runs whose steps per epoch change with the batch size."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -37,21 +37,22 @@ class LearningRate:
         warmup_epochs: epochs of linear rise from 0 at the beginning.
         restarts: run the shape once over the whole run ("none"), or once in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
-        milestones: epochs of the run at which "steps" multiplies the rate by `decay`.
+        milestones: epochs at which "steps" multiplies the rate by `decay`.
         decay: that factor.
-        warmup_steps: the rise in optimizer steps, of "inverse_sqrt".
-        batch_size: the size that the optimizer's rate is for, which `batch_rule` compares with; None: the last stage's.
+        warmup_steps: length of the warm-up of "inverse_sqrt" in optimizer steps.
+        batch_size: batch size that the optimizer's rate is for, used by `batch_rule`; None: the last stage's.
         clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total;
-            "auto": in cost where that is known before the run and nothing else is counted in epochs or steps.
-        warmup_fraction: the rise as a part of the run by its clock, in place of `warmup_epochs`; of the stage for
-            "one_cycle" with `restarts="stage"`.
-        decay_fraction: part of the run by its clock (of the stage with `restarts="stage"`) over which "wsd" decays.
+            "auto": in cost if that is known before the run and no other setting is in epochs or steps.
+        warmup_fraction: length of the warm-up as a fraction of the run by its clock, instead of `warmup_epochs`; of
+            the stage for "one_cycle" with `restarts="stage"`.
+        decay_fraction: fraction of the run by its clock (of the stage with `restarts="stage"`) over which "wsd"
+            decays.
         decay_shape: of "wsd", over the decay's progress x: "linear", 1 - x, or "1-sqrt", 1 - sqrt(x) (Haegele et al.
             2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, Section 3).
         rewarm_steps: optimizer steps after each scheduled growth event over which the rate rises linearly from 0.
 
     Raises:
-        ValueError: a value is none of these.
+        ValueError: a value is invalid.
     """
 
     shape: Literal["cosine", "constant", "steps", "inverse_sqrt", "wsd", "one_cycle"] = "cosine"
@@ -106,7 +107,7 @@ class LearningRate:
 
     @property
     def needs_stages(self) -> str | None:
-        """The setting that needs to know before the run when the network grows; None if there is none."""
+        """Name of a setting that needs the times of growth before the run, or None."""
         if self.clock == "cost":
             return "clock=cost"
         return f"rewarm_steps={self.rewarm_steps}" if self.rewarm_steps else None
@@ -117,15 +118,16 @@ class LearningRate:
         steps_in_epoch: Sequence[int],
         flops_in_epoch: Sequence[float] | None = None,
     ) -> Callable[[int], float]:
-        """The factor on the base rate as a function of the number of optimizer steps done.
+        """Return the factor on the base rate as a function of the number of optimizer steps done.
 
         Args:
             schedule: stages of the run.
             steps_in_epoch: optimizer steps of each epoch.
-            flops_in_epoch: forward FLOPs of each epoch, which its steps share evenly; for `clock="cost"`.
+            flops_in_epoch: forward FLOPs of each epoch, for `clock="cost"`.
 
         Raises:
-            UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to count.
+            UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to
+                count.
         """
         total, warmup = schedule.total_epochs, f"schedule.learning_rate.warmup_epochs={self.warmup_epochs}"
         if self.clock == "cost" and flops_in_epoch is None:
@@ -165,7 +167,7 @@ class LearningRate:
         return {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
 
     def _shape(self, step: int, moment: float, begin: float, end: float, total: float) -> float:
-        """The factor at a moment of the clock, for a shape that runs from `begin` to `end` of `total`."""
+        """Factor at a time of the clock, for a shape that spans `begin` to `end` of `total`."""
         if self.warmup_steps is not None:
             return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
         if self.shape == "one_cycle":
@@ -190,15 +192,15 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class RateAdaptation:
-    """Factors on the rates of regions, from their norms; see `growlab.optim`.
+    """Learning rate factors of regions, from their norms; see `growlab.optim`.
 
     Attributes:
         rule: factors from norms, or None for one global rate.
         output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
-        optimizers: class names of the optimizers it is for; empty for all of `growlab.optim`.
+        optimizers: class names of supported optimizers; empty for all of `growlab.optim`.
 
     Raises:
-        UserError: the output layers' rate is to be divided, but nothing sets rates by region.
+        UserError: `output_fan_in` without a rule.
     """
 
     rule: RateRule | None = None
@@ -212,10 +214,10 @@ class RateAdaptation:
             )
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer adapt its rates, in place.
+        """Make an optimizer adapt its rates, in place.
 
         Raises:
-            UserError: these rates are for other optimizers.
+            UserError: the rule does not support the optimizer.
         """
         if self.rule is None:
             return

@@ -1,4 +1,4 @@
-"""Errors and warnings of third-party libraries, as sentences or silenced."""
+"""Turn errors of third-party libraries into sentences, and silence their warnings."""
 
 import contextlib
 import logging
@@ -47,9 +47,9 @@ def plain_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence greetings and tips of libraries, and their use of what torch deprecates.
+    """Silence greetings and tips of libraries, and warnings about their use of deprecated functions.
 
-    Warnings of growlab itself are then sentences, without the line of code that gives them.
+    growlab's warnings are printed without their line of code.
     """
     names = ("lightning.pytorch", "lightning.fabric", "matplotlib.font_manager")
     loggers = [logging.getLogger(name) for name in names]

@@ -1,4 +1,4 @@
-"""Tables, images and checkpoints of a run for its loggers."""
+"""Send tables, images and checkpoints of a run to its loggers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +27,10 @@ _NOT_IN_NAMES = (*(f"{name}{end}" for name in (*FREE, "data.root") for end in ".
 
 
 class WandbRecords(Callback):
-    """Logs to Weights & Biases what is no number: growth events and spectra as tables, figures, the checkpoint.
+    """Logs growth events and spectra (as tables), figures and the checkpoint to Weights & Biases.
 
-    TensorBoard gets the figures; without either of them it does nothing. Spectra are singular values of every weight at
+    TensorBoard receives the figures. Without either logger it does nothing. Spectra are singular values of every
+    weight at
     the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
 
     Args:
@@ -42,7 +43,7 @@ class WandbRecords(Callback):
         self._spectra: list[list[Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The table so far, so that a resumed run continues it."""
+        """Return the table so far, so that a resumed run continues it."""
         return {"spectra": self._spectra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -50,7 +51,7 @@ class WandbRecords(Callback):
         self._spectra = list(state_dict["spectra"])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Define which value of a curve summarises the run."""
+        """Define the value of each curve that summarises the run."""
         if trainer.is_global_zero:
             for logger in self._loggers:
                 for name, summary in _SUMMARIES.items():
@@ -74,7 +75,7 @@ class WandbRecords(Callback):
                 )
 
     def on_growth(self, trainer: Trainer, task: Task) -> None:
-        """Renew the table of growth events."""
+        """Update the table of growth events."""
         events = [event.as_dict() for event in task.events]
         rows = [[event.get(column) for column in EVENT_COLUMNS] for event in events]
         for logger in self._loggers:
@@ -83,7 +84,7 @@ class WandbRecords(Callback):
             )
 
     def publish(self, trainer: Trainer, run_dir: Path) -> None:
-        """Hand over the run's figures and, where a W&B run is online, its checkpoint and weights."""
+        """Log the run's figures and, if a W&B run is online, its checkpoint and weights."""
         if not trainer.is_global_zero:
             return
         figures = sorted((run_dir / "figures").glob("*.png"))
@@ -101,7 +102,7 @@ class WandbRecords(Callback):
 
 
 def run_name(overrides: Sequence[str], otherwise: str) -> str:
-    """A run's name: its overrides, choices and the seed first, within the 128 characters that W&B allows.
+    """Name of a run: its overrides (choices and the seed first), within W&B's limit of 128 characters.
 
     Examples:
         >>> run_name(["optimizer.lr=0.1", "seed=1", "logger=wandb", "growth=pairs"], "digits")
@@ -138,13 +139,13 @@ def spectra(network: nn.Module) -> list[list[Any]]:
 
 
 def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
-    """End the loggers' runs, so that the next run of the process begins another.
+    """Close the loggers' runs, so that the next run of the process starts new ones.
 
     Lightning leaves a W&B run open, and the next logger of the process would write into it.
 
     Args:
-        loggers: those of the run that is over.
-        succeeded: whether it came to its end.
+        loggers: of the finished run.
+        succeeded: True if the run finished.
     """
     for logger in loggers:
         if succeeded:

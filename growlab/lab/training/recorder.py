@@ -254,7 +254,7 @@ def memory_measure(device: torch.device) -> str:
     """Say what `peak_memory_bytes` are on a device."""
     if device.type == "cuda":
         return "bytes of tensors on the GPU"
-    return "bytes that the process has held in RAM at most so far (getrusage)"
+    return "peak bytes of the process in RAM so far (getrusage)"
 
 
 def _reset_peak(device: torch.device) -> None:

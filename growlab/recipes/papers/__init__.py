@@ -1,1 +1,1 @@
-"""The papers' tables and figures: claims, the commands that make them, our rows, and verdicts."""
+"""Reproduce the papers' tables and figures: their claims, our commands and results, and verdicts."""

@@ -1,4 +1,4 @@
-"""`python -m growlab reproduce [NAME]` trains what is missing of the papers' tables and figures; --list names them."""
+"""`python -m growlab reproduce [NAME]` trains the missing runs of the papers' tables and figures; --list names them."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ class Place:
 
     Attributes:
         runs: the folder of all runs.
-        data: folder above the data sets' own; None: $GROWLAB_DATA, else ~/.cache/growlab.
+        data: folder that contains the data sets' folders; None: $GROWLAB_DATA, else ~/.cache/growlab.
         device: overrides that choose the device.
     """
 
@@ -42,10 +42,10 @@ class Place:
     device: tuple[str, ...] = ()
 
     def root(self, registry: Registry, name: str) -> Path | None:
-        """Folder of a data set; None for one that growlab brings along.
+        """Folder of a data set; None for one that needs no files.
 
         Raises:
-            UserError: it is not there.
+            UserError: it does not exist.
         """
         about = registry.data[name]
         if about.get("built_in"):
@@ -89,10 +89,10 @@ def command(job: Job, place: Place, registry: Registry, num_threads: int | None 
 
 
 class Training:
-    """Train jobs until `stop`, which lets the runs at work save and end.
+    """Trains jobs until `stop`, which lets running ones save and end.
 
-    A job that fails leaves the others alone: of a sweep over learning rates some diverge. One that another process
-    trains is skipped.
+    A job that fails does not stop the others, since some runs of a sweep over learning rates diverge. A job that
+    another process trains is skipped.
 
     Args:
         place: the folders and the device.
@@ -106,7 +106,7 @@ class Training:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def stop(self) -> None:
-        """Start no further run; those at work save at the end of their step."""
+        """Start no further run; running ones save at the end of their step."""
         self.stopped = True
         for process in tuple(self._running):
             process.terminate()
@@ -130,16 +130,16 @@ class Training:
             deadline.cancel()
 
     def _failed(self, job: Job) -> str | None:
-        """Train a job; its folder if it failed."""
+        """Train a job; return its folder if it failed."""
         if self.stopped:
             return None
         folder = self._place.runs / job.folder
         if is_held(folder):
-            print(f"{job.folder}: another process is at work on it", flush=True)
+            print(f"{job.folder}: another process is training it", flush=True)
             return None
         print(job.folder, flush=True)
         threads = None if self._at_once == 1 else max(1, len(os.sched_getaffinity(0)) // self._at_once)
-        # In a session of its own, so that Ctrl-C and a closing terminal reach it as `stop` alone.
+        # In a separate session: Ctrl-C and a closing terminal reach it only through `stop`.
         with subprocess.Popen(
             command(job, self._place, self._registry, threads),
             stdout=subprocess.DEVNULL,
@@ -160,8 +160,8 @@ class Training:
 
 
 def device(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """Overrides for a GPU, or for a CPU that may multiply matrices in bfloat16 faster than in float32."""
-    # Imported here: a list of entries need not wait for torch.
+    """Overrides for a GPU, or for a CPU that multiplies matrices faster in bfloat16 than in float32."""
+    # Imported here, so that --list need not wait for torch.
     import torch
 
     if torch.cuda.is_available():
@@ -172,7 +172,7 @@ def device(about: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def runs_at_once(item: Item, about: Mapping[str, Any]) -> int:
-    """Number of runs that train at the same time: several on a GPU that one leaves idle, one on a CPU."""
+    """Number of runs to train at the same time: several small ones on a GPU, one on a CPU."""
     import torch
 
     several = item.gpu_runs if item.gpu_runs is not None else about.get("gpu_runs", 1)
@@ -180,7 +180,7 @@ def runs_at_once(item: Item, about: Mapping[str, Any]) -> int:
 
 
 _RESULTS = Path("notebooks", "results")
-# Seeds of numpy end here.
+# The largest seed of numpy.
 _SEEDS = 2**32
 
 
@@ -212,27 +212,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="growlab reproduce",
-        description="Train what is missing of a table or figure of the papers, resumable, and write its rows beside "
-        "the published ones. Without NAME: one entry after the other, as far as data are there.",
+        description="Train the missing runs of a table or figure of the papers, resumable, and write our results "
+        "next to the published ones. Without NAME: every entry whose data are present, one after the other.",
         epilog="Example: growlab reproduce table2 --minutes 60",
         allow_abbrev=False,
     )
     options: dict[str, dict[str, Any]] = {
         "name": {"metavar": "NAME", "nargs": "?", "help": "a table or figure; --list names them"},
         "--list": {"action": "store_true", "help": "print the number of rows of each entry, and stop"},
-        "--minutes": {"type": amount, "default": 60.0, "help": "save and end after so many (60)"},
+        "--minutes": {"type": amount, "default": 60.0, "help": "save and end after this many minutes (60)"},
         "--at-once": {
             **{"type": count, "metavar": "N"},
-            "help": "train so many runs at the same time (several small ones on a GPU, one on a CPU)",
+            "help": "number of runs to train at the same time (several small ones on a GPU, one on a CPU)",
         },
         "--seeds": {"type": _seeds, "metavar": "0,1", "help": "these seeds alone"},
-        "--data": {"type": Path, "metavar": "DIR", "help": "folder above the data sets' ($GROWLAB_DATA)"},
+        "--data": {
+            "type": Path,
+            "metavar": "DIR",
+            "help": "folder that contains the data sets ($GROWLAB_DATA)",
+        },
         "--runs": {"type": Path, "metavar": "DIR", "default": Path("runs"), "help": "folder of runs (runs)"},
         "--dry-run": {
             "action": "store_true",
             "help": "estimate the time from runs that have finished, and stop",
         },
-        "--page": {"type": Path, "metavar": "DIR", "help": "make the docs' page from the rows in DIR"},
+        "--page": {"type": Path, "metavar": "DIR", "help": "make the docs' page from the results in DIR"},
     }
     for name, settings in options.items():
         parser.add_argument(name, **settings)
@@ -244,7 +248,7 @@ def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) < _SEEDS for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text} is no list of seeds, numbers from 0 to {_SEEDS - 1}, such as 0,1"
+            f"{text} is not a list of seeds, numbers from 0 to {_SEEDS - 1}, such as 0,1"
         )
     return [int(part) for part in parts]
 
@@ -274,7 +278,7 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
                 print(f"{item.name:30s} {there}; kept: {standing.rows_text}\n{'':30s} {standing.verdict}")
         return
     try:
-        # Before anything is trained for the folder.
+        # Fail before training for a folder that cannot be written.
         arguments.runs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=arguments.runs):
             pass
@@ -293,7 +297,7 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
 
 
 def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: float) -> None:
-    """Train what is missing of an entry until `end` of the monotonic clock, and write what is there then."""
+    """Train the missing runs of an entry until `end` (monotonic clock), then write its results."""
     paper = known.papers[item.paper]
     place = Place(arguments.runs, arguments.data, device(paper))
     jobs = item.jobs(arguments.seeds)
@@ -306,7 +310,7 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     if item.data and len(absent) == len(item.data):
         raise UserError(next(iter(absent.values())))
     left = [job for job in jobs if not place.done(job) and job.data not in absent]
-    # Runs that have begun come first.
+    # Interrupted runs come first.
     left.sort(key=lambda job: not (place.runs / job.folder).is_dir())
     print(f"{item.title}\n{item.claim}")
     for name, sentence in absent.items():
@@ -320,7 +324,7 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     training = Training(place, known, at_once)
     with _signals(training) as received:
         failed = training.train(left, end - time.monotonic())
-    # A terminal that has closed takes no output.
+    # The terminal may have been closed.
     if signal.SIGHUP not in received:
         print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
         if training.stopped:
@@ -334,7 +338,7 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
 
 @contextmanager
 def _signals(training: Training) -> Iterator[list[int]]:
-    """Inside, SIGINT, SIGTERM and SIGHUP stop the training and are listed; `nohup` stays in force."""
+    """Within the context SIGINT, SIGTERM and SIGHUP stop the training and are listed; `nohup` stays in force."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -351,7 +355,7 @@ def _signals(training: Training) -> Iterator[list[int]]:
 
 
 def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> str:
-    """Time that the missing runs take, from the mean seconds of an epoch in finished runs of the entry."""
+    """Estimate the time of the missing runs from the mean seconds per epoch of the entry's finished runs."""
     if item.minutes is not None:
         return f"{item.minutes:g} minutes of one CPU core each"
     here = [open_run(place.runs / job.folder) for job in item.jobs() if place.done(job)]
@@ -363,9 +367,9 @@ def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> st
 
 
 def _write_results(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
-    """Write finished runs with the published values, as a table and as the figures that can be drawn.
+    """Write a table of finished runs with the published values, and the figures that can be drawn.
 
-    Of the seeds that the commands name, and of those that are asked for.
+    Runs of the commands' seeds and of the requested ones count.
     """
     from growlab.lab.analysis import figures
     from growlab.lab.analysis.results import load_runs

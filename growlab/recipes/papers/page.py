@@ -1,4 +1,4 @@
-"""The page of the docs that compares every table and figure of the papers with our rows."""
+"""Write the docs' page that compares every table and figure of the papers with our results."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECI
 
 @dataclass(frozen=True)
 class Standing:
-    """An entry and its rows.
+    """An entry and our results for it.
 
     Attributes:
         item: the entry.
         results: the folder of the rows that are kept, such as `notebooks/results`; None without one.
-        seeds: count runs of these alone; None: of those that the commands name.
+        seeds: only runs of these count; None: those that the commands name.
     """
 
     item: Item
@@ -37,29 +37,29 @@ class Standing:
 
     @cached_property
     def kept(self) -> list[tuple[Rows, list[Run]]]:
-        """The runs that are kept, by folder; a study's folder has none."""
+        """The kept runs by folder; none for a study."""
         return [] if self.results is None else [(rows, _runs(self.results, rows)) for rows in self.item.rows]
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """The runs that the commands make."""
+        """The runs of the commands."""
         return self.item.jobs(self.seeds)
 
     def _of_kind(self, kind: str) -> list[Run]:
-        """The kept runs of a kind, of the seeds that are asked for."""
+        """The kept runs of a kind and of the requested seeds."""
         runs = [run for rows, of_folder in self.kept if rows.kind == kind for run in of_folder]
         return [run for run in runs if self.seeds is None or run.results["seed"] in self.seeds]
 
     @cached_property
     def num_whole(self) -> int:
-        """Number of runs that are kept and of the paper's length; a study is one."""
+        """Number of kept runs of the paper's length; a study counts as one."""
         empty = [rows.folder for rows, runs in self.kept if rows.kind == "whole" and not runs]
         studies = [(self.results or Path()) / folder / "summary.json" for folder in empty]
         return len(self._of_kind("whole")) + sum(path.is_file() for path in studies)
 
     @cached_property
     def num_diverged(self) -> int:
-        """Number of runs in full length whose loss became infinite or NaN."""
+        """Number of full-length runs whose loss became infinite or NaN."""
         folders = [rows.folder for rows, _ in self.kept if rows.kind == "whole"]
         paths = [path for each in folders for path in (self.results or Path()).glob(f"{each}/*/{FAILURE}")]
         failures = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -71,12 +71,12 @@ class Standing:
 
     @property
     def num_left(self) -> int:
-        """Number of runs that the commands make and that are not kept in the paper's length, nor known to diverge."""
+        """Number of runs still to be done: not kept in full length, and not known to diverge."""
         return len(self.jobs) - self.num_whole - self.num_diverged
 
     @property
     def rows_text(self) -> str:
-        """Numbers of the runs that are there, of shorter ones and of others."""
+        """Count the kept runs, shorter ones and others, in words."""
         parts = [f"{self.num_whole} of {len(self.jobs)}"]
         if added := sum(map(self.item.is_beside_table, self.jobs)):
             there = sum("method=equal_flops" in run.results["overrides"] for run in self._of_kind("whole"))
@@ -99,7 +99,7 @@ class Standing:
 
     @property
     def verdict(self) -> str:
-        """In a few words, and the runs that are left to do."""
+        """The verdict in a few words, and the number of runs still to be done."""
         stated = [one for one in self.outcomes if not one.check.ours]
         at_length = [one for one in stated if not self._is_of_shorter(one)]
         counts = _counted(at_length)
@@ -107,7 +107,9 @@ class Standing:
             parts = ["not run at this length" if stated or self._of_kind("shortened") else "not run"]
         elif not at_length:
             parts = [
-                f"{self.num_whole} run at this length" if stated else "run; the paper states nothing of it"
+                f"{self.num_whole} run at this length"
+                if stated
+                else "run; the paper makes no statement about it"
             ]
         elif all(one.verdict == HOLDS for one in at_length):
             parts = ["reproduced"]
@@ -117,7 +119,7 @@ class Standing:
         if shortened := _counted(one for one in stated if self._is_of_shorter(one)):
             parts.append(f"shortened: {shortened}")
         if ours := _counted(one for one in self.outcomes if one.check.ours):
-            parts.append(f"of what we asked: {ours}")
+            parts.append(f"our own questions: {ours}")
         if self.num_left:
             epochs = [str(one) for one in sorted({job.epochs for job in self.jobs if job.epochs})]
             listed = " or ".join([*([", ".join(epochs[:-1])] if epochs[:-1] else []), *epochs[-1:]])
@@ -134,17 +136,17 @@ def _counted(outcomes: Iterable[Outcome]) -> str:
 
 
 def standings(registry: Registry, results: Path | None, seeds: Sequence[int] | None = None) -> list[Standing]:
-    """Every entry and its rows, of these seeds or of those that its commands name."""
+    """Return every entry with our results, of these seeds or of those that its commands name."""
     asked = None if seeds is None else tuple(seeds)
     return [Standing(item, results, asked) for item in registry.items.values()]
 
 
 def page(registry: Registry, results: Path) -> str:
-    """The whole page as Markdown.
+    """Return the page as Markdown.
 
     Args:
         registry: all entries.
-        results: the folder of the rows.
+        results: folder of the kept results.
     """
     all_standings = standings(registry, results)
     every = [(s.item, one) for s in all_standings for one in s.outcomes]
@@ -156,14 +158,14 @@ def page(registry: Registry, results: Path) -> str:
     )
     parts = [
         files("growlab.recipes.papers").joinpath("introduction.md").read_text(encoding="utf-8"),
-        "## What our rows contradict\n",
-        "Statements of the papers, at the length that the column of epochs says, and at no other.\n",
+        "## Statements that our results contradict\n",
+        "Compared at the number of epochs that the table gives, and at no other.\n",
         _statements(against, grouped=True),
-        "## What one run points away from\n\nNo interval: another seed may turn it round.\n",
+        "## Statements that a single run speaks against\n\nWithout an interval: another seed may reverse the result.\n",
         _statements(away, grouped=True),
-        "## What our rows do not decide\n",
+        "## Undecided statements\n",
         _statements(undecided, grouped=True),
-        "## What we asked beside them\n",
+        "## Our own questions\n",
         "No paper states these: other data and rates, and algorithms that a paper gives without an experiment.\n",
         _statements([(item, one) for item, one in every if one.check.ours], verdict=True),
     ]
@@ -191,7 +193,7 @@ def _entries(own: Sequence[Standing]) -> str:
 def _statements(
     outcomes: Sequence[tuple[Item, Outcome]], verdict: bool = False, grouped: bool = False
 ) -> str:
-    """A table of statements; those of a study that differ in the second initialisation alone may share a line."""
+    """Table of statements; those of a study that differ only in the second initialisation may share a row."""
     if not outcomes:
         return "Nothing.\n"
     lines: dict[tuple[object, ...], list[tuple[Item, Outcome]]] = {}
@@ -208,11 +210,11 @@ def _statements(
         if one.within is not None:
             theirs += ", in our interval" if one.within else ", outside our interval"
         more = [f"`{other.check.study[1]}`" for _, other in others if other.check.study]
-        # A difference and its interval stay in one line, however narrow the column.
+        # Keep a difference and its interval on one line.
         ours = "<br>".join(
             each.text().replace(" ", "\u00a0") for each in (one, *(other for _, other in others))
         )
-        # A long name breaks behind an underscore, and nowhere else.
+        # Long names may break only after an underscore.
         name = f"<code>{item.name.replace('_', '_<wbr>')}</code>"
         rows.append([name, ", ".join([one.says(), *more]), ours, epochs, theirs])
         rows[-1] += [one.verdict] if verdict else []
@@ -221,7 +223,7 @@ def _statements(
 
 
 def _with_published(standing: Standing) -> str:
-    """A table of the rows of the paper's length, and one of shorter ones: their numbers do not compare."""
+    """One table of runs of the paper's length and one of shorter runs, which are not comparable."""
     tables, compared = [], False
     for whole in (True, False):
         runs = [run for rows, own in standing.kept if (rows.kind == "whole") == whole for run in own]
@@ -230,8 +232,8 @@ def _with_published(standing: Standing) -> str:
         # A table of several networks would be wider than the page.
         for _, own in groupby(rows, lambda row: row.group.task):
             tables.append(paper_table(list(own)).markdown() + "\n")
-    none = "our rows alone: the paper has none of this network and data"
-    words = "beside the published values" if compared else none
+    none = "our results alone: the paper has none for this network and data"
+    words = "with the published values" if compared else none
     return "\n".join([f"### {standing.item.title}, {words}\n", *tables])
 
 

@@ -1,7 +1,9 @@
 """Published values (L. Yuan, P. Savarese, M. Maire, NeurIPS 2023), and `growlab paper DIR...`: a table with ours.
 
-They are in `published.csv`. Where the paper's tables give a method twice, a run stands next to the first table's value:
-plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plain SGD of Table 12 next to Growing (91.62 both).
+They are in `published.csv`. Where the paper's tables give a method twice, a run stands next to the first table's
+value:
+plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plain SGD of Table 12 next to Growing (91.62
+both).
 Rows of Table 2 that Tables 6, 7, 11 and 12 repeat as they are stand there once.
 """
 
@@ -17,7 +19,7 @@ from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.results import Group
 from growlab.lab.analysis.tables import Row, unique_names
 
-# Overrides of these change the method; those of other keys change how long, on what or where it is trained.
+# Only overrides of these keys change the method; others change its duration, data or device.
 _METHOD_KEYS = ("growth.", "lr_adapt.", "optimizer.", "model.", "optimizer_state=", "schedule.", "~")
 _METHOD_KEYS += ("osgd.", "data.incremental.")
 
@@ -80,10 +82,10 @@ def published() -> tuple[Published, ...]:
 
 
 def published_for(group: Group) -> Published | None:
-    """The published value of the method, network and data of a row; None if there is none.
+    """Find the published value for the method, network and data of a row, or None.
 
-    Another number of epochs or another batch size still finds it, so a comparison has to say so; another
-    schedule, optimizer setting or variant of the method does not.
+    Epochs and batch size may differ, so a comparison has to state them; the schedule, optimizer settings and variant
+    of the method may not.
     """
     own = {override for override in group.overrides if override.startswith(_METHOD_KEYS)}
     keys = ("model", "data", "growth", "lr_adapt", "optimizer")
@@ -94,9 +96,9 @@ def published_for(group: Group) -> Published | None:
 
 
 def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
-    """Methods down, networks across: cost and accuracy over seeds, the published ones, and ours less theirs.
+    """Table of methods (rows) by networks (columns): our cost and accuracy, the published ones, and the difference.
 
-    Networks of which nothing is published have no columns for it. The best grown method of each network is bold, in our
+    Networks without published values have no columns for them. The best grown method of each network is bold, in our
     column and among the published values shown.
 
     Args:
@@ -131,7 +133,7 @@ def paper_table(rows: Sequence[Row], unmeasured: bool = False) -> Grid:
 
 
 def _best(line: Sequence[tuple[Row | None, Published | None]]) -> tuple[float | None, float | None]:
-    """The best score of ours and the highest published one, fixed-size networks aside."""
+    """Our best score and the highest published one, without fixed-size networks."""
     grown = [row for row, _ in line if row is not None and not row.group.is_fixed_size]
     ours = [row for row in grown if row.score_mean is not None]
     ours.sort(key=lambda row: row.metric.quality(row.score_mean))
@@ -165,7 +167,7 @@ def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
     ]
     if found:
         tables = ", ".join(sorted({one.table for one in found}, key=lambda t: int(t.split()[1])))
-        parts.append(f"Published: Yuan et al. 2023, {tables}; the difference is ours less theirs.")
+        parts.append(f"Published: Yuan et al. 2023, {tables}; the difference is ours minus theirs.")
     for task in dict.fromkeys((one.model, one.data) for one in found):
         theirs = {one.epochs for one in found if (one.model, one.data) == task}
         ours = {row.reference_epochs for row in rows if row.group.task == task}
@@ -173,7 +175,7 @@ def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
             listed = [", ".join(map(str, sorted(numbers))) for numbers in (ours, theirs)]
             parts.append(
                 f"{' on '.join(task)}: ours trained for {listed[0]} epochs, the published for {listed[1]}, "
-                "so the difference is no reproduction."
+                "so the difference does not measure the reproduction."
             )
     return " ".join(parts)
 
@@ -186,10 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print(argv: Sequence[str]) -> None:
     parser = table_parser(
         "paper",
-        "Print a table like the paper's: methods by networks, published values beside ours.",
+        "Print a table like the paper's: methods by networks, with published values next to ours.",
         "Example: growlab paper runs/table2 -o table.tex",
     )
-    shown = "show published methods without a run here as well"
+    shown = "also show published methods without a run here"
     parser.add_argument("--unmeasured", action="store_true", help=shown)
     arguments = parser.parse_args(argv)
     put(paper_table(rows_of(arguments), arguments.unmeasured), arguments)

@@ -1,4 +1,4 @@
-"""Registry of what can be reproduced, from `registry.yaml` and `entries/`, and the single runs of each entry."""
+"""Registry of reproducible tables and figures (`registry.yaml`, `entries/`), and the runs of each entry."""
 
 import difflib
 import itertools
@@ -14,13 +14,13 @@ from pydantic.dataclasses import dataclass
 from growlab.base.errors import UserError
 from growlab.lab.training.configuration import config_dir
 
-# Overrides that are no part of a job's folder, as in `hydra.job.config.override_dirname` of conf/config.yaml.
+# Overrides left out of a job's folder name, as in `hydra.job.config.override_dirname` of conf/config.yaml.
 _NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
 
 
 @dataclass(frozen=True)
 class Check:
-    """A statement of a paper that is compared with our rows.
+    """A statement of a paper to compare with our results.
 
     Attributes:
         says: the statement, in words.
@@ -64,19 +64,20 @@ class Check:
         """Raise UserError where a statement of equality has no margin, or another has one."""
         if (self.expect == "equal") != (self.margin is not None):
             raise UserError(
-                f"the statement {self.says!r} needs a margin if it expects what is equal, and else none."
+                f"the statement {self.says!r} needs a margin if it states equality, and none otherwise."
             )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs that are kept in `notebooks/results`.
+    """Runs kept in `notebooks/results`.
 
     Attributes:
         folder: below it.
         select: pattern of run folders in it, or several with " + " between them.
-        kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not make.
-        note: differences from the paper's in something else.
+        kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not
+            make.
+        note: other differences from the paper.
     """
 
     folder: str
@@ -92,9 +93,9 @@ class Job:
     Attributes:
         experiment: its file in conf/experiment.
         overrides: of the command and the sweep.
-        epochs: it trains for; None for a study.
+        epochs: number of epochs; None for a study.
         data: name of its data.
-        is_study: True if it is no training, which could be resumed.
+        is_study: True for a study, which cannot be resumed.
     """
 
     experiment: str
@@ -105,7 +106,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Folder that `python -m growlab -m experiment=...` gives it, below its runs."""
+        """Folder of the run in the sweep `python -m growlab -m experiment=...`."""
         kept = sorted(o for o in self.overrides if not o.startswith(_NOT_IN_FOLDER))
         return f"{self.experiment}/{','.join(kept) or 'run'}"
 
@@ -128,16 +129,16 @@ class Item:
     checks: tuple[Check, ...] = ()
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
-        """The runs of all its commands, each once.
+        """Return the runs of all commands, each once.
 
         Args:
-            seeds: take these in place of those that the commands name. A job of a seed that it has anyway is that job.
+            seeds: replace the commands' seeds.
         """
         found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
         return list(found.values())
 
     def is_beside_table(self, job: Job) -> bool:
-        """True if we add a job to the paper's table: none of them has fixed size at equal FLOPs."""
+        """True for fixed size at equal FLOPs, which we add to the papers' tables."""
         return self.table is not None and "method=equal_flops" in job.overrides
 
 
@@ -157,20 +158,20 @@ class Registry:
     data: dict[str, dict[str, Any]]
 
     def find(self, name: str) -> Item:
-        """The entry of a name.
+        """Find an entry by name.
 
         Raises:
-            UserError: there is none; the nearest name is suggested.
+            UserError: no such entry; the nearest name is suggested.
         """
         if name not in self.items:
             near = difflib.get_close_matches(name, self.items, 1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else "--list names them all."
-            raise UserError(f"there is nothing to reproduce that is called {name}; {hint}")
+            raise UserError(f"there is no entry called {name}; {hint}")
         return self.items[name]
 
 
 def drawn(figure: str) -> tuple[str, tuple[str, ...]]:
-    """The name of a figure of an entry, and the overrides of the runs that it shows.
+    """Split an entry's figure into its name and the overrides of the runs that it shows.
 
     Example:
         >>> drawn("rate_factors method=ours seed=0"), drawn("compare")
@@ -182,7 +183,7 @@ def drawn(figure: str) -> tuple[str, tuple[str, ...]]:
 
 @cache
 def registry() -> Registry:
-    """The registry as the package brings it."""
+    """Load the package's registry."""
     here = resources.files("growlab.recipes.papers")
     data = yaml.safe_load(here.joinpath("registry.yaml").read_text(encoding="utf-8"))["data"]
     papers: dict[str, dict[str, Any]] = {}
@@ -198,7 +199,7 @@ def registry() -> Registry:
 
 
 def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A statement about all pairs of two lists of initialisations, `study: [[...], [...]]`, as one of each pair."""
+    """Expand a statement about two lists of initialisations, `study: [[...], [...]]`, to one for each pair."""
     study = check.get("study", ())
     if not any(isinstance(side, list) for side in study):
         yield dict(check)
@@ -208,7 +209,7 @@ def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
-    """The jobs of `experiment=NAME override...`: every combination of values, those of the preset's sweep too."""
+    """List the jobs of `experiment=NAME override...`: every combination of values, including the preset's sweep."""
     words = command.split()
     name = words[0].removeprefix("experiment=")
     settings = experiment(name)
@@ -222,26 +223,26 @@ def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
     for values in itertools.product(*swept.values()):
         own = dict(zip(swept, values, strict=True))
         if not named and own.get("seed") == str(settings.seed):
-            # The job of the command as it stands, which names no seed and has this one.
+            # The command names no seed: its job has the experiment's.
             del own["seed"]
         overrides = tuple(f"{key}={value}" for key, value in own.items())
         epochs = data = None
         if not settings.is_study:
             epochs = int(own.get("schedule.total_epochs", settings.epochs))
-            # The names of data sets in conf/data are their folders'; those that arrive are made of another.
+            # Data sets in conf/data are named like their folders; arriving ones are made from another.
             data = str(own.get("data", settings.data)).removesuffix("_incremental")
         jobs.append(Job(name, overrides, epochs, data, settings.is_study))
     return jobs
 
 
 def _split(value: str) -> list[str]:
-    """`a,b` as two values, `[1,2]` as one."""
+    """Split a sweep's values: `a,b` is two, `[1,2]` is one."""
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", value)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Length, data, seed and sweep that a file of conf/experiment, with those it builds on, gives a run."""
+    """Length, data, seed and sweep of an experiment, from its file in conf/experiment and those it builds on."""
 
     epochs: int | None
     data: str
@@ -255,7 +256,7 @@ def experiment(name: str) -> Experiment:
     """Read an experiment's file without composing it, which takes a second.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: no such experiment.
     """
     folder = config_dir() / "experiment"
     path = folder / f"{name}.yaml"

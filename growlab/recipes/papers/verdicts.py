@@ -1,4 +1,4 @@
-"""Statements of the papers compared with our rows: quantities of a run, differences by seed, intervals, verdicts."""
+"""Compare statements of the papers with our results: quantities of runs, differences by seed, intervals, verdicts."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from growlab.recipes.papers.paper_table import Published, published
 from growlab.recipes.papers.registry import Check
 
 HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", "one run"
-# Widths below this are set apart by the third paper itself.
+# The third paper treats smaller widths separately.
 _FEW_NEURONS = 16
 
 
@@ -27,7 +27,7 @@ _FEW_NEURONS = 16
 
 
 def score(run: Run) -> float:
-    """The test metric in its own unit, of accuracy percent."""
+    """Test metric in its unit; accuracy in percent."""
     metric = metric_of([run.results])
     value = run.results.get(f"test_{metric.key}")
     return math.nan if value is None else metric.scale * value
@@ -52,17 +52,17 @@ def last_width(run: Run) -> float:
 
 
 def width_gained(run: Run) -> float:
-    """Channels that came while there were more classes than before: mean over those parts of `data.class_schedule`."""
+    """Channels added while there were more classes than before: mean over those parts of `data.class_schedule`."""
     return _width_changes(run, more=True)
 
 
 def width_given_back(run: Run) -> float:
-    """Channels that went while there were fewer classes than before, likewise."""
+    """Channels removed while there were fewer classes than before, likewise."""
     return -_width_changes(run, more=False)
 
 
 def _width_changes(run: Run, more: bool) -> float:
-    """Mean change of width from the end of one set of classes to the end of the next, where these are more or fewer."""
+    """Mean change of width between the ends of successive sets of classes, over increases or decreases."""
     classes, path = run.class_schedule, run.width_path
     starts = sorted(classes)
     ends = [float(path[after - 1]) for after in (*starts[1:], len(path))]
@@ -76,10 +76,10 @@ def _width_changes(run: Run, more: bool) -> float:
 
 
 def jump(run: Run) -> float:
-    """Change of the held-out accuracy (points) in epochs that begin with another width, less that in the others.
+    """Change of held-out accuracy (points) in epochs after a change of width, minus that in other epochs.
 
-    Counted from the first change of width on; runs that keep their width have none (nan), as have steps to less than
-    16 neurons, which the paper itself sets apart.
+    Counted from the first change of width on; nan for runs of constant width. Steps to fewer than 16 neurons are left
+    out, as the paper treats them separately.
     """
     path, accuracy = run.width_path, run.held_out("accuracy")
     if accuracy is None:
@@ -99,7 +99,7 @@ def jump(run: Run) -> float:
 def new_rate_factor(run: Run) -> float:
     """Rate factor, less 1, of the newest region in its first record, the mean over inner layers.
 
-    The first and the last layer are left out: the paper has rules of their own for both.
+    The first and the last layer are left out: the paper has separate rules for both.
     """
     if run.rates is None:
         raise UserError(f"{run.path} has no rates.csv.")
@@ -119,11 +119,11 @@ QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
     "width_gained": (width_gained, "neurons"),
     "width_given_back": (width_given_back, "neurons"),
     "jump": (jump, "points"),
-    # Differences are of ratios.
+    # Differences of ratios.
     "log_seconds": (lambda run: math.log(run.results["seconds"]), "(logarithm of seconds)"),
     "new_rate_factor": (new_rate_factor, ""),
 }
-"""Numbers of a run that a statement is about, each with its unit."""
+"""Quantities of a run that a statement may compare, each with its unit."""
 
 
 # Outcomes --------------------------------------------------------------------------------------------------
@@ -131,16 +131,16 @@ QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of comparing a statement with our rows.
+    """Result of comparing a statement with our results.
 
     Attributes:
         check: the statement.
-        n: seeds that the difference is over.
-        difference: of the first less the second.
+        n: number of seeds.
+        difference: the first minus the second.
         interval: its 95 % interval; None for a single run.
         unit: of both.
         epochs: epochs of our runs; None for studies.
-        published: the difference that the paper gives; None where it gives none.
+        published: the paper's difference, if it gives one.
         published_epochs: of the runs behind it.
     """
 
@@ -160,11 +160,11 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Verdict of our rows on the statement: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
+        """Verdict on the statement: `HOLDS`, `CONTRADICTED`, `UNDECIDED` or `ONE_RUN`.
 
-        Equality holds where the whole interval lies within the statement's margin around the published difference
-        (around 0 where there is none), and is contradicted where none of it does. So does a bound on a number of each
-        network; one on a single number of a study holds or does not.
+        Equality is confirmed if the whole interval is within the statement's margin around the published difference
+        (around 0 without one), and contradicted if none of it is; a bound on a number of each network likewise. A
+        bound on a single number of a study is either confirmed or contradicted.
         """
         check = self.check
         if check.is_bound:
@@ -192,13 +192,13 @@ class Outcome:
 
     @property
     def within(self) -> bool | None:
-        """True if the published difference lies in our interval; None without either."""
+        """True if the published difference is in our interval; None if one of them is missing."""
         if self.interval is None or self.published is None:
             return None
         return self.interval[0] <= self.published <= self.interval[1]
 
     def text(self) -> str:
-        """The difference, or the number that is bounded, with its interval, as the page shows it."""
+        """Format the difference or the bounded number with its interval."""
         bound = self.check.is_bound
         shown: Callable[[float], str] = (lambda value: f"{value:.3g}") if bound else signed
         unit = f" {self.unit}" if self.unit else ""
@@ -207,7 +207,7 @@ class Outcome:
             reach = "the same in each" if low == high else f"{shown(low)} to {shown(high)}"
             text = f"{shown(self.difference)}{unit} ({reach}, n = {self.n})"
         elif bound:
-            # Such as largest_relative_error.
+            # E.g. largest_relative_error.
             key = (self.check.summary or ("",))[-1]
             of = next((f"{word} of " for word in ("largest", "smallest") if word in key), "")
             text = f"{self.difference:.2g} ({of}n = {self.n})"
@@ -216,7 +216,7 @@ class Outcome:
         return text.replace("-", "−") if bound else text
 
     def says(self) -> str:
-        """The statement, of one of equality with its margin."""
+        """The statement in words, with its margin if it states equality."""
         if self.check.margin is None:
             return self.check.says
         unit = f" {self.unit}" if self.unit else ""
@@ -226,7 +226,7 @@ class Outcome:
 
 
 def signed(value: float) -> str:
-    """Two decimals and the sign.
+    """Format with two decimals and the sign.
 
     Example:
         >>> signed(-0.634), signed(0.0)
@@ -239,10 +239,10 @@ def outcome(check: Check, results: Path) -> Outcome:
     """Compare a statement with the rows in a folder such as `notebooks/results`.
 
     Raises:
-        UserError: there are no such rows.
+        UserError: there are no such results.
     """
     if check.summary is not None:
-        # A number that a study has worked out over its networks, or how many it names.
+        # A number that a study has computed over its networks, or a count of names.
         summary = _read_summary(results / check.first)
         value = summary
         for key in check.summary:
@@ -256,7 +256,7 @@ def outcome(check: Check, results: Path) -> Outcome:
     firsts = _runs(results, check.first)
     measure, unit = QUANTITIES[check.quantity]
     if check.second is None:
-        # Runs of a seed share draws and are no independent ones.
+        # Runs of one seed share draws, so they are not independent.
         values: dict[int, list[float]] = {}
         for run in firsts:
             if math.isfinite(value := measure(run)):
@@ -280,7 +280,7 @@ def outcome(check: Check, results: Path) -> Outcome:
 
 
 def _by_seed(results: Path, pattern: str, measure: Callable[[Run], float]) -> dict[int, float]:
-    """A number of each run by its seed.
+    """Map each run's seed to a number.
 
     Raises:
         UserError: two runs have the same seed.
@@ -313,7 +313,7 @@ def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
     """Finished runs of a pattern, or of several with " + " between them.
 
     Raises:
-        UserError: there is none.
+        UserError: no such run.
     """
     paths = [path for one in pattern.split(" + ") for path in sorted(results.glob(one))]
     runs = [open_run(path) for path in paths if (path / "results.json").is_file()]
@@ -333,10 +333,10 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _of_rows(check: Check, results: Path, name: str, column: str, *wanted: str) -> Outcome:
-    """A number of each network of a study.
+    """Return a number for each network of a study.
 
     Raises:
-        UserError: the table is not there, or has no such rows, or several of one network.
+        UserError: the table is missing, or does not have exactly one such row for each network.
     """
     path = _there(results / check.first / name)
     found = pandas.read_csv(path, dtype=str)
@@ -348,7 +348,7 @@ def _of_rows(check: Check, results: Path, name: str, column: str, *wanted: str) 
 
 
 def _of_study(check: Check, results: Path) -> Outcome:
-    """A loss of two initialisations of a study, seed by seed: both have its samples, batches and embeddings."""
+    """Return a loss of two initialisations of a study by seed; both share samples, batches and embeddings."""
     rows = {row["initialisation"]: row for row in _read_summary(results / check.first)["rows"]}
     losses = []
     for name in check.study or ():

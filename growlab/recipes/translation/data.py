@@ -26,12 +26,12 @@ def budget_batches(
     """Cut an order into batches, each as large as its budgets allow.
 
     As fairseq's `--max-tokens`: the longest sentence of a batch times its number of sentences is at most `tokens`.
-    A single sentence that is longer makes a batch of its own.
+    A single sentence that is longer forms a separate batch.
 
     Args:
         order_N: indices of sentences.
         lengths_N: tokens of each sentence, padding left out; of a pair, of its longer side.
-        tokens: budget; None: none.
+        tokens: budget; None: no limit.
         sentences: likewise.
 
     Examples:
@@ -83,18 +83,18 @@ class TokenPlan:
         return len(self.global_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch."""
+        """Set the epoch."""
         self.epoch = epoch
 
     def global_batches(self) -> list[np.ndarray]:
-        """The batches of all ranks together."""
+        """Return the global batches, of all ranks together."""
         epoch = self.epoch if self.training else -1
         if self._global is None or self._global[0] != epoch:
             self._global = (epoch, self._made())
         return self._global[1]
 
     def batches(self) -> list[np.ndarray]:
-        """This rank's share of each; the same number of batches on all ranks, and no share is empty.
+        """Return this rank's share of each batch: as many batches on all ranks, and no share is empty.
 
         A batch of fewer sentences than ranks repeats some, in training alone: evaluation has no such batch unless
         the whole set is as small.
@@ -118,7 +118,7 @@ class TokenPlan:
 
 
 def _merged(batches: Sequence[np.ndarray], least: int) -> list[np.ndarray]:
-    """The batches, those of too few sentences together with their neighbours."""
+    """Merge batches of too few sentences with their neighbours."""
     merged: list[np.ndarray] = []
     for batch in batches:
         if merged and (len(merged[-1]) < least or len(batch) < least):
@@ -130,7 +130,7 @@ def _merged(batches: Sequence[np.ndarray], least: int) -> list[np.ndarray]:
 
 @dataclass
 class PairLoader(ResumableLoader):
-    """Batches of sentence pairs, filled up on the right.
+    """Batches of sentence pairs, padded on the right.
 
     Yields (source [B, S], target shifted to the right behind an end of sentence [B, T], target [B, T]), all int64.
     """
@@ -148,12 +148,12 @@ class PairLoader(ResumableLoader):
 def collated(
     sides: tuple[Side, Side], batch: np.ndarray, padding: int, end: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sentence pairs of these positions as a batch (see `PairLoader`)."""
+    """Collate the sentence pairs at these positions into a batch (see `PairLoader`)."""
     sentences = ([torch.from_numpy(side[index].astype(np.int64)) for index in batch] for side in sides)
     source, target = (pad_sequence(one, batch_first=True, padding_value=padding) for one in sentences)
     previous = torch.full_like(target, padding)
     previous[:, 1:] = target[:, :-1]
-    # The last word of a shorter sentence is its end: nothing comes behind it.
+    # The last token of a sentence is its end, so nothing follows it.
     previous[previous == end] = padding
     previous[:, 0] = end
     return source, previous, target
@@ -167,10 +167,11 @@ class TranslationData(RunData):
 
     Args:
         name: of the data.
-        root: raw text, or what fairseq-preprocess made; None = `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`.
+        root: folder of raw text or of fairseq-preprocess's output; None = `$GROWLAB_DATA/<name>`, else
+            `~/.cache/growlab/<name>`.
         batch_tokens: budget of a training batch over all ranks, in tokens: sentences times the longest one, as
             fairseq's `--max-tokens`; None = `batch_sentences`.
-        batch_sentences: budget in sentences, if there is none in tokens.
+        batch_sentences: budget in sentences, if `batch_tokens` is None.
         eval_batch_tokens: likewise for validation, test and beam search.
         seed: of the order.
         source: language that is translated, two letters.
@@ -261,17 +262,17 @@ class TranslationData(RunData):
 
     @property
     def padding(self) -> int:
-        """The number that fills up sentences, in either language."""
+        """Id of the padding token, the same in both languages."""
         return self.pairs.target_dictionary.pad()
 
     @property
     def end(self) -> int:
-        """The number of the end of a sentence, in either language."""
+        """Id of the end-of-sentence token, the same in both languages."""
         return self.pairs.target_dictionary.eos()
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """Numbers of tokens of both languages, whether they share them, and the padding."""
+        """Vocabulary sizes of both languages, `shared`, and the padding id."""
         return {
             "num_source_tokens": len(self.pairs.source_dictionary),
             "num_target_tokens": len(self.pairs.target_dictionary),
@@ -280,11 +281,11 @@ class TranslationData(RunData):
         }
 
     def training_loader(self, epoch: int, draw: int) -> PairLoader:
-        """Return the training pairs in batches of an epoch's budget, in the order of another."""
+        """Return the training pairs in batches of an epoch's budget, in the order drawn for `draw`."""
         return self._loader("train", self._plan(draw, self.global_batch_size(epoch), *self._place()))
 
     def evaluation(self, split: str) -> PairLoader:
-        """This rank's share of a split in order of length: "val" or "test"."""
+        """Return this rank's share of "val" or "test", in order of length."""
         split = "valid" if split == "val" else split
         lengths_N = _longer(self._sides[split])
         rank, world_size = self._place()
@@ -306,7 +307,7 @@ class TranslationData(RunData):
         return [self._text(dictionary, side[index]) for index in range(len(side.lengths))]
 
     def text(self, tokens: np.ndarray | Tensor) -> str:
-        """A target sentence from its numbers, without padding and end."""
+        """Decode a target sentence from its token ids, without padding and end."""
         return self._text(self.pairs.target_dictionary, tokens)
 
     def _text(self, dictionary: Any, tokens: np.ndarray | Tensor) -> str:
@@ -314,11 +315,11 @@ class TranslationData(RunData):
         return self.pairs.subwords.decode(dictionary.string(tokens[tokens != self.padding]))
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of sentence pairs in each training batch of an epoch that has batches of this budget."""
+        """Return the number of sentence pairs in each training batch of an epoch with this budget."""
         return [len(batch) for batch in self._plan(epoch, batch_size).global_batches()]
 
     def probe_batch(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs of n training pairs, those nearest to the mean length of both sides."""
+        """Return the inputs of the n training pairs nearest to the mean length of both sides."""
         lengths_2N = np.stack([side.lengths for side in self._sides["train"]])
         distance_N = np.abs(lengths_2N - lengths_2N.mean(1, keepdims=True)).sum(0)
         positions = np.resize(np.argsort(distance_N, kind="stable")[:n], n)

@@ -1,4 +1,4 @@
-"""fairseq and what goes with it: found once, with one sentence where the extra `translation` is not installed."""
+"""Import fairseq and its companions, with a helpful error if the extra `translation` is not installed."""
 
 import importlib
 import logging
@@ -13,11 +13,11 @@ EXTRA = f"needs a package that is not installed: {how_to_install('translation')}
 
 
 def fairseq_module(name: str) -> ModuleType:
-    """A module of fairseq, such as `fairseq.data`.
+    """Import a module of fairseq, such as `fairseq.data`.
 
-    fairseq puts configurations of its own into Hydra's store when it is first imported, under names of growlab's
-    groups (`model`, `optimizer`): they are taken out again, so that a sweep's later jobs are composed as the first.
-    What it says of packages that it could have, and the log that it opens for that, are left out too.
+    On its first import fairseq registers configurations in Hydra's store under names of growlab's groups (`model`,
+    `optimizer`). They are removed, so that a sweep's later jobs are composed as the first. Its messages about
+    optional packages are suppressed.
 
     Raises:
         UserError: fairseq is not installed, or does not import.
@@ -27,7 +27,7 @@ def fairseq_module(name: str) -> ModuleType:
     root = logging.getLogger()
     handlers = list(root.handlers)
     quiet = logging.NullHandler()
-    # With a handler there, logging opens none of its own.
+    # With a handler present, logging adds none.
     root.addHandler(quiet)
     try:
         with warnings.catch_warnings():
@@ -40,7 +40,7 @@ def fairseq_module(name: str) -> ModuleType:
 
 
 def extra_module(name: str) -> ModuleType:
-    """A module of another package of the extra `translation`.
+    """Import a module of another package of the extra `translation`.
 
     Raises:
         UserError: it is not installed.
@@ -52,5 +52,5 @@ def extra_module(name: str) -> ModuleType:
 
 
 def _copied(repository: dict) -> dict:
-    # Folders are dictionaries; what they hold stays the same.
+    # Folders are dictionaries; their entries stay.
     return {name: _copied(node) if isinstance(node, dict) else node for name, node in repository.items()}

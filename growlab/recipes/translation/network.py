@@ -1,4 +1,4 @@
-"""fairseq's Transformer in a form that can be traced and grown, and its export as a checkpoint of fairseq's own."""
+"""fairseq's Transformer in a form that can be traced and grown, and its export as a fairseq checkpoint."""
 
 import math
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ class Layers:
     """The layers between the embeddings.
 
     Attributes:
-        features: their width.
+        features: width of the stream.
         hidden_features: of the feed-forward layers.
         num_heads: of each attention.
         encoder_layers: number of layers.
         decoder_layers: number of layers.
-        dropout: behind embeddings and in front of residual additions.
+        dropout: after embeddings and before residual additions.
         attention_dropout: of attention weights.
         activation_dropout: of feed-forward activations.
-        normalize_before: normalise what enters a residual branch instead of what leaves the addition.
+        normalize_before: normalise before each residual branch instead of after the addition.
 
     Raises:
         UserError: heads do not divide the width.
@@ -52,7 +52,7 @@ class Layers:
             )
 
     def made(self) -> tuple[nn.ModuleList, nn.ModuleList]:
-        """Fairseq's layers of the encoder and of the decoder."""
+        """Build fairseq's encoder and decoder layers."""
         cfg = fairseq_module("fairseq.models.transformer").TransformerConfig()
         kinds = fairseq_module("fairseq.modules.transformer_layer")
         cfg.dropout, cfg.attention_dropout = self.dropout, self.attention_dropout
@@ -68,12 +68,12 @@ class Layers:
 class FairseqTransformer(nn.Module):
     """An encoder and a decoder of fairseq's layers, between embeddings of a fixed dimension.
 
-    Layers, embeddings, their initialisation and the names of their weights are fairseq's; what it computes is too,
-    as a test checks. Its own forward asks the data whether there is padding, and its attention takes the
-    layers' width for that of all heads together: here layers are called in plain form, whatever their widths.
+    Layers, embeddings, initialisation and parameter names are fairseq's, and so are the outputs (tested). fairseq's
+    forward branches on whether there is padding, and its attention assumes that all heads together are as wide as the
+    layers; here layers are called in a form that can be traced at any width.
 
     The embeddings' dimension stays; one linear map leads from it into the layers' width and one back out (Yuan et al.
-    2023, Section 4.1). Positions are added before the first, so that nothing that is not learned has that width.
+    2023, Section 4.1). Positions are added before the first map, so that only learned tensors have the layers' width.
 
     Args:
         num_source_tokens: size of the source's dictionary.
@@ -138,12 +138,12 @@ class FairseqTransformer(nn.Module):
             self.output.weight = self.target_tokens.weight
 
     def forward(self, source_BS: Tensor, previous_BT: Tensor) -> Tensor:
-        """Logits [B, T, V] of the next target token behind each of the previous ones."""
+        """Logits [B, T, V] of the next target token at each position."""
         memory_BSC, real_B11S = self.encode(source_BS)
         return self.output(self.decode(previous_BT, memory_BSC, real_B11S))
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory that the decoder attends to [B, S, C], and its mask of real tokens [B, 1, 1, S]."""
+        """Encode the source: memory [B, S, C] for the decoder, and its mask of real tokens [B, 1, 1, S]."""
         real_B11S = source_BS.ne(self.padding)[:, None, None]
         x = self._embedded(source_BS, self.source_tokens, self.source_in)
         for layer in self.encoder:
@@ -154,9 +154,9 @@ class FairseqTransformer(nn.Module):
         return x if self.encoder_norm is None else self.encoder_norm(x), real_B11S
 
     def decode(self, previous_BT: Tensor, memory_BSC: Tensor, real_B11S: Tensor) -> Tensor:
-        """Features [B, T, E] that the output layer makes logits of.
+        """Decode: features [B, T, E] for the output layer.
 
-        Padding of the target lies behind all that is real, and nothing looks ahead.
+        The target needs no padding mask: its padding comes last, and attention is causal.
         """
         x = self._embedded(previous_BT, self.target_tokens, self.target_in)
         for layer in self.decoder:
@@ -172,7 +172,7 @@ class FairseqTransformer(nn.Module):
     def _embedded(self, tokens_BT: Tensor, embedding: nn.Embedding, into: nn.Linear) -> Tensor:
         features = embedding.embedding_dim
         x = math.sqrt(features) * embedding(tokens_BT)
-        # Computed here, not kept: a buffer of so many features would fix the embeddings' dimension.
+        # Computed on each call: a buffer with this many features would fix the embeddings' dimension.
         x = into(x + sinusoids(tokens_BT.shape[1], features, self.padding + 1, x))
         return F.dropout(x, self.dropout, self.training)
 
@@ -189,12 +189,12 @@ class FairseqTransformer(nn.Module):
 
 
 def sinusoids(length: int, features: int, first: int, like: Tensor) -> Tensor:
-    """Encodings of positions [T, E] as fairseq's `SinusoidalPositionalEmbedding` has them.
+    """Position encodings [T, E], equal to fairseq's `SinusoidalPositionalEmbedding`.
 
     Args:
         length: T, number of positions.
         features: E.
-        first: number of the first position; fairseq begins behind the padding token's number.
+        first: number of the first position; fairseq counts from the padding id plus one.
         like: gives device and precision.
     """
     half = features // 2
@@ -205,7 +205,7 @@ def sinusoids(length: int, features: int, first: int, like: Tensor) -> Tensor:
 
 
 def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor | None) -> Tensor:
-    """Fairseq's multi-head attention, of heads as wide as its weights are; without a mask it is causal."""
+    """Fairseq's multi-head attention with heads of any width; causal if there is no mask."""
     q, k, v = (
         projection(y).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
         for projection, y in (
@@ -221,21 +221,21 @@ def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor
     return attention.out_proj(heads.transpose(1, 2).flatten(2))
 
 
-# fairseq's own; longer sentences it refuses.
+# fairseq refuses longer sentences.
 _POSITIONS = 1024
 
 
 def fairseq_checkpoint(
     network: FairseqTransformer, pairs: SentencePairs, label_smoothing: float
 ) -> dict[str, Any]:
-    """A checkpoint that `fairseq-generate` and `fairseq-interactive` load with `--path`.
+    """Convert to a checkpoint that `fairseq-generate` and `fairseq-interactive` load with `--path`.
 
-    fairseq's encoder has no map between embeddings and layers, and none is needed once training is over: the maps into
-    the layers' width are multiplied into the embeddings and the positions, which become a table like learned ones, and
-    the map out of it into the output layer.
+    fairseq's encoder has no linear map between embeddings and layers, so the maps are multiplied into neighbouring
+    weights: those into the layers' width into embeddings and positions (which become a learned table), the one out of
+    it into the output layer.
 
     Args:
-        network: at full width, its output factor folded into its weights.
+        network: at full width, with its output factor folded into the weights.
         pairs: the data that it was trained on.
         label_smoothing: of the loss.
 
@@ -248,7 +248,7 @@ def fairseq_checkpoint(
             ("encoder", network.source_tokens, network.source_in),
             ("decoder", network.target_tokens, network.target_in),
         ):
-            # In double precision, rounded once.
+            # In double precision, so that it is rounded only once.
             table, into_CE = tokens.weight.double(), into.weight.double()
             first = network.padding + 1
             rows = torch.zeros(first + _POSITIONS, into.out_features, dtype=torch.float64)
@@ -299,6 +299,6 @@ def _architecture(network: FairseqTransformer) -> dict[str, Any]:
             f"{side}_normalize_before": network.normalize_before,
             f"{side}_learned_pos": True,
         }
-    # fairseq takes these from the decoder's width where they are not given.
+    # By default fairseq derives these from the decoder's width.
     width = settings["decoder_embed_dim"]
     return {**settings, "decoder_input_dim": width, "decoder_output_dim": width}

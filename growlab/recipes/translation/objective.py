@@ -1,4 +1,4 @@
-"""Translation as an objective: smoothed cross-entropy, beam search by fairseq's generator, and BLEU."""
+"""Translation objective: label-smoothed cross-entropy, fairseq's beam search, and BLEU."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from growlab.recipes.translation.network import FairseqTransformer, fairseq_chec
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:
-    """Scores from 0 to 100.
+    """Compute BLEU, from 0 to 100.
 
     Args:
-        hypotheses: one translation a sentence.
-        references: likewise.
+        hypotheses: one translation per sentence.
+        references: one reference per sentence.
         language: of both, two letters, for Moses' tokeniser.
 
     Returns:
@@ -37,7 +37,7 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) ->
 
 
 def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str) -> tuple[float, str]:
-    # `force`: sacrebleu warns of text that is tokenised already, which is meant here.
+    # `force`: sacrebleu warns about tokenised text, which is intended here.
     metric = extra_module("sacrebleu.metrics").BLEU(tokenize=tokenise, force=True)
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return float(score.score), str(metric.get_signature())
@@ -46,10 +46,10 @@ def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str)
 def make_generator(
     network: FairseqTransformer, dictionary: Any, output_factor: float, **settings: Any
 ) -> Any:
-    """Fairseq's `SequenceGenerator` over a network at any widths.
+    """Make fairseq's `SequenceGenerator` for a network at any widths.
 
-    Every prefix is computed from its beginning: the caches of fairseq's layers take a head's width for the layers'
-    width over the number of heads, which may differ while a network grows.
+    Every prefix is recomputed from its start: the caches of fairseq's layers assume that a head's width is the
+    layers' width over the number of heads, which need not be so while a network grows.
 
     Args:
         network: in eval mode.
@@ -75,11 +75,11 @@ def make_generator(
         ) -> tuple[Tensor, dict]:
             (memory_BSC,), (real_B11S,) = encoder_out["memory"], encoder_out["real"]
             features_BTE = network.decode(prev_output_tokens, memory_BSC, real_B11S)
-            # Only the last position is asked for, and no attention weights.
+            # fairseq needs only the last position, and no attention weights.
             return network.output(features_BTE[:, -1:]) * output_factor, {"attn": [None]}
 
         def max_positions(self) -> int:
-            # Positions are computed, as many as are wanted.
+            # Position encodings are computed for any length.
             return 1 << 20
 
     model = models.FairseqEncoderDecoderModel(Encoder(dictionary), Decoder(dictionary))
@@ -89,23 +89,22 @@ def make_generator(
 
 @torch.no_grad()
 def translations(generator: Any, source_BS: Tensor, padding: int, end: int) -> list[Tensor]:
-    """The best hypothesis for each sentence, as numbers."""
+    """Best hypothesis for each sentence, as token ids."""
     lengths_B = (source_BS.ne(padding) & source_BS.ne(end)).sum(1)
     sample = {"net_input": {"src_tokens": source_BS, "src_lengths": lengths_B}}
     return [hypotheses[0]["tokens"].cpu() for hypotheses in generator.generate([], sample)]
 
 
 class Translation(TokenPrediction):
-    """Training loss of a translating network, and its BLEU.
+    """Training loss and BLEU of a translation network.
 
     Args:
         label_smoothing: as in `TokenPrediction`.
         beam_size: hypotheses that are followed.
         length_penalty: below 1 favours short translations, above 1 long ones.
-        max_len_a: a translation ends at the latest behind `max_len_a * source + max_len_b` tokens.
+        max_len_a: a translation has at most `max_len_a * source + max_len_b` tokens.
         max_len_b: likewise.
-        bleu_every_n_epochs: translate the validation set too, behind every so many epochs; None: only the test set,
-            behind the run.
+        bleu_every_n_epochs: also translate the validation set every n epochs; None: only the test set, after the run.
 
     Raises:
         UserError: a value that cannot be used.
@@ -145,7 +144,7 @@ class Translation(TokenPrediction):
         self.padding, self._data = data.padding, data
 
     def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
-        """BLEU of the test set, and every n epochs of the validation set."""
+        """Compute BLEU of the test set, and of the validation set every n epochs."""
         every = self.bleu_every_n_epochs
         if epoch is not None and (every is None or (epoch + 1) % every):
             return {}
@@ -156,7 +155,7 @@ class Translation(TokenPrediction):
         return scores if epoch is None else {name: scores[name] for name in self.evaluated_names}
 
     def translate(self, network: FairseqTransformer, split: str, output_factor: float = 1.0) -> list[str]:
-        """Translations of "val" or "test", in the order of its sentences; every rank makes its share and gets all."""
+        """Translate "val" or "test", in the order of its sentences; each rank translates a share and receives all."""
         data = self._data
         generator = make_generator(network, data.pairs.target_dictionary, output_factor, **self._settings)
         device = next(network.parameters()).device
@@ -169,7 +168,7 @@ class Translation(TokenPrediction):
         return [everyone[index] for index in range(len(everyone))]
 
     def exports(self, network: nn.Module) -> dict[str, Any]:
-        """The network as a checkpoint of fairseq's own Transformer, and the test set's translations to read."""
+        """Write the network as a fairseq checkpoint, and the translations of the test set as text."""
         if not isinstance(network, FairseqTransformer):
             return {}
         columns = (self._data.sources("test"), self._data.references("test"), self._tested)

@@ -1,4 +1,4 @@
-"""Sentence pairs in a folder: raw text, its subwords, and its form binarised by fairseq."""
+"""Read sentence pairs from a folder of raw text (split into subwords and binarised once) or fairseq's binary files."""
 
 import contextlib
 import gzip
@@ -20,13 +20,13 @@ from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.recipes.translation.library import extra_module, fairseq_module
 
 KINDS = ("none", "sentencepiece", "subword_nmt")
-# The file of the learned pieces or merges, in the folder of the prepared data.
+# File of the learned pieces or merges in the folder of prepared data.
 FILES = {"sentencepiece": "sentencepiece.model", "subword_nmt": "code"}
 _SPACE = "▁"
 
 
 class Words:
-    """Words as they stand, or subwords that the text has already: `@@ ` and SentencePiece's marks are undone.
+    """Whitespace-separated words, or subwords already in the text; decoding removes `@@ ` and SentencePiece's marks.
 
     Examples:
         >>> Words().decode("a gro@@ wing net@@ work"), Words().decode("▁a ▁gro wing")
@@ -34,11 +34,11 @@ class Words:
     """
 
     def encode(self, sentence: str) -> str:
-        """The sentence itself; subwords, separated by spaces, in other classes."""
+        """Return the sentence as tokens separated by spaces."""
         return sentence
 
     def decode(self, subwords: str) -> str:
-        """The sentence."""
+        """Return the sentence."""
         if _SPACE in subwords:
             return subwords.replace(" ", "").replace(_SPACE, " ").strip()
         return (subwords + " ").replace("@@ ", "").rstrip()
@@ -56,18 +56,18 @@ class SentencePiece(Words):
         self._model = library.SentencePieceProcessor(model_file=str(folder / FILES["sentencepiece"]))
 
     def encode(self, sentence: str) -> str:
-        """The pieces."""
+        """Return the pieces, separated by spaces."""
         return " ".join(self._model.encode(sentence, out_type=str))
 
     def decode(self, subwords: str) -> str:
-        """The sentence, spaces and all."""
+        """Return the sentence with its original spaces."""
         return str(self._model.decode(subwords.split()))
 
     @staticmethod
     def learn(folder: Path, sentences: Iterable[str], size: int) -> None:
-        """Learn so many pieces and leave them in the folder."""
+        """Learn a vocabulary of this size and store it in the folder."""
         library, model = extra_module("sentencepiece"), io.BytesIO()
-        # The sentence is restored to the letter, as references are.
+        # Decoding restores the sentence exactly, as references need.
         exact = {"model_type": "bpe", "character_coverage": 1.0, "normalization_rule_name": "identity"}
         try:
             library.SentencePieceTrainer.train(
@@ -83,7 +83,7 @@ class SentencePiece(Words):
 
 
 class SubwordNMT(Words):
-    """Moses' words and then byte-pair encoding by subword-nmt, as fairseq's prepare-iwslt14.sh has it.
+    """Moses' tokeniser, then byte-pair encoding by subword-nmt, as in fairseq's prepare-iwslt14.sh.
 
     Args:
         folder: of the merges.
@@ -97,17 +97,17 @@ class SubwordNMT(Words):
             self._merges = merges.BPE(file)
 
     def encode(self, sentence: str) -> str:
-        """The subwords."""
+        """Return the subwords, separated by spaces."""
         words = self._tokenise.tokenize(sentence, return_str=True, escape=False)
         return str(self._merges.process_line(words))
 
     def decode(self, subwords: str) -> str:
-        """The sentence, with spaces where the language puts them."""
+        """Return the detokenised sentence."""
         return str(self._join.detokenize(super().decode(subwords).split()))
 
     @classmethod
     def learn(cls, folder: Path, sentences: Iterable[tuple[str, str]], size: int) -> None:
-        """Learn so many merges from (language, sentence) and leave them in the folder."""
+        """Learn this many merges from (language, sentence) pairs and store them in the folder."""
         moses, learning = extra_module("sacremoses"), extra_module("subword_nmt.learn_bpe")
         tokenisers: dict[str, Any] = {}
         words = io.StringIO()
@@ -121,17 +121,17 @@ class SubwordNMT(Words):
 
 log = logging.getLogger(__name__)
 
-# Beginnings of the names of files, by split; fairseq calls the second one valid.
+# Prefixes of file names by split; fairseq calls the second one valid.
 SPLITS = {"train": ("train",), "valid": ("valid", "val", "dev"), "test": ("test",)}
-# Of a folder that growlab has prepared: what with; the sign that it is whole.
+# Written last into a prepared folder: its settings, and the sign that it is complete.
 _MADE = "growlab.json"
-# Another way of preparing makes other folders.
+# Part of the folder's key: another way of preparing makes another folder.
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The steps from raw text to numbers; see `TranslationData`.
+    """Settings for converting raw text to token ids; see `TranslationData`.
 
     Raises:
         UserError: there are no such subwords.
@@ -152,7 +152,7 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Side:
-    """Sentences of one language as numbers, end to end.
+    """Sentences of one language as token ids, concatenated.
 
     Attributes:
         tokens: int32 [sum of lengths]; every sentence ends with the dictionary's end of sentence.
@@ -164,7 +164,7 @@ class Side:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sentence, the end of sentence among them; int64 [sentences]."""
+        """Number of tokens of each sentence, including its end; int64 [sentences]."""
         return np.diff(self.starts)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -173,10 +173,10 @@ class Side:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Binarised text, in a folder as fairseq-preprocess writes it.
+    """Binarised text in the format of fairseq-preprocess.
 
     Attributes:
-        folder: of the files, which fairseq's own commands read too.
+        folder: of the files, which fairseq's commands can read.
         source: language.
         target: language.
         source_dictionary: fairseq's.
@@ -196,11 +196,11 @@ class SentencePairs:
         return (self.folder / f"{split}.{self.source}-{self.target}.{self.source}.idx").exists()
 
     def read(self, split: str) -> tuple[Side, Side]:
-        """The sentences of a split, source and target."""
+        """Read the sentences of a split: source and target."""
         return self._side(split, self.source), self._side(split, self.target)
 
     def references(self, split: str) -> list[str] | None:
-        """The target's sentences as they were before they were taken apart; None if nobody kept them."""
+        """Return the target sentences before tokenisation; None if they were not stored."""
         path = self.folder / f"{split}.{self.target}.txt"
         return path.read_text(encoding="utf-8").splitlines() if path.exists() else None
 
@@ -217,7 +217,7 @@ class SentencePairs:
 
 
 def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs:
-    """Open a folder of binarised data, or of raw text, which is prepared once and kept in the cache folder.
+    """Open a folder of binarised data, or of raw text, which is prepared once in the cache folder.
 
     Args:
         root: has `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them
@@ -228,7 +228,7 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
     Raises:
         UserError: nothing usable is there, or fairseq is not installed.
     """
-    # First of all: without it no data help.
+    # First, because nothing works without it.
     fairseq_module("fairseq.data")
     if not root.is_dir():
         raise UserError(f"found no {name} data: there is no folder {root}; {_looked_for(preparation)}.")
@@ -242,7 +242,7 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
         if path is None
     ]
     if missing:
-        raise UserError(f"{root} holds no {' and no '.join(missing)}; {_looked_for(preparation)}.")
+        raise UserError(f"{root} contains no {' and no '.join(missing)}; {_looked_for(preparation)}.")
     found = {split: paths for split, paths in texts.items() if None not in paths.values()}
     files = [path for paths in found.values() for path in paths.values()]
     key = f"{_VERSION}\n{files_fingerprint(files)}\n{json.dumps(asdict(preparation), sort_keys=True)}"
@@ -257,7 +257,7 @@ def _looked_for(preparation: Preparation) -> str:
     source, target = preparation.source, preparation.target
     return (
         f"point data.root=FOLDER at raw text (train.{source}, train.{target}, likewise val and test; .gz or not) or at "
-        f"what fairseq-preprocess made of it (dict.{source}.txt, train.{source}-{target}.{source}.bin ...)"
+        f"the output of fairseq-preprocess (dict.{source}.txt, train.{source}-{target}.{source}.bin ...)"
     )
 
 
@@ -270,7 +270,7 @@ def _binarised(root: Path, preparation: Preparation) -> Path | None:
 
 
 def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, Path | None]:
-    """The file of each language of a split: the first two of the same name, else the first of each.
+    """Find the files of a split, one per language: the first two with the same name, else the first of each.
 
     Args:
         root: the folder.
@@ -284,7 +284,7 @@ def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, 
 
 
 def _texts(root: Path, split: str, language: str) -> dict[str, Path]:
-    """Files of a split in one language, the likeliest first, by their names without it."""
+    """Map names (without the language) to files of a split, the likeliest first."""
     found: dict[str, Path] = {}
     for start in SPLITS[split]:
         for pattern in (f"{start}.{language}", f"{start}*.{language}"):
@@ -295,7 +295,7 @@ def _texts(root: Path, split: str, language: str) -> dict[str, Path]:
 
 
 def open_subwords(folder: Path, language: str) -> Words:
-    """The subwords that a folder of prepared data was made with; plain words where it does not say."""
+    """Return the subwords that a prepared folder was made with; plain words if it does not say."""
     if (folder / FILES["sentencepiece"]).exists():
         return SentencePiece(folder)
     return SubwordNMT(folder, language) if (folder / FILES["subword_nmt"]).exists() else Words()
@@ -319,7 +319,7 @@ def _opened(folder: Path, preparation: Preparation) -> SentencePairs:
 
 
 def _prepare(folder: Path, texts: dict[str, dict[str, Path]], preparation: Preparation) -> None:
-    """Make the folder, whole or not at all."""
+    """Make the folder, atomically."""
     log.info("preparing %s for translation, once, into %s", texts["train"][preparation.source], folder)
     lines = {
         split: {language: _lines(path, preparation.lowercase) for language, path in paths.items()}
@@ -329,13 +329,13 @@ def _prepare(folder: Path, texts: dict[str, dict[str, Path]], preparation: Prepa
         counts = {language: len(sentences) for language, sentences in sides.items()}
         if len(set(counts.values())) > 1 or 0 in counts.values():
             listed = ", ".join(f"{texts[split][language].name} {count}" for language, count in counts.items())
-            raise UserError(f"a split needs lines, and as many in both languages: {listed}.")
+            raise UserError(f"a split needs lines, the same number in both languages: {listed}.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         _binarise(made, lines, preparation)
         (made / _MADE).write_text(json.dumps(asdict(preparation), indent=2))
-        # What lies there is no whole folder, else it would have been taken.
+        # An existing folder is incomplete, else it would have been used.
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
     finally:
@@ -346,7 +346,7 @@ def _lines(path: Path, lowercase: bool) -> list[str]:
     opened: Any = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as file:
-            # Only at line feeds: sentences may hold other separators, such as U+2028.
+            # Only at line feeds: sentences may contain other separators, such as U+2028.
             lines = [" ".join(line.split()) for line in file]
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path} ({error}); give text in UTF-8.") from error
@@ -354,7 +354,7 @@ def _lines(path: Path, lowercase: bool) -> list[str]:
 
 
 def _binarise(folder: Path, lines: dict[str, dict[str, list[str]]], preparation: Preparation) -> None:
-    """Subwords, dictionaries and indexed files, by the names that fairseq's commands know."""
+    """Write subwords, dictionaries and indexed files under the names that fairseq expects."""
     texts = lines["train"]
     if preparation.subwords == "sentencepiece":
         every = (line for sentences in texts.values() for line in sentences)
@@ -382,7 +382,7 @@ def _binarise(folder: Path, lines: dict[str, dict[str, list[str]]], preparation:
 
 @contextlib.contextmanager
 def _text_files(folder: Path, lines: dict[str, dict[str, list[str]]]) -> Iterator[dict[str, dict[str, Path]]]:
-    """Files of subwords, which fairseq reads; they go afterwards."""
+    """Write temporary files of subwords for fairseq, and remove them on exit."""
     with tempfile.TemporaryDirectory() as made:
         files: dict[str, dict[str, Path]] = {}
         for split, sides in lines.items():

@@ -1,1 +1,1 @@
-"""Experiments that are not the training of one network on images: each is one function, one file in conf/experiment."""
+"""Experiments other than training one network on images: each is a function and a file in conf/experiment."""

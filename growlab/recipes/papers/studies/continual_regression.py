@@ -36,11 +36,11 @@ class Settings:
     """Settings of the study; the defaults are the paper's.
 
     Attributes:
-        initialisations: those compared.
+        initialisations: to compare.
         learning_rates: each initialisation is shown at the best of these.
-        num_seeds: runs of each.
-        steps: of SGD a task.
-        batch_size: samples a step.
+        num_seeds: number of runs of each.
+        steps: SGD steps per task.
+        batch_size: samples per step.
         beta: weight of the regulariser.
         measure_every: steps between measurements.
         lookahead: take the regulariser's gradient where the step on the task alone would lead, as von Oswald et al.
@@ -71,7 +71,7 @@ class Curves:
 
     @property
     def stacked(self) -> Tensor:
-        """All losses in one tensor."""
+        """Stack all losses in one tensor."""
         return torch.stack(self.losses)
 
 
@@ -80,7 +80,7 @@ def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
 
     Args:
         run_dir: the folder.
-        seed: of everything that is drawn.
+        seed: of all random draws.
         settings: see `Settings`.
     """
     chosen = Settings(**settings)
@@ -95,7 +95,7 @@ def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
 
 
 class Stack:
-    """Many hypernetworks of the study side by side, so that a step of all is a few batched products.
+    """Many hypernetworks trained together: one step of all is a few batched matrix products.
 
     Shape suffixes: E networks, P numbers that one emits, K features, L size of an embedding, S samples, T tasks.
 
@@ -127,7 +127,7 @@ class Stack:
         ]
 
     def emit(self, embedding_EL: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
-        """All weights and biases of the main networks, [E, P]; by other weights of the hypernetworks, if given."""
+        """Emit all weights and biases of the main networks, [E, P], optionally with other hypernetwork weights."""
         x, weights = embedding_EL[..., None], self.weights if weights is None else weights
         for weight, bias in zip(weights[:-2:2], weights[1:-2:2], strict=True):
             x = torch.relu(torch.baddbmm(bias[..., None], weight, x))
@@ -191,7 +191,7 @@ def _step(
     rates: Tensor,
     settings: Settings,
 ) -> tuple[list[Tensor], Tensor]:
-    """Weights and embedding after a step of SGD.
+    """Return weights and embedding after a step of SGD.
 
     Args:
         stack: the networks.
@@ -214,7 +214,7 @@ def _step(
         far = [(stack.emit(e, weights) - target).square().sum() for e, target in old]
         return settings.beta / len(old) * torch.stack(far).sum()
 
-    # The networks share nothing, so the gradient of a sum is that of each.
+    # The networks are independent, so the gradient of the sum is the gradient of each.
     loss = (stack.predict(stack.emit(embedding_EL), batch[0]) - batch[1]).square().mean((1, 2)).sum()
     if old and not settings.lookahead:
         loss = loss + regulariser(stack.weights)
@@ -228,7 +228,7 @@ def _step(
 
 
 def network(initialisation: str, seed: int) -> MLP:
-    """The main network, emitted by the hypernetwork; its embedding stands for that of the task."""
+    """Make a main network with its hypernetwork; the embedding represents the task."""
     hypernet = Hypernet(
         *("network", initialisation),
         embedding_features=2,
@@ -248,7 +248,7 @@ def _layers(network: MLP) -> list[Any]:
 
 
 def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
-    """Training samples of every task, of the same seed the same ones: [T, E, S, 1] twice."""
+    """Draw inputs and targets of every task, a function of the seed: [T, E, S, 1] each."""
     xs, ys = [], []
     for task, ((low, high), function) in enumerate(TASKS):
         source = generator(seed, task, "samples")
@@ -262,7 +262,7 @@ def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
 def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
     """Each initialisation at its best rate: the lowest mean loss on the tasks when each has just been learnt.
 
-    A rate at which a run diverges is not chosen while another is left; where none is, the slowest is shown. Runs of
+    Rates at which a run diverges are not chosen; if all diverge, the smallest is shown. Runs of
     one seed have the same samples and batches and draws of embeddings, so `by_seed` can be compared in pairs.
     """
     learning = being_learnt(settings, curves)
@@ -323,12 +323,12 @@ def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Values of each seed, in four digits."""
+    """Round each seed's value to four digits."""
     return [float(f"{value:.4g}") if isfinite(value) else None for value in values.tolist()]
 
 
 def _number(value: Tensor) -> float | None:
-    """A number for JSON, which knows no infinity."""
+    """Convert a number for JSON, which has no infinity."""
     return float(value) if isfinite(float(value)) else None
 
 
@@ -340,7 +340,8 @@ def draw(run_dir: Path) -> Path:
     """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
 
     A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
-    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
+    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and
+    named
     above the legend, as are those that diverged and so have no line. The loss before the first step, which would hide
     everything else, stands in the legend.
     """
@@ -354,7 +355,7 @@ def draw(run_dir: Path) -> Path:
     for task, axes in enumerate(panels):
         for rank, name in enumerate([*shown, *others]):
             curve = curves[name]
-            # The first measurement of a task is of weights that know nothing of it, the last of all of its end.
+            # A task's first measurement precedes its training.
             own = curve[
                 (curve.step > task * length) & (curve.step < (task + 1) * length + (task == num_tasks - 1))
             ]
@@ -364,7 +365,7 @@ def draw(run_dir: Path) -> Path:
                 continue
             line = {"color": style.PALETTE[rank], "linestyle": style.DASHES[rank]}
             axes.plot(x, mean, **line, linewidth=1.3, label=label(rows[name]))
-            # One standard error may reach below 0, where a logarithm ends.
+            # On a logarithmic axis the band must stay above 0.
             low = (mean - error).clip(lower=mean.min() / 3)
             axes.fill_between(x, low, mean + error, color=line["color"], alpha=0.15, linewidth=0)
         axes.set_title(f"task {task + 1}")
@@ -382,13 +383,13 @@ def draw(run_dir: Path) -> Path:
     if diverged:
         note += f"; diverged at every rate: {', '.join(diverged)}"
     if summary["settings"].get("lookahead"):
-        note += "; the regulariser looks ahead"
+        note += "; the regulariser uses a lookahead step"
     style.legend_below(drawn, handles, names, 2, note=note)
     return style.save(drawn, run_dir / "losses.png")
 
 
 def sorted_out(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[str]]:
-    """Initialisations that stand out in the figure (at most four), the others, and those that diverged."""
+    """Split initialisations into highlighted ones (at most four), others, and those that diverged."""
     trained = {row["initialisation"]: row for row in rows if None not in row["loss_when_learnt"]}
     named = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
     others = [name for name in trained if name not in named]
@@ -398,7 +399,7 @@ def sorted_out(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def label(row: dict[str, Any]) -> str:
-    """Name of a row of the summary, in the legend and on the terminal."""
+    """Format a row of the summary for the legend and the terminal."""
     if None in row["loss_when_learnt"]:
         return f"{row['initialisation']}: diverged at every rate"
     return f"{row['initialisation']}, lr {row['learning_rate']:g}, median first loss {row['median_first_loss']:.2g}"

@@ -1,8 +1,8 @@
-"""Appendices C and D of G. Bird, "On De-Individuated Neurons", and two choices that the text leaves to the reader.
+"""Appendices C and D of G. Bird, "On De-Individuated Neurons", and two choices that the text leaves open.
 
-Appendix C says that normalising vectors to one length between isotropic layers makes a network affine; Appendix D that
-weights kept as products, and the free outgoing weights of new neurons, change how a network learns on but not what it
-computes. Neurons may be removed by the weights that produce a layer or by those that read it (Section 2.3.2), and the
+Appendix C states that normalising vectors to unit length between isotropic layers makes a network affine; Appendix D
+that factorised weights, and the free outgoing weights of new neurons, change a network's further training but not its
+outputs. Neurons may be removed by the weights that produce a layer or by those that read it (Section 2.3.2), and the
 intrinsic length may be negative (Section 3.1).
 """
 
@@ -47,7 +47,7 @@ class Shell(nn.Module):
     """x / ||x||: every vector on the unit sphere, the normalisation that Appendix C warns of."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape as given; a vector of zeros stays one."""
+        """Normalise vectors; a vector of zeros stays zero."""
         return nn.functional.normalize(x, dim=1)
 
 
@@ -337,7 +337,7 @@ def draw(run_dir: Path) -> Path:
         own = one_seed[one_seed["twin"] == twin]
         line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
         label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
-        # "orthogonal" and "random" coincide: dashes lie on what is drawn through.
+        # "orthogonal" and "random" coincide: draw dashes over the solid line.
         above, y = 2 if line["linestyle"] == "-" else 2.1, own["relative_difference"].clip(lower=1e-17)
         middle.plot(own["step"], y, **line, linewidth=1.3, label=label, zorder=above)
     middle.set_title("two networks that compute the same")

@@ -1,6 +1,7 @@
-"""Changes that leave a trained isotropic network as it is: neurons that come and go, diagonal layers, other bases.
+"""Changes that preserve a trained isotropic network: added and removed neurons, diagonal layers, other bases.
 
-Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal little
+Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal
+little
 (Section 3, Eqs. 27-30), every other layer can be a vector (Section 2.3, Eq. 19), and a network in another basis
 computes the same but learns differently under an optimizer with a state for each entry (Appendix D).
 """
@@ -90,7 +91,7 @@ def isotropic_invariance(
 def resized(
     network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int
 ) -> tuple[nn.Module, dict[str, int]]:
-    """A copy whose second hidden layer has another width, and the widths of all its groups.
+    """Return a copy whose second hidden layer has another width, and the widths of all groups.
 
     The second one's incoming weights have as many directions as it has neurons; the first one's may have fewer.
     """
@@ -121,7 +122,7 @@ def _resized(
 
 
 def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """Every other map as a vector; parameters are counted over the square hidden maps, as in Eq. 19.
+    """Turn every other map into a vector; parameters are counted over the square hidden maps, as in Eq. 19.
 
     There D of 2 D + 1 maps of width N become vectors; here k of m do, which leaves the same count with k and m.
     """
@@ -168,7 +169,7 @@ def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[st
 
 
 def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
-    """Means over networks, largest errors, and how far apart the two bases are in the end."""
+    """Summarise: means over networks, largest errors, and the final divergence of the two bases."""
     changes, sparsity, divergence = (tables[name] for name in ("changes", "sparsity", "divergence"))
     last = divergence["step"].max()
     ends = divergence[divergence["step"] == last].groupby("optimizer")["relative_difference"].max()
@@ -220,7 +221,7 @@ def draw(run_dir: Path) -> Path:
     drawn = style.new_figure(7.2, 3.0)
     left, middle, right = drawn.subplots(1, 3)
     errors = changes.groupby("change")["relative_error"].max()
-    # Nothing lies between one neuron less and one more: no line leads from what changes to what does not.
+    # Removal and addition are separate lines: there is no width between one neuron fewer and one more.
     for own in (errors[errors.index < 0], errors[errors.index > 0]):
         left.plot(own.index, own, color=style.PALETTE[0], marker="o")
     left.set_title("second layer resized")

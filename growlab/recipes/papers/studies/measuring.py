@@ -1,4 +1,4 @@
-"""Code that studies share: steps on batches, accuracies, and tables of rows."""
+"""Shared code of the studies: training steps, accuracy, tables."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _ALL = 10**9  # batches of an epoch: as many as there are
 
 
 def batches_of(data: Any, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Training batches of an epoch and of those that follow, without end."""
+    """Yield training batches of an epoch and all following ones, endlessly."""
     while True:
         yield from epoch_of(data, epoch)
         epoch += 1
@@ -29,7 +29,7 @@ def epoch_of(data: Any, epoch: int) -> Iterable[tuple[Tensor, Tensor]]:
 def train(
     network: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> None:
-    """One step on the cross-entropy of each batch, in float64."""
+    """Train with one step on the cross-entropy of each batch, in float64."""
     for x, labels in batches:
         optimizer.zero_grad()
         F.cross_entropy(network(x.double()), labels).backward()
@@ -37,12 +37,12 @@ def train(
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Share of samples whose largest logit is their label's."""
+    """Fraction of samples whose largest logit is their label's."""
     return float((logits.argmax(1) == labels).double().mean())
 
 
 def relative(after: Tensor, before: Tensor) -> float:
-    """Norm of a difference relative to what it is a difference to."""
+    """Norm of a difference relative to the norm of the reference."""
     return float((after - before).norm() / before.norm())
 
 
