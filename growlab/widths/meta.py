@@ -69,6 +69,8 @@ class Shapes(TorchFunctionMode):
         if self._detailed:
             leaves = pytree.tree_leaves((args, kwargs or {}))
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in leaves]))
+        if func is F.batch_norm:
+            _note_statistics(*args, **(kwargs or {}))
         rule = _RULES.get(func)
         if rule is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
             known = rule(*args, **(kwargs or {}))
@@ -102,6 +104,22 @@ def corrected_shapes() -> Iterator[None]:
     finally:
         decompositions.one_layer_lstm = lstm
         _meta_registrations._meta_grouped_mm_common = grouped
+
+
+def _note_statistics(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Increment the versions of running statistics that a batch norm will update: torch's kernels do not."""
+    for tensor in (running_mean, running_var) if training else ():
+        if tensor is not None:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _batch_norm(x: Tensor, *args: Any, **named: Any) -> Tensor:

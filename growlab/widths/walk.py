@@ -96,7 +96,8 @@ class Walk:
         record.tie_heads_to_streams()
         if several_outputs or not self._program.call_spec.out_spec.is_leaf():
             _pin_what_is_more_than_an_output(record, output_class)
-        graph, names = _collect(record, output_class)
+        unsaved = frozenset(self._program.graph_signature.non_persistent_buffers)
+        graph, names = _collect(record, output_class, unsaved)
         self.calls = [
             Call(
                 operation,
@@ -337,7 +338,7 @@ class _Names:
         return tuple(dict.fromkeys(self.by_atom[atom] for atom in atoms if atom in self.by_atom))
 
 
-def _collect(record: Record, output_class: int) -> tuple[WidthGraph, _Names]:
+def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tuple[WidthGraph, _Names]:
     """Build the width graph from what rules have recorded; return it with the names of its groups."""
     atoms, find = record.atoms, record.scales.find
     atoms.settle()
@@ -345,7 +346,7 @@ def _collect(record: Record, output_class: int) -> tuple[WidthGraph, _Names]:
     _freeze_what_no_rule_placed(record)
     _freeze_what_constants_consume(record)
     atoms.freeze_single()
-    still = _kept_constants(record)
+    still = _kept_constants(record, unsaved)
     names = _Names(record)
     scaled = {name for x in record.layers for name in (x.weight, x.bias)}
     scaled |= {name for x in record.norms for name in (x.weight, x.bias, x.running_mean, x.running_var)}
@@ -519,7 +520,7 @@ def _freeze_what_constants_consume(record: Record) -> None:
                 record.atoms.freeze(axis, f"{name} takes these channels and is not trained")
 
 
-def _kept_constants(record: Record) -> list[str]:
+def _kept_constants(record: Record, unsaved: frozenset[str]) -> list[str]:
     """Return tensors that grow but are not trained and only accompany channels; pin the scale of what they scale.
 
     Running statistics do not count, nor does a frozen layer whose inputs grow.
@@ -533,6 +534,8 @@ def _kept_constants(record: Record) -> list[str]:
     grown = {name for x in record.layers if x.weight in consumes & still for name in (x.weight, x.bias)}
     trained = (norm for norm in record.norms if not {norm.weight, norm.bias} & still)
     statistics = {name for norm in trained for name in (norm.running_mean, norm.running_var)}
+    # Those that nothing updates and no state_dict has must end as they began.
+    statistics -= unsaved & still
     found = [
         name
         for name, runs in record.parameters.items()
@@ -542,7 +545,7 @@ def _kept_constants(record: Record) -> list[str]:
         if {layer.weight, layer.bias} & set(found):
             record.scales.pin(layer.scale_out)
     for norm in record.norms:
-        if {norm.weight, norm.bias} & set(found):
+        if {norm.weight, norm.bias, norm.running_mean, norm.running_var} & set(found):
             record.scales.pin(norm.scale_in)
     return found
 

@@ -203,6 +203,22 @@ class FrozenBatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
 
 
+class Statistics(nn.Module):
+    """Learned gains beside statistics that no state_dict has and nothing updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Conv2d(6, WIDTH, 1), nn.Linear(WIDTH, 3)
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        for row, name in enumerate(("running_mean", "running_var")):
+            self.register_buffer(name, 1.5 + sinusoids()[row], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x.transpose(1, 2)[..., None])
+        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias)
+        return self.c(torch.relu(x).mean((2, 3)))
+
+
 class Convolved(nn.Module):
     """Images: a value per channel, and a batch normalisation of numbers in buffers behind it."""
 
@@ -234,7 +250,7 @@ SPELLINGS = {
             FrozenEmbedding,
             WholeEmbedding,
         ),
-        *(Multiplied, Masked, InTwoPlaces, Computed, FrozenProjection, Convolved),
+        *(Multiplied, Masked, InTwoPlaces, Computed, FrozenProjection, Statistics, Convolved),
     )
 }
 
