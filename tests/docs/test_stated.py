@@ -36,7 +36,7 @@ RESULT = re.compile(
 CHANGES = "CHANGELOG.md"
 # Numbers that are no results of rows: budgets, rates, thresholds, sizes of data and packages, sections and versions.
 SETTINGS = {
-    README: {"3.11"},
+    README: {"3.11", "2.0"},
     ROWS: {
         *(
             "0.001",
