@@ -706,7 +706,7 @@ def grower_of(example):
             lambda: Loop(method="mine"),
             "method='mine' must be a growth method, .* or the name of one: bert2bert",
         ),
-        (lambda: Loop().train(4).grower.step(0), "epoch 0 lies before epoch 1, .* growth goes forwards"),
+        (lambda: Loop().train(4).grower.step(0), "epoch 0 is before epoch 1 .* growth goes forwards"),
         (lambda: Loop(trigger={0: 1.0, 1: 0.5}).train(), "only widens"),
         (lambda: Loop(trigger=ByMethod()).train(), "does not decide"),
         (lambda: Loop().grower.follow(nn.Linear(2, 2)), "cannot grow along"),
@@ -717,7 +717,7 @@ def grower_of(example):
         (lambda: Loop().grower.load_state_dict(mlp().state_dict()), "no state of a Grower"),
         (lambda: Loop().grower.step(epoch="1"), "epoch must be a finite number, not '1'"),
         (lambda: grower_of(PROBE[:0]), "no samples"),
-        (lambda: grower_of(PROBE * math.nan), "the example holds NaN"),
+        (lambda: grower_of(PROBE * math.nan), "the example contains NaN"),
         (lambda: grower_of(PROBE.to("meta")), "example is on the meta device"),
         (lambda: grower_of(torch.ones(4, 6, dtype=torch.long)), "mat1 and mat2 must have the same dtype"),
         (
@@ -955,7 +955,7 @@ def one_rank(rank: int, folder: Path) -> None:
     with pytest.raises(UserError, match="wrap the network again"):
         renew(other)
     with pytest.raises(
-        UserError, match="Sequential holds no DistributedDataParallel: give renew what the loop"
+        UserError, match="Sequential contains no DistributedDataParallel: pass renew the module that the loop"
     ):
         renew(other.module)
     torch.distributed.destroy_process_group()
@@ -1040,7 +1040,7 @@ def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> No
 @pytest.mark.parametrize("unit", ["epoch", "cost"])
 def test_a_loop_that_never_tells_what_the_trigger_counts_is_refused(unit: str) -> None:
     grower = Grower(plain(), torch.randn(4, 6), trigger=At({0: 0.25, 10: 1.0}, unit=unit))
-    with pytest.raises(UserError, match=rf"moments count '{unit}', which Grower.step was never told: call"):
+    with pytest.raises(UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"):
         grower.step(step=3)
     grower.step(**{unit: 0})
     assert grower.step(step=3) == []
@@ -1142,7 +1142,7 @@ def _on_demand(demand: Demand) -> Grower:
 def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs to know the training: call Grower.provide\(records="):
         _on_demand(Plateau()).step(epoch=0)
-    with pytest.raises(UserError, match=r"count 'epoch', which Grower.step was never told"):
+    with pytest.raises(UserError, match=r"counts in 'epoch', which Grower.step never received"):
         _on_demand(Plateau()).step(step=0)
     grower = _on_demand(GradientNorm())
     grower.gradients = grower.network.state_dict

@@ -1,4 +1,4 @@
-"""The engine: a network that grows in anyone's training."""
+"""The engine: grow a network in any training loop."""
 
 from growlab.grower.forecast import Forecast
 from growlab.grower.grower import Grower

@@ -18,12 +18,12 @@ aten = torch.ops.aten
 
 
 def forward_flops(model: nn.Module, sample: Example) -> int:
-    """FLOPs of one forward pass on one sample: two per multiply-add of convolutions, products of matrices, attention.
+    """Count the FLOPs of a forward pass on one sample: two per multiply-add of convolutions, matmuls and attention.
 
     A complex multiply-add is four real ones.
 
     Args:
-        model: any network; run in eval mode and left as it was.
+        model: any network; run in eval mode, then restored.
         sample: one input [1, ...], the tuple of the forward's positional inputs, or inputs by name.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
@@ -117,7 +117,7 @@ def _trilinear(
 
 @contextmanager
 def _no_fused_layers() -> Iterator[None]:
-    """Let torch's Transformer layers and LSTMs run as operations that the counter knows."""
+    """Make torch's Transformer layers and LSTMs run unfused, as operations that the counter knows."""
     fused, one_dnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
     torch.backends.mkldnn.set_flags(False)

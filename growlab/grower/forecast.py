@@ -1,4 +1,4 @@
-"""Widths of a run at every stage, as far as trigger and parts know them before it trains."""
+"""Forecast a run's widths at every stage, as far as they are known before training."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -14,21 +14,21 @@ _ENTRIES_OF_STATE = ("full_widths", "growth", "clock", "events", "trigger", "par
 
 
 class Forecast:
-    """Stages of a run as they are known before it trains.
+    """Stages of a run as known before training.
 
     Args:
         trigger: of the run.
-        graph: the network's width graph at full width, as trigger, method and parts have prepared it.
-        parts: features of the run; those with width groups of their own add these groups' widths.
+        graph: width graph of the prepared network at full width.
+        parts: features of the run, which may add width groups.
 
     Attributes:
         stages: width of each group at every stage; None if training decides them.
         seed: width of each group in the seed.
-        known: True if it is also known when each stage begins.
-        decided: groups whose widths parts decide while the network trains.
+        known: True if the start of each stage is known too.
+        decided: groups whose widths parts decide during training.
 
     Raises:
-        UserError: the network has no such widths.
+        UserError: the widths do not suit the network.
     """
 
     def __init__(self, trigger: Trigger, graph: WidthGraph, parts: Sequence[Part]) -> None:
@@ -56,11 +56,10 @@ class Forecast:
         }
 
     def check(self, method: GrowthMethod) -> None:
-        """Refuse stages that a method cannot grow through.
+        """Refuse stages that the method cannot grow through.
 
         Raises:
-            UserError: a stage is narrower than the one before it, and the method only widens; or it cannot grow a group
-                to these widths.
+            UserError: a stage is narrower than the previous one, or the method cannot grow a group to these widths.
         """
         for stage, (before, after) in enumerate(pairwise(self.stages or ()), start=1):
             narrower = next((group for group, width in before.items() if after[group] < width), None)
@@ -75,30 +74,30 @@ class Forecast:
             method.check(self._graph, [{g: step[g] for g in step if g not in self._own} for step in steps])
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
-        """Fraction of all growth that is done once a stage with these widths has begun; 1 where it is not known."""
+        """Return the fraction of all growth done once a stage has these widths; 1 if unknown."""
         fraction = self._trigger.fraction_grown(stage, widths)
         return 1.0 if fraction is None else fraction
 
     def complete(self, asked: Widths, now: Widths, stage: int) -> dict[str, int]:
-        """Widths of all groups, from those that the trigger asks for.
+        """Complete the trigger's widths to those of all groups.
 
         Args:
-            asked: by the trigger; groups that are left out keep their width.
+            asked: requested by the trigger; other groups keep their width.
             now: width of each group now.
-            stage: that begins, as the trigger counts.
+            stage: the new stage, as the trigger counts.
         """
         scheduled = {} if self.stages is None else {g: self.stages[stage][g] for g in self._own}
         return {**now, **asked, **scheduled, **{group: now[group] for group in self.decided}}
 
     def nothing_grows(self) -> str:
-        """Reason why nothing would grow, as a sentence; "" if something does, or nothing is to."""
+        """Return the reason why nothing would grow, as a sentence; "" if something does, or nothing should."""
         if self._graph.groups or isinstance(self._trigger, Never) or any(part.grows for part in self._parts):
             return ""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self._graph.fixed.items())[:3])
         return f"nothing in this network can grow{f' ({reasons})' if reasons else ''}"
 
     def ends_narrow(self) -> str:
-        """Warning if the last stage is narrower than the network was given, else ""."""
+        """Return a warning if the last stage is narrower than the given network, else ""."""
         last, full = (self.stages or [{}])[-1], self._graph.full_widths
         narrow = [group for group in last if last[group] < full[group] and group not in self._own]
         if not narrow or isinstance(self._trigger, Never):
@@ -109,7 +108,7 @@ class Forecast:
         )
 
     def unreached(self, stage: int) -> str:
-        """Warning if stages behind this one are scheduled, else ""."""
+        """Return a warning if stages after this one are scheduled, else ""."""
         if self.stages is None or stage >= len(self.stages) - 1:
             return ""
         return (
@@ -118,11 +117,10 @@ class Forecast:
         )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse what `Grower.state_dict` of another run returned: its next stage would be another one.
+        """Refuse a `Grower.state_dict` of another run, whose next stage would differ.
 
         Raises:
-            UserError: it is no grower's state, another network's, or of a run of other parts or other widths at its
-                stage.
+            UserError: it is not a grower's state, or that of another network, other parts or other widths.
         """
         kinds = {name: list if name == "events" else Mapping for name in _ENTRIES_OF_STATE}
         if not isinstance(state, Mapping) or not all(
@@ -149,11 +147,11 @@ class Forecast:
                 )
 
     def stage_of(self, widths: Mapping[str, int], default: int) -> tuple[int, dict[str, list[int]]]:
-        """Stage that has these widths, and the stage that each channel of a group comes with.
+        """Return the stage with these widths, and the birth stage of each group's channels.
 
         Args:
             widths: of all groups.
-            default: the stage, where none has these widths.
+            default: the stage if no stage has these widths.
         """
         stages = self.stages or []
         stage = stages.index(dict(widths)) if dict(widths) in stages else default

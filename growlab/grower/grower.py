@@ -1,4 +1,4 @@
-"""The engine: a network that grows in anyone's training."""
+"""The engine: grow a network in any training loop."""
 
 import logging
 import time
@@ -71,43 +71,45 @@ _ANNEAL_STEPS, _ANNEAL_PART = 100, 2
 
 
 class Grower(LoadingNetwork):
-    """Grows a network while a loop trains it, along with everything that belongs to it.
+    """Grows a network during training, with its optimizers and averages.
 
-    The network is made a seed at once, in place. From then on its output is right at any stage (a forward hook
-    applies what growth multiplies it by), its state_dict brings its own widths wherever it is loaded while the grower
-    is there, and the optimizers that `follow` keep their groups, schedules and state.
+    The network becomes a seed at once, in place. Its outputs are right at any stage (a forward hook applies growth's
+    output factor), and its state_dict restores its widths when loaded into a network with a grower. Optimizers given
+    to `follow` keep their groups, schedules and state.
 
-    The method draws new weights for the seed's tensors that grow, whatever the network contained before: training
-    starts from scratch, and a warning says so if they have been trained. `from_trained` grows a small trained network,
-    and `growlab widen` enlarges saved ones. Each event is logged, in a line at INFO of the logger "growlab".
+    The method draws new weights for all of the seed's tensors that grow: training starts from scratch, with a warning
+    if the network had been trained. `from_trained` grows a small trained network,
+    and `growlab widen` enlarges saved ones. Each event is logged as one line at INFO by the logger "growlab".
 
-    With several processes (DistributedDataParallel) each calls `step`, and, if that has returned events,
-    `growlab.grower.renew` on the wrapper.
+    With DistributedDataParallel each process calls `step` and, if that returned events, `growlab.grower.renew` on the
+    wrapper.
 
     Args:
-        network: at full width; class, parameter names and modules stay its own.
-        example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name: the
-            network is traced with it, and the outputs before and after each event are compared on it.
-        method: initialises new entries and rescales old ones: a growth method, or its name on the command line such as
+        network: at full width; its class, modules and parameter names stay the same.
+        example: an input [B, ...] with B >= 2, a tuple of positional inputs, or a dict of inputs: used to trace the
+            network, and to compare the outputs before and after each event.
+        method: initialises new entries and rescales old ones: a growth method, or its name on the command line such
+            as
             "ours"; None: `VarianceTransfer()`.
-        trigger: decides which widths come next, and when: a `growlab.Trigger`, a schedule, or the epoch and width of
-            each stage; None: {0: 0.25, 10: 0.5, 20: 1.0}.
+        trigger: decides the next widths and when to grow: a `growlab.Trigger`, a schedule, or a dict of epoch to
+            width; None: {0: 0.25, 10: 0.5, 20: 1.0}.
         parts: features that accompany growth; see `growlab.parts`.
         seed: of everything that growth draws.
-        anneal_steps: optimizer steps after an event in which normalisations over channels that grew become plain
-            ones again, see `growlab.growth.anneal_norms`; or a function of the grower that returns them; None: half as
-            many as the stage before had, or as are left of the training where the loop has said so, at most 100.
+        anneal_steps: optimizer steps after an event in which normalisations over grown channels become plain again,
+            see `growlab.growth.anneal_norms`; or a function of the grower that returns the number; None: half the
+            steps of the previous stage, or of the remaining training if known, at most 100.
         graph: returned by `trace_for_growth` for this network; None: the network is traced here.
-        trace: the submodule that grows, or its name, where the network cannot be traced as a whole: the others keep
-            their widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
+        trace: the submodule to grow, or its name, if the network cannot be traced as a whole: the others keep their
+            widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
         verbose: log events.
 
     Attributes:
-        forecast: stages and widths as far as they are known before training.
-        check_ranks: compare processes after each event, bit for bit.
+        forecast: stages and widths as known before training.
+        check_ranks: compare ranks bit for bit after each event.
 
     Raises:
-        UserError: the network cannot be traced or is another grower's, or trigger, method or a part do not go with it.
+        UserError: the network cannot be traced, belongs to another grower, or does not suit trigger, method or a
+            part.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[float, Any]] = {0: 0.25, 10: 0.5, 20: 1.0}
@@ -197,22 +199,23 @@ class Grower(LoadingNetwork):
         trace: str | nn.Module | None = None,
         **settings: Any,
     ) -> "Grower":
-        """Grower of a network that begins as a small trained one of its kind: narrower, with fewer layers, or both.
+        """Grow a small trained network into a wider or deeper one of the same kind.
 
-        The large network first takes on the small one's widths, layers and weights, and the optimizer continues with
-        its parameters, groups and state. Growth preserves outputs; layers that come in copy the one before them, with
-        branches that begin at zero.
+        The large network first takes the small one's widths, layers and weights, and the optimizer continues with its
+        parameters, groups and state. Growth preserves outputs; inserted layers copy the previous layer, with branches
+        that start at zero.
 
         Args:
-            small: the trained network, which is not changed, or its state_dict. Of a network, the outputs are compared.
-            wide: the network at full width and depth; becomes the small one, in place. Its own weights are lost.
+            small: the trained network, which is not changed, or its state_dict. Outputs are compared only with a
+                network.
+            wide: the network at full width and depth; becomes the small one in place and loses its weights.
             example: see `Grower`.
             method: see `Grower`; None: `HyperCloning(noise_std=0.1)`, whose copies separate by their noise.
             optimizer: the small network's, or several; the same objects continue.
             trigger: see `Grower`; "small" stands for the small network's widths, {0: "small", 500: 1.0}; None: all
                 growth at the first call of `step`.
-            layers: order of a deeper network's layers: "interleave" puts each copy behind its original, "end" all new
-                layers behind the last; or the indices that the small network's layers get.
+            layers: order of a deeper network's layers: "interleave" puts each copy after its original, "end" all new
+                layers after the last; or the new indices of the small network's layers.
             parts: see `Grower`; one that inserts layers replaces `layers`.
             state: see `follow`.
             seed: see `Grower`.
@@ -220,8 +223,8 @@ class Grower(LoadingNetwork):
             settings: further arguments of `Grower`.
 
         Raises:
-            UserError: the small network's tensors fit no widths of the large one, both compute something else with the
-                same weights, or the large network would not stay the same once its normalisations are plain.
+            UserError: the small network's tensors fit no widths of the large one, their outputs differ with the same
+                weights, or the outputs would change once normalisations are plain.
         """
         chosen = HyperCloning(noise_std=0.1) if method is None else as_method(method)
         names, missing = renamed(small if isinstance(small, Mapping) else small.state_dict(), wide, layers)
@@ -249,18 +252,17 @@ class Grower(LoadingNetwork):
     def follow(
         self, *followers: Optimizer | nn.Module, state: Inheritance = "auto", announced: bool = False
     ) -> None:
-        """Let optimizers track the network through growth, and averages of it grow along; once each.
+        """Attach optimizers, and averages of the network, to follow it through growth; once each.
 
         Args:
-            followers: optimizers of torch, of growlab or others; those that were made before the network became a
-                seed are given its parameters. Or modules of the network's tensors and widths: averages of it such as
+            followers: optimizers of any library; those made before the network became a seed receive the seed's
+                parameters. Or modules with the network's tensors, i.e. averages such as
                 `torch.optim.swa_utils.AveragedModel`.
-            state: what becomes of these optimizers' state at an event, see `growlab.optim.follow`.
-            announced: the loop calls `before_step` once gradients are there, since it gives optimizers a closure that
-                computes them.
+            state: treatment of these optimizers' state at an event, see `growlab.optim.follow`.
+            announced: the loop calls `before_step` once gradients are computed, because its optimizers use a closure.
 
         Raises:
-            UserError: it is neither, or a module of other tensors; there is no such `state`; or the network has been
+            UserError: a follower is of another kind or has other tensors, `state` is unknown, or the network has been
                 sharded since.
         """
         check_whole(self.network)
@@ -288,7 +290,7 @@ class Grower(LoadingNetwork):
                 )
             elif (inner := list(inside(one))) or isinstance(one, Optimizer):
                 # Wrappers of accelerate and Fabric, SAM, Lookahead and the like contain the optimizer that steps, may
-                # share its groups and its state, and may have state of their own.
+                # share its groups and its state, and may have additional state.
                 modules += self._attach(inner, state, False)
                 self.followers.add(one, state, announced)
             else:
@@ -304,22 +306,22 @@ class Grower(LoadingNetwork):
         loss: Callable[..., Tensor] | None = None,
         **known: Any,
     ) -> None:
-        """Provide data and records of the training for methods, triggers and parts, once and before the first step.
+        """Provide training data and records to methods, triggers and parts, once before the first step.
 
         Args:
-            batches: maps a number to so many training batches, this process's part: tuples of inputs and targets.
+            batches: maps n to n training batches (this process's part): tuples of inputs and targets.
             loss: mean loss of a batch from the network's output and the targets.
             known: further fields of `growlab.grower.triggers.Training`.
 
         Raises:
-            UserError: parts do not go with it, or there is no such field.
+            UserError: a part does not support the training, or a field is unknown.
         """
         self.training = self.training.updated(**not_none(batches=batches, loss=loss), **known)
         for part in self.parts:
             part.check(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Let parts act on gradients, of optimizers that `follow` was given as announced."""
+        """Call the parts' hooks on gradients; needed for optimizers attached with `announced=True`."""
         self.followers.before_step(optimizer)
 
     def targets(self, y: Tensor) -> Tensor:
@@ -336,24 +338,25 @@ class Grower(LoadingNetwork):
         cost: float | None = None,
         then: Callable[[], Any] | None = None,
     ) -> list[GrowthEvent]:
-        """Grow as far as the trigger asks at this moment; call it before the first batch after that moment.
+        """Grow if the trigger asks for it; call this before the next batch.
 
-        A second call at the same moment does nothing, so that a resumed run may ask again; nor does one after `finish`.
-        Whatever is raised, the network, the optimizers and all else are then as before, and it may be called again.
+        A second call at the same time does nothing, so a resumed run may repeat it; nor does a call after `finish`.
+        If anything is raised, the network, optimizers and all other state are restored, and `step` may be called
+        again.
 
         Args:
-            epoch: that begins, from 0.
+            epoch: the epoch that starts, from 0.
             step: optimizer steps done.
-            cost: spent so far, in the trigger's unit. What is left out stays as it was.
-            then: called after the events, if there are any, such as `lambda: renew(ddp)`: an error in it undoes them.
+            cost: spent so far, in the trigger's unit. Omitted arguments keep their last values.
+            then: called after events, such as `lambda: renew(ddp)`; an error in it undoes them.
 
         Returns:
-            The events, mostly none: the same objects as in `events`.
+            New events, usually none: the same objects as in `events`.
 
         Raises:
-            UserError: the method or an optimizer cannot, processes differ, the trigger's unit was never given, a moment
-                lies before one that was given already, or the network has been sharded since.
-            ParityError: the network would compute something else than the method promises.
+            UserError: the method or an optimizer does not support the event, ranks differ, the trigger's unit was
+                never given, a value is smaller than before, or the network has been sharded since.
+            ParityError: the outputs would change by more than the method allows.
         """
         values = {"epoch": epoch, "step": step, "cost": cost}
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
@@ -364,7 +367,7 @@ class Grower(LoadingNetwork):
         try:
             if unit is not None and unit not in self._units:
                 raise UserError(
-                    f"the trigger's moments count {unit!r}, which Grower.step was never told: call step({unit}=...), "
+                    f"the trigger counts in {unit!r}, which Grower.step never received: call step({unit}=...), "
                     "or give At(..., unit=...) what your loop counts."
                 )
             if not self._open:
@@ -382,17 +385,17 @@ class Grower(LoadingNetwork):
         return events
 
     def finish(self, at_any_stage: bool = False) -> nn.Module:
-        """End growth: the network is an ordinary one that computes the same, and its hooks are gone.
+        """End growth: make the network an ordinary one with the same outputs, without hooks.
 
         Args:
-            at_any_stage: do not warn of stages that are still to come.
+            at_any_stage: do not warn about remaining stages.
 
         Returns:
             The network.
 
         Raises:
-            UserError: normalisations are not plain again yet, or an optimizer was given a state that no network of its
-                size was loaded with; everything is then as before.
+            UserError: normalisations are not plain yet, or an optimizer has loaded a state for a network of another
+                size. Nothing has changed then.
         """
         self.followers.check_loaded()
         if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage)):
@@ -417,7 +420,7 @@ class Grower(LoadingNetwork):
         return self.network
 
     def restore_full_width(self) -> None:
-        """Leave the network at the widths that it was traced at, without hooks; new channels are zero."""
+        """Restore the network's full widths, with zeros in new channels, and remove hooks."""
         full = self.full_graph.full_widths
         births = {group: [0] * width for group, width in full.items()}
         self._set_state(self._state_from_keys(self._full_names, GrowthState(0, full, births)))
@@ -426,14 +429,14 @@ class Grower(LoadingNetwork):
         self._open = False
 
     def reattach_hooks(self) -> None:
-        """Attach the hooks again that `finish` took away, so that checkpoints of earlier stages load again."""
+        """Reattach the hooks that `finish` removed, so that checkpoints of earlier stages can be loaded."""
         for network in (self.network, *self.copies().values()):
             see_through(network, self.full_graph)
             attach(network, self.graph, self.state, self.resize_for_loading, self.probe())
         self._open = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grower":
-        """A grower of a copy of the network, which copies of the optimizers follow where they are copied along."""
+        """Copy the grower with its network; optimizers copied in the same call follow the copy."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
@@ -445,28 +448,28 @@ class Grower(LoadingNetwork):
         return twin
 
     def __reduce__(self) -> Any:
-        """Refuse."""
+        """Refuse pickling and shallow copies."""
         raise TypeError(
-            "a Grower cannot be pickled or copied flatly: save its state_dict() beside the network's."
+            "a Grower cannot be pickled or copied shallowly: save its state_dict() with the network's."
         )
 
     # What triggers, parts and optimizers ask -----------------------------------------------------------------
 
     @property
     def auxiliary_flops(self) -> int:
-        """Forward FLOPs so far of passes that do not train, each with a backward pass or what costs as much."""
+        """Forward FLOPs of auxiliary passes so far, each including a backward pass or equal cost."""
         passes = (*(event.notes for event in self.events), *self.trigger.auxiliary_passes)
         return sum(each.get("auxiliary_flops", 0) for each in passes)
 
     @property
     def anneal_steps(self) -> int:
-        """Optimizer steps in which normalisations of this stage become plain ones."""
+        """Optimizer steps in which normalisations of this stage become plain."""
         if callable(self._anneal_steps):
             return self._anneal_steps(self)
         return self._annealing[1] if self._anneal_steps is None else self._anneal_steps
 
     def _begin_stage(self) -> None:
-        """Choose the steps in which normalisations of the stage that begins become plain ones."""
+        """Choose the steps in which normalisations of the new stage become plain."""
         before, chosen = self._annealing
         training, clock, steps = self.training, self.clock, _ANNEAL_STEPS
         if before:
@@ -478,7 +481,7 @@ class Grower(LoadingNetwork):
         self._annealing = (0, chosen)
 
     def regions(self) -> dict[str, Regions]:
-        """Elements of each parameter by the stage that they came with, by name, on the network's device."""
+        """Birth stages of each parameter's elements, by name, on the network's device."""
         see_through(self.network, self.full_graph)
         parameters = dict(self.network.named_parameters())
         device = next(iter(parameters.values())).device
@@ -492,7 +495,7 @@ class Grower(LoadingNetwork):
         return self._regions
 
     def newborn(self, since: int = 1) -> Newborn:
-        """Parameters and entries that came in at a stage or later: to freeze all others, or for groups of their own.
+        """Return parameters and entries added at a stage or later, e.g. to freeze the others.
 
         Args:
             since: stage, from 1; the seed and what `from_trained` loads are stage 0.
@@ -500,7 +503,7 @@ class Grower(LoadingNetwork):
         return newborn(self.network, self.regions(), since)
 
     def divisors(self) -> dict[Tensor, Tensor]:
-        """Divisors of the steps of Adam and the like, by parameter: multipliers of rows, if the method says so."""
+        """Divisors of the steps of optimizers such as Adam, by parameter: row multipliers, if the method has any."""
         known = row_multipliers(self.network) if self.method.compensates else {}
         return {self.network.get_parameter(name): rows for name, rows in known.items()}
 
@@ -515,7 +518,7 @@ class Grower(LoadingNetwork):
             self.anneal(min(1.0, (round(self.state.norm_progress * steps) + 1) / steps))
 
     def anneal(self, progress: float) -> None:
-        """Bring weighted normalisations of the network and its averages closer to plain ones, which they are at 1."""
+        """Anneal weighted normalisations of the network and its averages; at progress 1 they are plain."""
         see_through(self.network, self.full_graph)
         for copy in self.copies().values():
             anneal_norms(copy, self.graph, GrowthState.from_dict(self.state.as_dict()), progress)
@@ -524,7 +527,7 @@ class Grower(LoadingNetwork):
     # Events --------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> tuple[Widths, WidthPart | None] | None:
-        """Widths to grow to now, and the part that asks for them (None: the trigger); None if nothing is to grow."""
+        """Return the widths to grow to now and the part that asks for them (None: the trigger), or None."""
         # Parts first: the trigger's event may drop the optimizer's state, which they may read.
         for part in self.parts:
             if isinstance(part, WidthPart) and (widths := part.decide(self)) is not None:
@@ -533,7 +536,7 @@ class Grower(LoadingNetwork):
         return None if asked is None else (asked, None)
 
     def _grow_as_asked(self, then: Callable[[], Any] | None) -> list[GrowthEvent]:
-        """Do all events that are asked for, and call `then` if there were any; an error undoes everything."""
+        """Perform all requested events, and call `then` if there were any; an error undoes everything."""
         events: list[GrowthEvent] = []
         with decision(self, self.parts):
             request = self._next_request()
@@ -555,11 +558,11 @@ class Grower(LoadingNetwork):
     # New parameters are to be trained, wherever the event happens.
     @torch.inference_mode(False)
     def _grow_once(self, asked: Widths, asker: WidthPart | None) -> GrowthEvent:
-        """Grow the network, and all that follows it, and append the receipt.
+        """Grow the network and its followers, and append the event.
 
         Args:
-            asked: widths of groups; all of them unless a part asks, which does for its own groups alone.
-            asker: the part that asks for the event, by its own method; None: the trigger does.
+            asked: widths of all groups, or of a part's own groups if the part asks.
+            asker: the part that asks for the event, with its own method; None: the trigger.
         """
         seconds, before, num_params = Seconds(), dict(self.state.widths), _num_params(self.network)
         method = self.method if asker is None else asker.method
@@ -641,10 +644,10 @@ class Grower(LoadingNetwork):
             self.anneal(1.0)
 
     def _widths_of_event(self, asked: Widths, asker: Part | None) -> tuple[Widths, Widths]:
-        """Width of each group after an event, and the same with parts' own groups as they are, for the method.
+        """Width of each group after an event, and the same with parts' own groups unchanged, for the method.
 
         Raises:
-            UserError: the trigger asks for no such group, or a width is no number of channels.
+            UserError: a group is unknown, or a width is not a number of channels.
         """
         now = dict(self.state.widths)
         if asker is not None:
@@ -664,7 +667,7 @@ class Grower(LoadingNetwork):
     def _grow_average(
         self, name: str, copy: nn.Module, state: GrowthState, widths: Widths, along: Callable[[], GrowthEvent]
     ) -> dict[str, float]:
-        """Grow an average of the network as the network was, from the same state; return entries of the receipt."""
+        """Grow an average of the network by the same event; return entries of the receipt."""
         try:
             event = along()
         except ParityError as error:
@@ -678,7 +681,7 @@ class Grower(LoadingNetwork):
     def _widen_parts(
         self, network: nn.Module, state: GrowthState, widths: Widths, replaced: Replaced, carry: Carry
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
-        """Let parts widen their own groups; followers see the method's event and this as one."""
+        """Widen the parts' own groups; for followers it is one event with the method's."""
         own: dict[str, tuple[Tensor, Tensor]] = {}
         for part in self.parts:
             if isinstance(part, WidthPart) and any(widths[g] != state.widths[g] for g in part.groups):

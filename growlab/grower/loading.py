@@ -1,4 +1,4 @@
-"""Checkpoints of a growing network, and the structure and widths that it takes on when it loads one."""
+"""Save and load checkpoints of a growing network, restoring structure and widths."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -43,13 +43,13 @@ class LoadingNetwork(GrowingNetwork):
         return graph
 
     def _state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """State of the network whose tensors have these names."""
+        """Infer the network's state from the names of its tensors."""
         for part in self._block_parts:
             state = part.state_from_keys(names, state)
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """State of growth that complements the network's and the optimizers', in plain containers and tensors."""
+        """Return the state of growth, besides the network's and the optimizers', in plain containers."""
         return {
             "full_widths": self.full_graph.full_widths,
             "growth": self.state.as_dict(),
@@ -61,10 +61,10 @@ class LoadingNetwork(GrowingNetwork):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, before or after the network and the optimizers load theirs.
+        """Restore the state of growth, before or after the network and the optimizers load theirs.
 
         Raises:
-            UserError: it is another network's, or of a run with other parts or other widths at its stage.
+            UserError: it belongs to another network, or a run with other parts or other widths at its stage.
         """
         self.forecast.check_state(state)
         self._set_state(GrowthState.from_dict(state["growth"]))
@@ -79,10 +79,10 @@ class LoadingNetwork(GrowingNetwork):
             part.load_state_dict(state["parts"][part.name])
 
     def plain_state_dict(self) -> dict[str, Tensor]:
-        """State dict as `finish` would leave it, while growth continues: a plain network's of its widths.
+        """State dict as `finish` would leave it: that of a plain network at the current widths.
 
         Raises:
-            UserError: normalisations are not plain yet, or the method or a part changes the network until the end.
+            UserError: normalisations are not plain yet, or the method or a part changes the network until `finish`.
         """
         return self.plain_tensors(self.network)[0]
 
@@ -105,16 +105,16 @@ class LoadingNetwork(GrowingNetwork):
     def resize_for_loading(
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
     ) -> None:
-        """Bring the network, or a copy of it, to the structure and widths of tensors that it is about to load.
+        """Resize the network, or a copy of it, to the tensors that it is about to load.
 
-        Tensors that are not the network's are left to `load_state_dict` to complain about.
+        Unknown tensors are left to `load_state_dict`, which raises an error.
         """
         see_through(network, self.full_graph)
         needed = self.graph.axes.keys() - self.graph.constants.keys()
         if self.method.holds_otherwise and not needed <= network.state_dict().keys():
             raise UserError(
-                f"growth has ended, and {self.method.name} held weights in another way before: load what was saved "
-                "while it trained into a new network with a Grower (or callback) of its own."
+                f"growth has ended, and {self.method.name} stored weights in another form before: load checkpoints "
+                f"saved during training into a new network with its own Grower (or callback)."
             )
         known = None if state is None else GrowthState.from_dict(state)
         graph = self.graph_at(known or self._state_from_keys(tensors, self.state))
@@ -143,7 +143,7 @@ class LoadingNetwork(GrowingNetwork):
     def _state_of_tensors(
         self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths
     ) -> GrowthState:
-        """State of tensors that came without one; the network's own where they fit it."""
+        """Infer the state for tensors saved without one; the network's state if they fit."""
         stage, births = self.forecast.stage_of(widths, self.state.stage)
         guess = GrowthState(stage, dict(widths), births, asked=self.state.asked)
         guess = self._state_from_keys(tensors, guess)
@@ -159,7 +159,7 @@ class LoadingNetwork(GrowingNetwork):
     # New parameters are to be trained, wherever they are loaded.
     @torch.inference_mode(False)
     def _set_state(self, state: GrowthState) -> None:
-        """Switch to another state of growth: structure and widths of all that follows, factors, regions."""
+        """Switch to another state of growth: structure, widths, factors and regions."""
         past, graph = dict(self.network.named_parameters()), self.graph_at(state)
         state = replace(state, constants={**self.state.constants, **state.constants})
         for network in (self.network, *self.copies().values()):
@@ -174,7 +174,7 @@ class LoadingNetwork(GrowingNetwork):
 
     @torch.inference_mode(False)
     def resize_to(self, network: nn.Module, state: GrowthState) -> None:
-        """Bring the network, or a copy of it, to the widths and the structure of a state."""
+        """Resize the network, or a copy of it, to the structure and widths of a state."""
         tensors = tensors_of(network, self.graph)
         now = {**self.state.widths, **self.graph.widths_of({name: t.shape for name, t in tensors.items()})}
         changed = {

@@ -1,4 +1,4 @@
-"""The network that grows: traced and checked at full width, seen through torch's wrappers, and saved as a plain one."""
+"""Trace and check a network, rebuild DistributedDataParallel, handle torch's wrappers, make plain state dicts."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
 
 
 def as_method(method: GrowthMethod | str) -> GrowthMethod:
-    """Return a growth method, or the one that a name on the command line stands for.
+    """Return a growth method, given itself or its name on the command line.
 
     Raises:
         UserError: it is neither.
@@ -70,7 +70,7 @@ def as_method(method: GrowthMethod | str) -> GrowthMethod:
 
 
 def no_widths() -> WidthGraph:
-    """Width graph of a network of which nothing is to grow."""
+    """Return a width graph without groups, for a network that keeps its widths."""
     return WidthGraph({}, {}, (), (), frozenset(), 0)
 
 
@@ -84,16 +84,16 @@ def trace_for_growth(
     grows: bool = True,
     submodule: str | nn.Module | None = None,
 ) -> WidthGraph:
-    """Trace a full-width network, and let method and parts change how it keeps its weights, in place.
+    """Trace a full-width network, and apply the `prepare` of method and parts, in place.
 
     Args:
         network: at full width.
         example: see `Grower`.
         method: the growth method.
-        parts: features beside growing.
+        parts: features besides growing.
         seed: the run's.
         opaque: see `growlab.widths.trace`.
-        grows: False: a network that cannot be traced has no width groups.
+        grows: if False, a network that cannot be traced has no width groups.
         submodule: see `growlab.widths.trace`.
 
     Returns:
@@ -101,7 +101,7 @@ def trace_for_growth(
 
     Raises:
         UnsupportedOperation: the network cannot be traced.
-        UserError: it has no values, is wrapped or sharded, or two parameters are views of one memory.
+        UserError: it has no values, is wrapped or sharded, or two parameters share memory.
     """
     inputs = inputs_of(example, network)
     _check_values(inputs)
@@ -127,10 +127,10 @@ def trace_for_growth(
 
 
 def check_arguments(seed: Any, anneal_steps: Any) -> None:
-    """Refuse arguments that a `Grower` would only fail on later.
+    """Refuse arguments on which a `Grower` would fail later.
 
     Raises:
-        UserError: the seed is no integer, or a number of steps is no integer from 0 on.
+        UserError: the seed is not an integer, or a number of steps is not an integer from 0.
     """
     with as_user_errors():
         whole(-(2**64), seed=seed)
@@ -146,11 +146,11 @@ def _check_values(inputs: tuple[Any, ...]) -> None:
         if given.ndim and not len(given):
             raise UserError("the example has no samples: give a batch of at least two.")
         if given.is_floating_point() and bool(given.isnan().any()):
-            raise UserError("the example holds NaN: outputs could not be compared on it.")
+            raise UserError("the example contains NaN: outputs could not be compared on it.")
 
 
 def check_whole(network: nn.Module) -> None:
-    """Refuse wrappers of distributed training, and parameters of which a process holds a piece.
+    """Refuse wrappers of distributed training, and sharded parameters.
 
     Raises:
         UserError: the network is wrapped, sharded, or replicated by torch's composable function.
@@ -178,7 +178,7 @@ def check_whole(network: nn.Module) -> None:
 
 @cache
 def _distributed(kind: Any) -> str:
-    """Return "sharded" or "replicated" for modules of a class that is so over processes, else ""."""
+    """Return "sharded" or "replicated" for modules of torch's distributed classes, else ""."""
     bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     if any("FullyShardedDataParallel" in base or base.endswith("fsdp.FSDPModule") for base in bases):
         return "sharded"
@@ -187,7 +187,7 @@ def _distributed(kind: Any) -> str:
 
 
 def _check_memory(network: nn.Module) -> None:
-    """Refuse parameters that are tied by their memory alone: each would get its own at the first event."""
+    """Refuse distinct parameters that share memory: an event would separate them."""
     ranges = []
     for name, p in network.named_parameters():
         try:
@@ -212,7 +212,7 @@ def _check_memory(network: nn.Module) -> None:
 
 
 class _Memory:
-    """Addresses of a tensor on any device, for numpy, which reads nothing there."""
+    """Addresses of a tensor's elements on any device, as a numpy array interface that is never read."""
 
     def __init__(self, tensor: Tensor) -> None:
         size = tensor.element_size()
@@ -227,7 +227,7 @@ class _Memory:
 
 
 def not_fresh(network: nn.Module) -> str:
-    """Reason to believe that weights are not those of the network's constructor; "" if there is none.
+    """Return a sign that the weights are not those of the network's constructor, or "".
 
     Constructors leave weights and biases of normalisations constant, running statistics at 0 and 1, and no gradients.
     """
@@ -250,25 +250,25 @@ def not_fresh(network: nn.Module) -> str:
 def renew(module: nn.Module) -> None:
     """Rebuild DistributedDataParallel in place, to reduce the gradients of the parameters that its network has now.
 
-    It is what `DistributedDataParallel` does when it is unpickled: settings and communication hooks stay, and
-    references to the wrapper stay valid. Errors and factors that PowerSGD's hook keeps start again. Call it on all
-    processes, after an event and before the next forward pass. Nothing is sent: parameters and buffers must be equal
-    already, as they are after an event.
+    The same happens when `DistributedDataParallel` is unpickled: settings and communication hooks stay, and
+    references to the wrapper stay valid; the state of PowerSGD's hook restarts. Call it on all processes, after an
+    event and before the next forward pass. There is no communication: parameters and buffers are equal after an
+    event.
 
     Args:
-        module: the wrapper, of the default process group, or the module that a library has put around it (accelerate's
-            `prepare`, Fabric's `setup`). In a single process there may be none.
+        module: the wrapper, of the default process group, or a library's module around it (accelerate's `prepare`,
+            Fabric's `setup`). A single process needs no wrapper.
 
     Raises:
-        UserError: several processes train, and it contains no wrapper, or one of another group.
+        UserError: several processes train, and it contains no wrapper, or one with another group.
 
-    Whatever is raised, the wrapper is then as before.
+    If anything is raised, the wrapper is unchanged.
     """
     wrappers = [each for each in module.modules() if isinstance(each, DistributedDataParallel)]
     if not wrappers and ranks.several():
         raise UserError(
-            f"{type(module).__name__} holds no DistributedDataParallel: give renew what the loop calls, not the "
-            "network inside of it."
+            f"{type(module).__name__} contains no DistributedDataParallel: pass renew the module that the loop "
+            f"calls, not the network inside it."
         )
     for wrapper in wrappers:
         _renew(wrapper)
@@ -280,7 +280,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
         state = wrapper.__getstate__()
     except RuntimeError as error:
         raise UserError(
-            "a wrapper of a process group of its own cannot be renewed: delete it and wrap the network again."
+            "a wrapper with its own process group cannot be rebuilt: delete it and wrap the network again."
         ) from error
     # The old parameters, and the old hooks on those that stay, go before the new ones are added.
     trained = [p for p in wrapper.module.parameters() if p.requires_grad]
@@ -309,19 +309,19 @@ def _renew(wrapper: DistributedDataParallel) -> None:
 def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
     """Find the wrapper that a library has made around a module, or None.
 
-    It looks through all objects of this process: a fraction of a second.
+    It searches all objects of this process, which takes a fraction of a second.
     """
     found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
     return next((each for each in found if each.module is module), None)
 
 
 def see_through(network: nn.Module, graph: WidthGraph) -> None:
-    """Give modules in torch's `checkpoint_wrapper` or `offload_wrapper` the names that they were traced by.
+    """Restore the traced names of modules in torch's `checkpoint_wrapper` or `offload_wrapper`.
 
-    Their entries of the state_dict have these names too, torch sees to that.
+    torch uses these names in the state_dict too.
 
     Args:
-        network: in which wrappers may stand that were not there when it was traced.
+        network: may contain wrappers that were added after tracing.
         graph: its width graph.
     """
 
@@ -350,7 +350,7 @@ def named_modules(
     prefix: str = "",
     remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, nn.Module]]:
-    """`nn.Module.named_modules` of a wrapper: it and what is inside of it have one name."""
+    """`nn.Module.named_modules` of a wrapper, which shares its name with the module inside."""
     memo = set() if memo is None else memo
     if wrapper not in memo:
         if remove_duplicate:
@@ -360,7 +360,7 @@ def named_modules(
 
 
 def copies_in(follower: nn.Module, network: nn.Module) -> list[nn.Module]:
-    """Copies of the network in a module that averages it, which may have the network itself as a submodule too."""
+    """Find copies of the network in an averaging module, which may contain the network itself too."""
     own, wanted, found = set(network.modules()), _shapes(network), list[nn.Module]()
     waiting = [follower]
     for module in waiting:
@@ -389,7 +389,7 @@ def plain_tensors(
     """State dict as `Grower.finish` would leave it, and the original value of every entry that differs.
 
     Args:
-        network: that grows, or a copy of it; left as it is.
+        network: the growing network or a copy of it; not changed.
         graph: its width graph.
         output_factor: of its growth state.
     """
@@ -408,13 +408,13 @@ def plain_tensors(
 
 
 def make_plain(metadata: dict[str, Any]) -> None:
-    """Let the metadata of a network in a state_dict say that nothing is left to multiply."""
+    """Set a network's metadata in a state_dict to that of a plain network."""
     if METADATA in metadata:
         metadata[METADATA] = {**metadata[METADATA], "output_factor": 1.0, "multipliers": {}}
 
 
 def put_back(network: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Restore the original values in a growing network, or a module around it, that has loaded plain ones."""
+    """Restore the original values in a growing network, or a module around it, after plain ones were loaded."""
     own = dict(chain(network.named_parameters(remove_duplicate=False), network.named_buffers()))
     with torch.no_grad():
         for key, tensor in kept.items():

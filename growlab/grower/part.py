@@ -20,14 +20,14 @@ class Part(Described):
     """A feature that accompanies growth, such as averaged weights.
 
     Attributes:
-        name: key of its state and its receipt entries; where the class says none, its key in the configuration, else
-            the class's name in snake case.
-        groups: width groups that it widens itself, see `WidthPart`; the growth method leaves their widths as they are.
-        grows: it enlarges the network, also one without width groups.
-        method: of the events that it asks for by itself, see `WidthPart.decide`; None: it asks for none.
-        follows_norms: as a growth method's, of its own groups.
-        num_copies: copies of the network that it keeps, for estimates of memory.
-        one_group: optimizers have to keep all parameters in one group, since it adds some.
+        name: key of its state and its receipt entries; by default its key in the configuration, else the class's name
+            in snake case.
+        groups: width groups that the part itself widens, see `WidthPart`; the growth method keeps their widths.
+        grows: the part enlarges the network, even without width groups.
+        method: growth method of the events that the part itself asks for, see `WidthPart.decide`; None: no events.
+        follows_norms: like a growth method's attribute, for the part's groups.
+        num_copies: copies of the network that the part keeps, for estimates of memory.
+        one_group: the part adds parameters, so optimizers must have a single group.
     """
 
     name: str = ""
@@ -41,13 +41,13 @@ class Part(Described):
     # Before training ---------------------------------------------------------------------------------------
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return False to be left out of runs with such a trigger, in which it has nothing to do."""
+        """Return False to be left out of runs with this trigger."""
         return True
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
     ) -> WidthGraph:
-        """Change how the full-width network is built, in place.
+        """Change the structure of the full-width network, in place.
 
         Returns:
             The width graph to continue with.
@@ -55,12 +55,12 @@ class Part(Described):
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Remove what a prepared network does not have yet at a fraction of growth, in place.
+        """Remove modules that a prepared network does not have yet at a fraction of growth, in place.
 
         Called for the seed, and for copies whose cost and memory are measured.
 
         Returns:
-            The width graph of what is left.
+            The width graph of the rest.
         """
         return graph
 
@@ -69,14 +69,14 @@ class Part(Described):
         return inputs
 
     def check(self, grower: GrowingNetwork) -> None:
-        """Refuse a grower that it cannot accompany; called before the seed is made, and once training is known.
+        """Refuse unsupported growers; called before the seed is made, and again once the training is known.
 
         Raises:
             UserError: the reason.
         """
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Start; called once, when the network is a seed. Averages of the network are put into `grower.averages`."""
+        """Start; called once, when the network is a seed. Add averages of the network to `grower.averages`."""
 
     # While the network trains ------------------------------------------------------------------------------
 
@@ -87,12 +87,13 @@ class Part(Described):
     def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
         """Act before a growth event to given widths; return plain entries for its receipt.
 
-        Entries `auxiliary_flops` (of forward passes, each with a backward pass) and `auxiliary_samples` count as cost.
+        The entries `auxiliary_flops` (of forward passes, each with a backward pass) and `auxiliary_samples` count as
+        cost.
         """
         return {}
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
-        """Act after a growth event that optimizers and averages have followed; return entries for its receipt."""
+        """Act after a growth event, when optimizers and averages have followed; return entries for its receipt."""
         return {}
 
     def before_step(self, grower: GrowingNetwork) -> None:
@@ -102,43 +103,43 @@ class Part(Described):
         """Act after each of those steps."""
 
     def finish(self, grower: GrowingNetwork) -> None:
-        """Act at the end, before the network is made an ordinary one."""
+        """Act at the end, before the network becomes an ordinary one."""
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, in plain containers of tensors and numbers."""
+        """Return the state, in plain containers of tensors and numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; averages have the widths of the checkpoint by then."""
+        """Restore the result of `state_dict`; averages already have the checkpoint's widths."""
 
 
 class WidthPart(Part):
-    """A part with width groups of its own, which it names in `groups`."""
+    """A part that widens the width groups named in `groups` itself."""
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
-        """Width of each of its groups at every one of so many stages, for schedules."""
+        """Return the width of each of the part's groups at every stage, for schedules."""
         return {}
 
     def decide(self, grower: GrowingNetwork) -> Widths | None:
-        """Widths of its groups to change to now, by an event of its own `method`; None to keep the present ones.
+        """Return new widths of the part's groups, for an event with its `method`; None to keep the current ones.
 
-        Called at every boundary that the training loop announces, before the trigger, and again after each event. The
-        decision must be a function of the grower: a resumed run asks again.
+        Called at every step or epoch, before the trigger, and again after each event. The decision must be a function
+        of the grower, since a resumed run asks again.
         """
         return None
 
     def widen(
         self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths
     ) -> Replaced:
-        """Widen its groups in the network, or in an average of it, after the growth method's event.
+        """Widen the part's groups in the network, or in an average of it, after the growth method's event.
 
         Args:
             grower: of the network.
             network: changed in place.
-            state: of that network; brought up to date.
-            widths: of all groups, to come.
+            state: of that network; updated.
+            widths: new widths of all groups.
 
         Returns:
             Old and new tensor by name.
@@ -150,10 +151,10 @@ class WidthPart(Part):
 
 
 class BlockPart(Part):
-    """A part that leaves modules out of the network and brings them in while it trains; `state.blocks` says which."""
+    """A part that leaves modules out of the network and inserts them during training, recorded in `state.blocks`."""
 
     def births(self, state: GrowthState) -> Mapping[str, int]:
-        """Stage at which tensors came in that were not there from the start, by name."""
+        """Stage at which tensors were inserted, by name, without those present from the start."""
         return {}
 
     def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
@@ -166,18 +167,18 @@ class BlockPart(Part):
         return graph
 
     def state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """State of the network whose tensors have these names, where nothing else says it."""
+        """Infer the network's state from the names of its tensors, if it was saved without one."""
         return state
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
-        """Bring a network, or an average of it, to the structure of a state, before it loads tensors."""
+        """Change a network, or an average of it, to the structure of a state, before it loads tensors."""
 
 
 def checked_parts(parts: Any) -> tuple[Part, ...]:
-    """Parts as they were given, each with a name of its own.
+    """Check parts and give each a unique name.
 
     Raises:
-        UserError: they are no list of parts, or two have one name.
+        UserError: it is not a list of parts, or two have the same name.
     """
     if not isinstance(parts, Sequence):
         raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")

@@ -1,4 +1,4 @@
-"""Growth of networks that are trained already: a small network becomes the first stage of a larger one."""
+"""Grow trained networks: a small network becomes the first stage of a larger one."""
 
 import importlib
 import re
@@ -39,7 +39,7 @@ class Newborn:
 
 
 def newborn(network: nn.Module, regions: Mapping[str, Regions], since: int) -> Newborn:
-    """Find what is not older than a stage.
+    """Find parameters and entries added at a stage or later.
 
     Args:
         network: that grows.
@@ -93,16 +93,16 @@ class Once(Trigger):
         return float(stage > 0)
 
     def stage_end(self, grower: GrowingNetwork) -> int | None:
-        """Return None: it is not known when the loop calls `step`."""
+        """Return None: the time of the first `step` is unknown."""
         return None
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
-        """Full widths, once."""
+        """Return full widths, once."""
         return grower.graph.full_widths if grower.state.scheduled_stage == 0 else None
 
 
 def layers_to_come(names: Iterable[str]) -> Part:
-    """Part that inserts these layers as copies of the ones before them."""
+    """Return a part that inserts these layers as copies of the previous ones."""
     # By its name, since parts are built on this package.
     part: Part = importlib.import_module("growlab.parts").Depth(list(names), start="stack", state="copy")
     return part
@@ -111,10 +111,10 @@ def layers_to_come(names: Iterable[str]) -> Part:
 def trigger_from(
     trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph
 ) -> Trigger:
-    """Trigger whose first stage has the small network's widths.
+    """Make a trigger whose first stage has the small network's widths.
 
     Args:
-        trigger: None: growth at once; or moments and widths, of which "small" stands for the small network's.
+        trigger: None: growth at once; or a dict of time to widths, where "small" means the small network's.
         widths: width of each group in the small network.
         graph: the large network's width graph.
 
@@ -138,7 +138,7 @@ def trigger_from(
 def renamed(
     state: Mapping[str, Tensor], wide: nn.Module, layers: Layers
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Match the names of a small network's tensors with those of a deeper network of its kind.
+    """Map the names of a small network's tensors to those of a deeper network of its kind.
 
     Args:
         state: the small network's tensors by name.
@@ -146,8 +146,8 @@ def renamed(
         layers: see `Layers`.
 
     Returns:
-        The deeper network's name of each tensor, and for the path of each layer that the small network does not have
-        that of the layer which it will copy.
+        The deeper network's name of each tensor, and for the path of each additional layer that of the layer which it
+        copies.
 
     Raises:
         UserError: `layers` does not fit.
@@ -196,10 +196,10 @@ def prepared(
     names: Mapping[str, str],
     copied: Mapping[str, str],
 ) -> tuple[WidthGraph, dict[str, int]]:
-    """Trace the large network, and read the small one's widths off the shapes of its tensors.
+    """Trace the large network, and infer the small one's widths from the shapes of its tensors.
 
     Raises:
-        UserError: the small network is no narrower network of this kind.
+        UserError: the small network is not a narrower network of this kind.
     """
     graph = trace_for_growth(wide, example, method, parts, seed, submodule=trace)
     state = small if isinstance(small, Mapping) else small.state_dict()
@@ -237,14 +237,14 @@ def adopt(
     """Load a small network into a grower's network at its first stage, with its optimizers.
 
     Args:
-        grower: whose network has the small one's widths and layers.
+        grower: its network has the small one's widths and layers.
         small: the trained network, or its state_dict.
         names: the large network's name of each of its tensors.
         optimizers: of the small network's parameters.
         state: of the optimizers at events, see `Grower.follow`.
 
     Raises:
-        UserError: tensors are missing, or both compute something else.
+        UserError: tensors are missing, or the outputs differ.
     """
     network: nn.Module = grower.network
     tensors = small if isinstance(small, Mapping) else small.state_dict()
@@ -283,10 +283,10 @@ def adopt(
 
 
 def anneal_at_once(grower: Any, method: GrowthMethod) -> None:
-    """Make normalisations plain in a trained network, which has to compute the same without their weights.
+    """Make the normalisations of a trained network plain, and check that its outputs stay the same.
 
     Raises:
-        UserError: it does not.
+        UserError: they do not.
     """
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)

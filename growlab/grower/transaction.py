@@ -1,4 +1,4 @@
-"""Growth events as transactions: an error in one restores all that it has changed. Their times and their log."""
+"""Growth events as transactions, undone after an error; their timing and log."""
 
 import logging
 import sys
@@ -37,11 +37,11 @@ _FIXED = ("growlab.widths", "torch", "builtins", "numpy", "functools", "weakref"
 
 @contextmanager
 def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
-    """Restore a grower, and all that follows it, if anything is raised.
+    """Restore a grower and its followers if anything is raised.
 
-    It covers the network and its averages (modules, parameters and buffers by identity and by value, gradients,
-    hooks), optimizers, parts, trigger and method with what they keep, and generators of random numbers. Tensors that
-    are replaced are put back; only those that are written to in place are copied, just before.
+    Covers the network and its averages (modules, parameters and buffers by identity and value, gradients, hooks),
+    optimizers, parts, trigger and method with their attributes, and random generators. Replaced tensors are put back;
+    only tensors written to in place are copied, just before.
     """
     networks = [grower.network, *grower.copies().values()]
     snapshot = _Snapshot([grower, *grower.optimizers, *networks], _libraries(grower, parts))
@@ -61,7 +61,7 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
 
 @contextmanager
 def decision(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
-    """Restore trigger, parts and the state of growth alone, which costs little at every step."""
+    """Restore only trigger, parts and the state of growth, which is cheap enough for every step."""
     roots = [grower.state, grower.trigger, *parts]
     snapshot = _Snapshot(roots, _libraries(grower, parts), whole=False)
     try:
@@ -72,18 +72,18 @@ def decision(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]:
 
 
 def _libraries(grower: GrowingNetwork, parts: Sequence[Part]) -> set[str]:
-    """Top packages of the classes that growth may change objects of."""
+    """Top-level packages of classes whose objects growth may change."""
     kinds = {type(one) for one in (grower.trigger, grower.method, *parts)}
     return {"growlab", *(kind.__module__.partition(".")[0] for kind in kinds)}
 
 
 class _Snapshot:
-    """State of a grower and of all that follows it: containers and objects by identity, tensors by their memory.
+    """Snapshot of a grower and its followers: containers and objects by identity, tensors by their memory.
 
     Args:
-        roots: objects that are remembered, with all inside of them.
-        libraries: top packages whose objects' attributes are remembered.
-        whole: modules, optimizers and tensors too.
+        roots: objects to remember with their contents.
+        libraries: top-level packages of objects whose attributes are remembered.
+        whole: include modules, optimizers and tensors.
     """
 
     def __init__(self, roots: Sequence[Any], libraries: set[str], whole: bool = True) -> None:
@@ -100,11 +100,11 @@ class _Snapshot:
                     waiting.extend(inside)
 
     def watching(self) -> TorchDispatchMode:
-        """A mode in which tensors are copied before an operation writes to them."""
+        """Return a mode that copies tensors before an operation writes to them."""
         return Writes(self._contents)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for undo, thing, state in self._undo:
             undo(thing, state)
         for content in self._contents:
@@ -141,7 +141,7 @@ class _Snapshot:
         return (thing.__dict__,) if self._is_own(thing) else ()
 
     def _is_own(self, thing: Any) -> bool:
-        """True if an event may change an object's attributes: a module's, an optimizer's, those of growing itself."""
+        """Return True if an event may change an object's attributes."""
         if isinstance(thing, (nn.Module, Optimizer)):
             return self._whole
         place = type(thing).__module__
@@ -150,7 +150,7 @@ class _Snapshot:
 
 
 class Seconds:
-    """Wall time of an event, by its parts."""
+    """Wall time of the phases of an event."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -162,17 +162,17 @@ class Seconds:
         return time.perf_counter() - self._began
 
     def note(self, name: str) -> None:
-        """End a part, which began where the one before ended."""
+        """End a phase, which began where the previous one ended."""
         self.parts[name] = self.total - sum(self.parts.values())
 
     def move(self, part: str, to: str, seconds: float) -> None:
-        """Count some seconds of one part as another's."""
+        """Move seconds from one phase to another."""
         self.parts[part] -= seconds
         self.parts[to] = self.parts.get(to, 0.0) + seconds
 
 
 def merged(*entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries for one event; costs add up."""
+    """Merge receipt entries of one event; costs add up."""
     found: dict[str, Any] = {}
     for entry in entries:
         summed = {key: found[key] + entry[key] for key in _SUMMED if key in found and key in entry}
@@ -181,7 +181,7 @@ def merged(*entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Console(logging.Handler):
-    """Write to stderr what growlab logs, where the program has not set up logging."""
+    """Writes growlab's log to stderr if the program has not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""

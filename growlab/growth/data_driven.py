@@ -31,7 +31,8 @@ class DataDriven(GrowthMethod):
 
     Args:
         batches: number of training batches used at an event: the first ones of the epoch that begins.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs, and the event's
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs, and the
+            event's
             report names them. None raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
@@ -73,7 +74,8 @@ class DataDriven(GrowthMethod):
             groups: producers and consumers of each group's channels.
 
         Returns:
-            The tensors; and a reason for each group that the data show to be unsupported. If there are any, this method
+            The tensors; and a reason for each group that the data show to be unsupported. If there are any, this
+            method
             is called again without them.
         """
 
@@ -195,7 +197,7 @@ def _tied(graph: WidthGraph, group: str) -> str | None:
 def _constant(graph: WidthGraph, group: str) -> str | None:
     """Return the untrained constant, in words, that a group's channels depend on, or None."""
     name = next((name for name, groups in graph.constants.items() if group in groups), None)
-    return None if name is None else f"{name}, which is not trained, tells its channels apart"
+    return None if name is None else f"{name}, which is not trained, distinguishes its channels"
 
 
 def _divided(tensors: Mapping[str, Tensor], factors: Mapping[str, float]) -> dict[str, Tensor]:
@@ -238,7 +240,8 @@ def upright(rows: Tensor) -> Tensor:
 def padded(method: GrowthMethod, expansion: Expansion) -> dict[str, Tensor]:
     """Return every tensor at the new widths with new channels disconnected: no inputs and no effect.
 
-    Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter, a
+    Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter,
+    a
     bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
     zero = {

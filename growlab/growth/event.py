@@ -1,4 +1,4 @@
-"""Plain functions for anyone's training loop: plant a seed, grow it, anneal its normalisations, finish it."""
+"""Functions for custom training loops: make a seed, grow it, anneal its normalisations, finish it."""
 
 import contextlib
 import logging
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 # Relative change of a term of the loss that is warned of: more than a normalisation's eps does.
 _TERM = 0.01
-#: Maps numbers that a process has measured to those that all processes go by.
+#: Maps numbers measured by one process to those that all processes use.
 Agree = Callable[[list[float]], list[float]]
 #: The same of tensors.
 Average = Callable[[Tensor], Tensor]
@@ -66,7 +66,8 @@ def plant(
         The state to hand to `grow`.
 
     Raises:
-        UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights where
+        UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights
+            where
             their gradients would be wrong. The network is then as before.
     """
     avoid_unsafe_kernels(model)
@@ -300,8 +301,8 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
     if changes:
         described = ", ".join(f"{old:.4g} -> {new:.4g}" for old, new in changes)
         log.warning(
-            "what the network returns beside its output while it trains has changed at this growth event (%s): terms "
-            "of the loss that are computed from layers that grow weigh otherwise from here on",
+            "further training outputs of the network have changed at this growth event (%s): loss terms computed "
+            "from growing layers have another weight from now on",
             described,
         )
 
@@ -369,7 +370,7 @@ def _checked(
 def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progress: float) -> None:
     """Bring weighted normalisations closer to plain ones, which they are from progress 1 on.
 
-    A loop of one's own calls it before each step of a stage's first part; `finish` refuses a network that has not
+    Custom loops call it before each step of the first part of a stage; `finish` refuses a network that has not
     been brought to 1. Networks without layer, RMS or group normalisation of growing channels have nothing to anneal.
 
     Args:
@@ -413,7 +414,8 @@ def finish(
 ) -> dict[str, Folded]:
     """Turn a grown network into an ordinary one, in place; it computes the same function without growlab's hooks.
 
-    The output factor is folded into the last layers, row multipliers into the weights, and the changes of the method's
+    The output factor is folded into the last layers, row multipliers into the weights, and the changes of the
+    method's
     `prepare` are undone. Weighted normalisations have no plain equivalent of the same shapes, so they have to be
     annealed while the network still trains (`anneal_norms`). A second call does nothing.
 

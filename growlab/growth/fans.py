@@ -75,7 +75,8 @@ class View:
     Attributes:
         graph: the width graph.
         widths: width of each group in the tensors.
-        among: only entries whose other dimensions are among the first channels, up to these widths, are used: for a new
+        among: only entries whose other dimensions are among the first channels, up to these widths, are used: for a
+            new
             channel, its connections with old ones.
     """
 

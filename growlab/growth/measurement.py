@@ -81,7 +81,7 @@ def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         given = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
         raise UserError(
-            f"a batch of training data that growth looks at must be a tuple of inputs and a target, not {given}."
+            f"a batch of training data for growth must be a tuple of inputs and a target, not {given}."
         )
     return tuple(batch)
 
@@ -97,7 +97,8 @@ class Measurement:
         average: maps this rank's tensor to the mean over ranks; by default there is one rank.
         share: maps this rank's tensor to rank 0's, so that all ranks use the same.
         norm_weights: weights of channels in statistics over channels; see `weighted_norms`.
-        near_zero: a positive number that is not zero in training's precision, but vanishes when added to other values.
+        near_zero: a positive number that is not zero in training's precision, but vanishes when added to other
+            values.
 
     Attributes:
         cost: cost of this rank's passes so far.
@@ -119,7 +120,7 @@ class Measurement:
         self._norm_weights = dict(norm_weights or {})
         self._batches = [network_inputs(_of_inputs_and_target(batch), model) for batch in batches]
         if not self._batches:
-            raise UserError("growth looks at training data, and there is not a single batch of it.")
+            raise UserError("growth needs training data, but there is not a single batch.")
         self._loss, self._average, self.share = loss, average, share
         self._flops: dict[Hashable, int] = {}
 
@@ -204,8 +205,8 @@ class Measurement:
                         loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         if loss.numel() != 1:
                             raise UserError(
-                                "the loss that growth looks at must be the mean over a batch, a single number, not of "
-                                f"the shape {list(loss.shape)}."
+                                "the loss for growth must be the mean over a batch, a single number, not of the "
+                                f"shape {list(loss.shape)}."
                             )
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
                         found = {**visit(Pass(parameters, loss, seen)), _LOSS: loss.detach().double()}
@@ -218,8 +219,8 @@ class Measurement:
         result = {name: self._average(total / len(self._batches)) for name, total in sums.items()}
         if not bool(result.pop(_LOSS).isfinite()) and finite:
             raise UserError(
-                "the training loss that growth looks at is NaN or infinite; lower the learning rate, or choose a "
-                "growth method that does not look at data."
+                "the training loss measured for growth is NaN or infinite; lower the learning rate, or choose a "
+                "growth method that uses no data."
             )
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)

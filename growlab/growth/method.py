@@ -49,7 +49,8 @@ class Expansion:
         observed: result of the method's `observe`.
         leader_observed: the same for the leader, if known.
         data: training batches, if the method has `batches`.
-        leading: if the model is an average, the new tensors of the network that it averages, by name, and its `Carry`.
+        leading: if the model is an average, the new tensors of the network that it averages, by name, and its
+            `Carry`.
             For methods that must not measure twice.
         multipliers: multipliers of rows that the forward applies before the event, by the weight's name.
         normalised: names of parameters whose optimizer is known to normalise gradients (Adam).
@@ -157,7 +158,8 @@ def _kept(axis: Axis, expansion: Expansion) -> Tensor:
 class NewWeights:
     """Scale and distribution of weights that are drawn at random, with mean 0.
 
-    Weights of a recurrent layer's gates have a sixth of the variance: 1 / (3 fan_in) at a gain of 2, which is torch's.
+    Weights of a recurrent layer's gates have a sixth of the variance: 1 / (3 fan_in) at a gain of 2, which is
+    torch's.
 
     Attributes:
         gain: hidden layers have variance gain / fan_in; 2 suits ReLU (He et al. 2015).
@@ -192,8 +194,10 @@ class NewWeights:
     def draw(self, expansion: Expansion, name: str) -> Tensor:
         """Return a tensor of the new shape with every entry initialised as new: drawn, or a norm's or bias's default.
 
-        New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors of
-        other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries and clamped
+        New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors
+        of
+        other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries and
+        clamped
         to their range, since a forward may take their root. For complex numbers this is done for real and imaginary
         parts separately.
         """
@@ -267,7 +271,8 @@ class GrowthMethod(Described, ABC):
     """Base class of growth methods: computes new entries and the rescaling of old ones.
 
     Attributes:
-        preserves: the network computes the same function after an event, up to float rounding and the `output_factor`;
+        preserves: the network computes the same function after an event, up to float rounding and the
+            `output_factor`;
             an event that violates this is rolled back.
         new_weights: scale of the weights it draws.
         noise_std: standard deviation of the noise that breaks symmetries among new entries, relative to that of the
@@ -376,7 +381,8 @@ class GrowthMethod(Described, ABC):
 class WidthDecision(ABC):
     """Mixin of growth methods that choose widths themselves during training, instead of a schedule.
 
-    A run calls it at its boundaries. Its decision must depend on its arguments alone: ranks use rank 0's decision, and
+    A run calls it at its boundaries. Its decision must depend on its arguments alone: ranks use rank 0's decision,
+    and
     a resumed run calls it again.
     """
 

@@ -1,4 +1,4 @@
-"""Parity: does the network compute after a growth event what it computed before?"""
+"""Parity: compare a network's outputs before and after a growth event."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -58,7 +58,8 @@ def compare(
 ) -> Parity:
     """Compare a network's outputs before and after a change.
 
-    Where an error is above the usual bound on rounding, what rounding does to this network is measured, and whether it
+    Where an error is above the usual bound on rounding, what rounding does to this network is measured, and whether
+    it
     puts out the same twice, which takes twice as long as both outputs.
 
     Args:
@@ -95,8 +96,8 @@ def _tell_of_moods(
     pairs = ((outputs.eval, again.eval), (outputs.train, again.train))
     if (error := max(relative_error(*pair) for pair in pairs)) > usual:
         log.warning(
-            "%s puts out other numbers each time it is called with the same inputs (off by %.1e), beside what it draws "
-            "from torch's, numpy's and Python's generators: whether growth preserves that cannot be checked",
+            "%s returns different outputs for the same inputs (off by %.1e), apart from draws of torch's, numpy's "
+            "and Python's generators: parity cannot be checked",
             type(model).__name__,
             error,
         )
@@ -139,7 +140,8 @@ def rounding_measured(
     """Relative output errors in eval and train mode that rounding explains in this network.
 
     Measured by what the output changes where each parameter is off by half a unit in its last place, times a standard
-    normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early in
+    normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early
+    in
     training, eval mode may put out no more than rounding; then train mode alone can tell.
 
     Args:

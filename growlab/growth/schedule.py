@@ -103,8 +103,8 @@ def stage_epochs(
     first, factor = exact(initial_epochs), 1 + exact(growth_rate)
     if first < 0 or factor <= 0:
         raise ValueError(
-            f"a first stage of {initial_epochs} epochs that grows by {growth_rate} a stage is none; set "
-            "initial_epochs or initial_fraction from 0 and epoch_growth_rate above -1."
+            f"a first stage of {initial_epochs} epochs that grows by {growth_rate} is not a valid number of epochs; "
+            f"set initial_epochs or initial_fraction from 0 and epoch_growth_rate above -1."
         )
     epochs = [max(1, floor(first * factor**stage)) for stage in range(num_stages - 1)]
     rest = total_epochs - sum(epochs)
@@ -151,7 +151,8 @@ def stage_batch_sizes(
 
     Args:
         num_stages: N.
-        batch_size: batch size of the last stage, B_base, from which the others are computed backwards; or of the first
+        batch_size: batch size of the last stage, B_base, from which the others are computed backwards; or of the
+            first
             one, from which they are computed forwards by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`.
         growth_rate: p_b; 0 keeps the batch size.
         max_batch_size: upper limit, or None.

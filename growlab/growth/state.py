@@ -153,7 +153,7 @@ class GrowthEvent:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything except tensors and timings of checks, in plain containers; notes stand beside the rest."""
+        """Return everything except tensors and timings of checks, in plain containers, merged with the notes."""
         own = {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}
         return {**own, **self.notes}
 

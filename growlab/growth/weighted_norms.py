@@ -6,10 +6,12 @@ have others. With a weight w_j per channel,
     mean = sum_j w_j x_j / sum_j w_j,    variance = sum_j w_j (x_j - mean)^2 / sum_j w_j
 
 they are what they were if new channels have weight 0, or if the copies of a channel share its weight. Where
-the code takes a Euclidean norm or a sum of squares instead, it is sum_j w_j x_j^2, or n times their weighed mean where
+the code takes a Euclidean norm or a sum of squares instead, it is sum_j w_j x_j^2, or n times their weighed mean
+where
 what it is multiplied by follows the number n of channels (`x / x.norm() * x.shape[-1] ** 0.5`). The weights then
 go to 1, over the first part of a stage: at the end it is the plain normalisation again. Weights other than 1 are no
-part of the network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry of
+part of the network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry
+of
 the `state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
 """
 
@@ -37,7 +39,7 @@ def carried_weights(
     before: Mapping[str, int],
     after: Mapping[str, int],
 ) -> dict[str, list[float]]:
-    """The weights with which statistics stay what they are when widths change.
+    """Weights that keep the statistics unchanged when widths change.
 
     A channel's share of the statistics goes where its share of the gradient goes: to itself, or in equal parts to its
     copies (`Carry.sources` and `Carry.rows`); a channel that follows from none gets 0.
@@ -66,7 +68,7 @@ def carried_weights(
 
 
 def annealed(starts: Mapping[str, Sequence[float]], progress: float) -> dict[str, list[float]]:
-    """Weights that have gone so much of their way from where they started to 1."""
+    """Interpolate weights between their start and 1."""
     if progress >= 1:
         return {}
     return {group: [w + progress * (1 - w) for w in start] for group, start in starts.items()}
@@ -75,7 +77,7 @@ def annealed(starts: Mapping[str, Sequence[float]], progress: float) -> dict[str
 def weigh(
     model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], weights: Mapping[str, Sequence[float]]
 ) -> list[str]:
-    """Let the normalisations of a network go by these weights from now on.
+    """Set the channel weights of a network's normalisations.
 
     Args:
         model: its parameters, buffers and classes stay as they are.

@@ -500,12 +500,12 @@ def cannot_replace(optimizer: Optimizer, wanted: Container[int]) -> str:
                 ]
                 # A single key that equals a size may be another number by chance.
                 bad = bool(placed) and all(placed)
-                how = "holds parameters by their size in"
+                how = "groups parameters by their size in"
             else:
                 tensors = [one for one in container if isinstance(one, Tensor)]
                 apart = not any(one is param for one in tensors for group in groups for param in group)
                 bad = apart and len(tensors) > 0 and [one.shape for one in tensors] in shapes
-                how = "holds tensors like its parameters, beside its state, in"
+                how = "keeps tensors like its parameters, outside of its state, in"
             if bad:
                 return f"{type(optimizer).__name__} {how} {name!r}, which growlab cannot carry through growth"
     return ""
@@ -645,4 +645,4 @@ def _plain(value: Any, what: str) -> Any:
         return [_plain(one, what) for one in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ValueError(f"{what} holds a {type(value).__name__}.")
+    raise ValueError(f"{what} contains a {type(value).__name__}.")

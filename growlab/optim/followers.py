@@ -106,8 +106,7 @@ class Followers:
             # A loop that announces all its optimizers may include those of other networks, as in a GAN.
             if not announced and not _has_any(optimizer, now.values()):
                 log.warning(
-                    "%s holds no parameter of the network that grows and has nothing to follow: is it the optimizer of "
-                    "another network?",
+                    "%s contains no parameter of the growing network: is it the optimizer of another network?",
                     type(optimizer).__name__,
                 )
             self._known.append(weakref.ref(optimizer))
@@ -293,7 +292,7 @@ class Followers:
         for optimizer in self.optimizers:
             if (pending := self._pending.get(id(optimizer))) is not None:
                 raise UserError(
-                    f"{type(optimizer).__name__} was given the state of {sum(_sizes(pending))} parameters, and holds "
+                    f"{type(optimizer).__name__} was given the state of {sum(_sizes(pending))} parameters, and has "
                     f"{sum(_sizes(optimizer.state_dict()))}: let the network and the Grower load their state too."
                 )
 
@@ -396,7 +395,7 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
     known = {id(p) for p in (*past.values(), *now.values())}
     if name := holds_elsewhere(optimizer, known):
         raise UserError(
-            f"{type(optimizer).__name__} holds parameters in {name!r} too: growlab cannot tell which of those that "
+            f"{type(optimizer).__name__} keeps parameters in {name!r} too: growlab cannot tell which of those that "
             "come in while the network trains belong there."
         )
     groups = optimizer.param_groups

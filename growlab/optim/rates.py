@@ -59,8 +59,8 @@ class _Bounded:
             if largest > self.max_factor:
                 self._warned = True
                 warnings.warn(
-                    f"{type(self).__name__} asks for {largest:.3g} times the base rate in a region of a weight and is "
-                    f"held at max_factor={self.max_factor:g}: the weight's regions differ much in norm.",
+                    f"{type(self).__name__} asks for {largest:.3g} times the base rate in a region of a weight and "
+                    f"is limited to max_factor={self.max_factor:g}: the weight's regions differ much in norm.",
                     stacklevel=3,
                 )
         return factors_K.clamp(max=self.max_factor)

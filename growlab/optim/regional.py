@@ -161,8 +161,8 @@ class Regional(torch.optim.Optimizer):
             self._step_plain({**group, "params": plain})
         if regional and group.get("capturable"):
             raise RuntimeError(
-                f"{type(self).__name__} cannot step regions inside a CUDA graph: their rates are computed anew from "
-                "the weights; leave capturable=False, or the parameters out of set_regions"
+                f"{type(self).__name__} cannot step regions inside a CUDA graph: their rates are recomputed from "
+                f"the weights; leave capturable=False, or the parameters out of set_regions"
             )
         for together in regional.values():
             if any(p.grad.is_sparse for p in together if p.grad is not None):

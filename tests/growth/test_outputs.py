@@ -167,7 +167,7 @@ def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, c
     with caplog.at_level("WARNING"):
         (event,) = grower.step(epoch=1)
     assert event.parity_error_train < 1e-9
-    told = "what the network returns beside its output while it trains has changed at this growth event ("
+    told = "further training outputs of the network have changed at this growth event ("
     assert (told in caplog.text) == (of == "hidden")
 
 

@@ -117,7 +117,7 @@ def test_a_network_with_irreproducible_outputs_causes_a_warning(
 ) -> None:
     x = torch.randn(8, 6)
     grower = Grower(Counting(factor), x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
-    told = "Counting puts out other numbers each time"
+    told = "Counting returns different outputs for the same inputs"
     with caplog.at_level("WARNING"):
         grower.step(epoch=0)
         assert not any(told in message for message in caplog.messages)

@@ -141,5 +141,5 @@ def test_state_that_no_file_of_weights_holds_is_refused() -> None:
     whole = network(0)
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
     optimizer.state[whole[0].weight]["history"] = object()
-    with pytest.raises(ValueError, match=r"SGD's state of 0.weight holds a object"):
+    with pytest.raises(ValueError, match=r"SGD's state of 0.weight contains a object"):
         named_state(optimizer, whole)

@@ -1,4 +1,4 @@
-"""Triggers: which widths come next, and when."""
+"""Triggers: decide the next widths and when to grow."""
 
 from growlab.grower.triggers.at import At, ByMethod, Never, Scheduled, as_trigger
 from growlab.grower.triggers.demand import (

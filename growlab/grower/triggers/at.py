@@ -1,4 +1,4 @@
-"""Triggers without a demand: widths at given moments, a schedule, no growth, and a method's own decisions."""
+"""Triggers without a demand: widths at given times, a schedule, no growth, and a method's own decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -17,16 +17,16 @@ UNITS = ("epoch", "step", "cost")
 
 
 class At(Trigger):
-    """Grow to given widths at given moments.
+    """Grow to given widths at given times.
 
     Args:
-        widths: for each stage, the moment that it begins at and its width: a fraction of full width, or the width of
-            each group (groups that are left out keep theirs). The first moment is 0.
-        unit: what moments count: "epoch", "step" (optimizer steps) or "cost" (whatever the loop announces).
+        widths: maps each stage's start to its width: a fraction of full width, or the width of each group (others
+            keep theirs). The first start is 0.
+        unit: unit of the starts: "epoch", "step" (optimizer steps) or "cost" (announced by the loop).
         batch_sizes: global batch size of each stage, for front ends that can change it.
 
     Raises:
-        UserError: the stages cannot be.
+        UserError: the stages are invalid.
 
     Examples:
         >>> trigger = At({0: 0.25, 1000: 0.5, 3000: 1.0}, unit="step")
@@ -75,7 +75,7 @@ class At(Trigger):
         """Width of each group at every stage.
 
         Raises:
-            UserError: there is no such group, or it has no such width.
+            UserError: a group is unknown, or its width is invalid.
         """
         stages: list[Widths] = []
         for width in self._widths:
@@ -95,7 +95,7 @@ class At(Trigger):
         return max(known, default=Fraction(2))
 
     def stage_at(self, clock: Clock) -> int:
-        """Stage that a moment belongs to."""
+        """Return the stage at a time."""
         now = getattr(clock, self._clock)
         return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
 
@@ -114,7 +114,7 @@ class At(Trigger):
         )
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
-        """Widths of the next stage, once its moment has come."""
+        """Return the widths of the next stage once it is due."""
         stage = grower.state.scheduled_stage
         return self.forecast(grower.graph)[stage + 1] if stage < self.stage_at(grower.clock) else None
 
@@ -161,15 +161,15 @@ class Scheduled(At):
 
 
 class Never(Trigger):
-    """Train one width from beginning to end.
+    """Train at a fixed width.
 
     Args:
         width: of every group relative to full width; may be above 1. At 1 the network keeps the weights that its
             constructor drew.
-        depth: fraction of the blocks that come in as a network grows which it has.
+        depth: fraction of the insertable blocks that are present.
 
     Raises:
-        UserError: they are not positive, or the depth is above 1.
+        UserError: a value is not positive, or the depth is above 1.
     """
 
     knows_stages = True
@@ -187,7 +187,7 @@ class Never(Trigger):
         return [{name: max(1, round(g.full_width * self._width)) for name, g in graph.groups.items()}]
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
-        """Fraction of the blocks that it has; nothing is left to grow."""
+        """Return the fraction of insertable blocks that are present."""
         return self.depth
 
     def stage_end(self, grower: GrowingNetwork) -> int:
@@ -195,7 +195,7 @@ class Never(Trigger):
         return len(grower.training.steps)
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
-        """Return None: it keeps its widths."""
+        """Return None: widths stay fixed."""
         return None
 
 
@@ -217,7 +217,7 @@ class ByMethod(Trigger):
         """Widths of the method, asked once at each boundary.
 
         Raises:
-            UserError: the method decides nothing, or cannot decide.
+            UserError: the method does not decide widths, or cannot.
         """
         method, state = grower.method, grower.state
         if not isinstance(method, WidthDecision):
@@ -235,7 +235,7 @@ class ByMethod(Trigger):
 
 
 def as_trigger(trigger: Trigger | Schedule | Mapping[float, Any]) -> Trigger:
-    """A trigger of a schedule, or of the epoch and width of each stage such as {0: 0.25, 10: 1.0}."""
+    """Make a trigger from a schedule, or from a dict of epoch to width such as {0: 0.25, 10: 1.0}."""
     if isinstance(trigger, Trigger):
         return trigger
     return Scheduled(trigger) if isinstance(trigger, Schedule) else At(trigger)

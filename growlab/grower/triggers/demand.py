@@ -1,4 +1,4 @@
-"""Growth on demand: when a network grows, and which of its groups, decided from how training goes."""
+"""Growth on demand: decide from the progress of training when and which groups grow."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -31,17 +31,16 @@ class Progress:
     """Progress of a run at the beginning of an epoch.
 
     Attributes:
-        epoch: that begins, counted from 0.
+        epoch: the starting epoch, from 0.
         total_epochs: of the run.
-        rows: what was recorded of each epoch since the trigger's last event, or since the beginning.
-        steps_left: growth events of all groups between here and full width.
-        spent: what has been trained, in percent of the fixed-size run's FLOPs.
-        climbing: what the whole run will have cost, likewise, if it grows now and after every `min_epochs` until it
-            has full width.
+        rows: records of each epoch since the trigger's last event, or since the start.
+        steps_left: growth events of all groups left until full width.
+        spent: FLOPs so far in percent of the fixed-size run's.
+        climbing: cost of the whole run, likewise, if it grows now and after every `min_epochs` until full width.
         gradient_norms: root mean square of the running gradient's entries that produce each group's channels.
-        bottlenecks: expressivity bottlenecks of the groups that have one, if the demand looks at them.
-        out_of_reach: what is missing of all of them, in parts of what is wanted, at the beginning of each epoch of the
-            stage but its first; this epoch's is the last.
+        bottlenecks: expressivity bottlenecks of groups that have one, if the demand measures them.
+        out_of_reach: sum of `missing` over sum of `wanted` at the start of each epoch of the stage except its first;
+            this epoch's is the last.
     """
 
     epoch: int
@@ -56,19 +55,18 @@ class Progress:
 
 
 class Demand(Described, ABC):
-    """Decides at the beginning of each epoch whether a network grows by a step of its schedule's widths.
+    """Decides at the start of each epoch whether to grow to the next widths of the schedule.
 
-    It has full width in time: where waiting longer would leave less than `final_fraction` of the epochs to the last
-    stage, every group grows. What it says is a function of its arguments alone: ranks follow the first one's, and a
-    resumed run asks again.
+    All groups grow in time for full width to last at least `final_fraction` of the epochs. Decisions are a function
+    of the arguments alone: ranks use rank 0's, and a resumed run asks again.
 
     Args:
-        min_epochs: between two growth events, and before the first.
-        final_fraction: least part of the run at full width.
-        groups: "all" grow together; "gradient": those with the largest gradients; "bottleneck": those whose channels'
-            reader misses most, see `bottlenecks`.
-        groups_fraction: how many of the groups "gradient" and "bottleneck" take, at least one.
-        batches: training batches that bottlenecks are measured on, at the beginning of each epoch.
+        min_epochs: least number of epochs between two growth events, and before the first.
+        final_fraction: least fraction of the run at full width.
+        groups: "all" grow together; "gradient": those with the largest gradients; "bottleneck": those with the
+            largest bottleneck at their reader, see `bottlenecks`.
+        groups_fraction: fraction of the groups that "gradient" and "bottleneck" choose, at least one.
+        batches: training batches to measure bottlenecks on at the start of each epoch.
 
     Raises:
         ValueError: a value is impossible.
@@ -78,9 +76,9 @@ class Demand(Described, ABC):
     wants_gradients: bool = False
     #: Whether it needs expressivity bottlenecks.
     wants_bottlenecks: bool = False
-    #: Whether it looks at what widths to come will cost.
+    #: True if it uses the cost of future widths.
     plans_cost: bool = False
-    #: A column of the records that it looks at.
+    #: Column of the records that it uses.
     metric: str | None = None
 
     def __init__(
@@ -106,27 +104,27 @@ class Demand(Described, ABC):
 
     @abstractmethod
     def wants(self, progress: Progress) -> bool:
-        """Return True if it is time to grow, provided that there is time."""
+        """Return True to grow now."""
 
     def latest(self, total_epochs: int, steps_left: int) -> int:
-        """The last epoch at whose beginning the next step may be climbed, with so many to climb."""
+        """Return the latest epoch for the next step, given the number of steps left."""
         final = max(1, ceil(self.final_fraction * total_epochs))
         return total_epochs - final - (steps_left - 1) * self.min_epochs
 
     def must(self, progress: Progress) -> bool:
-        """Return True if waiting longer would leave too little time at full width."""
+        """Return True if waiting would leave too little time at full width."""
         return progress.epoch >= self.latest(progress.total_epochs, progress.steps_left)
 
     def check(self, total_epochs: int, steps: int, cheapest: float) -> None:
-        """Refuse a run in which it could not do what it promises.
+        """Refuse a run in which the demand cannot reach full width in time.
 
         Args:
             total_epochs: of the run.
             steps: growth events of all groups to full width.
-            cheapest: least that the run can cost, in percent of the fixed-size run's FLOPs.
+            cheapest: lowest possible cost of the run, in percent of the fixed-size run's FLOPs.
 
         Raises:
-            ValueError: it could not.
+            ValueError: there are too few epochs.
         """
         if steps and self.latest(total_epochs, steps) < self.min_epochs:
             needed = total_epochs - self.latest(total_epochs, steps) + self.min_epochs
@@ -137,13 +135,13 @@ class Demand(Described, ABC):
             )
 
     def check_records(self, columns: Collection[str]) -> None:
-        """Refuse a run that does not record what it looks at.
+        """Refuse a run that does not record the demand's metric.
 
         Args:
-            columns: of metrics.csv, those that will have values.
+            columns: columns of metrics.csv that will have values.
 
         Raises:
-            ValueError: it does not.
+            ValueError: the column is missing.
         """
         if self.metric is not None and self.metric not in columns:
             instead = "set a validation set apart, or " if self.metric.startswith("val_") else ""
@@ -152,11 +150,11 @@ class Demand(Described, ABC):
     def decide(
         self, progress: Progress, widths: Mapping[str, int], steps: Sequence[Mapping[str, int]]
     ) -> dict[str, int]:
-        """Width of each group from here on: those that it has, or more.
+        """Return the width of each group from now on: at least the present ones.
 
         Args:
-            progress: how training has gone.
-            widths: width of each group now.
+            progress: of the training.
+            widths: current width of each group.
             steps: widths of the schedule's stages; the last ones are the full ones.
         """
         due = progress.steps_left > 0 and self.must(progress)
@@ -178,12 +176,12 @@ class Demand(Described, ABC):
 
 
 class Plateau(Demand):
-    """Grow when a metric has stopped improving.
+    """Grow when a metric stops improving.
 
     Args:
         metric: a column of metrics.csv: val_loss, val_accuracy, train_loss or train_accuracy.
         patience: epochs without an improvement.
-        min_delta: what counts as an improvement, relative to the best value of the stage.
+        min_delta: least improvement, relative to the best value of the stage.
         demand: see `Demand`.
 
     Raises:
@@ -216,7 +214,7 @@ class Plateau(Demand):
 
 
 class _BelowPeak(Demand):
-    """Grow when a number is below a part of the largest one of the stage."""
+    """Grow when a number falls below a fraction of its maximum in the stage."""
 
     def __init__(self, ratio: float, **demand: Any) -> None:
         super().__init__(**demand)
@@ -227,12 +225,12 @@ class _BelowPeak(Demand):
 
 
 class GradientNorm(_BelowPeak):
-    """Grow when the gradient has become small: the widths have little left to learn by (Evci et al. 2022's motive).
+    """Grow when the gradient has become small, i.e. the current widths learn slowly (motivation of Evci et al. 2022).
 
     The gradient is the optimizer's running mean at the end of an epoch.
 
     Args:
-        ratio: grow when its norm is below this part of the largest one of the stage.
+        ratio: grow when the norm falls below this fraction of its maximum in the stage.
         demand: see `Demand`.
 
     Raises:
@@ -252,15 +250,15 @@ class GradientNorm(_BelowPeak):
 
 
 class Expressivity(_BelowPeak):
-    """Grow when the weights that are there can do little more of what the loss asks for (Verbockhaven et al. 2024).
+    """Grow when the present weights can follow little of the functional gradient (Verbockhaven et al. 2024).
 
-    Of the change that the loss asks of the layers' outputs, a change of their weights can do a part; the rest is the
-    expressivity bottleneck. That part is largest early in a stage, and shrinks as training comes to rest at its
-    widths. How large it is depends on the network and the batches, so it is compared with itself. It takes one forward
-    and backward pass over `batches` at the beginning of each epoch, which count as cost.
+    A change of the weights can achieve a part of the change of outputs that the loss asks for; the rest is the
+    expressivity bottleneck. The achievable part is largest early in a stage and shrinks as training converges. It
+    depends on the network and the batches, so it is compared with its own maximum. Measuring takes a forward and
+    backward pass over `batches` at the start of each epoch, which count as cost.
 
     Args:
-        ratio: grow when it is below this part of the largest one of the stage.
+        ratio: grow when the achievable part falls below this fraction of its maximum in the stage.
         demand: see `Demand`.
 
     Raises:
@@ -279,12 +277,12 @@ class Expressivity(_BelowPeak):
 
 
 class Budget(Demand):
-    """Grow as soon as a budget of FLOPs allows to climb to full width and to train on there to the end.
+    """Grow as soon as a budget of FLOPs suffices to reach full width and train there to the end.
 
-    So the network is narrow for as long as it must be, and the run costs what was given, or a little less.
+    The network is narrow for as long as necessary, and the run costs the budget or a little less.
 
     Args:
-        percent: of the FLOPs of the fixed-size run of as many epochs.
+        percent: budget in percent of the FLOPs of the fixed-size run of equal length.
         demand: see `Demand`.
 
     Raises:
@@ -305,10 +303,10 @@ class Budget(Demand):
         return progress.climbing <= self.percent
 
     def check(self, total_epochs: int, steps: int, cheapest: float) -> None:
-        """Refuse a budget that the narrowest way exceeds.
+        """Refuse a budget below the cheapest possible run.
 
         Raises:
-            ValueError: it does.
+            ValueError: the budget is too small.
         """
         super().check(total_epochs, steps, cheapest)
         if cheapest > self.percent:
@@ -319,18 +317,18 @@ class Budget(Demand):
 
 
 class OnDemand(Trigger):
-    """Grow through the widths of a schedule's stages whenever a demand asks for it.
+    """Grow to the next widths of a schedule whenever a demand asks for it.
 
-    The demand decides from widths, the records so far and the optimizers' state, all of which are in a checkpoint: a
-    resumed run decides the same.
+    The demand decides from widths, records and optimizer state, which are in checkpoints: a resumed run decides the
+    same.
 
     Args:
         demand: decides.
-        stages: schedule whose widths the network goes through; its epochs do not count.
+        stages: schedule of the widths; its epochs are ignored.
         total_epochs: of the run.
 
     Attributes:
-        auxiliary_passes: passes over data that the demand measured by, with their results and their cost.
+        auxiliary_passes: the demand's measurements on data, with their results and cost.
     """
 
     unit = "epoch"
@@ -345,7 +343,7 @@ class OnDemand(Trigger):
         self.auxiliary_passes: list[dict[str, Any]] = []
 
     def steps(self, graph: WidthGraph) -> list[Widths]:
-        """Widths that growth goes through, of the groups that it decides about; the seed's first, each once."""
+        """Widths that growth goes through, without repetitions, starting with the seed's."""
         found: list[Widths] = []
         for stage in self._stages.widths(graph):
             widths = {group: width for group, width in stage.items() if group not in self.left_to_parts}
@@ -355,12 +353,12 @@ class OnDemand(Trigger):
         return found
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
-        """Fraction of the steps that every group has reached."""
+        """Return the fraction of the steps that every group has reached."""
         last = len(self._known) - 1
         return 1 - len(_above(self._known, widths)) / last if last else 1.0
 
     def stage_end(self, grower: GrowingNetwork) -> int:
-        """Epoch at which it grows at the latest; at full width the number of the run's epochs."""
+        """Return the latest epoch to grow at; at full width the number of the run's epochs."""
         ahead = len(_above(self.steps(grower.graph), grower.state.widths))
         return self.demand.latest(self.total_epochs, ahead) if ahead else self.total_epochs
 
@@ -368,17 +366,16 @@ class OnDemand(Trigger):
         """Refuse records that lack the demand's metric.
 
         Raises:
-            UserError: they do.
+            UserError: the metric is missing.
         """
         with as_user_errors():
             self.demand.check_records(columns)
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
-        """Widths that the demand decides on, in the first process.
+        """Return the demand's widths, decided on rank 0.
 
         Raises:
-            UserError: data or records that the demand reads are missing, the method decides widths by itself, or no
-                channels can be measured that the demand measures.
+            UserError: data or records are missing, the method decides widths itself, or no group can be measured.
         """
         epoch, state = grower.clock.epoch, grower.state
         if not epoch and not grower.clock.step:
@@ -394,7 +391,7 @@ class OnDemand(Trigger):
                 widths = self.demand.decide(progress, led, self.steps(grower.graph))
         except KeyError as error:
             raise UserError(
-                f"{type(self.demand).__name__} looks at the column {error} of the records, which lack it: give each "
+                f"{type(self.demand).__name__} uses the column {error} of the records, which lack it: give each "
                 "epoch's in Grower.provide(records=...)."
             ) from error
         reason = {
@@ -408,7 +405,7 @@ class OnDemand(Trigger):
         return None if widths == led else {**state.widths, **widths}
 
     def _check(self, grower: GrowingNetwork) -> None:
-        """Refuse a training that it cannot decide for, before its first step."""
+        """Refuse an unsupported training before its first step."""
         training = grower.training
         if training.flops is None or not training.samples or not training.reference_flops:
             raise UserError(
@@ -419,12 +416,12 @@ class OnDemand(Trigger):
             raise UserError(f"{grower.method.name} decides widths itself; take it with a schedule of stages.")
         if self.demand.wants_bottlenecks and not measurable(grower.graph, grower.network):
             raise UserError(
-                f"{type(self.demand).__name__} looks at channels that one layer puts out and one takes, of which this "
-                "network has none: take Plateau or GradientNorm."
+                f"{type(self.demand).__name__} measures channels with one producing and one consuming layer, of "
+                f"which this network has none: use Plateau or GradientNorm."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Its auxiliary passes so far."""
+        """Return the auxiliary passes so far."""
         return {"looks": list(self.auxiliary_passes)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -475,12 +472,12 @@ class OnDemand(Trigger):
         return found
 
     def _gradient_norms(self, grower: GrowingNetwork) -> dict[str, float]:
-        """Root mean square of the running gradient of the layers that put out each group's channels."""
+        """Root mean square of the running gradient of the layers that produce each group's channels."""
         found = grower.gradients()
         if not found:
             raise UserError(
-                f"{type(self.demand).__name__} looks at running gradients, which this optimizer does not keep: set "
-                "its momentum, or choose another optimizer."
+                f"{type(self.demand).__name__} uses running gradients, which this optimizer does not keep: set its "
+                f"momentum, or choose another optimizer."
             )
         squares: dict[str, float] = {}
         counts: dict[str, int] = {}
@@ -496,12 +493,12 @@ class OnDemand(Trigger):
 
 
 def cheapest_remaining_cost(flops: Sequence[int], samples: Sequence[int], every: int) -> int:
-    """Forward FLOPs of growing now, and then one step every so many epochs, to the end of the run.
+    """Forward FLOPs of the remaining run if it grows now, and then one step every `every` epochs.
 
     Args:
-        flops: per sample, at each step to come; none: nothing is left to grow, and nothing is spent.
-        samples: of each epoch to come.
-        every: epochs at each step but the last.
+        flops: per sample, at each remaining step; empty if nothing is left to grow, which costs nothing.
+        samples: of each remaining epoch.
+        every: epochs at each step except the last.
     """
     last = len(flops) - 1
     return sum(flops[min(i // every, last)] * count for i, count in enumerate(samples)) if flops else 0
@@ -512,5 +509,5 @@ def _above(steps: Sequence[Widths], widths: Widths) -> list[Widths]:
 
 
 def _scheduled(events: Sequence[GrowthEvent]) -> list[int]:
-    """Stage as triggers count it, of every stage so far: events that parts asked for begin none of theirs."""
+    """Map every stage so far to the stage as triggers count, which ignores events requested by parts."""
     return [0, *accumulate(int("asked_by" not in event.notes) for event in events)]

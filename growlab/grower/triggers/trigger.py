@@ -1,4 +1,4 @@
-"""The interface of triggers, and the growing network that triggers and parts see."""
+"""Interface of triggers, and the view of a growing network for triggers and parts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ class Clock:
     Attributes:
         epoch: the current epoch, from 0.
         step: optimizer steps done.
-        cost: spent so far, in the unit of whoever counts (FLOPs, images, a fraction of the budget).
+        cost: spent so far, in any unit (FLOPs, images, a fraction of the budget).
 
     Raises:
-        UserError: one is no finite number.
+        UserError: a value is not a finite number.
     """
 
     epoch: int = 0
@@ -49,17 +49,17 @@ class Clock:
             finite(**vars(self))
 
     def moved(self, **given: Any) -> "Clock":
-        """Clock with some values replaced by later ones.
+        """Return a clock with some values replaced by later ones.
 
         Raises:
-            UserError: one is no finite number, or smaller than it was.
+            UserError: a value is not a finite number, or smaller than before.
         """
         later = replace(self, **given)
         for name in given:
             old, new = getattr(self, name), getattr(later, name)
             if new < old:
                 raise UserError(
-                    f"{name} {new} lies before {name} {old}, where Grower.step has been already: growth goes forwards; "
+                    f"{name} {new} is before {name} {old} of an earlier call of Grower.step: growth goes forwards; "
                     "load a checkpoint's state to go back."
                 )
         return later
@@ -70,17 +70,17 @@ class Training:
     """Data, cost and records that a training loop provides for triggers, parts and methods.
 
     Attributes:
-        batches: maps a number to so many training batches, this process's part: tuples of inputs and a target,
-            or of one mapping of inputs by name and a target.
+        batches: maps n to n training batches (this process's part): tuples of inputs and a target, or of a dict of
+            inputs and a target.
         loss: mean loss of a batch from the network's output and the target.
-        weight: weight of a batch in means over batches, from output and target; None: its samples.
-        near_zero: smallest number that training distinguishes from zero, in its precision.
+        weight: weight of a batch in means over batches, from output and target; None: its number of samples.
+        near_zero: smallest number that training's precision distinguishes from zero.
         steps: optimizer steps of each epoch.
         total_steps: optimizer steps of the whole training; None: unknown.
         samples: training samples of each epoch.
-        records: what was recorded of each epoch so far, by column of metrics.csv.
-        reference_flops: forward FLOPs of the fixed-size run, which percentages of cost are of.
-        flops: maps widths and the fraction of growth that is done to forward FLOPs per sample.
+        records: records of each epoch so far, by column of metrics.csv.
+        reference_flops: forward FLOPs of the fixed-size run, the 100 % of costs.
+        flops: maps widths and the fraction of growth done to forward FLOPs per sample.
         epoch_batches: maps an epoch and a number that seeds order and augmentation to all of the epoch's training
             batches, this process's part.
         seed_draws: seeds the network's own draws (dropout) by an epoch and a batch's number.
@@ -100,10 +100,10 @@ class Training:
     seed_draws: Callable[[int, int], None] | None = None
 
     def updated(self, **given: Any) -> "Training":
-        """Copy with some fields replaced.
+        """Return a copy with some fields replaced.
 
         Raises:
-            UserError: there is no such field, or a function cannot be called.
+            UserError: a field is unknown, or a function cannot be called.
         """
         known = [field.name for field in fields(self)]
         if unknown := [name for name in given if name not in known]:
@@ -115,19 +115,19 @@ class Training:
 
 
 class Trigger(Described, ABC):
-    """Decide which widths come next, and when.
+    """Decides the next widths and when to grow.
 
-    Its decisions must be a function of the grower and of its own `state_dict`: all processes ask, and a resumed run
+    Decisions must be a function of the grower and the trigger's `state_dict`: all processes ask, and a resumed run
     asks again.
 
     Attributes:
-        unit: clock unit that it reads ("epoch", "step" or "cost"), which the loop has to announce; None: none, or
+        unit: clock unit that it reads ("epoch", "step" or "cost"), which the loop has to provide; None: none, or
             several.
-        knows_stages: it is known beforehand when each stage begins.
+        knows_stages: True if the start of each stage is known before training.
         resizes: False if the network keeps its full widths throughout.
-        plans_cost: it compares what widths to come will cost, which parts must leave to it.
-        auxiliary_passes: passes over data that it decided by, with their results and their cost.
-        left_to_parts: groups whose widths parts decide; set before it is asked.
+        plans_cost: True if it compares costs of future widths, so parts may not decide widths.
+        auxiliary_passes: measurements on data behind its decisions, with their results and cost.
+        left_to_parts: groups whose widths parts decide; set before `next` is called.
     """
 
     unit: str | None = None
@@ -138,7 +138,7 @@ class Trigger(Described, ABC):
     left_to_parts: frozenset[str] = frozenset()
 
     def forecast(self, graph: WidthGraph) -> list[Widths] | None:
-        """Width of each group at every stage; None if not known beforehand.
+        """Return the width of each group at every stage; None if unknown before training.
 
         Raises:
             UserError: the network has no such widths.
@@ -146,7 +146,7 @@ class Trigger(Described, ABC):
         return None
 
     def steps(self, graph: WidthGraph) -> list[Widths]:
-        """Widths that growth goes through, the seed's first, as far as they are known."""
+        """Widths that growth goes through, starting with the seed's, as far as known."""
         return self.forecast(graph) or []
 
     def first(self, graph: WidthGraph) -> Widths:
@@ -155,14 +155,14 @@ class Trigger(Described, ABC):
 
     @abstractmethod
     def next(self, grower: "GrowingNetwork") -> Widths | None:
-        """Widths to grow to now; None to keep the present ones.
+        """Return the widths to grow to now; None to keep the current ones.
 
-        Called at every boundary that the training loop announces, and again after each event. Entries that it puts into
-        `grower.notes` become part of the event's receipt.
+        Called at every step or epoch, and again after each event. Entries put into `grower.notes` become part of the
+        event's receipt.
         """
 
     def fraction_grown(self, stage: int, widths: Widths) -> float | None:
-        """Fraction of all growth that is done once a stage with these widths has begun; None if unknown."""
+        """Return the fraction of all growth done once a stage has these widths; None if unknown."""
         return None
 
     def stage_end(self, grower: "GrowingNetwork") -> int | None:
@@ -170,15 +170,15 @@ class Trigger(Described, ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Its memory, in plain containers."""
+        """Return the state in plain containers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
 
 
 class GrowingNetwork(ABC):
-    """A network in growth, as triggers and parts see it; `growlab.Grower` is one.
+    """View of a growing network for triggers and parts; `growlab.Grower` implements it.
 
     Attributes:
         network: at its present widths.
@@ -186,16 +186,15 @@ class GrowingNetwork(ABC):
         full_graph: the same at full width.
         method: of growth.
         trigger: of growth.
-        state: stage, widths and all else that tensors do not say.
+        state: stage, widths and other state besides tensors.
         clock: progress of the training.
         seed: of everything that growth draws.
-        events: all growth events so far, with their receipts.
+        events: all growth events so far.
         training: data, cost and records of the training.
         seed_widths: width of each group in the seed.
         followers: the optimizers that follow.
-        averages: averages of the network that parts keep, by name: modules of its tensors and widths, which go through
-            every growth event with it.
-        notes: entries for the receipt of the next event that the trigger asks for.
+        averages: averages of the network kept by parts, by name: modules with its tensors, which follow every event.
+        notes: entries for the receipt of the trigger's next event.
     """
 
     network: nn.Module
@@ -217,7 +216,7 @@ class GrowingNetwork(ABC):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers that follow and are still in use."""
+        """Attached optimizers that are still in use."""
         return self.followers.optimizers
 
     def gradients(self) -> dict[str, Tensor]:
@@ -240,15 +239,15 @@ class GrowingNetwork(ABC):
             yield from ((f"{key} of {name}", tensor) for key, tensor in copy.state_dict().items())
 
     def probe(self) -> tuple[Any, ...]:
-        """Example inputs that events are checked on, on the network's device and in its precision."""
+        """Example inputs for checking events, on the network's device and in its precision."""
         return network_inputs(self._example, self.network)
 
     def measurement(self, number: int, asker: str) -> Measurement:
-        """Training batches to measure on; results are averaged over processes.
+        """Return a measurement on training batches; results are averaged over processes.
 
         Args:
             number: of batches.
-            asker: for the message.
+            asker: name in the error message.
 
         Raises:
             UserError: the loop has provided none.

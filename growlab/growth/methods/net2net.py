@@ -70,7 +70,8 @@ def divided(
 ) -> tuple[dict[str, Tensor], Carry]:
     """Divisors of the columns of copies, and how gradients then follow.
 
-    Where constants tell channels apart (`Expansion.unlike`), columns of old channels stay and those of copies are zero.
+    Where constants tell channels apart (`Expansion.unlike`), columns of old channels stay and those of copies are
+    zero.
 
     Args:
         expansion: the event.

@@ -19,7 +19,8 @@ from growlab.widths import Carry
 class Splitting(DataDriven):
     """Split the neurons whose splitting lowers the loss most, along the steepest directions.
 
-    Splitting a neuron theta into theta + e v and theta - e v, each with half of the outgoing weights, changes the loss
+    Splitting a neuron theta into theta + e v and theta - e v, each with half of the outgoing weights, changes the
+    loss
     by
 
         e^2 / 2 v^T S v + o(e^2),      S = E[dL/dsigma nabla^2 sigma(theta)]      (Theorem 2.2)
@@ -42,7 +43,8 @@ class Splitting(DataDriven):
         iterations: number of products with S used for the smallest eigenvalue of each neuron; None: assemble S.
         epsilon: distance of halves from the original, relative to its length.
         softplus_beta: ReLU, which has no second derivative, is replaced by softplus with this beta.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises
+            an
             error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
@@ -204,7 +206,8 @@ def _unchanged(expansion: Expansion) -> Expansion:
 class Split:
     """Network in which some channels have a copy behind all others; the two share the outgoing weights equally.
 
-    Tensors before the split are called plain here. Where a plain row of a split channel moves by +d in the original and
+    Tensors before the split are called plain here. Where a plain row of a split channel moves by +d in the original
+    and
     by -d in the copy, all such moves together are a tensor of the plain shape, `moves`.
 
     Attributes:

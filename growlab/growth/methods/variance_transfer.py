@@ -38,17 +38,20 @@ class VarianceTransfer(PairGrowth):
       `growlab.growth.multipliers`. This applies behind and before layer, RMS and group normalisation (queries, keys,
       values and fc1 read a normalised stream; their outputs enter a softmax, a gate or another stream), in networks
       without normalisation, and for the last layer, whatever stands behind it. Layer normalisation would undo a c of
-      the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let it:
+      the whole stream, but for its eps, which no weight can take up as batch normalisation's running statistics let
+      it:
       not exactly. `finish` writes m_i W_i into the weights at the end.
 
-    **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m W
+    **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m
+    W
     that the network uses m times as far as before the event: after growth by four, twice in hidden layers, four times
     in the last one. SGD moves it as before (see `growlab.growth.multipliers`). `multipliers` chooses among
 
     - "keep": as it is, the paper's rule relative to the stored weight W;
     - "fold": no multiplier, the factor is written into the weight, which is the one that is used. Old weights that no
       batch normalisation follows then stay as they are, and the optimizer moves them as before, whichever it is. New
-      entries of old rows, which a multiplier would multiply too, have the variance of Table 1 as the network uses them;
+      entries of old rows, which a multiplier would multiply too, have the variance of Table 1 as the network uses
+      them;
     - "compensate": multipliers, by which the steps of torch's and growlab's optimizers that normalise gradients are
       divided, decoupled weight decay aside. Others step as with "keep";
     - "auto": "fold" for weights of optimizers that normalise gradients, as far as the Grower follows them, "keep" for
@@ -66,7 +69,8 @@ class VarianceTransfer(PairGrowth):
 
     **Preserves** exactly in eval mode; in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v)
     with batch variance v. Up to `output_factor` without multipliers; nothing if `literal`.
-    **Departs from the paper**: multipliers (what they do to steps: see `growlab.growth.multipliers`) and the fold into
+    **Departs from the paper**: multipliers (what they do to steps: see `growlab.growth.multipliers`) and the fold
+    into
     the norm's weight. Theorem A.1 itself asks for sqrt(1 / (C Var[W])), which is 1 for weights at their
     initialisation: that is the multiplied weight; Table 1's sqrt(C / C') is the stored one.
 
@@ -229,7 +233,8 @@ def _gradient_scales(
 ) -> dict[str, Tensor]:
     """Factor on the gradient of each rescaled parameter.
 
-    With w' = c w and the same loss it is 1 / c. With a multiplier that becomes q times as large, and a gradient that is
+    With w' = c w and the same loss it is 1 / c. With a multiplier that becomes q times as large, and a gradient that
+    is
     divided by its square, it is 1 / (c q^2).
     """
     statistics = {name for norm in graph.norms for name in (norm.running_mean, norm.running_var)}
