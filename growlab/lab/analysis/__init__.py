@@ -1,4 +1,4 @@
-"""Reads run folders and makes tables and figures of them; never trains.
+"""Read run folders and make tables and figures of them.
 
     from growlab.lab.analysis import load_runs, markdown, summarise
     print(markdown(summarise(load_runs(["runs"]))))

@@ -1,4 +1,4 @@
-"""`python -m growlab table DIR...` prints a table of runs; `figure`, `paired` and `time` say more."""
+"""`python -m growlab table DIR...` prints a table of runs; see also `figure`, `paired` and `time`."""
 
 import argparse
 import sys
@@ -45,7 +45,7 @@ def warn(message: str) -> None:
 
 
 def table_parser(name: str, description: str, epilog: str | None = None, json: bool = False) -> CommandParser:
-    """Parser of a command that makes a table of run folders."""
+    """Make the parser of a command that makes a table of run folders."""
     parser = CommandParser(prog=f"growlab {name}", description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
     form = parser.add_mutually_exclusive_group()
@@ -60,12 +60,12 @@ def table_parser(name: str, description: str, epilog: str | None = None, json: b
 
 
 def rows_of(arguments: argparse.Namespace) -> list[Row]:
-    """Rows of the run folders that a command line of `table_parser` names."""
+    """Read the rows of the run folders that a command line of `table_parser` names."""
     return summarise(load_runs(arguments.folders, warn), warn)
 
 
 def put(table: Grid | Sequence[Row], arguments: argparse.Namespace) -> None:
-    """Print or write a table, or the rows of the main one, in the form that a command line asks for."""
+    """Print or write a table, or the rows of the main one, in the requested form."""
     form = arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
     if isinstance(table, Grid):
         if form == "json":
@@ -84,7 +84,7 @@ def _table(argv: Sequence[str]) -> None:
         "table",
         "Print a table over finished runs, grouped by everything but the seed.",
         "Example: growlab table runs -o table.md. See also: growlab figure (draw), growlab paper (methods by "
-        "networks, published values beside ours), growlab paired (methods compared seed by seed), growlab time (cost "
+        "networks, with published values), growlab paired (methods compared seed by seed), growlab time (cost "
         "and seconds to a test score).",
         json=True,
     )

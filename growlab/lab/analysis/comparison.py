@@ -1,4 +1,4 @@
-"""Rows of a table as figures: curves and cost next to each other, frontiers of cost or time, and learning rates."""
+"""Compare rows of a table in figures: curves and cost, frontiers of cost or time, learning rates."""
 
 import math
 import statistics
@@ -50,7 +50,7 @@ def _rows(runs: Sequence[Run], what: str) -> list[Row]:
 
 
 def _seeds(rows: Sequence[Row]) -> str:
-    """Number of seeds, or the least and the most of several rows."""
+    """Number of seeds, or its range over several rows."""
     return "-".join(map(str, dict.fromkeys((min(row.n for row in rows), max(row.n for row in rows)))))
 
 
@@ -59,13 +59,12 @@ def _seeds(rows: Sequence[Row]) -> str:
 
 @style.styled()
 def compare(runs: Sequence[Run]) -> Figure:
-    """Runs side by side: training loss, accuracy over epochs, and cost against test accuracy.
+    """Compare runs: training loss, accuracy over epochs, and cost against test accuracy.
 
-    Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample
-    standard deviation. Curves of several seeds that could not be distinguished are drawn less their mean. Where all
-    costs are equal, the last panel has a column for each method. Accuracy is the held-out one if every run has it,
-    else that of training. Growth events are lines if all grown runs share them, else ticks at the top in the method's
-    colour.
+    Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample standard
+    deviation. Curves that would be indistinguishable are drawn minus their common mean. If all costs are equal, the
+    last panel has a column for each method. Accuracy is the held-out one if every run has it, else that of training.
+    Growth events are lines if all grown runs share them, else ticks at the top in the method's colour.
 
     Raises:
         UserError: the runs are of several networks or data sets, whose numbers do not compare.

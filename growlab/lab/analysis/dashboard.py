@@ -96,7 +96,7 @@ def _make(argv: Sequence[str]) -> None:
         # W&B answers with errors of several packages.
         reason = " ".join(str(error).split())
         raise UserError(
-            f"W&B did not make them in {entity}/{project}: {reason}; `wandb login` logs in, --dry-run only looks."
+            f"W&B did not make them in {entity}/{project}: {reason}; `wandb login` logs in, --dry-run needs no login."
         ) from error
     print(workspace.url, report.url, sep="\n")
 

@@ -1,4 +1,4 @@
-"""All figures by name, and those that a run draws into its own folder when it ends.
+"""All figures by name, and the figures that a run draws into its folder at its end.
 
 Every x axis of epochs counts epochs done: the values of `metrics.csv`'s epoch e (from 0) stand at e + 1, and a growth
 event at the beginning of epoch e stands at e, between the epoch before it and the one after it.
@@ -239,7 +239,7 @@ def one_run(name: str, runs: Sequence[Run]) -> Sequence[Run]:
     """Return `runs` if there is exactly one.
 
     Raises:
-        UserError: there are others.
+        UserError: there are several.
     """
     if len(runs) != 1:
         raise UserError(
@@ -262,10 +262,10 @@ FIGURES: dict[str, Draw] = {name: partial(_draw, name) for name in (*_ONE_RUN, *
 
 
 def find(name: str) -> Draw:
-    """The function that draws the figure called `name` from runs and, where it shows single ones, parameters.
+    """Find the function that draws a figure from runs and, if it shows single ones, parameters.
 
     Raises:
-        UserError: there is none; the nearest name is suggested.
+        UserError: no such figure; the nearest name is suggested.
     """
     if name not in FIGURES:
         near = difflib.get_close_matches(name, FIGURES, 1, cutoff=0.4)

@@ -18,12 +18,12 @@ _LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}"}
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it becomes text.
+    """A table that can be formatted in several ways.
 
     Attributes:
         header: names of the columns.
         rows: cells, in Markdown: `**...**` is bold, ± and − stand for themselves.
-        num_text: this many columns on the left are words, the others numbers.
+        num_text: number of columns of words on the left; the others are numbers.
         caption: text below it.
         groups: names that span several columns above the header, (name, number of columns) from the left.
     """
@@ -85,12 +85,12 @@ class Grid:
 
 
 def visible(text: str) -> str:
-    r"""Text with its control characters written out, such as a terminal's escape codes: `\x1b`."""
+    r"""Escape control characters in text, such as a terminal's escape codes: `\x1b`."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def inert(cell: str) -> str:
-    """A cell of CSV that no spreadsheet takes for a formula: an apostrophe in front, but of numbers."""
+    """Prefix a CSV cell with an apostrophe if a spreadsheet could read it as a formula."""
     cell = visible(cell)
     return f"'{cell}" if cell.lstrip()[:1] in _FORMULAS and not _NUMBER.fullmatch(cell) else cell
 

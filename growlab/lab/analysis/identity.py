@@ -56,9 +56,9 @@ _RENAMED = {"RegionalSGD": "SGD"}
 
 
 def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: str) -> dict[str, str]:
-    """Settings by dotted name in which the runs of one row of a table are equal.
+    """Return the settings, by dotted name, that all runs of a table's row share.
 
-    Classes of growlab count by their names, in whatever module.
+    Classes of growlab are compared by name only, without their module.
 
     Args:
         config: the composed configuration in plain containers, resolved.
@@ -77,7 +77,7 @@ def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: s
 
 
 def row_overrides(overrides: Iterable[str], optimizer: str = "") -> tuple[str, ...]:
-    """Hydra overrides that make a run another method, sorted, in one spelling each.
+    """Hydra overrides that distinguish a run's method, sorted, in one spelling each.
 
     Seed, places, hardware, loggers and the fields of `Group` are left out. Settings that change the training are
     kept,
@@ -110,7 +110,7 @@ def choice_of(group: str, choice: str, overrides: Sequence[str]) -> str:
 
 
 def resume_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, nested, in which a run and one that resumes it are equal: those that decide its numbers.
+    """Return the nested settings that determine a run's numbers, which a resuming run must share.
 
     Args:
         config: the composed configuration in plain containers, resolved.

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 @dataclass(frozen=True, order=True)
 class Metric:
-    """One number of `results.json` that runs of a task are compared by.
+    """A number of `results.json` by which runs of a task are compared.
 
     Attributes:
-        key: its name there, behind the split's ("test_bleu").
+        key: its name there, after the split's ("test_bleu").
         name: in words.
         scale: factor of tables and figures.
         unit: of the scaled number.
@@ -43,7 +43,7 @@ class Metric:
         return f"{self.name} in percentage points" if self.unit == "%" else self.name
 
     def quality(self, value: float | None) -> float:
-        """A number that is larger for the better value; None is the worst of all."""
+        """A number that is larger for better values; None is the worst."""
         if value is None:
             return float("-inf")
         return value if self.higher_is_better else -value
@@ -59,7 +59,7 @@ BITS = Metric("bits_per_character", "bits per character", higher_is_better=False
 
 
 def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
-    """The metric that all of these `results.json` were tested with; accuracy where they have none in common.
+    """The metric that all of these `results.json` share; accuracy if there is no common one.
 
     Examples:
         >>> metric_of([{"test_accuracy": 0.6, "test_bleu": 31.8}]).label, metric_of([{"test_accuracy": 0.9}]).label

@@ -239,7 +239,7 @@ class Run:
         """Width groups of `growth.json`.
 
         Raises:
-            UserError: there is none.
+            UserError: the run has no width groups.
         """
         if not self.growth["groups"]:
             raise UserError(
@@ -348,7 +348,7 @@ def load_runs(
         where = " or ".join(str(folder) for folder in folders)
         detail = f" ({num_unfinished} unfinished)" if num_unfinished else ""
         detail += f" ({num_skipped} unreadable)" if num_skipped else ""
-        raise UserError(f"no finished run under {where}{detail}: a run folder holds results.json.")
+        raise UserError(f"no finished run under {where}{detail}: a run folder contains results.json.")
     return sorted(runs.values(), key=lambda run: run.path)
 
 

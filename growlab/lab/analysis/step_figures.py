@@ -141,7 +141,7 @@ def region_norms(runs: Sequence[Run], parameters: Sequence[str] | None = None) -
     # Older runs recorded no gradients.
     quantities = [q for q in _NORMS if all(q in table and (table[q] > 0).any() for table in tables)]
     if not quantities:
-        raise UserError(f"{runs[0].path}: rates.csv holds no norms to draw.")
+        raise UserError(f"{runs[0].path}: rates.csv has no norms to draw.")
     figure = style.new_figure(0.9 + 2.15 * max(len(columns), 2), 0.5 + 1.7 * len(quantities))
     grid = figure.subplots(len(quantities), len(columns), sharey="row", squeeze=False)
     colours = max((_region_colours(table) for table in tables), key=len)

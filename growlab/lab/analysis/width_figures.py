@@ -408,7 +408,7 @@ def _shared(lines: Sequence[_Line]) -> int:
 
 
 def _fixed(axes: Axes, line: _Line) -> Line2D:
-    """The line of runs that do not grow, with a band: no other lies on it."""
+    """Draw the line of runs that do not grow, with a band, below no other line."""
     epochs, colour = np.arange(1, len(line.mean) + 1), style.FIXED_SIZE[0]
     (drawn,) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
     band = (line.mean - line.std, line.mean + line.std)

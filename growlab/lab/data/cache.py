@@ -52,7 +52,7 @@ def is_cached(key: str) -> bool:
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array cached under a key, a text that changes when it would; made and stored if there is none."""
+    """Return the array cached under a key; make and store it if it is missing. The key must change with the content."""
     path = _path(key)
     # One process at a time makes it; the others wait, and load it.
     with locked(path):

@@ -127,7 +127,7 @@ def _searched_for(name: str) -> str:
 
 
 def _with_test(parts: dict[str, T]) -> dict[str, T]:
-    """The parts; validation data are the test set where there is none."""
+    """Use the validation set as the test set if there is no test set."""
     return {"test" if name == "val" and "test" not in parts else name: part for name, part in parts.items()}
 
 

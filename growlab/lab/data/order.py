@@ -38,12 +38,12 @@ def permutation(length: int, *key: int) -> np.ndarray:
 def rolling_order(blocks_N: np.ndarray, window: int, *key: int) -> np.ndarray:
     """Return an order of images that can be read block by block, a function of the key alone.
 
-    What a shuffle buffer of `window` images gives, without its state: blocks come in random order, and each
-    image falls behind the start of its block by up to `window` images, so at any time the images in use lie in
-    about `window` images' worth of blocks.
+    Like a shuffle buffer of `window` images, but stateless: blocks come in random order, and each image is delayed
+    from the start of its block by up to `window` images, so the images in use at any time come from about `window`
+    images' worth of blocks.
 
     Args:
-        blocks_N: block that each image lies in, counted from 0.
+        blocks_N: block of each image, counted from 0.
         window: images over which a block is spread; all of them give a plain permutation.
         key: integers, as for `draws`.
     """
@@ -88,8 +88,8 @@ def training_batches(
 def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
     """Cut `range(length)` into nearly equal global batches and return this rank's slice of each.
 
-    No image is repeated, so that accuracies over several ranks are exact, and no rank's slice is empty: a
-    batch is larger than `batch_size` only where that holds fewer images than there are ranks. Only a set
+    No image is repeated, so that accuracies over several ranks are exact, and no rank's slice is empty: a batch is
+    larger than `batch_size` only if that is less than the number of ranks. Only a set
     smaller than the number of ranks has its images repeated.
 
     Args:

@@ -380,7 +380,7 @@ class CustomData(RunData):
     """
 
     goes_with = (
-        "data of your own go with model=custom and the objective of their targets: classification, multilabel, "
+        "custom data need model=custom and an objective that suits their targets: classification, multilabel, "
         "regression, segmentation or custom"
     )
 

@@ -1,4 +1,4 @@
-"""Plain full-width networks: `nn.Module`s that know nothing of growth."""
+"""Plain full-width networks: `nn.Module`s without any code for growth."""
 
 from growlab.lab.networks.convolutional import (
     VGG,

@@ -178,8 +178,7 @@ class VGG(nn.Module):
         width: channels of the first convolution.
         batch_norm: put batch normalisation behind each convolution.
 
-    What is left of the image is averaged, so any size from 32 up
-    goes in.
+    The final feature map is averaged, so any image size from 32 up works.
     """
 
     def __init__(

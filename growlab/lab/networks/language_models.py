@@ -42,8 +42,8 @@ class CausalModel(FirstOutput):
     """An untrained causal language model of transformers: tokens [B, T] to logits [B, T, vocabulary].
 
     Args:
-        vocabulary_size: tokens that there are.
-        context: tokens that it is called with; positions that it has.
+        vocabulary_size: number of tokens.
+        context: largest number of positions.
         type: `model_type` of a configuration of transformers: `llama`, `qwen3`, `gpt2`.
         end_of_text: the token behind a text, at which `generate` stops; None: none.
         config: further entries of the configuration.
@@ -52,8 +52,8 @@ class CausalModel(FirstOutput):
             that a type has for them fit too.
         intermediate_size: hidden channels of MLPs; None: four times the stream.
         num_hidden_layers: layers.
-        num_attention_heads: heads of each; None for a type that has none, such as mamba.
-        num_key_value_heads: heads that keys and values have; None: as many, where the type has a choice.
+        num_attention_heads: heads of each layer; None for a type without heads, such as mamba.
+        num_key_value_heads: heads of keys and values; None: as many as `num_attention_heads`.
 
     Raises:
         UserError: transformers is not installed, does not know the type or an entry, or the sizes do not fit.
@@ -119,7 +119,7 @@ class CausalModel(FirstOutput):
 
 
 def plain_model(network: CausalModel) -> Any:
-    """The model of a network that grew, rebuilt by transformers at the sizes that it has.
+    """Rebuild the model of a grown network by transformers at its present sizes.
 
     Raises:
         UserError: no configuration of this type has these sizes, such as heads that differ from layer to layer.
@@ -162,10 +162,10 @@ def _names(kind: Any) -> set[str]:
 def _entries(
     kind: Any, model_type: str, own: Mapping[str, int | None], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Entries of a configuration from sizes and whatever else is given.
+    """Make the entries of a configuration from sizes and further arguments.
 
     Raises:
-        UserError: it has no such entry, or heads do not divide.
+        UserError: an entry is unknown, or the heads do not divide the width.
     """
     usual = kind()
     direct, names = set(usual.to_dict()), _names(kind)
@@ -221,7 +221,7 @@ def _built(found: Any, kind: Any, model_type: str, given: Mapping[str, Any]) -> 
 
 
 def _looks_ahead(model: Any, vocabulary_size: int, context: int) -> bool:
-    """True if logits follow from later tokens.
+    """Return True if logits depend on later tokens.
 
     Raises:
         UserError: the model cannot be called.
@@ -245,7 +245,7 @@ def _looks_ahead(model: Any, vocabulary_size: int, context: int) -> bool:
 
 
 def _present(trained: nn.Module) -> tuple[dict[str, Tensor], dict[int, list[int]]]:
-    """Renamed tensors of a model without the layers that were never inserted, and the layers left of so many."""
+    """Rename a model's tensors without the layers that were never inserted; also return the indices of the rest."""
     renamed: dict[str, str] = {}
     left: dict[int, list[int]] = {}
     for path, layers in trained.named_modules():
@@ -263,7 +263,7 @@ def _present(trained: nn.Module) -> tuple[dict[str, Tensor], dict[int, list[int]
 def _candidates(
     trained: Any, tensors: Mapping[str, Tensor], present: Mapping[int, list[int]]
 ) -> Iterator[Any]:
-    """Configurations that the model may have ended with, the full one first."""
+    """Yield possible final configurations of the model, the full one first."""
     full = copy.deepcopy(trained.config)
     for name, size in sizes(full, LAYERS).items():
         if size in present:
@@ -297,7 +297,7 @@ def _candidates(
 
 
 def _same(model: Any, network: CausalModel) -> bool:
-    """True if a model computes the same as a network."""
+    """Return True if a model computes the same as a network."""
     device = next(network.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(min(_PROBE, network.context))[None] % vocabulary

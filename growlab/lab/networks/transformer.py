@@ -3,8 +3,8 @@
 Shape suffixes: B sequences, T positions, S positions of a source, H heads, D channels of a head, C channels of the
 stream, E of the embedding, V tokens.
 
-The embedding has a width of its own, with projections into and out of the layers' width: so it can be shared by input
-and output, and stay as it is while the layers grow (Yuan et al. 2023, Sec. 4.4).
+The embedding has a separate width, with projections into and out of the layers' width. It can be shared by input and
+output, and keeps its width while the layers grow (Yuan et al. 2023, Sec. 4.4).
 """
 
 import math
@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 
 class Rotary(nn.Module):
-    """Turns the first channels of each head by angles that follow the position (Su et al. 2021).
+    """Rotates the first channels of each head by position-dependent angles (Su et al. 2021).
 
-    Only some, as in GPT-NeoX: the others are interchangeable, so their number can grow.
+    Only some channels are rotated, as in GPT-NeoX; the others are interchangeable, so their number can grow.
 
     Args:
-        num_channels: that are turned; even.
+        num_channels: number of rotated channels; even.
         context: the largest number of positions.
     """
 
@@ -36,7 +36,7 @@ class Rotary(nn.Module):
         self.register_buffer("sin_TR", angles_TR.sin(), persistent=False)
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
-        """The turned heads, of the same shape."""
+        """Rotate heads; the shape stays the same."""
         turning, others = x_BHTD.split([self.num_channels, x_BHTD.shape[-1] - self.num_channels], -1)
         first, second = turning.chunk(2, -1)
         across = torch.cat([-second, first], -1)
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         head_dim: D.
         dropout: of attention weights, in training.
         bias: whether the layers have biases.
-        rotary: turns queries and keys, or None.
+        rotary: rotates queries and keys, or None.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Attention(nn.Module):
         """Attention output of each position: [B, T, C].
 
         Args:
-            x_BTC: asks.
-            source_BSC: is asked; None: the same.
-            mask: True where a position may be seen, broadcast with [B, H, T, S].
-            causal: only positions up to its own may be seen by each.
+            x_BTC: input of the queries.
+            source_BSC: input of keys and values; None: `x_BTC`.
+            mask: True at visible positions; broadcasts with [B, H, T, S].
+            causal: positions see only themselves and earlier ones.
         """
         source_BSC = x_BTC if source_BSC is None else source_BSC
         query_BHTD, key_BHSD, value_BHSD = (
@@ -121,7 +121,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal attention, then a gated MLP, each behind an RMSNorm and with a residual connection."""
+    """Causal attention, then a gated MLP, each after an RMSNorm and with a residual connection."""
 
     def __init__(
         self, width: int, num_heads: int, head_dim: int, hidden: int, dropout: float, rotary: Rotary
@@ -150,7 +150,7 @@ class CausalTransformer(nn.Module):
         width: C.
         num_heads: H.
         head_dim: D.
-        rotary_dim: channels of each head that are turned; even, below `head_dim` for the others to grow.
+        rotary_dim: rotated channels of each head; even, and below `head_dim` so that the others can grow.
         hidden: of the gated MLPs.
 
     Weights are drawn from N(0, 1 / fan_in), those that end a residual branch smaller by sqrt(2 num_layers)
@@ -191,7 +191,7 @@ class CausalTransformer(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of the token behind each position: [B, T, V]."""
+        """Logits of the next token at each position: [B, T, V]."""
         x_BTC = self.project_in(self.dropout(self.embedding(tokens_BT)))
         for block in self.blocks:
             x_BTC = block(x_BTC)
@@ -201,7 +201,7 @@ class CausalTransformer(nn.Module):
 class TransformerLayer(nn.Module):
     """A layer of the encoder, or of the decoder if it attends to a source: Vaswani et al. 2017, Section 3.
 
-    Layer normalisation stands behind each residual connection, or before each branch if `norm_first`. The arguments
+    Layer normalisation follows each residual connection, or precedes each branch if `norm_first`. The arguments
     are
     those of `EncoderDecoder`.
     """
@@ -228,7 +228,7 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTC: Tensor, source_BSC: Tensor | None, source_mask: Tensor | None) -> Tensor:
-        """The stream [B, T, C] behind the layer; the mask is of the source, or of the stream itself without one."""
+        """Map the stream [B, T, C]; the mask is that of the source, or of the stream without a source."""
         if self.decodes:
             x_BTC = self._beside(x_BTC, self.norm1, lambda x: self.attention(x, causal=True))
             x_BTC = self._beside(
@@ -250,7 +250,7 @@ class EncoderDecoder(nn.Module):
     Args:
         source_size: tokens of the source's vocabulary.
         target_size: tokens of the target's.
-        padding: the token that fills up sources and targets, behind their ends.
+        padding: the padding token of sources and targets.
         num_layers: of the encoder and of the decoder.
         embedding_dim: E; None: `width`.
         tied: the decoder's embedding is its output layer too.
@@ -260,7 +260,7 @@ class EncoderDecoder(nn.Module):
         head_dim: D.
         hidden: of the layers' MLPs.
         dropout: of embeddings, attention and residual branches.
-        norm_first: normalise before branches instead of behind them.
+        norm_first: normalise before branches instead of after them.
 
     Raises:
         ValueError: shared, and the vocabularies differ in size.
@@ -308,16 +308,16 @@ class EncoderDecoder(nn.Module):
             self.head.weight = self.target_embedding.weight
 
     def forward(self, source_BS: Tensor, previous_BT: Tensor) -> Tensor:
-        """Logits of the token behind each position of the target: [B, T, V].
+        """Logits of the next token at each position of the target: [B, T, V].
 
         Args:
-            source_BS: tokens of the source, filled up.
+            source_BS: padded tokens of the source.
             previous_BT: tokens of the target, shifted by one: position t has the token before t.
         """
         return self.decode(previous_BT, self.encode(source_BS), source_BS)
 
     def encode(self, source_BS: Tensor) -> Tensor:
-        """The encoder's stream [B, S, C]."""
+        """Encode a source: the stream [B, S, C]."""
         x_BSC = self.source_in(self._embed(self.source_embedding, source_BS))
         for layer in self.encoder:
             x_BSC = layer(x_BSC, None, self._seen(source_BS))
