@@ -94,6 +94,16 @@ def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
     assert drawn.count("<path") == 1 and "NaN" not in drawn and "val rmse" in drawn
 
 
+def test_accuracy_is_in_percent_and_widths_are_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    (run,) = load_runs(RESULTS / "digits" / "ours_s0")
+    path.write_text(page([run]))
+    drawn = dom(path)
+    assert "val accuracy (%)" in drawn and ">80</text>" in drawn
+    # Full, kept and new width of each group at each stage.
+    assert drawn.count("<rect") == 3 * len(run.groups) * len(run.results["stages"])
+
+
 def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
     # Runs are drawn in the order of their paths.
     folder = shutil.copytree(RESULTS / "digits" / "fixed_s0", tmp_path / "runs" / "a")
