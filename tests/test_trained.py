@@ -493,3 +493,14 @@ def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -
     step(wide, own)
     moved = (wide[0].weight - before).abs()[8:]
     assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)
+
+
+def test_a_vocabulary_that_is_resized_under_the_grower_is_refused() -> None:
+    small, optimizer = trained(llama, TEXT)
+    wide = llama(32, 2)
+    grower = Grower.from_trained(small, wide, TEXT, optimizer=optimizer)
+    wide.resize_token_embeddings(80, mean_resizing=False)
+    actions = (lambda: train(wide, optimizer, TEXT, 1), grower.step, lambda: grower.finish(at_any_stage=True))
+    for act in actions:
+        with pytest.raises(UserError, match="resized from 64 to 80 tokens under the Grower"):
+            act()

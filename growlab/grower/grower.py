@@ -21,12 +21,14 @@ from growlab.grower.loading import LoadingNetwork
 from growlab.grower.network import (
     as_method,
     check_arguments,
+    check_vocabulary,
     check_whole,
     copies_in,
     look_at_wrappers,
     not_fresh,
     see_through,
     trace_for_growth,
+    vocabulary,
 )
 from growlab.grower.part import BlockPart, Part, Replaced, WidthPart, checked_parts
 from growlab.grower.trained import (
@@ -149,7 +151,7 @@ class Grower(LoadingNetwork):
                 self.network, probe, method, self.parts, seed, grows=resizes, submodule=trace
             )
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
-        self._full_names = set(self.network.state_dict())
+        self._full_names, self._vocabulary = set(self.network.state_dict()), vocabulary(self.network)
         self.forecast = Forecast(self.trigger, graph, self.parts)
         if traced and self.trigger.resizes:
             if reason := self.forecast.nothing_grows():
@@ -372,6 +374,7 @@ class Grower(LoadingNetwork):
                 )
             if not self._open:
                 return []
+            check_vocabulary(self.network, self._vocabulary)
             if not isinstance(self.trigger, Never):
                 check_whole(self.network)
                 see_through(self.network, self.full_graph)
@@ -398,6 +401,7 @@ class Grower(LoadingNetwork):
                 size. Nothing has changed then.
         """
         self.followers.check_loaded()
+        check_vocabulary(self.network, self._vocabulary)
         if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage)):
             log.warning("%s", warning)
         if self.state.norm_weights:
@@ -509,6 +513,7 @@ class Grower(LoadingNetwork):
 
     def on_step(self, after: bool) -> None:
         """Act before and after each step of the optimizer that has the network's parameters."""
+        check_vocabulary(self.network, self._vocabulary)
         for part in self.parts:
             (part.after_step if after else part.before_step)(self)
         if after:
