@@ -231,7 +231,7 @@ class Grower(LoadingNetwork):
         chosen = HyperCloning(noise_std=0.1) if method is None else as_method(method)
         names, missing = renamed(small if isinstance(small, Mapping) else small.state_dict(), wide, layers)
         if missing and not any(isinstance(part, BlockPart) for part in parts):
-            parts = (*parts, layers_to_come(missing))
+            parts = (*parts, layers_to_come(missing, state))
         graph, widths = prepared(small, wide, example, chosen, parts, seed, trace, names, missing)
         grower = cls(
             wide,

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from growlab.base.described import Described
 from growlab.base.errors import UserError
@@ -101,6 +102,12 @@ class Part(Described):
 
     def after_step(self, grower: GrowingNetwork) -> None:
         """Act after each of those steps."""
+
+    def before_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
+        """Act before each step of each optimizer, with the gradients that it will use; see also `before_step`."""
+
+    def after_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
+        """Act after each of those steps; of a wrapper's, after those of the optimizer inside."""
 
     def finish(self, grower: GrowingNetwork) -> None:
         """Act at the end, before the network becomes an ordinary one."""

@@ -19,6 +19,7 @@ from growlab.growth import GrowthMethod
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 from growlab.optim import Regions
+from growlab.optim.carry import rescale_state
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Example, WidthGraph
 
@@ -101,10 +102,11 @@ class Once(Trigger):
         return grower.graph.full_widths if grower.state.scheduled_stage == 0 else None
 
 
-def layers_to_come(names: Iterable[str]) -> Part:
-    """Return a part that inserts these layers as copies of the previous ones."""
+def layers_to_come(names: Iterable[str], state: str) -> Part:
+    """Return a part that inserts these layers as copies of the previous ones, with their state unless that is reset."""
+    moments = "zero" if state == "reset_new" else "copy"
     # By its name, since parts are built on this package.
-    part: Part = importlib.import_module("growlab.parts").Depth(list(names), start="stack", state="copy")
+    part: Part = importlib.import_module("growlab.parts").Depth(list(names), start="stack", state=moments)
     return part
 
 
@@ -160,7 +162,7 @@ def renamed(
         before = len({match[1] for name in state if (match := pattern.match(name))})
         if not 0 < before < len(stack) or any(type(m) is not type(stack[0]) for m in stack):
             continue
-        places = _places(layers, before, len(stack))
+        places = _places(layers, before, len(stack), _leading(stack, before))
         prefix = f"{path}." if path else ""
         for place in range(len(stack)):
             if place not in places:
@@ -171,9 +173,20 @@ def renamed(
     return names, missing
 
 
-def _places(layers: Layers, before: int, after: int) -> list[int]:
+def _leading(stack: nn.ModuleList | nn.Sequential, before: int) -> int:
+    """Number of layers at the beginning of a stack that the last one cannot be a copy of, such as strided ones."""
+    shapes = [{name: tensor.shape for name, tensor in layer.state_dict().items()} for layer in stack]
+    others = [place for place in range(before) if shapes[place] != shapes[-1]]
+    return others[-1] + 1 if others and others[-1] + 1 < before else 0
+
+
+def _places(layers: Layers, before: int, after: int, leading: int) -> list[int]:
     if layers == "interleave":
-        return [-(-place * after // before) for place in range(before)]
+        rest = before - leading
+        return [
+            *range(leading),
+            *(leading - (-place * (after - leading) // rest) for place in range(rest)),
+        ]
     if layers == "end":
         return list(range(before))
     places = list(layers) if not isinstance(layers, str) else []
@@ -255,16 +268,7 @@ def adopt(
         what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the large one lacks"
         raise UserError(f"the trained network {what}: it is no smaller {type(network).__name__}.")
     if isinstance(small, nn.Module):
-        probe = grower.probe()
-        found, expected = evaluate(network, probe), evaluate(small, network_inputs(probe, small))
-        same = found.shape == expected.shape
-        error = relative_error(expected.to(found), found) if same else float("inf")
-        if error > 1e3 * torch.finfo(found.dtype).eps:
-            raise UserError(
-                f"the trained network's weights fit {type(network).__name__}, which computes something else with them "
-                f"(the output differs by {error:.0e}): they differ in more than widths and layers, such as the number "
-                "of heads or a factor that the code computes from its width."
-            )
+        factors = _match_outputs(grower, small)
         new = dict(network.named_parameters())
         old = {
             id(parameter): new[names[name]]
@@ -279,7 +283,67 @@ def adopt(
                     "the optimizer that trained it."
                 )
             replace_parameters(optimizer, old)
+            rescale_state(optimizer, {new[name]: factor for name, factor in factors.items()})
     grower.follow(*optimizers, state=state)
+
+
+def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Compare a network's outputs with the small one's, whose weights it has; rescale tables of embeddings to match.
+
+    Code may multiply embeddings by a number that it computes from its width (Gemma's root of it). Tables are divided by
+    as much as that number is larger, and the normalisation in front of a tied table is multiplied by it.
+
+    Returns:
+        For each parameter that was multiplied, by name, the factor on it and the factor on its gradient.
+
+    Raises:
+        UserError: both compute something else.
+    """
+    network, graph, probe = grower.network, grower.graph, grower.probe()
+    expected = evaluate(small, network_inputs(probe, small))
+
+    def error() -> float:
+        found = evaluate(network, probe)
+        return relative_error(expected.to(found), found) if found.shape == expected.shape else float("inf")
+
+    least = error()
+    tolerance = 1e3 * torch.finfo(expected.dtype).eps
+    if least <= tolerance:
+        return {}
+    for ratio in _computed_ratios(network, small, graph, grower.state.widths):
+        factors = dict[str, tuple[Tensor, Tensor]]()
+        kept = dict[nn.Parameter, Tensor]()
+        weights = {layer.weight for layer in graph.layers}
+        for name, parameter in network.named_parameters():
+            roles = [axis.role for axis in graph.axes.get(name, ())]
+            # In front of a tied table the gain is what consumes the channels.
+            if roles == ["in"] or (roles == ["fixed", "out"] and name not in weights):
+                factor = parameter.new_tensor(ratio if roles == ["in"] else 1 / ratio)
+                factors[name], kept[parameter] = (factor, 1 / factor), parameter.detach().clone()
+                offset = graph.offsets.get(name, 0.0)
+                with torch.no_grad():
+                    parameter.add_(offset).mul_(factor).sub_(offset)
+        if error() <= tolerance:
+            return factors
+        with torch.no_grad():
+            for parameter, value in kept.items():
+                parameter.copy_(value)
+    raise UserError(
+        f"the trained network's weights fit {type(network).__name__}, which computes something else with them "
+        f"(the output differs by {least:.0e}): they differ in more than widths and layers, such as the number "
+        "of heads or a factor that the code computes from its width."
+    )
+
+
+def _computed_ratios(
+    network: nn.Module, small: nn.Module, graph: WidthGraph, widths: Widths
+) -> dict[float, None]:
+    """Numbers that code may compute from its width, the large network's over the small one's."""
+    old = dict(small.named_buffers())
+    pairs = ((old[name], new) for name, new in network.named_buffers() if name in old and not new.dim())
+    kept = [float(new / own) for own, new in pairs if own.is_floating_point() and own != 0]
+    roots = [(full / widths[group]) ** 0.5 for group, full in graph.full_widths.items()]
+    return {ratio: None for ratio in (*kept, *roots) if ratio != 1.0}
 
 
 def anneal_at_once(grower: Any, method: GrowthMethod) -> None:

@@ -23,7 +23,7 @@ from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
 
-Inheritance = Literal["auto", "inherit", "reset", "zero_new"]
+Inheritance = Literal["auto", "inherit", "reset", "zero_new", "reset_new"]
 #: Maps the name of an entry and a tensor of the parameter's shape to its replacement.
 Change = Callable[[str, Tensor], Tensor]
 #: Maps an old parameter, its value in a dictionary and the dictionary's name to the new parameter's value.
@@ -86,7 +86,8 @@ def follow(
         widths_after: width of each group after.
         inheritance: "reset" deletes all state. "zero_new" keeps state unchanged at old entries; new entries get the
             optimizer's initial state, mostly zeros. "inherit" maps it by the method's rule: first moments like the
-            gradient, second moments like its square; state of unknown meaning as "zero_new". "auto":
+            gradient, second moments like its square; state of unknown meaning as "zero_new". "reset_new" maps it so at
+            old entries, and new ones get the optimizer's initial state, also where they are copies. "auto":
             `default_inheritance`, or "reset", with a warning, if state cannot be carried (Adafactor's factors, L-BFGS's
             directions). Copies and averages of weights, such as those of Lookahead and schedule-free optimizers, keep
             their distance from the weights, 0 at new entries.
@@ -168,12 +169,12 @@ class _Moving:
         inheritance: Inheritance,
         carry: Carry | None,
     ) -> None:
-        inherits = inheritance == "inherit"
+        inherits = inheritance in ("inherit", "reset_new")
         self.rule = carry if inherits and carry is not None else Carry()
         self._lars = optimizer if inherits and isinstance(optimizer, LARS) else None
         self._optimizer, self._places, self._widths = optimizer, places, widths
         self._copies, self._positive = _meanings(optimizer)
-        self._resets = inheritance == "reset"
+        self._resets, self._resets_new = inheritance == "reset", inheritance == "reset_new"
         groups = getattr(optimizer, "param_groups", ())
         self._settings = {param: group for group in groups for param in group["params"]}
 
@@ -202,8 +203,9 @@ class _Moving:
         begins = _begins_with(self._optimizer, key, self._settings.get(param, {}))
         if key in self._positive:
             begins = float(value.mean())
-        if begins:
-            moved = torch.where(place(chosen, torch.ones_like(value)) == 0, begins, moved)
+        if begins or self._resets_new:
+            known = Carry() if self._resets_new else chosen
+            moved = torch.where(place(known, torch.ones_like(value)) == 0, begins, moved)
         if key in self._copies:
             moved = _moved_along(value, param.detach(), new.detach(), partial(place, Carry()))
         return torch.empty_like(new, dtype=value.dtype).copy_(moved)

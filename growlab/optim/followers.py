@@ -299,7 +299,11 @@ class Followers:
     def _step(self, after: bool, optimizer: Optimizer, *_: Any) -> None:
         owner = self._owner()
         self.check_loaded()
-        if owner is not None and optimizer is self._leading():
+        if owner is None:
+            return
+        for part in owner.parts:
+            (part.after_update if after else part.before_update)(owner, optimizer)
+        if optimizer is self._leading():
             owner.on_step(after)
 
     def _leading(self) -> Optimizer | None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from growlab.parts.depth import Depth
     from growlab.parts.hypernets import Hyperfan
     from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicLayers
+    from growlab.parts.newborn import Freeze, Warmup
     from growlab.parts.osgd import OldGradient
     from growlab.parts.resolution import Resolution
 
@@ -20,6 +21,7 @@ __all__ = [
     "Averages",
     "Classes",
     "Depth",
+    "Freeze",
     "GainWeights",
     "Hyperfan",
     "Isotropic",
@@ -27,6 +29,7 @@ __all__ = [
     "OldGradient",
     "Part",
     "Resolution",
+    "Warmup",
     "available",
 ]
 
@@ -35,12 +38,14 @@ _HOMES = {
     "Averages": "averages",
     "Classes": "classes",
     "Depth": "depth",
+    "Freeze": "newborn",
     "GainWeights": "isotropic",
     "Hyperfan": "hypernets",
     "Isotropic": "isotropic",
     "IsotropicLayers": "isotropic",
     "OldGradient": "osgd",
     "Resolution": "resolution",
+    "Warmup": "newborn",
 }
 
 

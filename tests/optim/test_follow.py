@@ -395,7 +395,7 @@ def test_state_that_fits_stays_with_a_replaced_parameter(rows):
 
 
 def test_an_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="auto, inherit, reset or zero_new"):
+    with pytest.raises(ValueError, match="auto, inherit, reset, zero_new or reset_new"):
         run = Run(SGD, PairGrowth(), "keep")
         run.grow()
 

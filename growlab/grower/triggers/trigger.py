@@ -15,6 +15,7 @@ from growlab.base.settings import finite
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement
 from growlab.growth.outputs import network_inputs
 from growlab.growth.weighted_norms import annealed
+from growlab.optim import Regions
 from growlab.optim.followers import Followers
 from growlab.widths import Example, WidthGraph
 
@@ -230,6 +231,10 @@ class GrowingNetwork(ABC):
     @abstractmethod
     def graph_at(self, state: GrowthState) -> WidthGraph:
         """Width graph of the network in a state."""
+
+    @abstractmethod
+    def regions(self) -> dict[str, Regions]:
+        """Elements of each parameter by the stage that they came with, by name, on the network's device."""
 
     def state_to_compare(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of all state that must be identical on every rank."""

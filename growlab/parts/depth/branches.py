@@ -28,7 +28,7 @@ _ZERO_AT_ZERO = re.compile(
 _AFFINE = re.compile(
     "Addmm|Linear|Convolution|(Native|Cudnn|Miopen)BatchNorm|NativeLayerNorm|NativeGroupNorm|FusedRmsNorm"
 )
-_PRODUCTS = re.compile("Mul|Mm|Bmm|Baddbmm|Mv|Dot")
+_PRODUCTS = re.compile("Mul|Mm|Bmm|GroupedMm|Baddbmm|Mv|Dot")
 
 
 def operation(node: Node) -> str:

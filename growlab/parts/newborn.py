@@ -1,0 +1,187 @@
+"""Train what came in last by itself: a rate that rises again after an event, and old entries that stay as they are."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from growlab.base.errors import as_user_errors
+from growlab.base.settings import one_of, whole
+from growlab.grower.part import Part
+from growlab.grower.trained import Newborn, newborn
+from growlab.grower.triggers import GrowingNetwork
+from growlab.growth import GrowthEvent
+
+
+class _SinceEvent(Part):
+    """Base of parts that act for some optimizer steps after each event.
+
+    Steps between events are counted: events without a step between them are one.
+    """
+
+    def __init__(self) -> None:
+        self._since, self._done = 0, 0
+        # Saved entries by the `id` of their parameter, and the optimizer that they are saved for.
+        self._saved: dict[int, tuple[Optimizer, Tensor]] = {}
+        self._found: tuple[tuple[int, ...], Newborn] | None = None
+
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
+        """Begin again with what came in."""
+        if self._done or not self._since:
+            self._since = event.stage
+        self._done, self._saved = 0, {}
+        return {}
+
+    def after_step(self, grower: GrowingNetwork) -> None:
+        """Count the step."""
+        self._done += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Stage of the oldest newborn entries (0: none yet), and optimizer steps since."""
+        return {"since": self._since, "done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self._since, self._done, self._saved = state["since"], state["done"], {}
+
+    def _newborn(self, grower: GrowingNetwork) -> Newborn:
+        """Newborn parameters and masks, found once for a stage."""
+        stage = (self._since, grower.state.stage, *grower.state.widths.values())
+        if self._found is None or self._found[0] != stage:
+            self._found = stage, newborn(grower.network, grower.regions(), self._since)
+        return self._found[1]
+
+    def _named(self, grower: GrowingNetwork, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """Parameters of an optimizer that no other one, which wraps it, has saved already."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]} - self._saved.keys()
+        return {name: p for name, p in grower.network.named_parameters() if id(p) in own}
+
+
+class Warmup(_SinceEvent):
+    """Let the rate of newborn entries rise from 0 again after each event, linearly, with any optimizer.
+
+    In step t from 1 on after an event, newborn entries move by t / steps of what the optimizer moves them by:
+
+        w <- w + min(1, t / steps) d
+
+    Decoupled weight decay is part of d. Until the rate is full, newborn entries are copied before each step; others are
+    not.
+
+    Sources: learning rates that warm up again for newborn channels alone, SPARKLING (arXiv 2602.02472).
+
+    Args:
+        steps: optimizer steps from an event to the full rate.
+        who: "newborn": entries that came in with the last event; "all": all entries, by the groups' rates.
+
+    Raises:
+        UserError: `steps` is not a whole number from 1 on, or there is no such `who`.
+    """
+
+    name = "warmup"
+
+    def __init__(self, steps: int, who: Literal["newborn", "all"] = "newborn") -> None:
+        with as_user_errors():
+            whole(1, steps=steps)
+            one_of(("newborn", "all"), who=who)
+        self._steps, self._who = steps, who
+        super().__init__()
+        # Rates of groups by their `id`, and the optimizer that steps with lower ones.
+        self._rates: dict[int, tuple[Optimizer, Any]] = {}
+
+    def before_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
+        """Save newborn entries, or lower the rates."""
+        if not self._since or self._done + 1 >= self._steps:
+            return
+        if self._who == "all":
+            for group in optimizer.param_groups:
+                # A wrapper of another optimizer shares its groups.
+                if "lr" in group and id(group) not in self._rates:
+                    self._rates[id(group)] = optimizer, group["lr"]
+                    group["lr"] = group["lr"] * self._fraction
+            return
+        new = self._newborn(grower)
+        for name, parameter in self._named(grower, optimizer).items():
+            if parameter.grad is not None and (name in new.parameters or name in new.masks):
+                mask = new.masks.get(name)
+                kept = parameter.detach().clone() if mask is None else parameter.detach()[mask]
+                self._saved[id(parameter)] = optimizer, kept
+
+    @property
+    def _fraction(self) -> float:
+        return (self._done + 1) / self._steps
+
+    @torch.no_grad()
+    def after_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
+        """Shorten the step of newborn entries, or restore the rates."""
+        for group in optimizer.param_groups:
+            if (known := self._rates.get(id(group))) is not None and known[0] is optimizer:
+                group["lr"] = self._rates.pop(id(group))[1]
+        if not self._saved:
+            return
+        masks = self._newborn(grower).masks
+        for name, parameter in grower.network.named_parameters():
+            by, kept = self._saved.get(id(parameter), (None, None))
+            if by is not optimizer or kept is None:
+                continue
+            del self._saved[id(parameter)]
+            if name in masks:
+                parameter[masks[name]] = torch.lerp(kept, parameter[masks[name]], self._fraction)
+            else:
+                parameter.copy_(torch.lerp(kept, parameter, self._fraction))
+
+
+class Freeze(_SinceEvent):
+    """Keep all entries that were there before an event bit for bit, with any optimizer, while newborn entries train.
+
+    Gradients of old parameters are dropped before each step, so that optimizers pass over them; old entries of
+    parameters that became larger have none and are written back after it, from one copy that is made at the first step.
+    Gradients are computed all the same, and clipping by norm counts them: to save that, switch off `requires_grad` of
+    what `Grower.newborn` does not name. Buffers such as running statistics go on.
+
+    Source: only new blocks train in LLaMA-Pro (Wu et al. 2024, arXiv 2401.02415).
+
+    Args:
+        steps: optimizer steps after an event that old entries stay for; None: until the next event or the end.
+
+    Raises:
+        UserError: `steps` is not a whole number from 1 on.
+    """
+
+    name = "freeze"
+
+    def __init__(self, steps: int | None = None) -> None:
+        if steps is not None:
+            with as_user_errors():
+                whole(1, steps=steps)
+        self._steps = steps
+        super().__init__()
+
+    def _acts(self) -> bool:
+        return self._since > 0 and (self._steps is None or self._done < self._steps)
+
+    def before_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
+        """Drop gradients of old entries."""
+        if not self._acts():
+            self._saved = {}
+            return
+        new = self._newborn(grower)
+        for name, parameter in self._named(grower, optimizer).items():
+            if name in new.masks:
+                self._saved[id(parameter)] = optimizer, parameter.detach()[~new.masks[name]]
+        for name, parameter in grower.network.named_parameters():
+            if parameter.grad is not None and name in new.masks:
+                parameter.grad = parameter.grad.to_dense() * new.masks[name]
+            elif name not in new.parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def after_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
+        """Write old entries back."""
+        if self._acts() and self._saved:
+            for name, mask in self._newborn(grower).masks.items():
+                parameter = grower.network.get_parameter(name)
+                by, kept = self._saved.get(id(parameter), (None, None))
+                if by is optimizer and kept is not None:
+                    parameter[~mask] = kept
