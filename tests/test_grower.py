@@ -1040,9 +1040,7 @@ def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> No
 @pytest.mark.parametrize("unit", ["epoch", "cost"])
 def test_a_loop_that_never_tells_what_the_trigger_counts_is_refused(unit: str) -> None:
     grower = Grower(plain(), torch.randn(4, 6), trigger=At({0: 0.25, 10: 1.0}, unit=unit))
-    with pytest.raises(
-        UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"
-    ):
+    with pytest.raises(UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"):
         grower.step(step=3)
     grower.step(**{unit: 0})
     assert grower.step(step=3) == []

@@ -150,8 +150,6 @@ class Widening:
             expansion = Expansion(graph, {key: tensor}, self.widths, between, self.seed, stage=1)
             grown = self.method.grow(expansion)
             tensor = (with_attention_scale(expansion, grown) if way.by_root else grown).tensors[key]
-            if isinstance(self.method, HyperCloning) and key in (noise := self.method.noise(expansion)):
-                tensor = tensor + noise[key].to(tensor)
             tensor = self._attending(name, key, tensor, expansion, way)
             for group in self.streams:
                 if group in graph.groups:
@@ -220,10 +218,7 @@ class Widening:
         of_norm = self._of_a_norm(name, group)
         in_front = of_norm is not None and graph.axes[key][0].role == "in"
         if way.fill == "copies":
-            cloning = self.method if isinstance(self.method, HyperCloning) else HyperCloning()
-            copied = cloning.grow(expansion).tensors[key]
-            if key in (noise := cloning.noise(expansion)):
-                copied = copied + noise[key].to(copied)
+            copied = Net2Net().grow(expansion).tensors[key]
             return copied / by_code if table else copied * by_code if in_front else copied
         if of_norm is not None:
             return self._normed(

@@ -98,7 +98,8 @@ def test_all_of_a_transformer_grows_exactly(name: str) -> None:
     )
     check_growth(name, graph, VarianceTransfer(), torch.float64)
     check_growth(name, graph, Net2Net(), torch.float64)
-    check_growth(name, graph, VarianceTransfer() if name == "decoder" else Net2Net(), torch.float32)
+    if name == "decoder":
+        check_growth(name, graph, VarianceTransfer(), torch.float32)
 
 
 def check_growth(name: str, graph: WidthGraph, method: GrowthMethod, dtype: torch.dtype) -> None:

@@ -67,8 +67,7 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(net(source, previous)[1:2, :4], alone, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()], ids=lambda method: method.name)
-@pytest.mark.parametrize("share", ["none", "all"])
+@pytest.mark.parametrize(("method", "share"), [(VarianceTransfer(), "none"), (Net2Net(), "all")])
 def test_growing_keeps_the_function(method, share):
     net = network(share_embeddings=share)
     probe = sentences()
