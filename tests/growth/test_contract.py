@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
+from growlab.growth import GrowthState, anneal_norms, finish, grow, make_seed
 from growlab.widths import WidthGraph, resize, tensors_of
 from tests.cases import METHODS, NETWORKS, PRESERVING, graph_of, outputs, roughen, widths_at
 
@@ -34,7 +34,7 @@ class Run:
         self.graph: WidthGraph = graph_of(network)
         self.network = self.case.make(dtype)
         self.x = self.case.inputs(dtype)
-        self.state: GrowthState = plant(
+        self.state: GrowthState = make_seed(
             self.network, self.graph, self.method, widths_at(self.graph, PARTS[0]), seed=5
         )
         roughen(self.network)
