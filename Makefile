@@ -87,8 +87,8 @@ $(LOWEST)/.ready: pyproject.toml requirements.lock
 test-lowest: $(LOWEST)/.ready  ## every fast test with the lowest versions that pyproject.toml promises (7 GB more)
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -W default::DeprecationWarning $(ARGS)
 
-test-gpu: $(READY)  ## the tests that need a CUDA device
-	$(PY) -m pytest -m gpu $(ARGS)
+test-gpu: $(READY)  ## everything that needs a CUDA device, in eight minutes (ARGS="--device cpu --small" to try it)
+	PYTHON=$(PY) tests/gpu/run.sh $(ARGS)
 
 lint: $(READY)  ## formatting, lint rules and types
 	$(PY) -m ruff format --check .
@@ -105,8 +105,8 @@ chaos: $(READY)  ## kill a small training 50 times and see that nothing is lost 
 digests: $(READY)  ## fingerprints of runs that use every feature (ARGS=FILE, later ARGS="FILE --compare")
 	OMP_NUM_THREADS=1 $(PY) -m tests.digests $(ARGS)
 
-bench: $(READY)  ## measure what growing and rate adaptation cost
-	$(PY) -m pytest --override-ini=python_files='bench_*.py' -m "" -s tests/benchmarks tests/parts $(ARGS)
+bench: $(READY)  ## what growlab costs, as ratios to the same work without it (ARGS="-k event,trace")
+	$(PY) -m tests.benchmarks $(ARGS)
 
 # Without -q, which would hide warnings from --strict too.
 docs: notebooks  ## the guide, the notebooks and the API reference, into site/; a broken link is an error

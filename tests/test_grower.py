@@ -47,7 +47,7 @@ from growlab.growth import (
     finish,
     grow,
     make_schedule,
-    make_seed,
+    plant,
 )
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
@@ -160,7 +160,7 @@ def test_equals_the_loop_by_hand_bit_for_bit() -> None:
     graph = trace(network, PROBE)
     schedule = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
     widths = schedule.widths(graph)
-    state = make_seed(network, graph, method, widths[0], seed=0)
+    state = plant(network, graph, method, widths[0], seed=0)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, rule=NormRatio())
     for step in range(STEPS * EPOCHS):
         if schedule.stage_at(step // STEPS) > state.stage:

@@ -17,11 +17,7 @@ OPTIONS = {
     "config-dir": ("--config-dir", "own conf"),
     "searchpath": ("hydra.searchpath=['file://own conf']",),
 }
-BOTH = pytest.mark.parametrize(
-    "options",
-    [OPTIONS["config-dir"], pytest.param(OPTIONS["searchpath"], marks=pytest.mark.slow)],
-    ids=OPTIONS,
-)
+BOTH = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 @pytest.fixture

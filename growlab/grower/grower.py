@@ -22,11 +22,12 @@ from growlab.grower.network import (
     as_method,
     check_arguments,
     check_vocabulary,
-    check_whole,
     copies_in,
     look_at_wrappers,
     not_fresh,
+    same_classes,
     see_through,
+    see_whole,
     trace_for_growth,
     vocabulary,
 )
@@ -54,7 +55,7 @@ from growlab.growth import (
     VarianceTransfer,
     anneal_norms,
     grow,
-    make_seed,
+    plant,
 )
 from growlab.growth.event import finish
 from growlab.growth.hooks import attach, detach
@@ -140,8 +141,8 @@ class Grower(LoadingNetwork):
         self.averages, self.notes = dict[str, nn.Module](), dict[str, Any]()
         self._anneal_steps, self._example = anneal_steps, example
         # Optimizer steps of this stage so far, and those that its normalisations take.
-        self._annealing = (0, _ANNEAL_STEPS)
-        self._modules, self._units, self.trained = list[nn.Module](), set[str](), False
+        self._annealing, self.trained = (0, _ANNEAL_STEPS), False
+        self._modules, self._units, self._checked = list[nn.Module](), set[str](), list[Any]()
         self._regions: dict[str, Regions] | None = None
         traced = graph is None
         if graph is None:
@@ -173,7 +174,7 @@ class Grower(LoadingNetwork):
         for part in self.parts:
             self.graph = part.shrink_to(self.network, self.graph, fraction)
         with as_user_errors():
-            self.state = make_seed(self.network, self.graph, method, self.seed_widths, seed)
+            self.state = plant(self.network, self.graph, method, self.seed_widths, seed)
         self.followers = Followers(self)
         self.followers.forget(past)
         for part in self.parts:
@@ -267,8 +268,7 @@ class Grower(LoadingNetwork):
             UserError: a follower is of another kind or has other tensors, `state` is unknown, or the network has been
                 sharded since.
         """
-        check_whole(self.network)
-        see_through(self.network, self.full_graph)
+        see_whole(self.network, self.full_graph)
         with as_user_errors():
             check_inheritance(state)
         self._modules += self._attach(followers, state, announced)
@@ -360,8 +360,7 @@ class Grower(LoadingNetwork):
                 never given, a value is smaller than before, or the network has been sharded since.
             ParityError: the outputs would change by more than the method allows.
         """
-        values = {"epoch": epoch, "step": step, "cost": cost}
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        given: dict[str, Any] = not_none(epoch=epoch, step=step, cost=cost)
         before, unit = (self.clock, self._units), self.trigger.unit
         # A network that is finished may be trained on from the beginning.
         clock = self.clock.moved(**given) if self._open else replace(self.clock, **given)
@@ -375,9 +374,11 @@ class Grower(LoadingNetwork):
             if not self._open:
                 return []
             check_vocabulary(self.network, self._vocabulary)
+            idle = self.trigger.knows_stages and not self.parts and same_classes(self._checked)
+            if idle and self.trigger.next(self) is None:
+                return []
             if not isinstance(self.trigger, Never):
-                check_whole(self.network)
-                see_through(self.network, self.full_graph)
+                self._checked = see_whole(self.network, self.full_graph)
             events = self._grow_as_asked(then)
         except BaseException:
             self.clock, self._units = before
@@ -474,15 +475,14 @@ class Grower(LoadingNetwork):
 
     def _begin_stage(self) -> None:
         """Choose the steps in which normalisations of the new stage become plain."""
-        before, chosen = self._annealing
-        training, clock, steps = self.training, self.clock, _ANNEAL_STEPS
+        (before, chosen), training, clock = self._annealing, self.training, self.clock
         if before:
-            chosen = min(steps, before // _ANNEAL_PART)
+            chosen = min(_ANNEAL_STEPS, before // _ANNEAL_PART)
         if training.total_steps is not None:
             done = clock.step if "step" in self._units else sum(training.steps[: clock.epoch])
             if (left := training.total_steps - done) > 0:
                 chosen = min(chosen, left // _ANNEAL_PART)
-        self._annealing = (0, chosen)
+        self._annealing, self._checked = (0, chosen), []  # parts may have replaced modules
 
     def regions(self) -> dict[str, Regions]:
         """Birth stages of each parameter's elements, by name, on the network's device."""
@@ -594,7 +594,7 @@ class Grower(LoadingNetwork):
             average=ranks.averaged,
             normalised=self.followers.normalised(),
         )
-        past, averaged = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
+        past, leader = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
         with as_user_errors():
             event = enlarge(self.network, self.graph, method, self.state, data=data)
             self.state.unscheduled += asker is not None
@@ -606,8 +606,7 @@ class Grower(LoadingNetwork):
             seconds.note("optimizer")
         for name, copy in copies.items():
             state = GrowthState.from_dict(past.as_dict())
-            average: dict[str, Any] = {"averaged": averaged, "averaged_event": event}
-            along = partial(enlarge, copy, self.graph, method, state, **average)
+            along = partial(enlarge, copy, self.graph, method, state, leader=leader, leading=event)
             notes |= self._grow_average(name, copy, state, widths, along)
         event = replace(event, widths_after=dict(widths), replaced=replaced, carry=carry)
         notes = merged(notes, *(part.after_growth(self, event) for part in self.parts))

@@ -176,6 +176,14 @@ def check_whole(network: nn.Module) -> None:
             )
 
 
+def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
+    """Return True if modules and parameters have the classes that `see_whole` has found: sharding changes them."""
+    return bool(known) and all(
+        type(module) is kind and [*map(type, module._parameters.values())] == kinds
+        for module, kind, kinds in known
+    )
+
+
 @cache
 def _distributed(kind: Any) -> str:
     """Return "sharded" or "replicated" for modules of torch's distributed classes, else ""."""
@@ -350,6 +358,13 @@ def see_through(network: nn.Module, graph: WidthGraph) -> None:
     while new := next((m for path, m in network.named_modules() if is_new(path, m)), None):
         # A method, whose copy is one of the wrapper's copy.
         vars(new)["named_modules"] = MethodType(named_modules, new)
+
+
+def see_whole(network: nn.Module, graph: WidthGraph) -> list[tuple[nn.Module, type, list[type]]]:
+    """Refuse sharded networks as `check_whole`, see through wrappers, and return what `same_classes` compares."""
+    check_whole(network)
+    see_through(network, graph)
+    return [(module, type(module), [*map(type, module._parameters.values())]) for module in network.modules()]
 
 
 def look_at_wrappers(network: nn.Module) -> None:

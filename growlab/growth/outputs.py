@@ -38,12 +38,14 @@ class Outputs:
         train: in train mode without dropout; other random draws are replaced by their mean.
         plain: the same without the `setting` given to `observe`.
         terms: single numbers that the network returns after its output in train mode, such as terms of the loss.
+        drawn: random numbers were drawn, other than dropout's.
     """
 
     eval: Tensor
     train: Tensor
     plain: Tensor
     terms: Sequence[Tensor] = ()
+    drawn: bool = False
 
 
 def positional(probe: Any) -> tuple[Any, ...]:
@@ -57,6 +59,7 @@ def observe(
     norms: Sequence[Norm] = (),
     between: Callable[[Mapping[str, tuple[Tensor, Tensor]]], None] | None = None,
     setting: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+    modes_differ: bool = True,
 ) -> Outputs:
     """Run the probe batch in eval and train mode, and restore all state that this changes.
 
@@ -70,6 +73,7 @@ def observe(
         between: called between train and eval mode with the mean and unbiased variance [channels] of the inputs of
             `norms`, by module name, averaged over the calls of each.
         setting: makes a context in which train mode is run again, for `Outputs.train`.
+        modes_differ: False: eval mode is known to compute what train mode does, and is not run.
     """
     moments: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
     probe = positional(probe)
@@ -93,7 +97,7 @@ def observe(
             hooks.append(module.register_forward_hook(called.leave, always_call=True))
 
     try:
-        with without_side_effects(model) as quiet:
+        with quietly(model) as quiet:
             returned = call_with(model.train(), probe)
             if quiet.seen:
                 moments.clear()
@@ -111,12 +115,12 @@ def observe(
                     train = main_output(call_with(model.train(), probe))
                 quiet.again()
             quiet.means = False
-            evaluated = main_output(call_with(model.eval(), probe))
+            evaluated = main_output(call_with(model.eval(), probe)) if modes_differ else train
     finally:
         for hook in hooks:
             hook.remove()
     terms = [tensor for tensor in tensors_in(returned)[1:] if tensor.numel() == 1]
-    return Outputs(evaluated, train, plain, terms)
+    return Outputs(evaluated, train, plain, terms, quiet.seen)
 
 
 class _Called(TorchFunctionMode):
@@ -171,12 +175,12 @@ def _unbiased(calls: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tens
 
 def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the output on the probe batch in eval mode, run as in `observe`."""
-    with without_side_effects(model):
+    with quietly(model):
         return main_output(call_with(model.eval(), positional(probe)))
 
 
 @contextlib.contextmanager
-def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
+def quietly(model: nn.Module) -> Iterator["_Quiet"]:
     """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
     double = any(p.dtype == torch.float64 for p in model.parameters())
     in_double = doubles_kept() if double else contextlib.nullcontext()
@@ -402,7 +406,7 @@ def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
     Returns:
         The network's outputs, in eval mode and in train mode.
     """
-    with without_side_effects(network):
+    with quietly(network):
         before = Snapshot(network, "nothing")
         outputs = _run(network, probe)
         if kept := before.kept():
@@ -427,7 +431,7 @@ def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[ty
     if not kept or shapes is None:
         return
     try:
-        with without_side_effects(network):
+        with quietly(network):
             _run(network, probe)
             now = [each.shapes() for each in kept]
     except failures:

@@ -15,7 +15,7 @@ from growlab.widths.inputs import Example, tensors_in
 from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.meta import FAILURES, lightened
-from growlab.widths.resize import grid, replace_tensors, resize, resized, restore_tensors, tensors_of
+from growlab.widths.resize import as_run, grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, layouts, trace
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "UnsupportedOperation",
     "WidthGraph",
     "applied",
+    "as_run",
     "avoid_unsafe_kernels",
     "grid",
     "layouts",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
-from growlab.widths.resize import grid, tensors_of
+from growlab.widths.resize import grid, resized, tensors_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ class Carry:
             scale = scale.to(old) if isinstance(scale, Tensor) else scale
             tensor = tensor * scale**power
         axes = graph.axes[name]
+        if not self.bases and self.sources.keys().isdisjoint(group for axis in axes for group in axis.groups):
+            result = resized(tensor, axes, widths_before, widths_after)
+            return self._with_rows(result, axes, widths_after, power)
         if self.bases:
             maps = {group: _moment_map(basis, power) for group, basis in self.bases.items()}
             tensor = applied(tensor, axes, maps, widths_before)
@@ -78,15 +81,21 @@ class Carry:
             maps = {group: self.source(group, widths_before, widths_after) for group in axis.groups}
             positions.append(axis.lift(maps, widths_after, widths_before))
         result = tensor[grid([p.clamp(min=0) for p in positions], tensor.device)].clone()
-        for dim, (axis, position) in enumerate(zip(axes, positions, strict=True)):
-            factor = (position >= 0).double()
-            if axis.role == "out" and power:
+        for dim, position in enumerate(positions):
+            if not bool((position >= 0).all()):
+                result = result * (position >= 0).to(result).view(-1, *[1] * (result.dim() - dim - 1))
+        return self._with_rows(result, axes, widths_after, power)
+
+    def _with_rows(
+        self, tensor: Tensor, axes: tuple[Axis, ...], widths_after: Mapping[str, int], power: int
+    ) -> Tensor:
+        """Multiply entries that produce channels by the factors of `rows`."""
+        for dim, axis in enumerate(axes):
+            if axis.role == "out" and power and not self.rows.keys().isdisjoint(axis.groups):
                 rows = {g: self.rows.get(g, torch.ones(widths_after[g])).double() for g in axis.groups}
-                if rows:
-                    factor = factor * axis.spread(rows, widths_after, fixed=1.0) ** power
-            if not bool((factor == 1).all()):
-                result = result * factor.to(result).view(-1, *[1] * (result.dim() - dim - 1))
-        return result
+                factor = axis.spread(rows, widths_after, fixed=1.0) ** power
+                tensor = tensor * factor.to(tensor).view(-1, *[1] * (tensor.dim() - dim - 1))
+        return tensor
 
     def extended(self, widths_after: Mapping[str, int]) -> "Carry":
         """Return the rule extended to channels that were appended since, which have no gradient.

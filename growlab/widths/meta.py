@@ -65,7 +65,9 @@ class Shapes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.calls.append((func, *(id(x) for x in args if isinstance(x, nn.Parameter))))
+        # Not the batches that a normalisation counts in train mode.
+        if func is not Tensor.add_ or args[0].dim() or args[0].is_floating_point():
+            self.calls.append((func, *(id(x) for x in args if isinstance(x, nn.Parameter))))
         if self._detailed:
             leaves = pytree.tree_leaves((args, kwargs or {}))
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in leaves]))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
+from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth, VarianceTransfer, grow, plant
 from growlab.optim import LARS, follow
 from growlab.widths import Carry, trace
 
@@ -41,7 +41,7 @@ def grown(method, seed=0):
     """The network before, after, the event and the state."""
     torch.manual_seed(0)
     network = Everything()
-    state = make_seed(network, GRAPH, method, BEFORE, seed=1)
+    state = plant(network, GRAPH, method, BEFORE, seed=1)
     network.double()
     with torch.no_grad():
         for parameter in network.parameters():
@@ -90,8 +90,8 @@ class Halving(PairGrowth):
         super().__init__()
         self.output_multiplier = output_multiplier
 
-    def grow(self, context):
-        growth = super().grow(context)
+    def grow(self, expansion):
+        growth = super().grow(expansion)
         halved = {name: growth.tensors[name] / 2 for name in ("classifier.weight", "classifier.bias")}
         carry = replace(growth.carry, scales=dict.fromkeys(halved, 2.0))
         return replace(growth, tensors={**growth.tensors, **halved}, output_factor=2.0, carry=carry)
@@ -111,7 +111,7 @@ def trained(method, logits=1.0):
     """A seed network, its state and an optimizer that has one gradient in its moments, at unchanged weights."""
     torch.manual_seed(0)
     network = Everything()
-    state = make_seed(network, GRAPH, method, BEFORE, seed=1)
+    state = plant(network, GRAPH, method, BEFORE, seed=1)
     network.double().eval()
     with torch.no_grad():
         for parameter in network.parameters():
@@ -303,3 +303,17 @@ def test_channels_that_come_behind_an_event_have_no_gradient() -> None:
     assert longer.sources["a"].tolist() == [0, 1, 0, -1, -1]
     assert longer.rows["a"].tolist() == [0.5, 1.0, 0.5, 1.0, 1.0]
     assert longer.bases["b"].tolist() == [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_channels_without_sources_are_carried_as_those_that_name_their_own(power: int) -> None:
+    """Blocks are copied at once where no channel takes over another's gradient; several parts of an axis too."""
+    rows = {name: 1.0 + torch.rand(width) for name, width in AFTER.items()}
+    kept = {name: torch.arange(width) for name, width in AFTER.items()}
+    named = {name: torch.where(kept[name] < BEFORE[name], kept[name], -1) for name in kept}
+    for name, axes in GRAPH.axes.items():
+        old = torch.randn([axis.length(BEFORE) for axis in axes], dtype=torch.float64)
+        scales = {name: 0.5}
+        ours = Carry(rows=rows, scales=scales, every=3.0).carried(old, name, GRAPH, BEFORE, AFTER, power)
+        theirs = Carry(named, rows, scales, every=3.0).carried(old, name, GRAPH, BEFORE, AFTER, power)
+        assert torch.equal(ours, theirs) and ours.data_ptr() != old.data_ptr()

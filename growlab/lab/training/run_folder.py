@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from growlab.base.errors import FolderLocked
+from growlab.base.errors import FolderHeld
 
 # Files and folders that a run writes at its end.
 _RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
-_LOCKED: set[int] = set()
+_HELD: set[int] = set()
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
+def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
     """Lock a folder while this process writes to it; the system unlocks it when the process ends.
 
     Args:
@@ -24,24 +24,24 @@ def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
         wait_sec: for a process that is about to end.
 
     Raises:
-        FolderLocked: another process has locked it.
+        FolderHeld: another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    _LOCKED.add(descriptor)
+    _HELD.add(descriptor)
     try:
         last = time.monotonic() + wait_sec
         # Some network file systems cannot lock.
         with contextlib.suppress(OSError):
             while not _locked(descriptor):
                 if time.monotonic() > last:
-                    raise FolderLocked(
+                    raise FolderHeld(
                         f"another process is at work in {folder}: wait for its end, or name another folder with "
                         "hydra.run.dir=FOLDER."
                     )
                 time.sleep(0.1)
         yield
     finally:
-        _LOCKED.discard(descriptor)
+        _HELD.discard(descriptor)
         os.close(descriptor)
 
 
@@ -53,22 +53,22 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def is_locked(folder: Path) -> bool:
+def is_held(folder: Path) -> bool:
     """True if another process has locked a folder, which need not be there."""
     if not folder.is_dir():
         return False
     try:
-        with lock_folder(folder, wait_sec=0.0):
+        with held_alone(folder, wait_sec=0.0):
             return False
-    except FolderLocked:
+    except FolderHeld:
         return True
 
 
 def _let_go() -> None:
     """Processes that a run has forked may outlive it by a moment, and must not keep its locks."""
-    for descriptor in _LOCKED:
+    for descriptor in _HELD:
         os.close(descriptor)
-    _LOCKED.clear()
+    _HELD.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)

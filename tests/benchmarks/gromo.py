@@ -1,0 +1,51 @@
+"""Seconds of a growth event to GroMo's, on the same network and batches."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from growlab.growth import GradMax, Tiny
+from tests.benchmarks.ratios import Ratio, Setting, timed
+from tests.growth.measured import Started
+from tests.growth.test_gromo import STATISTICS, conv_ours, conv_theirs, grown, ours, theirs
+
+# Small: 40 inputs and 4 neurons, so that what surrounds the computation counts; else what a layer may have.
+KINDS = {
+    "linear, small": (ours, theirs, {}),
+    "convolution, small": (conv_ours, conv_theirs, {}),
+    "linear": (ours, theirs, {"inputs": 784, "width": 512, "size": 512}),
+    "convolution": (conv_ours, conv_theirs, {"inputs": 16, "width": 64, "side": 12}),
+}
+
+
+def events(setting: Setting) -> Iterator[Ratio]:
+    """GradMax and TINY events, checks included, to GroMo's."""
+    warnings.filterwarnings("ignore")
+    before = torch.get_default_dtype()
+    # GroMo makes tensors of torch's default type.
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name in STATISTICS:
+            for kind in list(KINDS)[: 1 if setting.small else None]:
+                yield _ratio(setting, name, kind)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _ratio(setting: Setting, name: str, kind: str) -> Ratio:
+    make, copied, sizes = KINDS[kind]
+    method = Tiny(amplitudes=[1.0]) if name == "tiny" else GradMax()
+    run = make(method, **sizes)
+    start, old = copied(run), run.state.widths["0"]
+    count, times = old // 2, ([], [])
+    for _ in range(setting.repeats + 1):
+        made = Started(copy.deepcopy(run.network), run.graph, copy.deepcopy(run.state), method, run.batches)
+        other = copy.deepcopy(start)
+        times[0].append(timed("cpu", functools.partial(made.grow, {"0": old + count})))
+        options = STATISTICS[name]
+        times[1].append(timed("cpu", lambda: grown(other, run.batches, 1.0, count, **options)))  # noqa: B023
+    mine, gromo = (min(found[1:]) for found in times)
+    return Ratio(f"{name} event / GroMo's", kind, mine / gromo, 1.0, 1.0, mine)

@@ -1,0 +1,445 @@
+"""Ratios of what growlab costs to the same work without it, with the least possible value and a target.
+
+    python -m tests.benchmarks                    # everything, in a table: `make bench`
+    python -m tests.benchmarks -k event,trace     # some of it
+    python -m tests.benchmarks --device cuda --write FILE
+
+Both sides of a ratio are timed in turns and compared by their best times, so that other load hits both.
+"""
+
+import copy
+import ctypes
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab import Grower, VarianceTransfer
+from growlab.lab.networks import resnet18
+from growlab.optim import SGD, AdamW, NormRatio
+from growlab.widths import trace
+
+
+@dataclass
+class Ratio:
+    """A measured ratio, the least that it could be and the one aimed at; `seconds` are those of growlab's side."""
+
+    what: str
+    on: str
+    value: float
+    limit: float
+    target: float
+    seconds: float | None = None
+
+
+@dataclass
+class Setting:
+    """Device, and networks small enough for a test."""
+
+    device: str = "cpu"
+    small: bool = False
+    repeats: int = 5
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+
+def timed(device: str, function: Callable[[], Any]) -> float:
+    if device != "cpu":
+        torch.cuda.synchronize()
+    # Other processes disturb CPU time less.
+    clock = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
+    function()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+def in_turns(setting: Setting, *functions: Callable[[], Any], repeats: int = 0) -> list[float]:
+    """Best seconds of each function."""
+    rounds = [
+        [timed(setting.device, function) for function in functions]
+        for _ in range((repeats or setting.repeats) + 1)
+    ]
+    return [min(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def llama(layers: int, width: int, vocab: int = 1000) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 8 * 8,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // 64),
+        vocab_size=vocab,
+        use_cache=False,
+        attn_implementation="eager" if vocab < 100 else "sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def bottlenecks(small: bool) -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1]} if small else {}
+    return ResNetForImageClassification(ResNetConfig(layer_type="bottleneck", num_labels=100, **sizes))
+
+
+@dataclass
+class Case:
+    """A network and its inputs, with logits as its output's first tensor."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+
+    def on(self, setting: Setting) -> tuple[nn.Module, Tensor]:
+        network, x = self.make().to(setting.device, setting.dtype), self.inputs().to(setting.device)
+        return network, x.to(setting.dtype) if x.is_floating_point() else x
+
+
+def images(side: int, batch: int = 32) -> Callable[[], Tensor]:
+    return lambda: torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(length: int, vocab: int, batch: int = 4) -> Callable[[], Tensor]:
+    return lambda: torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def cases(setting: Setting) -> list[Case]:
+    """ResNet-18, ResNet-50 and a Llama: of 10 million parameters on a CPU, of 120 million on a GPU."""
+    torch.manual_seed(0)
+    eighteen = functools.partial(
+        resnet18, image_shape=(3, 32, 32), num_classes=100, width=8 if setting.small else 64
+    )
+    if setting.small:
+        return [
+            Case("ResNet-18", eighteen, images(32)),
+            Case("Llama", functools.partial(llama, 2, 64), tokens(16, 1000)),
+        ]
+    large = setting.device != "cpu"
+    fifty = Case("ResNet-50", functools.partial(bottlenecks, False), images(224 if large else 64))
+    made = functools.partial(llama, 12, 768, 32000) if large else functools.partial(llama, 6, 320, 4000)
+    return [
+        Case("ResNet-18", eighteen, images(32, 128 if large else 32)),
+        *[fifty] * large,
+        Case("Llama 120 M" if large else "Llama 10 M", made, tokens(256 if large else 64, 4000)),
+    ]
+
+
+def logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def train_step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    out = logits(network(x))
+    F.cross_entropy(
+        out.flatten(0, -2).float(), out.new_zeros(out[..., 0].numel(), dtype=torch.long)
+    ).backward()
+    optimizer.step()
+
+
+# What is measured ------------------------------------------------------------------------------------------
+
+
+def traces(setting: Setting) -> Iterator[Ratio]:
+    """`growlab.trace` to a bare `torch.export.export`."""
+    found = [(case.name, *case.on(setting), 1.3) for case in cases(setting)]
+    if not setting.small and setting.device == "cpu":
+        import torchvision.models as vision
+
+        found = [
+            ("ResNet-50", vision.resnet50(), images(64, 2)(), 1.3),
+            ("Llama, 8 layers", llama(8, 256), tokens(16, 1000, 2)(), 1.3),
+            ("ViT-B", vision.vit_b_16(), images(224, 2)(), 1.6),
+            ("Swin-T", vision.swin_t(), images(224, 2)(), 2.3),
+            ("ShuffleNet", vision.shufflenet_v2_x1_0(), images(64, 2)(), 2.0),
+        ]
+    for name, network, x, target in found:
+
+        def bare(network: nn.Module = network, x: Tensor = x) -> None:
+            with torch.no_grad():
+                torch.export.export(network.eval(), (x,), strict=False)
+
+        ours, theirs = in_turns(
+            setting, functools.partial(trace, network, x), bare, repeats=min(3, setting.repeats)
+        )
+        yield Ratio("trace / bare torch.export", name, ours / theirs, 1.0, target, ours)
+
+
+def events(setting: Setting) -> Iterator[Ratio]:
+    """An event at half the width to a forward before and one after; its peak memory in sizes of the grown network."""
+    for case in cases(setting):
+        network, x = case.on(setting)
+        graph = trace(network, x[:2])
+        ratios, peaks, seconds = [], [], []
+        for _ in range(setting.repeats + 1):
+            grown = copy.deepcopy(network)
+            grower = Grower(grown, x, graph=graph, trigger={0: 0.5, 1: 1.0}, verbose=False)
+            optimizer = torch.optim.AdamW(grown.parameters(), lr=1e-4)
+            grower.follow(optimizer)
+            grower.step(epoch=0)
+            train_step(grown, optimizer, x)
+            optimizer.zero_grad()
+            forward = functools.partial(without_gradients, grown, x)
+            forward()
+            before = timed(setting.device, forward)
+            memory = Peak(setting.device)
+            spent = timed(setting.device, functools.partial(grower.step, epoch=1))
+            peaks.append(memory.above() / sum(p.nbytes for p in grown.parameters()))
+            forward()
+            seconds.append(spent)
+            ratios.append(spent / (before + timed(setting.device, forward)))
+        yield Ratio(
+            "event / a forward before and after", case.name, min(ratios[1:]), 1.0, 2.5, min(seconds[1:])
+        )
+        yield Ratio("event's peak, in sizes of the grown", case.name, min(peaks[1:]), 0.3, 0.5)
+
+
+def without_gradients(network: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        network(x)
+
+
+class Peak:
+    """Peak of allocated memory above the larger of now and the call of `above`, in bytes."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
+        # Blocks from 64 KiB on go back to the system at once (M_MMAP_THRESHOLD), so RSS follows live tensors.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 65536)
+        libc.malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = _status("VmRSS")
+
+    def above(self) -> int:
+        if self._device != "cpu":
+            return torch.cuda.max_memory_allocated() - max(self._before, torch.cuda.memory_allocated())
+        return _status("VmHWM") - max(self._before, _status("VmRSS"))
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def loops(setting: Setting) -> Iterator[Ratio]:
+    """Steps of training between events with a Grower to those without, and what multipliers and regions add."""
+    steps = 10 if setting.device != "cpu" else 3
+    sgd = functools.partial(torch.optim.SGD, lr=1e-6, momentum=0.9)
+    regional = functools.partial(SGD, lr=1e-6, momentum=0.9, rule=NormRatio())
+    multiplied = VarianceTransfer(multipliers="keep")
+    for case in cases(setting):
+        network, x = case.on(setting)
+        graph, x = trace(network, x[:2]), x[:8] if setting.device == "cpu" else x
+
+        def looped(
+            make: Any, method: Any = None, network: nn.Module = network, x: Tensor = x, graph: Any = graph
+        ) -> Any:
+            trained, grower = copy.deepcopy(network), None
+            optimizer = make(trained.parameters())
+            if method is not None:
+                trigger = {0: 0.5, 1: 1.0}
+                grower = Grower(
+                    trained, x[:2], graph=graph, method=method, trigger=trigger, anneal_steps=0, verbose=False
+                )
+                grower.follow(optimizer)
+                grower.step(epoch=0)
+                train_step(trained, optimizer, x)
+                grower.step(epoch=1)
+                train_step(trained, optimizer, x)
+
+            def loop() -> None:
+                for _ in range(steps):
+                    if grower is not None:
+                        grower.step(epoch=1)
+                    train_step(trained, optimizer, x)
+
+            return loop
+
+        ways = looped(sgd), looped(sgd, "pairs"), looped(sgd, multiplied), looped(regional, "pairs")
+        plain, ours, many, rates = in_turns(setting, *ways)
+        yield Ratio("loop with Grower / without", case.name, ours / plain, 1.0, 1.005, ours / steps)
+        yield Ratio("multipliers / none, between events", case.name, many / ours, 1.0, 1.01, many / steps)
+        yield Ratio(
+            "rates by region / torch's SGD, steps", case.name, rates / plain, 1.0, 1.02, rates / steps
+        )
+
+
+def callbacks(setting: Setting) -> Iterator[Ratio]:
+    """Lightning with the callback `Growth` to Lightning without it, in tiny steps."""
+    import logging
+    import warnings
+
+    import lightning
+
+    from growlab import Growth
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    count = 8 * (50 if setting.small else 400)
+    samples = torch.utils.data.TensorDataset(torch.randn(count, 16), torch.randint(10, (count,)))
+    data = torch.utils.data.DataLoader(samples, batch_size=8)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+    class Timed(lightning.Callback):
+        def on_train_epoch_start(self, *_: Any) -> None:
+            self.began = time.thread_time() if setting.device == "cpu" else time.perf_counter()
+
+        def on_train_epoch_end(self, *_: Any) -> None:
+            # The last epoch: the events are over.
+            now = time.thread_time() if setting.device == "cpu" else time.perf_counter()
+            best[len(callbacks)].append(now - self.began)
+
+    best: dict[int, list[float]] = {1: [], 2: []}
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 3}
+    for _ in range(setting.repeats):
+        for with_growth in (False, True):
+            callbacks = [
+                Timed(),
+                *[Growth("network", method="pairs", trigger={0: 0.5, 1: 1.0}, verbose=False)] * with_growth,
+            ]
+            trainer = lightning.Trainer(
+                accelerator="cpu" if setting.device == "cpu" else "gpu",
+                devices=1,
+                enable_model_summary=False,
+                callbacks=callbacks,
+                **options,
+            )
+            trainer.fit(Module(), data)
+    plain, ours = (min(times) for times in best.values())
+    yield Ratio("Lightning with Growth / without", "tiny steps", ours / plain, 1.0, 1.01, ours / len(data))
+
+
+def optimizers(setting: Setting) -> Iterator[Ratio]:
+    """Steps with a rate per region, of nine stages, to torch's fused ones, on ResNet-18's parameters."""
+    from growlab.growth import make_schedule
+    from growlab.optim import weight_regions
+
+    case = cases(setting)[0]
+    network, x = case.on(setting)
+    graph = trace(network, x[:2])
+    births: dict[str, list[int]] = {name: [] for name in graph.groups}
+    for stage, widths in enumerate(make_schedule(160, 128).widths(graph)):
+        for name, born in births.items():
+            born.extend([stage] * (widths[name] - len(born)))
+    regions = weight_regions(graph, births)
+
+    def prepared(make: Any) -> Callable[[], None]:
+        trained = copy.deepcopy(network)
+        optimizer = make(trained.parameters())
+        for parameter in trained.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        if hasattr(optimizer, "set_regions"):
+            names = trained.named_parameters()
+            optimizer.set_regions({p: regions[n].to(p.device) for n, p in names if n in regions})
+
+        def step() -> None:
+            for _ in range(3):
+                optimizer.step()
+
+        return step
+
+    for theirs, ours, options in (
+        (torch.optim.SGD, SGD, {"lr": 1e-6, "momentum": 0.9, "weight_decay": 5e-4}),
+        (torch.optim.AdamW, AdamW, {"lr": 1e-6}),
+    ):
+        plain, rates = in_turns(
+            setting,
+            prepared(functools.partial(theirs, fused=True, **options)),
+            prepared(functools.partial(ours, rule=NormRatio(), fused=True, **options)),
+        )
+        on = f"{theirs.__name__}, {case.name}"
+        yield Ratio("steps with rates by region / torch's fused", on, rates / plain, 1.0, 1.6, rates / 3)
+
+
+def sparsified(setting: Setting) -> Iterator[Ratio]:
+    """Inference of an isotropic network of nine maps, four of them vectors, to the dense one (Eq. 19 with D = 4)."""
+    from growlab.parts.isotropic import IsotropicMLP, sparsify
+
+    for width in (64,) if setting.small else (256, 1024):
+        torch.manual_seed(0)
+        dense = IsotropicMLP(width, [width] * 8, width).to(setting.device).eval()
+        x = torch.randn(64, width, device=setting.device)
+        sparse = sparsify(dense, trace(dense, x[:2], follow_norms=True))
+        ours, theirs = in_turns(
+            setting,
+            functools.partial(without_gradients, sparse, x),
+            functools.partial(without_gradients, dense, x),
+            repeats=4 * setting.repeats,
+        )
+        yield Ratio("sparsified / dense, inference", f"width {width}", ours / theirs, 5 / 9, 1.0, ours)
+
+
+def scales(setting: Setting) -> Iterator[Ratio]:
+    """Exponents of seconds over size: a trace over a Llama's layers, an event over the parameters of a wide one."""
+    layers = (1, 2) if setting.small else (2, 4, 8, 16)
+    x = tokens(16, 100, 2)().to(setting.device)
+    times = []
+    for number in layers:
+        network = llama(number, 64, 100).to(setting.device)
+        times += in_turns(setting, functools.partial(trace, network, x), repeats=1)
+    on = f"{layers[0]} to {layers[-1]} layers"
+    yield Ratio("exponent of a trace's seconds", on, _exponent(layers, times), 1.0, 1.1, times[-1])
+    widths = (64, 128) if setting.small else (256, 512, 1024)
+    sizes, times = [], []
+    for width in widths:
+        network = llama(2, width, 100).to(setting.device)
+        sizes.append(sum(p.numel() for p in network.parameters()))
+        grower = Grower(network, x, trigger={0: 0.5, 1: 1.0}, verbose=False)
+        times.append(timed(setting.device, functools.partial(grower.step, epoch=1)))
+    on = f"{sizes[0]:.0e} to {sizes[-1]:.0e} parameters"
+    yield Ratio("exponent of an event's seconds", on, _exponent(sizes, times), 1.0, 1.1, times[-1])
+
+
+def _exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    return linear_regression([*map(log, sizes)], [*map(log, seconds)]).slope
+
+
+MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
+    "trace": traces,
+    "event": events,
+    "loop": loops,
+    "callback": callbacks,
+    "optimizer": optimizers,
+    "sparse": sparsified,
+    "scale": scales,
+}
+
+
+def table(ratios: list[Ratio]) -> Iterator[str]:
+    """Lines of a table; a star marks what misses its target."""
+    yield f"{'what':44s} {'on':24s} {'measured':>8s} {'limit':>6s} {'target':>6s} {'seconds':>9s}"
+    for one in ratios:
+        seconds = "" if one.seconds is None else f"{one.seconds:9.4f}"
+        missed = " *" if one.value > one.target else ""
+        yield f"{one.what:44s} {one.on:24s} {one.value:8.3f} {one.limit:6.2f} {one.target:6.3f} {seconds:>9s}{missed}"

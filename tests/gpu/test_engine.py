@@ -1,0 +1,177 @@
+"""Growth on a CUDA device: methods, data types, hooks, compiled and recurrent networks, checkpoints from and for CPUs.
+
+`tests/gpu/run.sh --device cpu` runs the same on a CPU.
+"""
+
+import copy
+import io
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab import Grower
+from growlab.lab.networks import CifarResNet
+from growlab.optim import SGD, Adam, NormRatio
+from growlab.parts.averages import Averages
+from tests.benchmarks.ratios import llama, logits, tokens
+
+DEVICE = os.environ.get("GROWLAB_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's and CUDA's own advice is no failure here.
+    pytest.mark.filterwarnings("default"),
+]
+METHODS = [
+    "ours",
+    "pairs",
+    "net2net",
+    "random",
+    "gradmax",
+    "tiny",
+    "firefly",
+    "splitting",
+    "bert2bert",
+    "lemon",
+]
+STAGES = {0: 0.5, 1: 1.0}
+BOTH = (DEVICE, "cpu")
+
+
+def resnet() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return CifarResNet(1, num_classes=10, channels=(4, 8, 16)), torch.randn(4, 3, 16, 16)
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 10)), torch.randn(4, 6)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(6, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def recurrent() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Recurrent(), torch.randn(4, 5, 6)
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    return llama(2, 64, vocab=32), tokens(8, 32)()
+
+
+NETWORKS = {"resnet": resnet, "mlp": mlp, "recurrent": recurrent, "transformer": transformer}
+
+
+def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    optimizer.zero_grad()
+    out = logits(network(x)).flatten(0, -2)
+    loss = F.cross_entropy(out.float(), torch.arange(len(out), device=x.device) % 10)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def grown(
+    name: str,
+    method: str = "ours",
+    device: str = DEVICE,
+    dtype: torch.dtype = torch.float32,
+    make: type = SGD,
+    **more,
+) -> tuple[Grower, list[float]]:
+    """Two steps before an event and two after."""
+    network, x = NETWORKS[name]()
+    network, x = network.to(device, dtype), x.to(device)
+    x = x.to(dtype) if x.is_floating_point() else x
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    grower = Grower(network, x, method=method, trigger=STAGES, anneal_steps=1, verbose=False, **more)
+    grower.provide(batches=lambda count: [(x, torch.arange(4, device=device))] * count, loss=F.cross_entropy)
+    optimizer = make(network.parameters(), lr=0.01, rule=NormRatio())
+    grower.follow(optimizer)
+    losses = []
+    for epoch in (0, 0, 1, 1):
+        grower.step(epoch=epoch)
+        losses.append(step(network, optimizer, x))
+    assert len(grower.events) == 1
+    assert all(p.device.type == device for p in network.parameters())
+    assert all(
+        value.device.type == device
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    return grower, losses
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_grows_as_on_a_cpu(method: str) -> None:
+    name = "transformer" if method in ("bert2bert", "lemon") else "mlp"
+    ours, theirs = (grown(name, method, device, torch.float64) for device in BOTH)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=1e-8)
+    assert ours[0].events[0].widths_after == theirs[0].events[0].widths_after
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_networks_and_optimizers_train_as_on_a_cpu(name: str, make: type) -> None:
+    ours, theirs = (grown(name, device=device, dtype=torch.float64, make=make) for device in BOTH)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=1e-8)
+    weights = [{n: t.cpu() for n, t in each[0].finish().state_dict().items()} for each in (ours, theirs)]
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parity_in_training_s_precision(name: str, dtype: torch.dtype) -> None:
+    (event,) = grown(name, dtype=dtype)[0].events
+    limit = 1e-4 if dtype == torch.float32 else 0.1
+    assert event.parity_error_eval <= limit and event.parity_error_train <= limit
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_networks_grow_with_and_without_cuda_graphs(mode: str) -> None:
+    network, x = mlp()
+    network, x = network.to(DEVICE), x.to(DEVICE)
+    compiled = torch.compile(network, mode=mode, backend="inductor" if DEVICE == "cuda" else "eager")
+    grower = Grower(compiled, x, trigger=STAGES, verbose=False)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    grower.follow(optimizer)
+    for epoch in (0, 0, 1, 1):
+        grower.step(epoch=epoch)
+        step(compiled, optimizer, x)
+        torch.testing.assert_close(compiled(x), network(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_checkpoints_move_between_devices(there: bool) -> None:
+    first, second = (DEVICE, "cpu") if there else ("cpu", DEVICE)
+    saved, _ = grown("resnet", device=first)
+    file = io.BytesIO()
+    torch.save({"network": saved.network.state_dict(), "grower": saved.state_dict()}, file)
+    file.seek(0)
+    known = torch.load(file, weights_only=True, map_location=second)
+    network, x = resnet()
+    grower = Grower(network.to(second), x.to(second), trigger=STAGES, anneal_steps=1, verbose=False)
+    network.load_state_dict(known["network"])
+    grower.load_state_dict(known["grower"])
+    ours, theirs = (each.eval().cpu() for each in (copy.deepcopy(network), copy.deepcopy(saved.network)))
+    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-3, atol=1e-4)
+
+
+def test_averages_grow_along() -> None:
+    averages = Averages(decay=0.5)
+    grower, _ = grown("resnet", parts=[averages])
+    (average,) = grower.copies().values()
+    shapes = ({n: p.shape for n, p in each.named_parameters()} for each in (average, grower.network))
+    assert next(shapes) == next(shapes)
+    assert all(p.device.type == DEVICE for p in average.parameters())

@@ -1,0 +1,35 @@
+"""`tests/gpu/run.sh` on a CPU: nothing in it but the device is untried."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import ROOT
+
+
+@pytest.mark.slow
+def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
+    command = [ROOT / "tests/gpu/run.sh", "--device", "cpu", "--small", "--out", tmp_path]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = json.loads((tmp_path / "summary.json").read_text())["steps"]
+    assert list(steps) == ["engine", "ratios", "training", "sharded", "tests"]
+    rows = json.loads((tmp_path / "training.json").read_text())["rows"]
+    assert {row["seed"] for row in rows} == {0, 1} and all(row["steps"] > 0 for row in rows)
+    assert len(json.loads((tmp_path / "ratios.json").read_text())["ratios"]) > 3
+
+
+def test_a_machine_without_packages_learns_which_wheels_to_bring(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(bare), "WHEELS": str(tmp_path)}
+    done = subprocess.run(
+        [ROOT / "tests/gpu/run.sh"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "pip wheel" in done.stderr

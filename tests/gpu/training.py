@@ -1,0 +1,147 @@
+"""ResNet-20 on CIFAR-10 for a fixed number of seconds: in full, smaller, and grown in depth and in images."""
+
+import argparse
+import io
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab import At, Grower, Never
+from growlab.base.files import write_json
+from growlab.lab.networks import CifarResNet
+from growlab.optim import SGD
+from growlab.parts.depth import Depth
+from growlab.parts.resolution import Resolution
+
+ROOT = Path(__file__).resolve().parents[2]
+# Channels, and the moment, as a part of the time, from which on the network is whole.
+WAYS = ("full", "smaller", "grown in depth", "grown in images")
+GROWN_AT = 0.6
+BATCH = 256
+
+
+def images(split: str, limit: int) -> tuple[Tensor, Tensor]:
+    """CIFAR-10's images, uint8 [N, 3, 32, 32], and labels; random ones where it is not to be found."""
+    folders = [Path(os.environ.get("GROWLAB_DATA", "/")) / "cifar10", ROOT / "shared/data/cifar10"]
+    folders.append(ROOT.parent / "shared/data/cifar10")
+    try:
+        import PIL.Image
+        import pyarrow.parquet as pq
+        from torchvision.transforms.functional import pil_to_tensor
+
+        path = next(
+            folder / f"{split}.parquet" for folder in folders if (folder / f"{split}.parquet").is_file()
+        )
+        rows = pq.read_table(path).slice(0, limit).to_pydict()
+    except (ImportError, StopIteration) as error:
+        print(f"random images: {error!r}")
+        source = torch.Generator().manual_seed(len(split))
+        labels = torch.randint(10, (min(limit, 10_000),), generator=source)
+        return torch.randint(256, (len(labels), 3, 32, 32), generator=source, dtype=torch.uint8), labels
+    picture, label = list(rows)[:2]
+    pixels = [
+        pil_to_tensor(PIL.Image.open(io.BytesIO(each["bytes"])).convert("RGB")) for each in rows[picture]
+    ]
+    return torch.stack(pixels), torch.tensor(rows[label])
+
+
+def made(way: str, width: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A network, and the arguments with which it grows by the part of the time that is over."""
+    channels = (width, 2 * width, 4 * width)
+    blocks = 1 if way == "smaller" else 3
+    network = CifarResNet(blocks, num_classes=10, channels=channels)
+    late = At({0: 1.0, GROWN_AT: 1.0}, unit="cost")
+    if way == "grown in depth":
+        return network, {"trigger": late, "parts": [Depth()]}
+    if way == "grown in images":
+        return network, {"trigger": late, "parts": [Resolution([24, 32])]}
+    return network, {"trigger": Never()}
+
+
+def trained(way: str, width: int, seconds: float, seed: int, train: Any, test: Any) -> dict[str, Any]:
+    """Train for so many seconds, the rate falling to 0 over the last half, and test."""
+    (x, y), device = train, train[0].device
+    torch.manual_seed(seed)
+    network, growing = made(way, width)
+    network = network.to(device, memory_format=torch.channels_last)
+    grower = Grower(network, x[:16], seed=seed, verbose=False, **growing)
+    optimizer = SGD(network.parameters(), lr=0.2, momentum=0.9, weight_decay=5e-4)
+    grower.follow(optimizer)
+    began, steps, order = time.perf_counter(), 0, torch.empty(0, dtype=torch.long)
+    while (part := (time.perf_counter() - began) / seconds) < 1:
+        if len(order) < BATCH:
+            order = torch.randperm(len(x), device=device)
+        chosen, order = order[:BATCH], order[BATCH:]
+        grower.step(cost=part)
+        network.train()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.2 * min(1.0, 2 * (1 - part))
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = F.cross_entropy(network(augmented(x[chosen])), y[chosen])
+        loss.backward()
+        optimizer.step()
+        steps += 1
+        if steps % 10 == 0 and device.type == "cuda":
+            torch.cuda.synchronize()
+    events = [(event.stage, round(event.seconds, 3)) for event in grower.events]
+    network = grower.finish(at_any_stage=True).eval()
+    with torch.no_grad():
+        right = [
+            (network(x).argmax(1) == y).sum() for x, y in zip(*(t.split(1000) for t in test), strict=True)
+        ]
+    accuracy = float(sum(right)) / len(test[1])
+    return {"way": way, "seed": seed, "steps": steps, "accuracy": accuracy, "events": events}
+
+
+def augmented(x: Tensor) -> Tensor:
+    """Shift a batch by up to four pixels and mirror half of it, as one; the next batch is drawn again."""
+    dy, dx, mirrored = torch.randint(9, (3,)).tolist()
+    x = F.pad(x, (4, 4, 4, 4))[:, :, dy : dy + 32, dx : dx + 32]
+    return x.flip(3) if mirrored % 2 else x
+
+
+def main() -> None:
+    """Train every way with two seeds at once, in two processes on one device."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--write", type=Path, required=True)
+    given = parser.parse_args()
+    seconds, width, limit = (1.0, 4, 300) if given.small else (15.0, 16, 50_000)
+    loaded = images("train", limit), images("test", limit)
+    mean, std = loaded[0][0][:5000].float().mean((0, 2, 3)), loaded[0][0][:5000].float().std((0, 2, 3))
+    scaled = [((x.float() - mean.view(1, 3, 1, 1)) / std.view(1, 3, 1, 1), y) for x, y in loaded]
+    for x, y in scaled:
+        x.share_memory_(), y.share_memory_()
+    rows: list[dict[str, Any]] = []
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(2) as pool:
+        for way in WAYS:
+            jobs = [
+                pool.apply_async(job, (way, width, seconds, seed, scaled, given.device)) for seed in range(2)
+            ]
+            rows += [each.get() for each in jobs]
+            mean_accuracy = statistics.mean(row["accuracy"] for row in rows[-2:])
+            print(f"{way}: {100 * mean_accuracy:.2f} %", [row["steps"] for row in rows[-2:]], flush=True)
+            write_json(given.write, {"seconds": seconds, "images": len(loaded[0][1]), "rows": rows})
+
+
+def job(way: str, width: int, seconds: float, seed: int, scaled: Any, device: str) -> dict[str, Any]:
+    """A run in a process of its own."""
+    torch.set_num_threads(1)
+    layout = torch.channels_last
+    train, test = ((x.to(device, memory_format=layout), y.to(device)) for x, y in scaled)
+    # Kernels are chosen and loaded before the clock starts.
+    trained(way, width, 0.3, seed, train, test)
+    return trained(way, width, seconds, seed, train, test)
+
+
+if __name__ == "__main__":
+    main()
