@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Every process would compile torch and Lightning again.
 sys.dont_write_bytecode = False
 # Seeded like all other tests: the same examples in each run. `--hypothesis-profile=default` draws others.
-settings.register_profile("seeded", derandomize=True)
+settings.register_profile("seeded", derandomize=True, max_examples=50)
 settings.load_profile("seeded")
 _SERVER = pytest.StashKey[Server]()
 _TRACES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()

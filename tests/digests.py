@@ -32,15 +32,17 @@ from tests.test_resume import (
     ADAM,
     BY_STEPS,
     CHUNKS,
-    DEEPENED,
     FIREFLY,
     HYPERFAN,
-    INCREMENTAL,
     ISOTROPIC,
     ON_DEMAND,
     RESNET,
 )
 
+# Depth and width growing in one run.
+DEEPENED = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", "optimizer_state=inherit")
+# Classes that appear with the stages, and the gradient on the old ones that goes through growth.
+INCREMENTAL = (*MLP, "data=digits_incremental", "osgd.anneal=stage", "ema.decay=0.9", "data.validation=test")
 _STAGES = ("schedule.epochs=[1,1,1]", "schedule.widths=[0.25,0.5,1]")
 _DEMAND = ("schedule.total_epochs=6", "schedule.num_stages=3", "schedule.initial_width=0.5")
 _TWO = ("trainer=ddp_cpu", "trainer.devices=2")

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-from growlab.growth import PairGrowth, grow, plant
+from growlab.growth import PairGrowth, grow, make_seed
 from growlab.lab.data import ImageData
 from growlab.lab.data.loaders import MemoryLoader
 from growlab.lab.networks import resnet20
@@ -122,7 +122,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
     graph = trace(network, data.probe_batch(2))
     widths = [dict.fromkeys(graph.groups, width) for width in (6, 10, 12)]
     method = PairGrowth(noise_std=0.001)
-    state = plant(network, graph, method, widths[0], 0)
+    state = make_seed(network, graph, method, widths[0], 0)
     sizes, starts = [48, 48, 40, 32, 32], [0, 2, 3]
     for epoch in range(5):
         if epoch in starts:

@@ -47,7 +47,7 @@ from growlab.growth import (
     finish,
     grow,
     make_schedule,
-    plant,
+    make_seed,
 )
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
@@ -160,7 +160,7 @@ def test_equals_the_loop_by_hand_bit_for_bit() -> None:
     graph = trace(network, PROBE)
     schedule = make_schedule(EPOCHS, 8, epochs=[1, 2, 1], widths=[0.5, 0.75, 1.0])
     widths = schedule.widths(graph)
-    state = plant(network, graph, method, widths[0], seed=0)
+    state = make_seed(network, graph, method, widths[0], seed=0)
     optimizer = SGD(network.parameters(), lr=0.1, momentum=0.9, rule=NormRatio())
     for step in range(STEPS * EPOCHS):
         if schedule.stage_at(step // STEPS) > state.stage:
@@ -1040,7 +1040,9 @@ def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> No
 @pytest.mark.parametrize("unit", ["epoch", "cost"])
 def test_a_loop_that_never_tells_what_the_trigger_counts_is_refused(unit: str) -> None:
     grower = Grower(plain(), torch.randn(4, 6), trigger=At({0: 0.25, 10: 1.0}, unit=unit))
-    with pytest.raises(UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"):
+    with pytest.raises(
+        UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"
+    ):
         grower.step(step=3)
     grower.step(**{unit: 0})
     assert grower.step(step=3) == []

@@ -104,7 +104,10 @@ def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs("depth")
 @pytest.mark.parametrize(
     ("type", "last"),
-    [("llama", 1), ("llama", 0), ("gpt2", 1), ("qwen3", 0)],
+    [
+        *(("llama", 1), ("llama", 0)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("gpt2", 1), ("qwen3", 0))),
+    ],
     ids=["llama_grown", "llama_smaller", "gpt2_grown", "qwen3_smaller"],
 )
 def test_from_pretrained_loads_a_grown_model_which_generates_the_same(
@@ -274,6 +277,7 @@ def test_resumed_inside_an_epoch_it_ends_with_the_same_bits(
     assert Left.by(tmp_path / "run").differences(grown.left) == []
 
 
+@pytest.mark.slow  # test_language.py has the same of characters
 def test_two_processes_compute_what_one_does(
     cli: CommandLine, llama: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from growlab.grower import Grower
 from growlab.growth import GrowthEvent, VarianceTransfer
-from growlab.growth.outputs import quietly
+from growlab.growth.outputs import without_side_effects
 from growlab.optim import SGD
 from growlab.widths import WidthGraph
 from tests.odd_networks import ODD_NETWORKS
@@ -27,7 +27,7 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Outputs in eval and in train mode, there with the means of random draws."""
     found = []
     for training in (False, True):
-        with quietly(network) as draws:
+        with without_side_effects(network) as draws:
             draws.means = training
             found += tree_leaves(network.train(training)(*inputs))
     return found
@@ -36,7 +36,7 @@ def computed(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Of one loss in eval mode, which are left with the parameters too."""
     network.zero_grad()
-    with quietly(network), torch.enable_grad():
+    with without_side_effects(network), torch.enable_grad():
         outputs = [out for out in tree_leaves(network.eval()(*inputs)) if out.is_floating_point()]
         torch.manual_seed(0)
         sum((out * torch.randn_like(out)).sum() for out in outputs).backward()
@@ -64,7 +64,7 @@ def train(network: nn.Module, optimizer: Optimizer, inputs: tuple[Tensor, ...]) 
     network.train()
     losses = []
     for step in range(STEPS + 1):
-        with quietly(network) as draws:
+        with without_side_effects(network) as draws:
             draws.means = True
             losses.append(float(sum((out - 0.5).square().mean() for out in tree_leaves(network(*inputs)))))
         if step < STEPS:

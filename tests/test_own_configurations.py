@@ -17,7 +17,11 @@ OPTIONS = {
     "config-dir": ("--config-dir", "own conf"),
     "searchpath": ("hydra.searchpath=['file://own conf']",),
 }
-BOTH = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+BOTH = pytest.mark.parametrize(
+    "options",
+    [OPTIONS["config-dir"], pytest.param(OPTIONS["searchpath"], marks=pytest.mark.slow)],
+    ids=OPTIONS,
+)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ CASES = {
     "isotropic": ISOTROPIC,
     "isotropic_average": (*ISOTROPIC, "ema.decay=0.9"),
 }
-QUICK = ("tiny_normed", "firefly_split_plateau")
+QUICK = ("tiny_normed",)
 
 
 def events_of(run: Path) -> list[dict[str, Any]]:

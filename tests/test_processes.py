@@ -353,6 +353,7 @@ def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
     assert outcome.err.count("SIGINT: ") == 1 and "Traceback" not in outcome.err
 
 
+@pytest.mark.slow  # tests/parts/test_ranks.py has it in a plain loop
 def test_two_processes_add_and_remove_the_same_neurons(finished: Callable[..., Path], tmp_path: Path) -> None:
     """Inside epochs, scored by gradients; ranks are compared after every event."""
     run = finished(

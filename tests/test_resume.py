@@ -53,10 +53,6 @@ ON_DEMAND = (
     *("schedule.demand.groups=gradient", "schedule.demand.ratio=1", "log_rates_every_n_steps=2"),
     *("model=mlp8", "model.width=12", "model.batch_norm=true"),
 )
-# Depth and width growing in one run.
-DEEPENED = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", "optimizer_state=inherit")
-# Classes that appear with the stages, and the gradient on the old ones that goes through growth.
-INCREMENTAL = (*MLP, "data=digits_incremental", "osgd.anneal=stage", "ema.decay=0.9", "data.validation=test")
 # A hypernetwork emits the weights.
 HYPERFAN = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none"),
@@ -74,9 +70,8 @@ TWO_RANKS = (*MLP, "trainer=ddp_cpu")
 def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path) -> None:
     """A run that saves itself at the ends of epochs alone; `tests.chaos` kills one that does at every step."""
     faults = [
-        # Before the first checkpoint, and before the first growth event.
+        # Before the first checkpoint, and before a growth event.
         ("at_step", 2, SIGKILL),
-        ("before_growth", 1, SIGKILL),
         # The epoch's rows are written, its checkpoint is not; the checkpoint is there, the epoch has not ended.
         ("at_checkpoint", 2, "before", SIGKILL),
         ("at_checkpoint", 1, "after", SIGKILL),
@@ -91,15 +86,18 @@ def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., L
 @pytest.mark.parametrize(
     ("arguments", "behind"),
     [
-        *(((*BATCHES, *SMOOTH), 0), (ON_DEMAND, 0), (INCREMENTAL, 0), (ISOTROPIC, 0)),
-        *((ADAM, 1), (ACCUMULATED, 1), (DEEPENED, 1), (FIREFLY, 1), (BY_STEPS, 1), (DROPOUT, 1)),
+        *(((*BATCHES, *SMOOTH), 0), (ON_DEMAND, 0), (ISOTROPIC, 0)),
+        *((ADAM, 1), (ACCUMULATED, 1), (FIREFLY, 1), (BY_STEPS, 1), (DROPOUT, 1)),
     ],
     ids=lambda value: "before" if value == 0 else "behind" if value == 1 else "",
 )
 def test_every_kind_of_run_resumes(
     cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path, arguments: tuple[str, ...], behind: int
 ) -> None:
-    """With the first growth event still to come, or one step behind it, in the middle of an epoch."""
+    """With the first growth event still to come, or one step behind it, in the middle of an epoch.
+
+    tests/parts/test_runs.py resumes runs whose blocks, classes and inputs grow.
+    """
     run = whole(*arguments)
     first, second, *_ = (event["step"] for event in run.left.growth["events"])
     assert first + behind < second

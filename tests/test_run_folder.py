@@ -14,7 +14,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import FAILURE
 from growlab.lab.training.configuration import resume_override, set_plugin_defaults
 from growlab.lab.training.processes import in_folder, name_of
-from growlab.lab.training.run_folder import forget_results, held_alone, is_held
+from growlab.lab.training.run_folder import forget_results, is_locked, lock_folder
 from tests.command_line import CommandLine
 from tests.runs import MLP, Whole, table
 
@@ -27,7 +27,7 @@ def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None
     holder = os.fork()
     if holder == 0:
         try:
-            with held_alone(tmp_path):
+            with lock_folder(tmp_path):
                 forked = os.fork()
                 if forked:
                     os.write(writing, str(forked).encode())
@@ -36,17 +36,17 @@ def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None
             os._exit(1)
     forked = int(os.read(reading, 20))
     try:
-        assert is_held(tmp_path) and not is_held(tmp_path / "nothing")
+        assert is_locked(tmp_path) and not is_locked(tmp_path / "nothing")
         with (
             pytest.raises(UserError, match="another process is at work in "),
-            held_alone(tmp_path, wait_sec=0.2),
+            lock_folder(tmp_path, wait_sec=0.2),
         ):
             pass
         os.kill(holder, SIGKILL)
         for _ in range(2):
-            with held_alone(tmp_path, wait_sec=5.0):
+            with lock_folder(tmp_path, wait_sec=5.0):
                 pass
-        assert not is_held(tmp_path) and list(tmp_path.iterdir()) == []
+        assert not is_locked(tmp_path) and list(tmp_path.iterdir()) == []
     finally:
         for process in (holder, forked):
             os.kill(process, SIGKILL)
@@ -59,7 +59,7 @@ def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(
     """Nor does a job of a sweep record a failure there."""
     run = tmp_path / "run"
     run.mkdir()
-    with held_alone(run):
+    with lock_folder(run):
         sweep = ("-m", *MLP, "hydra.sweep.dir=.", "hydra.sweep.subdir=run")
         for arguments in ((*MLP, "hydra.run.dir=run"), sweep):
             outcome = cli(*arguments, cwd=tmp_path)

@@ -498,7 +498,7 @@ def test_a_state_that_was_never_loaded_is_an_error_at_the_end() -> None:
     grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
     grower.follow(optimizer)
     optimizer.load_state_dict(full)
-    with pytest.raises(UserError, match="was given the state of 22 parameters, and holds 10"):
+    with pytest.raises(UserError, match="was given the state of 22 parameters, and has 10"):
         grower.finish(at_any_stage=True)
 
 

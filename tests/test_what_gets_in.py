@@ -28,7 +28,11 @@ WIDEN = ("widen", "no_such_folder", "--width", "2", "-o", "out")
 
 @pytest.mark.parametrize(
     "command",
-    [("-m", "growlab", "widths", "mine:made"), ("-m", "growlab.widen", *WIDEN[1:]), ("bin/growlab", *WIDEN)],
+    [
+        ("-m", "growlab", "widths", "mine:made"),
+        pytest.param(("-m", "growlab.widen", *WIDEN[1:]), marks=pytest.mark.slow),
+        ("bin/growlab", *WIDEN),
+    ],
     ids=lambda command: command[1] if command[0] == "-m" else command[0],
 )
 def test_modules_of_the_working_directory_are_found_but_take_no_package_s_place(

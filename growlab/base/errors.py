@@ -18,7 +18,7 @@ class WriteError(UserError):
     """A file could not be written, such as on a full disk; its previous content is unchanged."""
 
 
-class FolderHeld(UserError):
+class FolderLocked(UserError):
     """Another process writes to the folder; nothing was written there."""
 
 

@@ -84,7 +84,9 @@ def broadcast_buffers(module: nn.Module) -> None:
             torch.distributed.broadcast(buffer, 0)
 
 
-def held(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
+def network_state(
+    network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of all state that must be identical on every rank."""
     yield from network.named_parameters()
     yield from network.named_buffers()

@@ -136,7 +136,7 @@ class Growth(GrowthCallback, Callback):
             )
         (self._network, *self._copies), self._example = names, example
         self._set("Lightning", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
-        self._planted, self._ended, self._shapes = False, False, dict[str, torch.Size]()
+        self._is_seed, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
         self._put_back_batches: Callable[[], None] = lambda: None
 
@@ -181,25 +181,25 @@ class Growth(GrowthCallback, Callback):
         network = self._find(module, self._network)
         known = self.grower
         # The network was only evaluated; a method that changed its weights' form has restored an ordinary one.
-        anew = known is not None and known.method.holds_otherwise and not self._planted
-        if known is not None and not anew and known.network is getattr(network, "_orig_mod", network):
+        starts_over = known is not None and known.method.changes_storage and not self._is_seed
+        if known is not None and not starts_over and known.network is getattr(network, "_orig_mod", network):
             known.reattach_hooks()
             if stage == "fit":
                 # Another training begins at its own beginning.
                 known.clock = Clock()
-            if stage != "fit" or self._planted:
+            if stage != "fit" or self._is_seed:
                 return known
             # It was only evaluated so far, maybe at a checkpoint's widths.
             known.restore_full_width()
         example = seen(network) if self._example is None else self._example
         # What is only evaluated keeps the weights that it has.
         trigger = self._trigger if stage == "fit" else Never()
-        path, self._planted = next(n for n, m in module.named_modules() if m is network), stage == "fit"
-        self.grower = self._make(network, example, trigger, path and f"{path}.", self._planted)
+        path, self._is_seed = next(n for n, m in module.named_modules() if m is network), stage == "fit"
+        self.grower = self._make(network, example, trigger, path and f"{path}.", self._is_seed)
         for name in self._copies:
             copy = self._find(module, name)
             self._follow(self.grower, copy)
-            if self._planted:
+            if self._is_seed:
                 copy.load_state_dict(network.state_dict())
         return self.grower
 
@@ -334,7 +334,7 @@ class Growth(GrowthCallback, Callback):
         Raises:
             UserError: the callback was not given an `example`.
         """
-        grower = self._open(module, "test", partial(self._told, module))
+        grower = self._open(module, "test", partial(self._example_inputs, module))
         content = torch.load(path, map_location=module.device, weights_only=True)
         module.load_state_dict(content["state_dict"])
         saved = content.get("callbacks", {}).get(self.state_key, {}).get("parts", {})
@@ -364,7 +364,7 @@ class Growth(GrowthCallback, Callback):
                 f"{type(module).__name__} has no submodule {name!r}, only {', '.join(names) or 'none'}."
             ) from None
 
-    def _told(self, module: LightningModule, network: nn.Module) -> tuple[Any, ...]:
+    def _example_inputs(self, module: LightningModule, network: nn.Module) -> tuple[Any, ...]:
         example = module.example_input_array
         if example is None:
             raise UserError(
@@ -379,7 +379,7 @@ class Growth(GrowthCallback, Callback):
     ) -> tuple[Any, ...]:
         """Record the network's inputs in a training step on a few samples."""
         if module.example_input_array is not None:
-            return self._told(module, network)
+            return self._example_inputs(module, network)
         stage = getattr(stage, "value", stage)
         loop = getattr(trainer, f"{stage}_loop")
         kind = f"{_STEPS[stage]}_step"

@@ -76,7 +76,7 @@ def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dic
         The original values of changed entries, for `put_back_networks`.
     """
     kept: Kept = {}
-    for key, path, name, network in list(_held(grower, module, checkpoint)):
+    for key, path, name, network in list(_networks_in(grower, module, checkpoint)):
         try:
             plain, kept[name] = grower.plain_tensors(network)
         except UserError:
@@ -110,7 +110,7 @@ def _networks(grower: Grower) -> dict[str, nn.Module]:
     return {"": grower.network, **grower.copies()}
 
 
-def _held(
+def _networks_in(
     grower: Grower, module: LightningModule, checkpoint: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str, nn.Module]]:
     """Yield each growing network in a checkpoint: the entry, the path in it, the network's name, and itself.
@@ -169,8 +169,10 @@ def averages(
     """
     seen = {id(module) for each in known for module in each.modules()}
     for callback in callbacks:
-        held = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
-        for copy in (module for value in held for module in value.modules() if id(module) not in seen):
+        kept_modules = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
+        for copy in (
+            module for value in kept_modules for module in value.modules() if id(module) not in seen
+        ):
             theirs = shapes_of(copy) if type(copy) is type(network) else {}
             if theirs == shapes:
                 yield copy

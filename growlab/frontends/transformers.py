@@ -206,8 +206,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         else:
             kept = {}
         if kept or self.grower.parts:
-            beside = {"kept": kept, "parts": self.grower.state_dict()["parts"], "mark": self._mark}
-            torch.save(beside, folder / _FILE)
+            extra = {"kept": kept, "parts": self.grower.state_dict()["parts"], "mark": self._mark}
+            torch.save(extra, folder / _FILE)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -246,18 +246,18 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
 
     def _resume(self, grower: Grower, saved: Mapping[str, Any], folder: Path) -> None:
         path, mark = folder / _FILE, saved.get("mark")
-        beside = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
-        if mark is not None and beside.get("mark", mark) != mark:
-            beside = {}
-        parts = beside.get("parts", {part.name: part.state_dict() for part in grower.parts})
+        extra = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+        if mark is not None and extra.get("mark", mark) != mark:
+            extra = {}
+        parts = extra.get("parts", {part.name: part.state_dict() for part in grower.parts})
         grower.load_state_dict({**saved, "parts": parts})
-        if not beside and (grower.parts or _multiplied(grower)):
+        if not extra and (grower.parts or _multiplied(grower)):
             raise UserError(
                 f"{path} is missing or of another run, and training cannot be resumed without it: resume from a "
                 f"checkpoint "
                 "in the Trainer's output_dir, or give its folder as TrainingArguments(resume_from_checkpoint=...) too."
             )
-        put_back(grower.network, beside.get("kept", {}))
+        put_back(grower.network, extra.get("kept", {}))
 
     def _step(self, state: TrainerState) -> None:
         assert self.grower is not None

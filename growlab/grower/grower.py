@@ -55,7 +55,7 @@ from growlab.growth import (
     VarianceTransfer,
     anneal_norms,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.growth.event import finish
 from growlab.growth.hooks import attach, detach
@@ -174,7 +174,7 @@ class Grower(LoadingNetwork):
         for part in self.parts:
             self.graph = part.shrink_to(self.network, self.graph, fraction)
         with as_user_errors():
-            self.state = plant(self.network, self.graph, method, self.seed_widths, seed)
+            self.state = make_seed(self.network, self.graph, method, self.seed_widths, seed)
         self.followers = Followers(self)
         self.followers.forget(past)
         for part in self.parts:
@@ -594,7 +594,7 @@ class Grower(LoadingNetwork):
             average=ranks.averaged,
             normalised=self.followers.normalised(),
         )
-        past, leader = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
+        past, averaged = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
         with as_user_errors():
             event = enlarge(self.network, self.graph, method, self.state, data=data)
             self.state.unscheduled += asker is not None
@@ -606,7 +606,8 @@ class Grower(LoadingNetwork):
             seconds.note("optimizer")
         for name, copy in copies.items():
             state = GrowthState.from_dict(past.as_dict())
-            along = partial(enlarge, copy, self.graph, method, state, leader=leader, leading=event)
+            average: dict[str, Any] = {"averaged": averaged, "averaged_event": event}
+            along = partial(enlarge, copy, self.graph, method, state, **average)
             notes |= self._grow_average(name, copy, state, widths, along)
         event = replace(event, widths_after=dict(widths), replaced=replaced, carry=carry)
         notes = merged(notes, *(part.after_growth(self, event) for part in self.parts))

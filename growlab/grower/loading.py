@@ -96,7 +96,7 @@ class LoadingNetwork(GrowingNetwork):
         if self.state.norm_weights:
             raise UserError("normalisations over channels that grew are not plain yet; train on first.")
         late = [part.name for part in self.parts if type(part).finish is not Part.finish]
-        if self.method.holds_otherwise:
+        if self.method.changes_storage:
             late.append(self.method.name)
         if late:
             raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
@@ -111,7 +111,7 @@ class LoadingNetwork(GrowingNetwork):
         """
         see_through(network, self.full_graph)
         needed = self.graph.axes.keys() - self.graph.constants.keys()
-        if self.method.holds_otherwise and not needed <= network.state_dict().keys():
+        if self.method.changes_storage and not needed <= network.state_dict().keys():
             raise UserError(
                 f"growth has ended, and {self.method.name} stored weights in another form before: load checkpoints "
                 f"saved during training into a new network with its own Grower (or callback)."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.growth.method import Expansion
+from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 from growlab.growth.rescale import attention_factors
@@ -73,7 +73,7 @@ def prune(
     }
     kept = {group: channels for group, channels in kept.items() if len(channels) < before[group]}
     after = {group: len(kept[group]) if group in kept else width for group, width in before.items()}
-    factors = attention_factors(Expansion(graph, tensors, before, after, seed, stage=0))
+    factors = attention_factors(GrowthContext(graph, tensors, before, after, seed, stage=0))
     masked = None
     if example is not None:
         inputs = network_inputs(example, network)

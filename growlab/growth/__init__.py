@@ -1,9 +1,9 @@
 """Growth methods, schedules and growth events (the surgery that widens a network in place)."""
 
-from growlab.growth.event import anneal_norms, finish, grow, plant, restore
+from growlab.growth.event import anneal_norms, finish, grow, make_seed, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights, WidthDecision
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, NewWeights, WidthDecision
 from growlab.growth.methods.baselines import FixedSize, RandomGrowth
 from growlab.growth.methods.bert2bert import Bert2Bert
 from growlab.growth.methods.firefly import FireFly
@@ -21,11 +21,11 @@ from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 __all__ = [
     "Bert2Bert",
     "Bottleneck",
-    "Expansion",
     "FireFly",
     "FixedSize",
     "GradMax",
     "GrownTensors",
+    "GrowthContext",
     "GrowthEvent",
     "GrowthMethod",
     "GrowthState",
@@ -47,8 +47,8 @@ __all__ = [
     "finish",
     "grow",
     "make_schedule",
+    "make_seed",
     "measurable",
     "out_of_reach",
-    "plant",
     "restore",
 ]

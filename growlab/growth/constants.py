@@ -5,7 +5,7 @@ Constants of growing channels (`WidthGraph.constants`) end training as they bega
 A table of positions [T, C] in a buffer or in a plain attribute of a module, a frozen embedding, the statistics of a
 frozen normalisation: at C' channels the network has the first C' columns, and those of channels that arrive come back
 as they were. So no new channel can equal an old one, or a twin: growth methods let nothing read it at first
-(`Expansion.unlike`).
+(`GrowthContext.unlike`).
 """
 
 from collections.abc import Mapping

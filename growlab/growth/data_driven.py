@@ -11,9 +11,9 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.base.settings import one_of, whole
-from growlab.growth.fans import Fans, View, fans_of
+from growlab.growth.fans import ChannelView, GroupTensors, group_tensors
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
 from growlab.growth.methods.net2net import replicate
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.rescale import attention_factors, with_attention_scale
@@ -56,7 +56,7 @@ class DataDriven(GrowthMethod):
         self.batches, self.fallback = batches, fallback
 
     @abstractmethod
-    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+    def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
         """Return why the method cannot grow a group between these widths, or None if it can.
 
         The text follows "NAME cannot grow GROUP: " in the error message.
@@ -64,12 +64,12 @@ class DataDriven(GrowthMethod):
 
     @abstractmethod
     def grow_from_data(
-        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+        self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths.
 
         Args:
-            expansion: an event in which these groups alone grow.
+            context: an event in which these groups alone grow.
             data: training batches.
             groups: producers and consumers of each group's channels.
 
@@ -79,28 +79,28 @@ class DataDriven(GrowthMethod):
             is called again without them.
         """
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths.
 
         Raises:
             UserError: the method is not defined for a group and there is no fallback, or there are no data.
         """
-        before, after = expansion.old_widths, expansion.new_widths
-        growing = [group for group in expansion.graph.groups if before[group] != after[group]]
+        before, after = context.old_widths, context.new_widths
+        growing = [group for group in context.graph.groups if before[group] != after[group]]
         if not growing:
-            return GrownTensors(dict(expansion.old))
-        if expansion.leading is not None:
-            return self._follow(expansion, expansion.leading)
-        if expansion.data is None:
+            return GrownTensors(dict(context.old))
+        if context.averaged_event is not None:
+            return self._follow(context, context.averaged_event)
+        if context.data is None:
             raise UserError(f"{self.name} decides by training data; hand `grow` some with `data=`.")
         # Blocks that are not inserted yet (depth) have no tensors: for their groups only the recorded widths change.
-        absent = {group for group in growing if not _present(expansion, group)}
-        fans = {group: fans_of(expansion.graph, group) for group in growing}
+        absent = {group for group in growing if not _present(context, group)}
+        fans = {group: group_tensors(context.graph, group) for group in growing}
         here = [fans[group] for group in growing if group not in absent]
-        refused = self._refused(expansion.graph, here, before, after)
+        refused = self._refused(context.graph, here, before, after)
         while True:
             self._check(refused)
-            first, second = _in_two(expansion, {*refused, *absent})
+            first, second = _in_two(context, {*refused, *absent})
             pairs = PairGrowth(gain=self.new_weights.gain, new_weights=self.new_weights.rule)
             base = with_attention_scale(first, pairs.grow(first)).tensors
             factors = attention_factors(first)
@@ -109,16 +109,16 @@ class DataDriven(GrowthMethod):
                 return GrownTensors(
                     _divided(base, factors), report={"grown_by_pairs": refused} if refused else {}
                 )
-            growth, found = self.grow_from_data(replace(second, old=base), expansion.data, groups)
+            growth, found = self.grow_from_data(replace(second, old=base), context.data, groups)
             if not found:
                 break
             refused |= found
         # Ranks average their measurements; should results still differ, those of rank 0 are used.
-        share = expansion.data.share
+        share = context.data.share
         return replace(
             growth,
             tensors={
-                name: new if new is expansion.old[name] else share(new)
+                name: new if new is context.old[name] else share(new)
                 # Queries were measured at their final scale; the event multiplies them by the factor again.
                 for name, new in _divided(growth.tensors, factors).items()
             },
@@ -136,12 +136,16 @@ class DataDriven(GrowthMethod):
         """
         for before, after in pairwise(stages):
             growing = [
-                fans_of(graph, group) for group in graph.groups if before.get(group) != after.get(group)
+                group_tensors(graph, group) for group in graph.groups if before.get(group) != after.get(group)
             ]
             self._check(self._refused(graph, growing, before, after))
 
     def _refused(
-        self, graph: WidthGraph, growing: Sequence[Fans], before: Mapping[str, int], after: Mapping[str, int]
+        self,
+        graph: WidthGraph,
+        growing: Sequence[GroupTensors],
+        before: Mapping[str, int],
+        after: Mapping[str, int],
     ) -> dict[str, str]:
         """Return the groups for which the method is not defined, each with the reason."""
         reasons = {
@@ -161,26 +165,28 @@ class DataDriven(GrowthMethod):
                 "function-preserving pairs."
             )
 
-    def _follow(self, expansion: Expansion, leading: "tuple[Mapping[str, Tensor], Carry]") -> GrownTensors:
+    def _follow(
+        self, context: GrowthContext, averaged_event: "tuple[Mapping[str, Tensor], Carry]"
+    ) -> GrownTensors:
         """Grow an average of the network's weights by the affine map that the network itself went through."""
-        grown, carry = leading
-        assert expansion.leader is not None
+        grown, carry = averaged_event
+        assert context.averaged is not None
         tensors = {}
-        for name, old in expansion.old.items():
+        for name, old in context.old.items():
             if name not in grown:
                 tensors[name] = old
                 continue
             own, theirs = (
-                embedded(replace(expansion, old={name: tensor}), name, carry.sources)
-                for tensor in (old, expansion.leader[name])
+                embedded(replace(context, old={name: tensor}), name, carry.sources)
+                for tensor in (old, context.averaged[name])
             )
             tensors[name] = own + (grown[name].to(theirs) - theirs)
         return GrownTensors(tensors, carry=carry)
 
 
-def _present(expansion: Expansion, group: str) -> bool:
+def _present(context: GrowthContext, group: str) -> bool:
     """Return True if any tensor has the group's channels."""
-    return any(group in axis.groups for name in expansion.old for axis in expansion.graph.axes.get(name, ()))
+    return any(group in axis.groups for name in context.old for axis in context.graph.axes.get(name, ()))
 
 
 def _tied(graph: WidthGraph, group: str) -> str | None:
@@ -204,24 +210,24 @@ def _divided(tensors: Mapping[str, Tensor], factors: Mapping[str, float]) -> dic
     return {name: one / factors[name] if name in factors else one for name, one in tensors.items()}
 
 
-def embedded(expansion: Expansion, name: str, sources: Mapping[str, Tensor]) -> Tensor:
+def embedded(context: GrowthContext, name: str, sources: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor at the new widths: channels copy their sources, those without one (-1) are zero.
 
     Columns of copies are divided by the number of copies, as in Net2Net.
     """
-    if not expansion.changes(name):
-        return expansion.old[name]
-    before, after = expansion.old_widths, expansion.new_widths
+    if not context.changes(name):
+        return context.old[name]
+    before, after = context.old_widths, context.new_widths
     maps, counts = {}, {}
-    for group in {group for axis in expansion.axes(name) for group in axis.groups}:
+    for group in {group for axis in context.axes(name) for group in axis.groups}:
         channels = torch.arange(after[group])
         maps[group] = sources.get(group, torch.where(channels < before[group], channels, -1))
         known = maps[group].clamp(min=0)
         number = torch.bincount(maps[group][maps[group] >= 0], minlength=before[group])
         counts[group] = number[known].clamp(min=1).double()
     copies = {group: chosen.clamp(min=0) for group, chosen in maps.items()}
-    new = replicate(expansion, name, copies, counts)
-    for dim, axis in enumerate(expansion.axes(name)):
+    new = replicate(context, name, copies, counts)
+    for dim, axis in enumerate(context.axes(name)):
         lifted = axis.lift(maps, after, before) >= 0
         if not bool(lifted.all()):
             new = new * lifted.to(new).view(-1, *[1] * (new.dim() - dim - 1))
@@ -237,7 +243,7 @@ def upright(rows: Tensor) -> Tensor:
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
 
 
-def padded(method: GrowthMethod, expansion: Expansion) -> dict[str, Tensor]:
+def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
     """Return every tensor at the new widths with new channels disconnected: no inputs and no effect.
 
     Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter,
@@ -245,20 +251,20 @@ def padded(method: GrowthMethod, expansion: Expansion) -> dict[str, Tensor]:
     bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
     zero = {
-        slot.name for group in expansion.graph.groups for slot in _mixing(fans_of(expansion.graph, group))
+        slot.name for group in context.graph.groups for slot in _mixing(group_tensors(context.graph, group))
     }
     tensors = {}
-    for name, old in expansion.old.items():
-        if not expansion.changes(name):
+    for name, old in context.old.items():
+        if not context.changes(name):
             tensors[name] = old
             continue
-        before, after = expansion.old_widths, expansion.new_widths
+        before, after = context.old_widths, context.new_widths
         if name in zero:
-            tensors[name] = resized(old, expansion.axes(name), before, after)
+            tensors[name] = resized(old, context.axes(name), before, after)
             continue
-        new = method.new_weights.draw(expansion, name).to(old)
-        new[grid(expansion.kept_runs(name), new.device)] = old
-        for dim, axis in enumerate(expansion.axes(name)):
+        new = method.new_weights.draw(context, name).to(old)
+        new[grid(context.kept_runs(name), new.device)] = old
+        for dim, axis in enumerate(context.axes(name)):
             first = {group: torch.arange(after[group]).clamp(max=before[group]) for group in axis.groups}
             positions = axis.lift(first, after, after)
             new = new.index_select(dim, positions.to(new.device))
@@ -266,8 +272,8 @@ def padded(method: GrowthMethod, expansion: Expansion) -> dict[str, Tensor]:
     return tensors
 
 
-def _mixing(fans: Fans) -> list:
-    return [*fans.into, *fans.out]
+def _mixing(fans: GroupTensors) -> list:
+    return [*fans.incoming, *fans.outgoing]
 
 
 @dataclass(frozen=True)
@@ -280,17 +286,21 @@ class Candidates:
         new: positions of each group's candidates, by group; may be empty.
     """
 
-    view: View
+    view: ChannelView
     tensors: dict[str, Tensor]
     new: Mapping[str, Tensor]
 
     @classmethod
     def of_each_entry(
-        cls, method: GrowthMethod, expansion: Expansion, groups: Sequence[Fans], least: Mapping[str, int]
+        cls,
+        method: GrowthMethod,
+        context: GrowthContext,
+        groups: Sequence[GroupTensors],
+        least: Mapping[str, int],
     ) -> "Iterator[Candidates]":
         """Yield candidates for all outgoing entries of each group, at least so many at a time."""
-        graph, old = expansion.graph, expansion.old_widths
-        total = {fans.group: View(graph, old, old).size(fans.out, fans.group) for fans in groups}
+        graph, old = context.graph, context.old_widths
+        total = {fans.group: ChannelView(graph, old, old).size(fans.outgoing, fans.group) for fans in groups}
         share = {
             group: min(count, max(_AT_ONCE * old[group], least.get(group, 0), _FEW))
             for group, count in total.items()
@@ -301,23 +311,26 @@ class Candidates:
                 for group, count in total.items()
             }
             widths = {**old, **{group: old[group] + len(part) for group, part in parts.items()}}
-            view, tensors = View(graph, widths, old), padded(method, replace(expansion, new_widths=widths))
+            view, tensors = (
+                ChannelView(graph, widths, old),
+                padded(method, replace(context, new_widths=widths)),
+            )
             new = {group: old[group] + torch.arange(len(part)) for group, part in parts.items()}
             for fans in groups:
                 part = parts[fans.group]
                 ones = torch.zeros(len(part), total[fans.group])
                 ones[torch.arange(len(part)), part] = 1.0
-                view.write(tensors, fans.out, fans.group, new[fans.group], ones)
+                view.write(tensors, fans.outgoing, fans.group, new[fans.group], ones)
             yield cls(view, tensors, new)
 
 
-def _in_two(expansion: Expansion, first: set[str]) -> tuple[Expansion, Expansion]:
+def _in_two(context: GrowthContext, first: set[str]) -> tuple[GrowthContext, GrowthContext]:
     """Split an event in two: the given groups grow first, then all others."""
     between = {
-        group: expansion.new_widths[group] if group in first else width
-        for group, width in expansion.old_widths.items()
+        group: context.new_widths[group] if group in first else width
+        for group, width in context.old_widths.items()
     }
-    return replace(expansion, new_widths=between), replace(expansion, old_widths=between)
+    return replace(context, new_widths=between), replace(context, old_widths=between)
 
 
 def lengths(rows: Tensor) -> Tensor:

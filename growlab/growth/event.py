@@ -14,7 +14,7 @@ from growlab.base.errors import UserError
 from growlab.growth import constants
 from growlab.growth.constants import padding_kept, with_offset, without_offset
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.norm_statistics import eps_follows, statistics_writer
 from growlab.growth.outputs import Outputs, evaluate, forget_caches, in_own_precision, observe, positional
@@ -49,7 +49,7 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def plant(
+def make_seed(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
 ) -> GrowthState:
     """Turn a full-width network into the seed that a run starts from, in place.
@@ -77,10 +77,10 @@ def plant(
         try:
             resize(model, graph, graph.full_widths, widths)
             # The old tensors serve as the example of how bare parameters are spread.
-            expansion = Expansion(
+            context = GrowthContext(
                 graph, with_offset(graph, tensors_of(model, graph)), widths, widths, seed, 0, constants=still
             )
-            replace_tensors(model, graph, without_offset(graph, method.initialise(expansion)))
+            replace_tensors(model, graph, without_offset(graph, method.initialise(context)))
             _rehearse(model, graph, method, widths, seed)
         except BaseException:
             full.restore()
@@ -101,8 +101,8 @@ def _rehearse(
     if not may_multiply and not may_scale:
         return
     tensors = with_offset(graph, tensors_of(model, graph))
-    expansion = Expansion(graph, tensors, widths, graph.full_widths, seed, 1)
-    rehearsal = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
+    context = GrowthContext(graph, tensors, widths, graph.full_widths, seed, 1)
+    rehearsal = with_attention_scale(context, method.grow(context), method.multiplied(context))
     if name := next((name for name in rehearsal.multipliers if name in graph.recomputed), None):
         raise UserError(
             f"{name} is used inside {graph.recomputed[name]}, whose backward pass does not see the factors by which "
@@ -126,10 +126,10 @@ def grow(
     seed: int,
     probe: Tensor | tuple[Any, ...],
     agree: Agree = list,
-    leader: Mapping[str, Tensor] | None = None,
+    averaged: Mapping[str, Tensor] | None = None,
     gradients: Mapping[str, Tensor] | None = None,
     data: Measurement | None = None,
-    leading: "GrowthEvent | None" = None,
+    averaged_event: "GrowthEvent | None" = None,
     average: Average = _alone,
     normalised: frozenset[str] = frozenset(),
 ) -> GrowthEvent:
@@ -138,17 +138,16 @@ def grow(
     Args:
         model: the network at `state.widths`.
         graph: its width graph.
-        method: what new entries are and how old ones are rescaled.
-        state: brought up to date.
+        method: initialises new entries and rescales old ones.
+        state: updated.
         new_widths: width of each group afterwards.
         seed: the run's seed.
         probe: positional inputs that parity is checked on, or the only one.
         agree: maps this process's measured numbers to those that all use, so that all keep or undo the event.
-        leader: the tensors before its event (`tensors_of`) of the network that `model` is an average of. Both then
-            go through the same affine map, so the average of grown networks is the grown average.
+        averaged: if `model` is an average, the averaged network's tensors (`tensors_of`) before its event.
         gradients: running means of gradients by parameter name, for methods that want them.
         data: training batches, for methods that want some.
-        leading: the event of the network that `model` is an average of.
+        averaged_event: if `model` is an average, the event of the averaged network.
         average: maps a tensor of this process's statistics to the mean over all processes; called as `agree` is.
         normalised: parameters whose optimizer normalises gradients, by name.
 
@@ -159,32 +158,33 @@ def grow(
         ParityError: the outputs changed by more than the method allows.
         ValueError: a group would shrink, and the method cannot.
 
-    Whatever is raised, network and state are then as before: the same parameters, the same buffers.
+    If anything is raised, network and state are unchanged.
     """
     _check_widths(method, state, new_widths)
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
     kept = tensors_of(model, graph)
-    still = constants.unchanged(graph, state.constants, kept if leader is None else leader, state.widths)
-    old, leader = with_offset(graph, kept), None if leader is None else with_offset(graph, leader)
-    about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, leader, gradients or {})
+    still = constants.unchanged(graph, state.constants, kept if averaged is None else averaged, state.widths)
+    old, averaged = with_offset(graph, kept), None if averaged is None else with_offset(graph, averaged)
+    about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, averaged, gradients or {})
     watched = method.observe(model, graph, probe)
-    known, new = ({}, None) if leading is None else (leading.observed, _new_tensors(graph, leading))
-    expansion = Expansion(*about, watched, known, data, new, state.multipliers, normalised, still)
-    growth = with_attention_scale(expansion, method.grow(expansion), method.multiplied(expansion))
-    growth = replace(growth, tensors=padding_kept(model, expansion.old, growth.tensors))
-    later = _later(state, method, expansion, growth)
-    with _replaced(model, graph, state, _changed(expansion, growth)) as replaced:
+    known = {} if averaged_event is None else averaged_event.observed
+    new = None if averaged_event is None else _new_tensors(graph, averaged_event)
+    context = GrowthContext(*about, watched, known, data, new, state.multipliers, normalised, still)
+    growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
+    growth = replace(growth, tensors=padding_kept(model, context.old, growth.tensors))
+    later = _later(state, method, context, growth)
+    with _replaced(model, graph, state, _changed(context, growth)) as replaced:
         weighted_norms = restore(model, graph, later)
         checking = time.perf_counter()
-        parity = _checked(model, method, expansion, growth, before, probe, agree, average)
+        parity = _checked(model, method, context, growth, before, probe, agree, average)
     parity_sec += time.perf_counter() - checking
     vars(state).update(vars(later))
     return GrowthEvent(
         stage=stage,
         method=method.name,
-        widths_before=dict(expansion.old_widths),
+        widths_before=dict(context.old_widths),
         widths_after=dict(new_widths),
         num_params_before=num_params_before,
         num_params=sum(p.numel() for p in model.parameters()),
@@ -195,24 +195,22 @@ def grow(
         parity_sec=parity_sec,
         replaced=replaced,
         carry=_gradients_follow(method, growth),
-        observed=expansion.observed,
+        observed=context.observed,
     )
 
 
-def _changed(expansion: Expansion, growth: GrownTensors) -> dict[str, Tensor]:
+def _changed(context: GrowthContext, growth: GrownTensors) -> dict[str, Tensor]:
     """New tensors of an event: also those that stay as they are, but whose gradient the event rescales.
 
     These are weights that are multiplied otherwise from then on.
     """
     rescaled = growth.carry.scales
     changed = {
-        name: new
-        for name, new in growth.tensors.items()
-        if new is not expansion.old[name] or name in rescaled
+        name: new for name, new in growth.tensors.items() if new is not context.old[name] or name in rescaled
     }
-    kept = without_offset(expansion.graph, changed)
+    kept = without_offset(context.graph, changed)
     return kept | {
-        name: expansion.constant(name, kept[name]) for name in kept.keys() & expansion.constants.keys()
+        name: context.constant(name, kept[name]) for name in kept.keys() & context.constants.keys()
     }
 
 
@@ -231,10 +229,10 @@ def _replaced(
 
 
 def _later(
-    state: GrowthState, method: GrowthMethod, expansion: Expansion, growth: GrownTensors
+    state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors
 ) -> GrowthState:
     """State of the stage that begins."""
-    graph, before, after, carry = expansion.graph, state.widths, expansion.new_widths, growth.carry
+    graph, before, after, carry = context.graph, state.widths, context.new_widths, growth.carry
     past = annealed(state.norm_weights, state.norm_progress)
     kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
     births = {}
@@ -243,10 +241,10 @@ def _later(
         if group in carry.bases:
             # Every channel is now made up of old ones: none is younger than another.
             stages = [min(stages)] * len(stages)
-        births[group] = stages + [expansion.stage] * (after[group] - len(stages))
+        births[group] = stages + [context.stage] * (after[group] - len(stages))
     return replace(
         state,
-        stage=expansion.stage,
+        stage=context.stage,
         widths=dict(after),
         births=births,
         norm_weights=carried_weights(graph, past, carry, before, after),
@@ -307,15 +305,15 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
         )
 
 
-def _new_tensors(graph: WidthGraph, leading: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
-    new = {name: new.detach() for name, (_, new) in leading.replaced.items()}
-    return with_offset(graph, new), leading.carry
+def _new_tensors(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
+    new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
+    return with_offset(graph, new), averaged_event.carry
 
 
 def _checked(
     model: nn.Module,
     method: GrowthMethod,
-    expansion: Expansion,
+    context: GrowthContext,
     growth: GrownTensors,
     before: Outputs,
     probe: tuple[Any, ...],
@@ -328,10 +326,10 @@ def _checked(
         ParityError: the outputs changed by more than the method allows.
     """
     forget_caches(model, probe, FAILURES)
-    tensors = tensors_of(model, expansion.graph)
-    begin = statistics_writer(expansion, growth, tensors, average)
-    setting = eps_follows(model, expansion, growth, tensors)
-    norms = expansion.graph.norms
+    tensors = tensors_of(model, context.graph)
+    begin = statistics_writer(context, growth, tensors, average)
+    setting = eps_follows(model, context, growth, tensors)
+    norms = context.graph.norms
     # Where nothing was drawn or normalised by batches, equal bits before the event come from equal operations.
     differ = bool(norms) or before.drawn or not torch.equal(before.eval, before.train)
     after = observe(model, probe, norms, begin, setting, modes_differ=differ)
@@ -347,13 +345,13 @@ def _checked(
     )
     if not parity.kept:
         raise ParityError(
-            f"growth to stage {expansion.stage} with {method.name} changed the output by {error_eval:.2e} in "
+            f"growth to stage {context.stage} with {method.name} changed the output by {error_eval:.2e} in "
             f"eval mode and {error_train:.2e} in train mode, more than {tolerance_eval:.2e} and "
             f"{tolerance_train:.2e}; the network was left as it was before the event."
         )
     if method.preserves:
         _warn_of_terms(before, after)
-    noise_error, noise = 0.0, method.noise(expansion)
+    noise_error, noise = 0.0, method.noise(context)
     if noise:
         with torch.no_grad():
             for name, amount in padding_kept(model, tensors, noise).items():

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.growth.data_driven import Candidates, DataDriven
-from growlab.growth.fans import Fans, View, fans_of
+from growlab.growth.fans import ChannelView, GroupTensors, group_tensors
 from growlab.growth.measurement import IdentityNorms, Measurement, Pass, Seen, right_derivatives
-from growlab.growth.method import Expansion
+from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import arithmetic
 from growlab.widths import Layer, WidthGraph, tensors_of
 
@@ -49,13 +49,13 @@ def bottlenecks(
         Bottlenecks by group; without groups at full width, and those with several producers or consumers.
     """
     tensors = tensors_of(data.model, graph)
-    expansion = Expansion(graph, tensors, widths, widths, seed, 0, data=data)
+    context = GrowthContext(graph, tensors, widths, widths, seed, 0, data=data)
     growing = [
         fans for fans in measurable(graph, data.model) if widths[fans.group] < graph.full_widths[fans.group]
     ]
     if not growing:
         return {}
-    found = moments(expansion, data, growing, dict(data.model.named_modules()))
+    found = moments(context, data, growing, dict(data.model.named_modules()))
     return {
         fans.group: _bottleneck(found, fans.group)
         for fans in growing
@@ -69,10 +69,10 @@ def out_of_reach(found: Mapping[str, Bottleneck]) -> float:
     return sum(bottleneck.missing for bottleneck in found.values()) / wanted if wanted else 1.0
 
 
-def measurable(graph: WidthGraph, model: nn.Module) -> list[Fans]:
+def measurable(graph: WidthGraph, model: nn.Module) -> list[GroupTensors]:
     """Groups for which a bottleneck is defined: one producer and one consumer, both linear or plain Conv2d."""
     modules = dict(model.named_modules())
-    every = (fans_of(graph, group) for group in graph.groups)
+    every = (group_tensors(graph, group) for group in graph.groups)
     return [
         fans
         for fans in every
@@ -87,7 +87,7 @@ def _bottleneck(found: Mapping[str, Tensor], group: str) -> Bottleneck:
     return Bottleneck(wanted, max(0.0, wanted - possible))
 
 
-def refuses_bottleneck(fans: Fans) -> str | None:
+def refuses_bottleneck(fans: GroupTensors) -> str | None:
     """Return why a bottleneck is not defined for channels, or None: one producer and one consumer, not depthwise."""
     for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
         if len({layer.weight for layer in layers}) != 1:
@@ -97,7 +97,7 @@ def refuses_bottleneck(fans: Fans) -> str | None:
             )
     if fans.depthwise:
         return f"{fans.depthwise[0].name} maps each channel by its own filter"
-    if len(fans.into) > 2 or len(fans.out) > 1:
+    if len(fans.incoming) > 2 or len(fans.outgoing) > 1:
         return f"{fans.producers[0].name} has its channels on several axes"
     if fans.producers[0].transposed or fans.consumers[0].transposed:
         return f"{fans.producers[0].name} or {fans.consumers[0].name} is a transposed convolution"
@@ -136,10 +136,13 @@ def usual(module: nn.Module | None) -> bool:
 
 
 def moments(
-    expansion: Expansion, data: Measurement, groups: Sequence[Fans], modules: Mapping[str, nn.Module]
+    context: GrowthContext,
+    data: Measurement,
+    groups: Sequence[GroupTensors],
+    modules: Mapping[str, nn.Module],
 ) -> dict[str, Tensor]:
     """Measure second moments per sample: of producers' and consumers' inputs, and of the latter with the goal V."""
-    view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
+    view = ChannelView(context.graph, context.old_widths, context.old_widths)
     names = list(
         dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0]))
     )
@@ -153,8 +156,8 @@ def moments(
             found = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
             for fans in groups:
                 producer, consumer = fans.producers[0], fans.consumers[0]
-                h = _patches(modules[producer.name], producer, expansion.graph, seen[producer.name], view)
-                b = _patches(modules[consumer.name], consumer, expansion.graph, seen[consumer.name], view)
+                h = _patches(modules[producer.name], producer, context.graph, seen[producer.name], view)
+                b = _patches(modules[consumer.name], consumer, context.graph, seen[consumer.name], view)
                 v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
                 reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
                 weighted = h if reads is None else h * reads[:, None].to(h)
@@ -165,25 +168,25 @@ def moments(
         return found
 
     # Out of place: an in-place activation would overwrite the layer's output.
-    return data.run(expansion.old, visit, [right_derivatives()], names, work="moments")
+    return data.run(context.old, visit, [right_derivatives()], names, work="moments")
 
 
 def bottleneck(
     method: DataDriven,
-    expansion: Expansion,
+    context: GrowthContext,
     data: Measurement,
-    groups: Sequence[Fans],
+    groups: Sequence[GroupTensors],
     updates: Mapping[str, Tensor],
     modules: Mapping[str, nn.Module],
 ) -> dict[str, Tensor]:
     """Measure N of each group, [incoming entries, outgoing entries], float64."""
-    graph, old = expansion.graph, expansion.old_widths
+    graph, old = context.graph, context.old_widths
     columns: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
     names = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
-    for number, candidates in enumerate(Candidates.of_each_entry(method, expansion, groups, {})):
+    for number, candidates in enumerate(Candidates.of_each_entry(method, context, groups, {})):
         view, new = candidates.view, candidates.new
 
-        def visit(one: Pass, view: View = view, new: Mapping[str, Tensor] = new) -> dict[str, Tensor]:
+        def visit(one: Pass, view: ChannelView = view, new: Mapping[str, Tensor] = new) -> dict[str, Tensor]:
             parameters, loss, seen = one
             outputs = [seen[name].output for name in names]
             slopes = dict(zip(names, torch.autograd.grad(loss, outputs, retain_graph=True), strict=True))
@@ -202,9 +205,9 @@ def bottleneck(
                     if isinstance(module, nn.Conv2d):
                         rest = rest.mT
                     rest = rest.reshape(output.shape).to(output) / len(patches)
-                asked = [parameters[slot.name] for slot in fans.into]
+                asked = [parameters[slot.name] for slot in fans.incoming]
                 taken = torch.autograd.grad(output, asked, rest, retain_graph=True, materialize_grads=True)
-                for slot, tensor in zip(fans.into, taken, strict=True):
+                for slot, tensor in zip(fans.incoming, taken, strict=True):
                     found[f"{fans.group} {slot.name}"] = tensor.double()
             return found
 
@@ -214,12 +217,12 @@ def bottleneck(
         for fans in groups:
             if not len(new[fans.group]):
                 continue
-            taken = {slot.name: found[f"{fans.group} {slot.name}"] for slot in fans.into}
-            columns[fans.group].append(view.read(taken, fans.into, fans.group, new[fans.group]).T)
+            taken = {slot.name: found[f"{fans.group} {slot.name}"] for slot in fans.incoming}
+            columns[fans.group].append(view.read(taken, fans.incoming, fans.group, new[fans.group]).T)
     return {group: torch.cat(pieces, 1) for group, pieces in columns.items()}
 
 
-def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, view: View) -> Tensor:
+def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, view: ChannelView) -> Tensor:
     """Inputs from old channels at each output position, with a 1 for the bias: [B, positions, entries], float64."""
     positions = graph.axes[layer.weight][1].kept(view.among, view.widths).to(seen.x.device)
     if isinstance(module, nn.Conv2d):
@@ -257,7 +260,7 @@ def _rows(module: nn.Module, tensor: Tensor) -> Tensor:
     return tensor[:, None, :] if tensor.dim() == 2 else tensor.flatten(1, -2)
 
 
-def _new_channels(model: nn.Module, graph: WidthGraph, view: View, groups: Sequence[Fans]):
+def _new_channels(model: nn.Module, graph: WidthGraph, view: ChannelView, groups: Sequence[GroupTensors]):
     """Return the function for `IdentityNorms` that masks a norm's new channels, from its tensors."""
     names = {
         name: [fans.group for fans in groups if norm in fans.norms]

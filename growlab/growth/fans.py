@@ -10,7 +10,7 @@ from growlab.widths import Axis, Layer, Norm, WidthGraph, grid
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorDim:
     """One dimension of a tensor that carries a group's channels."""
 
     name: str
@@ -18,15 +18,15 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Fans:
+class GroupTensors:
     """Tensors that produce and consume a group's channels.
 
     Attributes:
         group: the width group.
         producers: layers whose output channels they are; no depthwise ones.
         consumers: layers whose input channels they are; no depthwise ones.
-        into: weights of the producers, then their biases: the incoming weights of a channel.
-        out: weights of the consumers: the outgoing weights of a channel.
+        incoming: weights of the producers, then their biases: the incoming weights of a channel.
+        outgoing: weights of the consumers: the outgoing weights of a channel.
         depthwise: layers that map each channel by its own filter.
         norms: batch and instance normalisations of the channels.
     """
@@ -34,13 +34,13 @@ class Fans:
     group: str
     producers: tuple[Layer, ...]
     consumers: tuple[Layer, ...]
-    into: tuple[Slot, ...]
-    out: tuple[Slot, ...]
+    incoming: tuple[TensorDim, ...]
+    outgoing: tuple[TensorDim, ...]
     depthwise: tuple[Layer, ...]
     norms: tuple[Norm, ...]
 
 
-def fans_of(graph: WidthGraph, group: str) -> Fans:
+def group_tensors(graph: WidthGraph, group: str) -> GroupTensors:
     """Find the tensors that produce and consume a group's channels."""
 
     def dims(name: str | None, role: str) -> list[int]:
@@ -50,10 +50,12 @@ def fans_of(graph: WidthGraph, group: str) -> Fans:
     mixing = [layer for layer in graph.layers if not layer.depthwise]
     producers = tuple(layer for layer in mixing if dims(layer.weight, "out"))
     consumers = tuple(layer for layer in mixing if dims(layer.weight, "in"))
-    weights = [Slot(layer.weight, dim) for layer in producers for dim in dims(layer.weight, "out")]
-    biases = [Slot(layer.bias, dim) for layer in producers if layer.bias for dim in dims(layer.bias, "out")]
-    out = [Slot(layer.weight, dim) for layer in consumers for dim in dims(layer.weight, "in")]
-    return Fans(
+    weights = [TensorDim(layer.weight, dim) for layer in producers for dim in dims(layer.weight, "out")]
+    biases = [
+        TensorDim(layer.bias, dim) for layer in producers if layer.bias for dim in dims(layer.bias, "out")
+    ]
+    out = [TensorDim(layer.weight, dim) for layer in consumers for dim in dims(layer.weight, "in")]
+    return GroupTensors(
         group,
         producers,
         consumers,
@@ -69,7 +71,7 @@ def fans_of(graph: WidthGraph, group: str) -> Fans:
 
 
 @dataclass(frozen=True)
-class View:
+class ChannelView:
     """Reads and writes channels' entries of tensors at some widths, among the channels of other widths.
 
     Attributes:
@@ -93,7 +95,7 @@ class View:
         return torch.arange(self.among[group], self.widths[group])
 
     def read(
-        self, tensors: Mapping[str, Tensor], slots: Sequence[Slot], group: str, channels: Tensor
+        self, tensors: Mapping[str, Tensor], slots: Sequence[TensorDim], group: str, channels: Tensor
     ) -> Tensor:
         """Read the entries of channels, [channels, entries of one channel], in the order of the slots."""
         found = []
@@ -107,7 +109,7 @@ class View:
     def write(
         self,
         tensors: dict[str, Tensor],
-        slots: Sequence[Slot],
+        slots: Sequence[TensorDim],
         group: str,
         channels: Tensor,
         values: Tensor,
@@ -127,7 +129,7 @@ class View:
             new[grid(positions, new.device)] = part.to(new)
             tensors[slot.name] = new
 
-    def size(self, slots: Sequence[Slot], group: str) -> int:
+    def size(self, slots: Sequence[TensorDim], group: str) -> int:
         """Number of entries of one channel."""
         total = 0
         for slot in slots:
@@ -138,7 +140,7 @@ class View:
             total += count
         return total
 
-    def _positions(self, slot: Slot, group: str, channels: Tensor) -> list[Tensor]:
+    def _positions(self, slot: TensorDim, group: str, channels: Tensor) -> list[Tensor]:
         return [
             self.places(axis, group)[channels].flatten()
             if dim == slot.dim

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from growlab.base import ranks
 from growlab.base.errors import UserError
-from growlab.growth.outputs import arithmetic, main_output, network_inputs, quietly
+from growlab.growth.outputs import arithmetic, main_output, network_inputs, without_side_effects
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
@@ -189,7 +189,7 @@ class Measurement:
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
                 seen = stack.enter_context(_watching(self.model, watched))
-                quiet = stack.enter_context(quietly(self.model))
+                quiet = stack.enter_context(without_side_effects(self.model))
                 stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
                 for mode in modes:
                     stack.enter_context(mode)

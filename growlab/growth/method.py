@@ -1,4 +1,4 @@
-"""Interface of growth methods: the event that they get (`Expansion`) and the tensors that they return."""
+"""Interface of growth methods: the event that they get (`GrowthContext`) and the tensors that they return."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ def generator(seed: int, stage: int, name: str) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class Expansion:
+class GrowthContext:
     """Input of a growth method: one growth event, or the initialisation of the seed network.
 
     Attributes:
@@ -44,14 +44,13 @@ class Expansion:
         new_widths: width of each group after.
         seed: the run's seed.
         stage: the stage that begins.
-        leader: if the model is an average, the tensors of the network that it averages; else None.
+        averaged: if the model is an average, the tensors of the network that it averages; else None.
         gradients: running means of gradients by parameter name, if the method has `wants_gradients`.
         observed: result of the method's `observe`.
-        leader_observed: the same for the leader, if known.
+        averaged_observed: the same for the averaged network, if known.
         data: training batches, if the method has `batches`.
-        leading: if the model is an average, the new tensors of the network that it averages, by name, and its
-            `Carry`.
-            For methods that must not measure twice.
+        averaged_event: if the model is an average, the new tensors of the network that it averages, by name, and its
+            `Carry`, for methods that must not measure twice.
         multipliers: multipliers of rows that the forward applies before the event, by the weight's name.
         normalised: names of parameters whose optimizer is known to normalise gradients (Adam).
         constants: untrained tensors at full width, by name; their new entries are those of the full tensors, whatever
@@ -64,12 +63,12 @@ class Expansion:
     new_widths: Mapping[str, int]
     seed: int
     stage: int
-    leader: Mapping[str, Tensor] | None = None
+    averaged: Mapping[str, Tensor] | None = None
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     observed: Mapping[str, Any] = field(default_factory=dict)
-    leader_observed: Mapping[str, Any] = field(default_factory=dict)
+    averaged_observed: Mapping[str, Any] = field(default_factory=dict)
     data: Measurement | None = None
-    leading: tuple[Mapping[str, Tensor], Carry] | None = None
+    averaged_event: tuple[Mapping[str, Tensor], Carry] | None = None
     multipliers: Mapping[str, Sequence[float]] = field(default_factory=dict)
     normalised: frozenset[str] = frozenset()
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -85,8 +84,8 @@ class Expansion:
 
     @property
     def reference(self) -> Mapping[str, Tensor]:
-        """Tensors from which a method may derive scales and draws: the leader's, or `old` without a leader."""
-        return self.old if self.leader is None else self.leader
+        """Tensors from which a method may derive scales and draws: the averaged network's, if any, else `old`."""
+        return self.old if self.averaged is None else self.averaged
 
     def generator(self, name: str) -> torch.Generator:
         """Return the generator for draws of a tensor or group at this event."""
@@ -108,7 +107,7 @@ class Expansion:
         """Return `kept`, with slices where positions are consecutive: for `growlab.widths.grid`."""
         return [self.of_axis(_kept_run, axis) for axis in self.axes(name)]
 
-    def of_axis(self, find: Callable[[Axis, "Expansion"], _Found], axis: Axis) -> _Found:
+    def of_axis(self, find: Callable[[Axis, "GrowthContext"], _Found], axis: Axis) -> _Found:
         """Return `find(axis, self)`, cached, since many tensors share the same axes."""
         key = (find, axis)
         if key not in self._found:
@@ -154,12 +153,12 @@ class Expansion:
         return frozenset(layer.weight for layer in self.graph.layers if layer.is_output)
 
 
-def _kept(axis: Axis, expansion: Expansion) -> Tensor:
-    return axis.kept(expansion.old_widths, expansion.new_widths)
+def _kept(axis: Axis, context: GrowthContext) -> Tensor:
+    return axis.kept(context.old_widths, context.new_widths)
 
 
-def _kept_run(axis: Axis, expansion: Expansion) -> Tensor | slice:
-    return as_run(expansion.of_axis(_kept, axis))
+def _kept_run(axis: Axis, context: GrowthContext) -> Tensor | slice:
+    return as_run(context.of_axis(_kept, axis))
 
 
 @dataclass(frozen=True)
@@ -188,18 +187,18 @@ class NewWeights:
     def __post_init__(self) -> None:
         one_of(get_args(WeightRule), new_weights=self.rule)
 
-    def std(self, expansion: Expansion, layer: Layer) -> float:
+    def std(self, context: GrowthContext, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
-        fan_in = expansion.fan_in(layer, expansion.new_widths)
-        if layer.weight in expansion.output_layers:
+        fan_in = context.fan_in(layer, context.new_widths)
+        if layer.weight in context.output_layers:
             variance = 1.0 / fan_in**self.output_power
         elif self.rule == "hyperfan_out":
-            variance = self.gain / expansion.graph.fan_out(layer, expansion.new_widths)
+            variance = self.gain / context.graph.fan_out(layer, context.new_widths)
         else:
             variance = self.gain / fan_in
         return sqrt(variance * layer.variance_per_entry)
 
-    def draw(self, expansion: Expansion, name: str) -> Tensor:
+    def draw(self, context: GrowthContext, name: str) -> Tensor:
         """Return a tensor of the new shape with every entry initialised as new: drawn, or a norm's or bias's default.
 
         New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors
@@ -209,16 +208,16 @@ class NewWeights:
         to their range, since a forward may take their root. For complex numbers this is done for real and imaginary
         parts separately.
         """
-        shape, source = expansion.new_shape(name), expansion.generator(name)
-        if name in expansion.layers:
+        shape, source = context.new_shape(name), context.generator(name)
+        if name in context.layers:
             drawn = _normal(shape, source) if self.rule == "fan_in" else _emitted(shape, source)
-            return drawn.mul_(self.std(expansion, expansion.layers[name]))
-        if name in expansion.norm_defaults:
-            return torch.full(shape, expansion.norm_defaults[name])
-        old = expansion.reference.get(name)
-        if old is not None and (gates := expansion.gates_of_biases.get(name)):
+            return drawn.mul_(self.std(context, context.layers[name]))
+        if name in context.norm_defaults:
+            return torch.full(shape, context.norm_defaults[name])
+        old = context.reference.get(name)
+        if old is not None and (gates := context.gates_of_biases.get(name)):
             return old.view(gates, -1).mean(1).repeat_interleave(shape[0] // gates)
-        if old is None or any(name in (layer.bias, layer.offset) for layer in expansion.graph.layers):
+        if old is None or any(name in (layer.bias, layer.offset) for layer in context.graph.layers):
             return torch.zeros(shape)
         if old.is_complex():
             return torch.complex(_like(old.real, shape, source), _like(old.imag, shape, source))
@@ -253,7 +252,7 @@ class GrownTensors:
     """Result of a growth method: all tensors after the event, and the factors that the caller has to apply.
 
     Attributes:
-        tensors: every tensor of `Expansion.old` at the new widths; the old object itself if nothing changed.
+        tensors: every tensor of `GrowthContext.old` at the new widths; the old object itself if nothing changed.
         output_factor: factor on the network's outputs that restores their previous values.
         norm_scale: factor on the input of each batch normalisation whose input was rescaled, by its name.
         carry: how gradients after the event follow from those before, for optimizer state.
@@ -290,7 +289,7 @@ class GrowthMethod(Described, ABC):
         compensates: steps of optimizers that normalise gradients are divided by the multipliers.
         shrinks: events may narrow groups too.
         follows_norms: supports channels whose norm is computed; see `trace`.
-        wants_gradients: `Expansion.gradients` are the optimizer's running means of gradients.
+        wants_gradients: `GrowthContext.gradients` are the optimizer's running means of gradients.
         batches: number of training batches that it needs at an event.
         draws_full_width: a seed of full width is drawn as any other, instead of keeping the network's weights.
     """
@@ -333,7 +332,7 @@ class GrowthMethod(Described, ABC):
         """Raise an error for widths that the method cannot grow through, if known before training."""
 
     @property
-    def holds_otherwise(self) -> bool:
+    def changes_storage(self) -> bool:
         """True if the network stores its weights differently until `finish`."""
         return type(self).finish is not GrowthMethod.finish
 
@@ -341,7 +340,7 @@ class GrowthMethod(Described, ABC):
         """Undo the changes of `prepare` on the trained network, so that it is an ordinary one again."""
 
     def observe(self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]) -> Mapping[str, Any]:
-        """Measure the network before an event; the result is `Expansion.observed`. By default nothing.
+        """Measure the network before an event; the result is `GrowthContext.observed`. By default nothing.
 
         Args:
             model: the network; left unchanged.
@@ -350,38 +349,38 @@ class GrowthMethod(Described, ABC):
         """
         return {}
 
-    def multiplied(self, expansion: Expansion) -> frozenset[str]:
+    def multiplied(self, context: GrowthContext) -> frozenset[str]:
         """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
-        layers = expansion.graph.layers if self.layer_multipliers else ()
+        layers = context.graph.layers if self.layer_multipliers else ()
         return frozenset(layer.weight for layer in layers)
 
     @abstractmethod
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
 
-    def initialise(self, expansion: Expansion) -> dict[str, Tensor]:
+    def initialise(self, context: GrowthContext) -> dict[str, Tensor]:
         """Draw the seed network's weights at its fan-in; norms and biases take their defaults.
 
         Only tensors of layers and norms are drawn: bare parameters and biases of recurrent layers keep their values.
         """
-        names = {*expansion.layers, *expansion.norm_defaults}
-        names |= {name for layer in expansion.graph.layers for name in (layer.bias, layer.offset) if name}
-        names -= expansion.gates_of_biases.keys()
-        names = (names | expansion.graph.emitters) - expansion.constants.keys()
-        growing = [name for name in expansion.graph.axes if name in names and expansion.graph.grows(name)]
-        return {name: self.new_weights.draw(expansion, name) for name in growing}
+        names = {*context.layers, *context.norm_defaults}
+        names |= {name for layer in context.graph.layers for name in (layer.bias, layer.offset) if name}
+        names -= context.gates_of_biases.keys()
+        names = (names | context.graph.emitters) - context.constants.keys()
+        growing = [name for name in context.graph.axes if name in names and context.graph.grows(name)]
+        return {name: self.new_weights.draw(context, name) for name in growing}
 
-    def noise(self, expansion: Expansion) -> dict[str, Tensor]:
+    def noise(self, context: GrowthContext) -> dict[str, Tensor]:
         """Noise to add to the tensors, by name: zero at old entries; empty if `noise_std` is 0."""
         if self.noise_std == 0:
             return {}
         noises = {}
-        for name, layer in expansion.layers.items():
-            if not expansion.changes(name):
+        for name, layer in context.layers.items():
+            if not context.changes(name):
                 continue
-            noise = _normal(expansion.new_shape(name), expansion.generator(f"noise of {name}"))
-            noise *= self.noise_std * self.new_weights.std(expansion, layer)
-            noise[grid(expansion.kept_runs(name))] = 0.0
+            noise = _normal(context.new_shape(name), context.generator(f"noise of {name}"))
+            noise *= self.noise_std * self.new_weights.std(context, layer)
+            noise[grid(context.kept_runs(name))] = 0.0
             noises[name] = noise
         return noises
 

@@ -145,14 +145,14 @@ class _Weight:
 
     def __init__(self, owner: nn.Module, attribute: str, rows: Sequence[float], dim: int) -> None:
         self.owner, self.attribute = owner, attribute
-        self._beside = self.parameter.dim() - 1 - dim
+        self._other_dims = self.parameter.dim() - 1 - dim
         self.set(torch.tensor(list(rows), dtype=torch.float64))
 
     def set(self, rows: Tensor) -> None:
         """Multipliers from now on, float64 [rows]."""
         with torch.inference_mode(False):
             # A clone: what was made in inference mode stays so.
-            self.rows = rows.detach().clone().double().cpu().view(-1, *[1] * self._beside)
+            self.rows = rows.detach().clone().double().cpu().view(-1, *[1] * self._other_dims)
         self._ready: tuple[Tensor, Tensor] | None = None
 
     @property

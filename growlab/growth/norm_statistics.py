@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from growlab.growth.method import Expansion, GrownTensors
+from growlab.growth.method import GrownTensors, GrowthContext
 from growlab.growth.rescale import eps_ratio
 
 #: Mean and variance of each channel, by the name of the normalisation that they enter.
@@ -37,7 +37,7 @@ _CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "train
 
 
 def statistics_writer(
-    expansion: Expansion,
+    context: GrowthContext,
     growth: GrownTensors,
     tensors: Mapping[str, Tensor],
     average: Callable[[Tensor], Tensor],
@@ -48,22 +48,22 @@ def statistics_writer(
     of the network that it averages.
 
     Args:
-        expansion: the event.
+        context: the event.
         growth: the result of its method.
         tensors: the grown network's, by name; running averages are written in place.
         average: maps this process's tensor to the mean over all processes.
     """
-    new = dict(_new_channels(expansion, growth))
-    leading = None if expansion.leading is None else expansion.leading[0]
+    new = dict(_new_channels(context, growth))
+    averaged_event = None if context.averaged_event is None else context.averaged_event[0]
 
     def write(found: Moments) -> None:
-        for norm in expansion.graph.norms:
+        for norm in context.graph.norms:
             seen = found.get(norm.name)
             for name, moment in zip((norm.running_mean, norm.running_var), seen or (None, None), strict=True):
                 if name not in new:
                     continue
-                if expansion.leader is not None:
-                    moment = None if leading is None else leading.get(name)
+                if context.averaged is not None:
+                    moment = None if averaged_event is None else averaged_event.get(name)
                 elif moment is not None:
                     moment = average(moment)
                 if moment is not None:
@@ -73,30 +73,30 @@ def statistics_writer(
     return write
 
 
-def _new_channels(expansion: Expansion, growth: GrownTensors) -> Iterable[tuple[str, Tensor]]:
+def _new_channels(context: GrowthContext, growth: GrownTensors) -> Iterable[tuple[str, Tensor]]:
     """Yield (name of a running average, mask [channels] of new channels that have the default)."""
-    before, after = expansion.old_widths, expansion.new_widths
-    for norm in expansion.graph.norms:
+    before, after = context.old_widths, context.new_widths
+    for norm in context.graph.norms:
         for name in (norm.running_mean, norm.running_var):
-            known = name in growth.tensors and name not in expansion.constants
-            if name is None or not known or not expansion.changes(name):
+            known = name in growth.tensors and name not in context.constants
+            if name is None or not known or not context.changes(name):
                 continue
-            (axis,) = expansion.graph.axes[name]
+            (axis,) = context.graph.axes[name]
             sources = {group: growth.carry.source(group, before, after) for group in axis.groups}
-            default = growth.tensors[name].cpu() == expansion.norm_defaults[name]
+            default = growth.tensors[name].cpu() == context.norm_defaults[name]
             mask = (axis.lift(sources, after, before) < 0) & default
             if bool(mask.any()):
                 yield name, mask
 
 
 def eps_follows(
-    model: nn.Module, expansion: Expansion, growth: GrownTensors, tensors: Mapping[str, Tensor]
+    model: nn.Module, context: GrowthContext, growth: GrownTensors, tensors: Mapping[str, Tensor]
 ) -> Setting | None:
     """Make a context in which the eps of a grown network's batch normalisations is scaled with their inputs.
 
     Args:
         model: the network, after the event.
-        expansion: the event.
+        context: the event.
         growth: the tensors and scales that its method has computed.
         tensors: the grown network's, by name.
 
@@ -104,13 +104,13 @@ def eps_follows(
         A function that makes the context, or None if no normalisation's input was rescaled.
     """
     rescaled = {}
-    for norm in expansion.graph.norms:
+    for norm in context.graph.norms:
         scale = growth.norm_scale.get(norm.name, 1.0)
         if scale == 1.0 or norm.weight is None or norm.running_var is None:
             continue
-        weight, (kept,) = tensors[norm.weight], expansion.kept(norm.running_var)
+        weight, (kept,) = tensors[norm.weight], context.kept(norm.running_var)
         ratio = weight.new_ones(weight.shape)
-        ratio[kept.to(ratio.device)] = eps_ratio(expansion.old[norm.running_var], scale, norm.eps).to(ratio)
+        ratio[kept.to(ratio.device)] = eps_ratio(context.old[norm.running_var], scale, norm.eps).to(ratio)
         rescaled[tensors[norm.running_var].data_ptr()] = (scale**2, ratio)
     return (lambda: _following(model, rescaled)) if rescaled else None
 

@@ -97,7 +97,7 @@ def observe(
             hooks.append(module.register_forward_hook(called.leave, always_call=True))
 
     try:
-        with quietly(model) as quiet:
+        with without_side_effects(model) as quiet:
             returned = call_with(model.train(), probe)
             if quiet.seen:
                 moments.clear()
@@ -175,12 +175,12 @@ def _unbiased(calls: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tens
 
 def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
     """Return the output on the probe batch in eval mode, run as in `observe`."""
-    with quietly(model):
+    with without_side_effects(model):
         return main_output(call_with(model.eval(), positional(probe)))
 
 
 @contextlib.contextmanager
-def quietly(model: nn.Module) -> Iterator["_Quiet"]:
+def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
     """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
     double = any(p.dtype == torch.float64 for p in model.parameters())
     in_double = doubles_kept() if double else contextlib.nullcontext()
@@ -406,7 +406,7 @@ def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
     Returns:
         The network's outputs, in eval mode and in train mode.
     """
-    with quietly(network):
+    with without_side_effects(network):
         before = Snapshot(network, "nothing")
         outputs = _run(network, probe)
         if kept := before.kept():
@@ -431,7 +431,7 @@ def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[ty
     if not kept or shapes is None:
         return
     try:
-        with quietly(network):
+        with without_side_effects(network):
             _run(network, probe)
             now = [each.shapes() for each in kept]
     except failures:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.growth.method import Expansion, GrownTensors
+from growlab.growth.method import GrownTensors, GrowthContext
 from growlab.growth.multipliers import fold_multipliers, multiplied_weights, row_multipliers
 from growlab.widths import Norm, WidthGraph, tensors_of
 
@@ -137,7 +137,7 @@ def _rescaled_norm(norm: Norm, tensors: Mapping[str, Tensor], scale: float) -> d
 
 
 def with_attention_scale(
-    expansion: Expansion, growth: GrownTensors, multiplied: frozenset[str] = frozenset()
+    context: GrowthContext, growth: GrownTensors, multiplied: frozenset[str] = frozenset()
 ) -> GrownTensors:
     """Rescale queries to undo the change of attention's scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
@@ -145,14 +145,14 @@ def with_attention_scale(
     queries are linear in are multiplied by sqrt(d' / d), and their gradients divided by it.
 
     Args:
-        expansion: the event.
+        context: the event.
         growth: the result of the growth method.
         multiplied: names of weights that get the factor as a row multiplier in the forward (see
             `growlab.growth.multipliers`), so that their variance stays as set by the method.
     """
     tensors, scales = dict(growth.tensors), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
-    for name, factor in attention_factors(expansion).items():
+    for name, factor in attention_factors(context).items():
         if name in multiplied:
             multipliers[name] = multipliers.get(name, 1.0) * factor
             scales[name] = scales.get(name, 1.0) / factor**2
@@ -166,11 +166,11 @@ def with_attention_scale(
     return replace(growth, tensors=tensors, carry=carry, multipliers=multipliers, report=report)
 
 
-def attention_factors(expansion: Expansion) -> dict[str, float]:
+def attention_factors(context: GrowthContext) -> dict[str, float]:
     """Factor, by name, on each tensor that queries are linear in: sqrt(d' / d)."""
     factors: dict[str, float] = {}
-    for attention in expansion.graph.attentions:
-        before, after = (attention.axis.length(w) for w in (expansion.old_widths, expansion.new_widths))
+    for attention in context.graph.attentions:
+        before, after = (attention.axis.length(w) for w in (context.old_widths, context.new_widths))
         if before != after:
             for name in attention.queries:
                 factors[name] = factors.get(name, 1.0) * sqrt(after / before)

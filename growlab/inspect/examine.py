@@ -41,7 +41,7 @@ from growlab.growth import (
     finish,
     grow,
     make_schedule,
-    plant,
+    make_seed,
 )
 from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
@@ -74,7 +74,7 @@ _WALL_PER_CPU = 30
 _PRELOAD = ["growlab.inspect.examine", "torchvision.models", "timm", "transformers"]
 _QUIET = 0.3
 # Relative difference in float32 above which a row computed alone counts as different.
-_ALIKE = 1e-2
+_SAME = 1e-2
 
 
 @dataclass
@@ -214,7 +214,7 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
     shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
     if rows < 2 or [tuple(x.shape) for x in alone] != shapes:
         return 1, inputs
-    same = all(relative_error(x[:1], one) < _ALIKE for one, x in zip(alone, whole, strict=True))
+    same = all(relative_error(x[:1], one) < _SAME for one, x in zip(alone, whole, strict=True))
     return (rows, first) if same else (1, inputs)
 
 
@@ -272,7 +272,7 @@ def _parity(
     probe: tuple[Any, ...],
 ) -> dict[str, float]:
     grown = copy.deepcopy(network)
-    state = plant(grown, graph, method, widths[0], seed=0)
+    state = make_seed(grown, graph, method, widths[0], seed=0)
     _roughen(grown, probe)
     worst = {"eval": 0.0, "train": 0.0}
     for stage in widths[1:]:

@@ -32,7 +32,7 @@ Moved = Callable[[Tensor, Any, str], Any]
 # Attributes of torch's Optimizer, which are carried separately.
 _KNOWN = ("state", "param_groups", "defaults")
 # Least cosine between weights and state that stores weights; that of moments of gradients is far below.
-_ALIKE = 0.7
+_SIMILAR = 0.7
 # Power of the gradient that state scales with, by its name in torch.optim.
 _POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "exp_inf", "prev"), 1),
@@ -337,7 +337,7 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
     copies, positive = {"ax"} if isinstance(optimizer, torch.optim.ASGD) else set(), set()
     for key, several in found.items():
         product, *squares, _ = torch.stack(several).sum(0).tolist()
-        if product > _ALIKE * (squares[0] * squares[1]) ** 0.5 > 0:
+        if product > _SIMILAR * (squares[0] * squares[1]) ** 0.5 > 0:
             copies.add(key)
         if all(one[3] > 0 for one in several):
             positive.add(key)
@@ -473,7 +473,7 @@ def inside(holder: Any) -> Iterator[Optimizer]:
                 yield one
 
 
-def holds_elsewhere(optimizer: Optimizer, wanted: Container[int]) -> str:
+def keeps_elsewhere(optimizer: Optimizer, wanted: Container[int]) -> str:
     """Name of an optimizer's attribute or group entry that contains parameters with these `id`s; "" if none."""
     for _, name, value in _elsewhere(optimizer):
         if any(id(tensor) in wanted for tensor in tensors_within(value, objects=False)):

@@ -19,7 +19,7 @@ from growlab.optim.carry import (
     cannot_replace,
     check_following,
     follow_once,
-    holds_elsewhere,
+    keeps_elsewhere,
     normalises,
     replace_in_groups,
     rescale_state,
@@ -397,7 +397,7 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
             parameters outside of its groups too.
     """
     known = {id(p) for p in (*past.values(), *now.values())}
-    if name := holds_elsewhere(optimizer, known):
+    if name := keeps_elsewhere(optimizer, known):
         raise UserError(
             f"{type(optimizer).__name__} keeps parameters in {name!r} too: growlab cannot tell which of those that "
             "come in while the network trains belong there."

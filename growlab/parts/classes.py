@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError
 from growlab.grower.part import Replaced, WidthPart
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
-from growlab.growth.method import Expansion, GrowthMethod
+from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
 from growlab.growth.state import GrowthState
 from growlab.widths import Axis, Carry, Group, Part, WidthGraph, grid, replace_tensors, tensors_of
@@ -140,12 +140,12 @@ def open_classes(
     """
     before = dict(state.widths)
     widths = {**before, CLASSES: count}
-    expansion = Expansion(graph, tensors_of(model, graph), before, widths, seed, state.stage)
+    context = GrowthContext(graph, tensors_of(model, graph), before, widths, seed, state.stage)
     new = {}
     for name in _rows(graph):
-        old = expansion.old[name]
-        new[name] = method.new_weights.draw(expansion, name).to(old)
-        new[name][grid(expansion.kept(name), old.device)] = old
+        old = context.old[name]
+        new[name] = method.new_weights.draw(context, name).to(old)
+        new[name][grid(context.kept(name), old.device)] = old
     state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
     state.widths = widths
     state.births[CLASSES] = state.births[CLASSES] + [state.stage] * (count - before[CLASSES])

@@ -187,7 +187,7 @@ def load(folder: Path) -> tuple[Any, Any]:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # what configurations of others raise is not one family
         raise UserError(
-            f"transformers {transformers.__version__} cannot read {folder}: {_told(error)}"
+            f"transformers {transformers.__version__} cannot read {folder}: {_message(error)}"
         ) from error
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
@@ -199,7 +199,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     return kind, config
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it needs code that comes with it, which growlab never runs"
     return (str(error).strip().splitlines() or ["no message"])[0]
@@ -212,7 +212,7 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
-        raise UserError(f"the tokenizer in {folder} cannot be read: {_told(error)}") from error
+        raise UserError(f"the tokenizer in {folder} cannot be read: {_message(error)}") from error
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(

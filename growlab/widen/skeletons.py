@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from growlab.base.errors import UserError
-from growlab.growth.outputs import arithmetic, main_output, quietly
+from growlab.growth.outputs import arithmetic, main_output, without_side_effects
 from growlab.inspect.small_models import FirstOutput
 
 #: Yields a tensor of a given name in blocks of rows, from the first to the last.
@@ -114,8 +114,8 @@ def output_of(
         network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched
     ]
     try:
-        # Entered last: the copy of all tensors that `quietly` goes back to would ask for each of them.
-        with quietly(network), given:
+        # Entered last: the copy of all tensors that `without_side_effects` goes back to would ask for each of them.
+        with without_side_effects(network), given:
             return main_output(network(*inputs)), given.summands
     finally:
         for handle in handles:

@@ -27,7 +27,7 @@ WEIGHTS = "model.pt"
 _SHAPE = (3, 224, 224)
 _NUM_CLASSES = 1000
 # Number of classes for `fit_weights` that no classifier has: all layers must be loaded, to compute the same.
-_NONE_ANEW = 0
+_NO_NEW_CLASSES = 0
 
 
 def widen_weights(
@@ -67,7 +67,7 @@ def widen_weights(
         raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
     state = read_weights(str(weights), str(weights))
     network, num_classes = _made_for(name, image_shape, state)
-    fit_weights(network, state, _NONE_ANEW, str(weights))
+    fit_weights(network, state, _NO_NEW_CLASSES, str(weights))
     graph, probe = _traced(name, network, image_shape)
     before = graph.full_widths
     factor = Fraction(width).limit_denominator(4096)
@@ -125,7 +125,7 @@ def load_widened(folder: str | Path) -> nn.Module:
             f"this version of the library has another {name} than the one in {folder} was widened from."
         )
     resize(network, graph, widths["before"], widths["after"])
-    fit_weights(network, read_weights(str(folder / WEIGHTS), str(folder)), _NONE_ANEW, str(folder))
+    fit_weights(network, read_weights(str(folder / WEIGHTS), str(folder)), _NO_NEW_CLASSES, str(folder))
     return network
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
-from growlab.growth.method import Expansion, GrowthMethod, NewWeights
+from growlab.growth.method import GrowthContext, GrowthMethod, NewWeights
 from growlab.growth.rescale import with_attention_scale
 from growlab.widen.tensors import Rows, Source
 from growlab.widths import Axis, Layer, Part, WidthGraph, grid
@@ -147,26 +147,24 @@ class Widening:
             key = name if rows is ... else f"{name}[{rows.start}:{rows.stop}]"
             graph = self._alone(name, key, tensor)
             between = {**self.graph.full_widths, **{group: self.widths[group] for group in self.streams}}
-            expansion = Expansion(graph, {key: tensor}, self.widths, between, self.seed, stage=1)
-            grown = self.method.grow(expansion)
-            tensor = (with_attention_scale(expansion, grown) if way.by_root else grown).tensors[key]
-            tensor = self._attending(name, key, tensor, expansion, way)
+            context = GrowthContext(graph, {key: tensor}, self.widths, between, self.seed, stage=1)
+            grown = self.method.grow(context)
+            tensor = (with_attention_scale(context, grown) if way.by_root else grown).tensors[key]
+            tensor = self._attending(name, key, tensor, context, way)
             for group in self.streams:
                 if group in graph.groups:
                     tensor = self._streamed(name, key, tensor, graph, between, group, way)
                     between = {**between, group: self.graph.full_widths[group]}
         return tensor if factor == 1.0 and offset == 0.0 else tensor * factor - offset
 
-    def _attending(self, name: str, key: str, tensor: Tensor, expansion: Expansion, way: Way) -> Tensor:
+    def _attending(self, name: str, key: str, tensor: Tensor, context: GrowthContext, way: Way) -> Tensor:
         """Widen queries and keys: new channels of keys are zero; queries compensate the scale 1 / sqrt(d)."""
         for attention in self.graph.attentions:
-            before, after = (
-                attention.axis.length(each) for each in (expansion.old_widths, expansion.new_widths)
-            )
+            before, after = (attention.axis.length(each) for each in (context.old_widths, context.new_widths))
             if name not in attention.fused or before == after:
                 continue
             dim = next(dim for dim, axis in enumerate(self.graph.axes[name]) if axis.role == "out")
-            kept = set(expansion.kept(key)[dim].tolist())
+            kept = set(context.kept(key)[dim].tolist())
             new = [row for row in attention.key_rows if row not in kept]
             tensor = tensor.clone().index_fill_(dim, torch.tensor(new, dtype=torch.long), 0.0)
             if way.by_root:
@@ -212,25 +210,23 @@ class Widening:
         after = {**before, group: self.graph.full_widths[group]}
         scale = sqrt(after[group] / before[group])
         by_code = scale if way.by_code is None else way.by_code
-        expansion = Expansion(graph, {key: tensor}, before, after, self.seed, stage=2)
+        context = GrowthContext(graph, {key: tensor}, before, after, self.seed, stage=2)
         table = self._is_table(name)
         # In front of a tied table gain and bias are what consumes it.
         of_norm = self._of_a_norm(name, group)
         in_front = of_norm is not None and graph.axes[key][0].role == "in"
         if way.fill == "copies":
-            copied = Net2Net().grow(expansion).tensors[key]
+            copied = Net2Net().grow(context).tensors[key]
             return copied / by_code if table else copied * by_code if in_front else copied
         if of_norm is not None:
             return self._normed(
-                name, key, tensor, expansion, of_norm, scale, scale / by_code if in_front else 1.0
+                name, key, tensor, context, of_norm, scale, scale / by_code if in_front else 1.0
             )
-        kept = expansion.kept(key)
+        kept = context.kept(key)
         reads = any(axis.role == "in" and group in axis.groups for axis in graph.axes[key])
         # What reads a stream is free where its new channels are zero.
         new = (
-            NewWeights().draw(expansion, key).to(tensor)
-            if reads
-            else tensor.new_zeros(expansion.new_shape(key))
+            NewWeights().draw(context, key).to(tensor) if reads else tensor.new_zeros(context.new_shape(key))
         )
         writes = [
             dim for dim, axis in enumerate(graph.axes[key]) if axis.role == "out" and group in axis.groups
@@ -246,7 +242,14 @@ class Widening:
         return new
 
     def _normed(
-        self, name: str, key: str, old: Tensor, expansion: Expansion, kind: str, scale: float, of_table: float
+        self,
+        name: str,
+        key: str,
+        old: Tensor,
+        context: GrowthContext,
+        kind: str,
+        scale: float,
+        of_table: float,
     ) -> Tensor:
         """Widen the gain or bias of a normalisation of padded channels."""
         if name.rpartition(".")[0] in self.writing:
@@ -255,8 +258,8 @@ class Widening:
         else:
             factor = scale * of_table if kind == "gain" else of_table
         fresh = 0.0 if kind == "bias" else float((old / factor).mean())
-        new = torch.full(expansion.new_shape(key), fresh, dtype=old.dtype)
-        new[expansion.kept(key)[0]] = old / factor
+        new = torch.full(context.new_shape(key), fresh, dtype=old.dtype)
+        new[context.kept(key)[0]] = old / factor
         return new
 
     def _is_table(self, name: str) -> bool:
@@ -300,8 +303,8 @@ def read_off(
     for name, tensor in full.items():
         wanted = graph.shape(name, widths) if name in graph.axes else tuple(tensor.shape)
         if name in shapes and tuple(shapes[name]) != wanted:
-            told = (graph.fixed.get(key) for key in (name, name.rpartition(".")[0]))
-            reason = next(filter(None, told), "growlab has no rule that makes it wider")
+            reasons = (graph.fixed.get(key) for key in (name, name.rpartition(".")[0]))
+            reason = next(filter(None, reasons), "growlab has no rule that makes it wider")
             raise UserError(
                 f"{name.removeprefix('network.')} is {list(shapes[name])} and would be {list(tensor.shape)}, "
                 f"which cannot be exact ({reason}); give --parts mlp, or leave --width out."

@@ -22,8 +22,8 @@ _VECTOR = 8
 def avoid_unsafe_kernels(model: nn.Module) -> None:
     """Make narrow strided 1x1 convolutions on CPUs without AVX-512 use torch's default memory layout.
 
-    Everything else keeps its layout, and what is computed stays the same. `resize` and `growlab.growth.plant` call it;
-    it may be called any number of times, and does nothing where the CPU has AVX-512.
+    Everything else keeps its layout, and results stay the same. `resize` and `growlab.growth.make_seed` call it. It may
+    be called repeatedly, and does nothing if the CPU has AVX-512.
 
     Args:
         model: gets a forward pre-hook on its strided 1x1 convolutions; parameters, buffers and classes do not change.

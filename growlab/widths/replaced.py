@@ -58,7 +58,7 @@ def _check(optimizer: Optimizer, arguments: Any, named: Any) -> None:
         stepped,
         "steps",
         "the network does not train: call Grower.follow(optimizer) once; without a Grower make the optimizer after "
-        "plant() and call growlab.optim.follow(optimizer, event.replaced, graph, event.widths_before, "
+        "make_seed() and call growlab.optim.follow(optimizer, event.replaced, graph, event.widths_before, "
         "event.widths_after, carry=event.carry) after each growth event",
     )
     regions = getattr(optimizer, "_regions", {})

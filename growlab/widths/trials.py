@@ -308,7 +308,7 @@ def freeze_failing_groups(
     norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)
     working = replace(working, channel_norms=tuple(norms))
     modules = dict(model.named_modules())
-    told_alone = {
+    set_alone = {
         place: axis
         for place, axis in known.items()
         if isinstance(modules[place.module], _InstanceNorm)
@@ -316,7 +316,7 @@ def freeze_failing_groups(
         and set(axis.groups) <= set(working.groups)
     }
     # No result depends on it, but torch warns if it is not the number of channels.
-    return replace(working, written={**told_alone, **working.written})
+    return replace(working, written={**set_alone, **working.written})
 
 
 def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials) -> WidthGraph:
@@ -363,10 +363,10 @@ def _attributes_that_work(
 
     An attribute that equals a width by chance (a stride of 4 in a network of 4 heads) must not follow it.
     """
-    names = list(dict.fromkeys(map(_alike, places)))
+    names = list(dict.fromkeys(map(_kind_of, places)))
     attempts = (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
     for chosen in islice(attempts, _MOST_ATTEMPTS):
-        following = {place: graph.written[place] for place in places if _alike(place) in chosen}
+        following = {place: graph.written[place] for place in places if _kind_of(place) in chosen}
         if trials.work(groups, {**others, **following}):
             return following
     return None
@@ -376,11 +376,11 @@ def _read(places: Sequence[HardcodedSize], trials: Trials) -> list[HardcodedSize
     """Return those of the places that the forward reads."""
     similar: dict[HardcodedSize, list[HardcodedSize]] = {}
     for place in places:
-        similar.setdefault(_alike(place), []).append(place)
+        similar.setdefault(_kind_of(place), []).append(place)
     return [place for same in similar.values() if trials.reads(same) for place in same]
 
 
-def _alike(place: HardcodedSize) -> HardcodedSize:
+def _kind_of(place: HardcodedSize) -> HardcodedSize:
     """Replace the numbers in a place's module path, to get one key for the same place in repeated blocks."""
     return replace(place, module=re.sub(r"\d+", "*", place.module))
 

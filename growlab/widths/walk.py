@@ -455,7 +455,7 @@ def _freeze_norms_that_need_several_weights(record: Record) -> None:
         inside = f"{call.path}." if call.path else ""
         for other in record.norm_calls:
             same = other.path == call.path
-            if not (same or other.path.startswith(inside)) or _alike(record, call, other):
+            if not (same or other.path.startswith(inside)) or _same_call(record, call, other):
                 continue
             reason = f"{call.operation} is called outside of its own module"
             if same:
@@ -464,7 +464,7 @@ def _freeze_norms_that_need_several_weights(record: Record) -> None:
                 record.atoms.freeze(one.axis or (), reason)
 
 
-def _alike(record: Record, one: NormCall, other: NormCall) -> bool:
+def _same_call(record: Record, one: NormCall, other: NormCall) -> bool:
     if one.axis is None or other.axis is None:
         return one.axis is other.axis
     # A mean over another dimension, which does not grow, needs no weights.

@@ -64,7 +64,7 @@ SETTINGS = {
     MEASURED: {"0.1", "0.2", "0.4", "1.2", "1.5", "3.6", "0.008", "3 %", "5 %", "10 %", "95 %"},
     ISOTROPIC: {"0.01", "0.08", "0.001", "1e-6", "32 neurons"},
     PAIRS: {"0.001", "0.2", "11 %", "90 %"},
-    CHANGES: {"0.1.0", "1.3", "2.6", "2.11", "32 bits"},
+    CHANGES: {"0.1.0", "1.3", "2.6", "2.11", "5.4"},
     "notebooks/05_isotropic_neurons.ipynb": {"8 neurons", "32 neurons"},
     "notebooks/docs/pages/index.md": {"3.11"},
     "notebooks/docs/pages/guide/devices.md": {"2.15"},

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, grow, plant
+from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, grow, make_seed
 from growlab.widths import WidthGraph, trace
 from tests.cases import roughen
 
@@ -60,6 +60,6 @@ def started(
     ]
     graph = trace(network, batches[0][0][:2])
     widths = {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
-    state = plant(network, graph, method, widths, 5)
+    state = make_seed(network, graph, method, widths, 5)
     roughen(network)
     return Started(network, graph, state, method, batches)

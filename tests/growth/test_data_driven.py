@@ -22,7 +22,7 @@ from growlab.growth import (
     Splitting,
     Tiny,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.optim import follow
 from growlab.parts import Part
@@ -49,7 +49,7 @@ class Run:
     def __init__(self, network: str, method: GrowthMethod, seed: int = 2) -> None:
         self.case, self.graph, self.method = NETWORKS[network], graph_of(network), method
         self.network = self.case.make()
-        self.state = plant(self.network, self.graph, method, widths_at(self.graph, 0.5), 5)
+        self.state = make_seed(self.network, self.graph, method, widths_at(self.graph, 0.5), 5)
         roughen(self.network, seed)
         self.x = self.case.inputs()
         classes = outputs(self.network, self.x, False).shape[1]
@@ -128,7 +128,7 @@ def test_an_average_goes_through_the_same_map_without_data(method: str) -> None:
         wanted = event.widths_after
         arguments = (network, run.graph, made, own, wanted, 5, (run.x,))
         try:
-            grow(*arguments, leader=leader, leading=event)
+            grow(*arguments, averaged=leader, averaged_event=event)
         except UserError as error:
             raise AssertionError(f"looked at data: {error}") from error
         grown.append(network.state_dict())

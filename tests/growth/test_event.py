@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.growth import (
-    Expansion,
     FixedSize,
     GrownTensors,
+    GrowthContext,
     GrowthState,
     HyperCloning,
     Net2Net,
@@ -20,11 +20,11 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.growth import outputs as growth_outputs
 from growlab.growth.method import generator
-from growlab.growth.outputs import main_output, observe, quietly
+from growlab.growth.outputs import main_output, observe, without_side_effects
 from growlab.growth.parity import relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.widths import trace
@@ -38,8 +38,8 @@ class Broken(PairGrowth):
         super().__init__()
         self.change = change
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
-        tensors = super().grow(expansion).tensors
+    def grow(self, context: GrowthContext) -> GrownTensors:
+        tensors = super().grow(context).tensors
         tensors["classifier.weight"] = self.change(tensors["classifier.weight"])
         return GrownTensors(tensors)
 
@@ -47,7 +47,7 @@ class Broken(PairGrowth):
 def planted(name: str = "depthwise", method=None):
     case, graph = NETWORKS[name], graph_of(name)
     network = case.make()
-    state = plant(network, graph, method or PairGrowth(), widths_at(graph, 0.5), seed=0)
+    state = make_seed(network, graph, method or PairGrowth(), widths_at(graph, 0.5), seed=0)
     roughen(network)
     return network, graph, state, (case.inputs(),)
 
@@ -91,7 +91,7 @@ def test_a_network_that_has_become_nan_does_not_grow():
 
 def test_a_failure_while_noise_is_added_is_undone():
     class Noisy(PairGrowth):
-        def noise(self, expansion):
+        def noise(self, context):
             return {"pointwise.weight": torch.zeros(1, 2, 3)}
 
     network, graph, state, probe = planted()
@@ -195,7 +195,7 @@ def test_a_cast_takes_no_precision_from_a_network_that_has_more():
 def test_attention_without_its_dropout_keeps_its_mask():
     attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     x, future = torch.randn(3, 5, 8), torch.ones(5, 5, dtype=torch.bool).triu(1)
-    with quietly(attention):
+    with without_side_effects(attention):
         found, weights = attention.train()(x, x, x, attn_mask=future)
     expected, those = attention.eval()(x, x, x, attn_mask=future)
     torch.testing.assert_close(found, expected)
@@ -251,7 +251,7 @@ def test_noise_is_relative_to_the_initialisation_and_spares_old_entries():
 def test_a_network_at_full_width_keeps_its_own_initialisation():
     network, graph = NETWORKS["resnet A"].make(), graph_of("resnet A")
     before = everything(network)
-    plant(network, graph, FixedSize(), graph.full_widths, seed=0)
+    make_seed(network, graph, FixedSize(), graph.full_widths, seed=0)
     assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
 
 
@@ -267,7 +267,7 @@ def test_a_network_grows_past_its_full_width():
 def test_reduced_precision_grows_within_its_rounding(dtype):
     case, graph = NETWORKS["mlp batch norm"], graph_of("mlp batch norm")
     network = case.make(dtype)
-    state = plant(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
+    state = make_seed(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
     event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, (case.inputs(dtype),))
     assert event.parity_tolerance_eval > 1e-3
     assert {p.dtype for p in network.parameters()} == {dtype}
@@ -337,7 +337,7 @@ def test_a_head_that_starts_at_zero_grows(method):
     torch.manual_seed(0)
     network, x = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 6)
     graph = trace(network, x[:2])
-    state = plant(network, graph, method, widths_at(graph, 0.25), seed=0)
+    state = make_seed(network, graph, method, widths_at(graph, 0.25), seed=0)
     nn.init.zeros_(network[2].weight)
     nn.init.zeros_(network[2].bias)
     event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
@@ -416,7 +416,7 @@ def test_new_entries_of_bare_parameters_are_within_the_range_of_old_ones(method)
     for seed in range(5):
         network = Scaled()
         graph = trace(network, x)
-        state = plant(network, graph, method(), {name: 8 for name in graph.groups}, seed=seed)
+        state = make_seed(network, graph, method(), {name: 8 for name in graph.groups}, seed=seed)
         old = network.variance.clone()
         grow(network, graph, method(), state, graph.full_widths, seed, x)
         assert len(old) == 8 and torch.equal(network.variance[:8], old)
@@ -440,7 +440,7 @@ def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None
         last.weight = table.weight
     words = torch.tensor([[1, 3, 4], [9, 3, 3]])
     graph = trace(network, words)
-    state = plant(network, graph, method, widths_at(graph, 0.5), seed=0)
+    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=0)
     if tied:
         with torch.no_grad():
             table.weight[3] += 1.0
@@ -468,7 +468,7 @@ def test_weights_of_several_types_may_need_autocast() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = trace(network, torch.randn(4, 5))
-    state = plant(network, graph, PairGrowth(), {"0": 4}, seed=0)
+    state = make_seed(network, graph, PairGrowth(), {"0": 4}, seed=0)
     network[0].to(torch.bfloat16)
     x = torch.randn(4, 5)
     with torch.autocast("cpu", torch.bfloat16):
@@ -486,7 +486,7 @@ def test_eval_mode_is_run_again_only_where_it_may_differ_from_train_mode(monkeyp
         network = nn.Sequential(nn.Linear(6, 8), norm(8), nn.ReLU(), nn.Linear(8, 3))
         probe = torch.randn(4, 6)
         graph = trace(network, probe)
-        state = plant(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
+        state = make_seed(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
         modes.clear()
         event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, (probe,))
         passes[norm] = modes[2:]

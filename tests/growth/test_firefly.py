@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.growth import Expansion, FireFly, Measurement
-from growlab.growth.fans import fans_of
+from growlab.growth import FireFly, GrowthContext, Measurement
+from growlab.growth.fans import group_tensors
 from growlab.growth.methods.firefly import _Neighbourhood
 from growlab.widths import replace_tensors, tensors_of
 from tests.growth.measured import Started, started
@@ -43,13 +43,13 @@ def test_chosen_candidates_beat_random_ones() -> None:
     """In first-order decrease, in loss, and in loss after a step."""
     run = started(Residual(), (2, 5, 5), FireFly(steps=3))
     old = dict(run.state.widths)
-    expansion = Expansion(
+    context = GrowthContext(
         *(run.graph, tensors_of(run.network, run.graph), old),
         *({group: width + 1 for group, width in old.items()}, 5, 1),
     )
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    groups = [fans_of(run.graph, group) for group in old]
-    around = _Neighbourhood.drawn(run.method, expansion, groups)
+    groups = [group_tensors(run.graph, group) for group in old]
+    around = _Neighbourhood.drawn(run.method, context, groups)
     for _ in range(3):
         around.descend(data, 0.3)
     decreases, signs = around.scores(data)

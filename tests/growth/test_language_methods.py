@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, plant
+from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
 from growlab.widths import WidthGraph, resize, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen
 
@@ -70,7 +70,7 @@ def whole() -> tuple[nn.Module, WidthGraph]:
 def grown(method: GrowthMethod, part: float = 0.5) -> tuple[nn.Module, nn.Module, object, WidthGraph]:
     """The network at a part of its widths, at full width, the event between them and the width graph."""
     network, graph = whole()
-    state = plant(network, graph, method, graph.full_widths, seed=0)
+    state = make_seed(network, graph, method, graph.full_widths, seed=0)
     widths = {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
     resize(network, graph, graph.full_widths, widths)
     state.widths = widths
@@ -145,7 +145,7 @@ def test_the_diagonal_form_is_exact_on_other_networks_and_at_odd_widths(network:
     graph, model, x = graph_of(network), NETWORKS[network].make(), NETWORKS[network].inputs()
     method = HyperCloning("diagonal", noise_std=0.2)
     halves = {name: (group.full_width + 1) // 2 for name, group in graph.groups.items()}
-    state = plant(model, graph, method, halves, seed=0)
+    state = make_seed(model, graph, method, halves, seed=0)
     roughen(model)
     small = outputs(model, x, False)
     event = grow(model, graph, method, state, graph.full_widths, 0, (x,))
@@ -228,7 +228,7 @@ def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Mo
         network = copy.deepcopy(nn.Sequential(*layers, *tail)).double()
         graph = trace(network, x)
         halves = {name: group.full_width // 2 for name, group in graph.groups.items()}
-        state = plant(network, graph, method, halves, seed=0)
+        state = make_seed(network, graph, method, halves, seed=0)
         roughen(network)
         event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
         assert event.report == {} and event.parity_error_eval < 1e-12
@@ -243,7 +243,7 @@ def test_equal_blocks_make_bert2bert_exact() -> None:
     with torch.no_grad():
         for one, other in zip(network.blocks[0].parameters(), network.blocks[1].parameters(), strict=True):
             one.copy_(other)
-    state = plant(network, graph, Bert2Bert(), graph.full_widths, seed=0)
+    state = make_seed(network, graph, Bert2Bert(), graph.full_widths, seed=0)
     widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
     resize(network, graph, graph.full_widths, widths)
     state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from growlab.base.errors import UserError
 from growlab.growth import GradMax, Measurement
-from growlab.growth.fans import Slot, View, fans_of
+from growlab.growth.fans import ChannelView, TensorDim, group_tensors
 from growlab.widths import tensors_of
 from tests.cases import NETWORKS, graph_of
 from tests.growth.measured import started
@@ -117,17 +117,17 @@ def test_reading_back_what_was_written(name: str) -> None:
     tensors = tensors_of(case.make(), graph)
     widths = graph.full_widths
     among = {group: max(1, width - 2) for group, width in widths.items()}
-    view = View(graph, widths, among)
+    view = ChannelView(graph, widths, among)
     for group, width in widths.items():
-        fans = fans_of(graph, group)
+        fans = group_tensors(graph, group)
         channels = torch.tensor([0, width - 1])
-        for slots in (fans.into, fans.out):
+        for slots in (fans.incoming, fans.outgoing):
             values = torch.randn(2, view.size(slots, group), dtype=torch.float64)
             written = dict(tensors)
             if len({slot.name for slot in slots}) == len(slots):
                 view.write(written, slots, group, channels, values)
                 assert torch.equal(view.read(written, slots, group, channels), values)
-    assert fans_of(graph, next(iter(widths))).into[0] == Slot(graph.layers[0].weight, 0)
+    assert group_tensors(graph, next(iter(widths))).incoming[0] == TensorDim(graph.layers[0].weight, 0)
 
 
 def test_passes_leave_nothing_behind() -> None:

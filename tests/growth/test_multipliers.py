@@ -22,7 +22,7 @@ from growlab.growth import (
     anneal_norms,
     finish,
     grow,
-    plant,
+    make_seed,
     restore,
 )
 from growlab.growth.multipliers import fold_multipliers
@@ -109,7 +109,7 @@ class Grown:
             self.network: nn.Module = make().double()
         self.make, self.method = make, method
         self.graph = graph_of(name)
-        self.state: GrowthState = plant(self.network, self.graph, method, self.widths(0.25), seed=3)
+        self.state: GrowthState = make_seed(self.network, self.graph, method, self.widths(0.25), seed=3)
         roughen(self.network)
 
     def widths(self, part: float) -> dict[str, int]:
@@ -172,7 +172,7 @@ def test_weights_of_a_wide_resnet_end_at_the_variance_of_their_fan_in(
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     graph, method = trace(network, x), VarianceTransfer(rescale_unnormalised=rescale_unnormalised)
     widths = [{n: int(g.full_width * part) for n, g in graph.groups.items()} for part in (0.25, 0.5, 1.0)]
-    state = plant(network, graph, method, widths[0], 0)
+    state = make_seed(network, graph, method, widths[0], 0)
     for stage in widths[1:]:
         event = grow(network, graph, method, state, stage, 0, (x,))
         assert event.parity_error_eval < 1e-4
@@ -203,8 +203,8 @@ def test_a_copy_takes_the_multiplier_of_its_source() -> None:
 
 def test_an_event_that_fails_leaves_the_multipliers() -> None:
     class Broken(VarianceTransfer):
-        def grow(self, expansion: Any) -> Any:
-            growth = super().grow(expansion)
+        def grow(self, context: Any) -> Any:
+            growth = super().grow(context)
             return growth.__class__(growth.tensors, multipliers={"hidden.2.weight": 3.0})
 
     run = Grown("mlp8", VarianceTransfer())

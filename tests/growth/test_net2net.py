@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from growlab.growth import Net2Net, grow, plant
+from growlab.growth import Net2Net, grow, make_seed
 from tests.cases import NETWORKS, graph_of, roughen
 
 
@@ -17,7 +17,7 @@ def test_rows_are_copied_and_columns_divided(seed):
     """Chen et al. 2016, Algorithm 1, on a multi-layer perceptron."""
     network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
     before = {"hidden.0": 4, "hidden.2": 3, "hidden.4": 5}
-    state = plant(network, graph, Net2Net(), before, seed=0)
+    state = make_seed(network, graph, Net2Net(), before, seed=0)
     roughen(network)
     old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     grow(network, graph, Net2Net(), state, graph.full_widths, seed, (NETWORKS["mlp"].inputs(),))
@@ -37,7 +37,7 @@ def test_rows_are_copied_and_columns_divided(seed):
 
 def test_a_flattened_channel_is_divided_at_all_its_positions():
     network, graph = NETWORKS["flatten"].make(), graph_of("flatten")
-    state = plant(network, graph, Net2Net(), {"conv": 2, "hidden": 7}, seed=0)
+    state = make_seed(network, graph, Net2Net(), {"conv": 2, "hidden": 7}, seed=0)
     roughen(network)
     old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     grow(network, graph, Net2Net(), state, graph.full_widths, 1, (NETWORKS["flatten"].inputs(),))
@@ -51,7 +51,7 @@ def test_replicas_are_drawn_from_all_channels():
     network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
     drawn = set()
     for seed in range(40):
-        state = plant(network := NETWORKS["mlp"].make(), graph, Net2Net(), graph.full_widths, seed=0)
+        state = make_seed(network := NETWORKS["mlp"].make(), graph, Net2Net(), graph.full_widths, seed=0)
         roughen(network)
         old = network.hidden[0].bias.detach().clone()
         grow(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base import ranks
-from growlab.growth import Net2Net, PairGrowth, ParityError, VarianceTransfer, grow, plant
+from growlab.growth import Net2Net, PairGrowth, ParityError, VarianceTransfer, grow, make_seed
 from growlab.growth.state import GrowthState
 from growlab.widths import tensors_of, trace
 from tests.command_line import CommandLine
@@ -47,7 +47,7 @@ def seed_network(make=Products, method=None):
     network = make()
     graph = trace(network, batch())
     widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
-    state = plant(network, graph, method or PairGrowth(), widths, seed=0)
+    state = make_seed(network, graph, method or PairGrowth(), widths, seed=0)
     with torch.no_grad():
         for _ in range(60):
             network(batch())
@@ -94,7 +94,7 @@ def test_new_channels_of_instance_normalisation_begin_with_statistics_of_samples
     network = nn.Sequential(conv(3, 8, 2), norm, conv(8, 2, 1)).double()
     x = torch.randn(4, 3, *[4] * dims, dtype=torch.float64) * torch.arange(1, 5).view(4, *[1] * (dims + 1))
     graph, method = trace(network, x), PairGrowth()
-    state = plant(network, graph, method, {"0": 4}, seed=0)
+    state = make_seed(network, graph, method, {"0": 4}, seed=0)
     before = norm.running_var.clone()
     grow(network, graph, method, state, graph.full_widths, 0, x)
     seen = copy.deepcopy(norm).train()
@@ -112,7 +112,7 @@ def test_statistics_of_a_sample_without_a_batch():
     network.append(nn.Conv2d(8, 2, 1).double())
     x = torch.randn(3, 8, 5, dtype=torch.float64)
     graph = trace(network, x)
-    state = plant(network, graph, PairGrowth(), {"0": 4}, seed=0)
+    state = make_seed(network, graph, PairGrowth(), {"0": 4}, seed=0)
     grow(network, graph, PairGrowth(), state, graph.full_widths, 0, x)
     torch.testing.assert_close(network[1].running_mean[4:], network[0](x).mean((1, 2))[4:])
 
@@ -146,7 +146,17 @@ def test_an_average_takes_the_statistics_of_the_network_that_it_follows():
             parameter.add_(0.1)
     own, leader = GrowthState.from_dict(state.as_dict()), tensors_of(network, graph)
     event = grow(network, graph, method, state, graph.full_widths, 0, batch(1))
-    grow(mean, graph, method, own, graph.full_widths, 0, batch(2), leader=leader, leading=event)
+    grow(
+        mean,
+        graph,
+        method,
+        own,
+        graph.full_widths,
+        0,
+        batch(2),
+        averaged=leader,
+        averaged_event=event,
+    )
     for name, buffer in network.named_buffers():
         assert torch.equal(mean.get_buffer(name), buffer), name
 
@@ -201,7 +211,7 @@ def test_statistics_are_those_of_the_functions_input_not_of_its_modules(inputs, 
     network = nn.Sequential(nn.Linear(5, inputs), NormInside(inputs, 8), nn.ReLU(), nn.Linear(8, 3))
     graph = trace(network, batch())
     widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
-    state = plant(network, graph, method, widths, seed=0)
+    state = make_seed(network, graph, method, widths, seed=0)
     event = grow(network, graph, method, state, graph.full_widths, 0, batch(1))
     assert event.parity_error_eval < 1e-5
     seen = []

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from growlab.growth import (
-    Expansion,
     FixedSize,
+    GrowthContext,
     NewWeights,
     PairGrowth,
     RandomGrowth,
     VarianceTransfer,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.widths import tensors_of, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
@@ -21,7 +21,7 @@ from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 RULES = ("fan_in", "hyperfan_in", "hyperfan_out")
 
 
-def wide() -> tuple[torch.nn.Module, Expansion]:
+def wide() -> tuple[torch.nn.Module, GrowthContext]:
     network = torch.nn.Sequential(
         *(
             torch.nn.Conv2d(3, 24, 3),
@@ -38,20 +38,20 @@ def wide() -> tuple[torch.nn.Module, Expansion]:
     )
     graph = trace(network, torch.randn(2, 3, 7, 7))
     widths = graph.full_widths
-    return network, Expansion(graph, tensors_of(network, graph), widths, widths, seed=0, stage=1)
+    return network, GrowthContext(graph, tensors_of(network, graph), widths, widths, seed=0, stage=1)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_variance(rule: str) -> None:
     """gain / fan-in or gain / fan-out, receptive field included; the output layer's is 1 / fan-in."""
-    network, expansion = wide()
-    for layer in expansion.graph.layers:
+    network, context = wide()
+    for layer in context.graph.layers:
         shape = tuple(network.get_parameter(layer.weight).shape)
         kernel = prod(shape[2:])
         fan_in, fan_out = prod(shape[1:]), (1 if layer.depthwise else shape[0]) * kernel
         hidden = 2 / (fan_out if rule == "hyperfan_out" else fan_in)
         expected = 1 / fan_in if layer.weight == "7.weight" else hidden
-        drawn = NewWeights(gain=2.0, rule=rule).draw(expansion, layer.weight)
+        drawn = NewWeights(gain=2.0, rule=rule).draw(context, layer.weight)
         # An emitted weight's scale follows its embedding's: 50 numbers, whose squares have the variance 4/5.
         spread = sqrt(2 / drawn.numel() + (0.8 / 50 if rule != "fan_in" else 0))
         assert tuple(drawn.shape) == shape
@@ -85,7 +85,7 @@ def test_new_channels_of_a_norm_begin_at_its_defaults(norm, dims: int) -> None:
     """Whatever its weights and biases have become."""
     network, x = Normed(norm(8), dims), torch.randn(4, 3, *[4] * dims)
     graph = trace(network, x)
-    state = plant(network, graph, RandomGrowth(), {"0": 4}, seed=0)
+    state = make_seed(network, graph, RandomGrowth(), {"0": 4}, seed=0)
     with torch.no_grad():
         network[1].weight.copy_(torch.tensor([1.5, 1.6, 1.7, 1.8]))
         network[1].bias.copy_(torch.tensor([0.5, 0.6, 0.7, 0.8]))
@@ -101,7 +101,7 @@ def test_methods_draw_with_it(method: type, rule: str) -> None:
     grown = []
     for new_weights in ("fan_in", rule):
         network, chosen = case.make(), method(new_weights=new_weights)
-        state = plant(network, graph, chosen, widths_at(graph, 0.5), seed=0)
+        state = make_seed(network, graph, chosen, widths_at(graph, 0.5), seed=0)
         roughen(network)
         before = outputs(network, case.inputs(), False)
         event = grow(network, graph, chosen, state, graph.full_widths, 0, (case.inputs(),))
@@ -127,7 +127,7 @@ def test_a_fixed_size_network_is_drawn_as_asked(initialisation: str, multiple: f
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     graph, method = trace(network, torch.randn(2, 3, 5, 5)), FixedSize(multiple, initialisation, gain=3.0)
     widths = {name: round(multiple * group.full_width) for name, group in graph.groups.items()}
-    plant(network, graph, method, widths, seed=4)
+    make_seed(network, graph, method, widths, seed=4)
     if initialisation == "constructor" and multiple == 1:
         assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
         return

@@ -28,7 +28,7 @@ from growlab.growth import (
     Tiny,
     VarianceTransfer,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.growth.outputs import observe
 from growlab.optim import SGD, NormRatio, follow
@@ -123,7 +123,7 @@ def test_any_recurrent_network_grows_three_times(method: str, seed: int) -> None
     hidden, read = graph.axes["rnn.weight_hh_l0"][1], graph.axes["rnn.weight_ih_l0"][1]
     assert hidden.length(graph.full_widths) == 8 and graph.groups["inside"].full_width == 6
     made = METHODS[method].make(0.0)
-    state = plant(network, graph, made, widths_at(graph, PARTS[0]), seed=5)
+    state = make_seed(network, graph, made, widths_at(graph, PARTS[0]), seed=5)
     roughen(network)
     fresh, factor = examples(network, 5, 9), 1.0
     for part in PARTS[1:]:
@@ -149,7 +149,7 @@ def carried(method: GrowthMethod, kind: str, make: Callable[..., torch.optim.Opt
     network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True).double()
     x, y = examples(network, 7, 1), torch.arange(7) % 4
     graph = trace(network, x)
-    state = plant(network, graph, method, widths_at(graph, 0.5), seed=5)
+    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=5)
     roughen(network)
     optimizer = make(network.parameters(), lr=0.0)
     before = dict(state.widths)
@@ -275,7 +275,7 @@ def test_new_forget_gates_begin_as_old_ones() -> None:
         for name in ("bias_ih_l0", "bias_hh_l0"):
             network.rnn.get_parameter(name).copy_(torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(8))
     graph, method = trace(network, x := torch.randn(3, 6, 3)), VarianceTransfer()
-    state = plant(network, graph, method, widths_at(graph, 0.5), seed=0)
+    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=0)
     grow(network, graph, method, state, graph.full_widths, 0, (x,))
     for name in ("bias_ih_l0", "bias_hh_l0"):
         bias = network.rnn.get_parameter(name).view(4, 8)
@@ -289,7 +289,7 @@ def test_new_weights_of_gates_vary_as_torchs_own() -> None:
     network.forward = lambda x: network.last(network.rnn(network.inside(x))[0])
     graph = trace(network, x := torch.randn(4, 2, 3))
     method = PairGrowth()
-    state = plant(network, graph, method, {"inside": 128, "rnn": 64}, seed=0)
+    state = make_seed(network, graph, method, {"inside": 128, "rnn": 64}, seed=0)
     for name, fan_in in (("weight_ih_l0", 128), ("weight_hh_l0", 64)):
         assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(
             1 / (3 * fan_in), rel=0.05
@@ -370,7 +370,7 @@ def test_inputs_of_a_projecting_layer_grow(method: GrowthMethod) -> None:
     torch.manual_seed(0)
     network, x = States("none", proj_size=4).double(), torch.randn(2, 6, 3, dtype=torch.float64)
     graph = trace(network, x)
-    state = plant(network, graph, method, {"inside": 3}, seed=0)
+    state = make_seed(network, graph, method, {"inside": 3}, seed=0)
     before = outputs(network, x, False)
     grow(network, graph, method, state, {"inside": 6}, 0, (x,))
     assert error(before, outputs(network, x, False)) < 1e-12
@@ -389,7 +389,7 @@ def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: tor
     network = Sequences(kind, "linear", "mean", num_layers=2).to(dtype)
     x = examples(network, 7, 1).to(dtype)
     graph, method = trace(network, x), GradMax()
-    state = plant(network, graph, method, widths_at(graph, 0.5), seed=5)
+    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=5)
     roughen(network)
     before = outputs(network, x, False)
     event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
@@ -410,7 +410,7 @@ def test_splits_change_the_loss_as_predicted(make: Callable[..., GrowthMethod], 
     network = Sequences(kind, "linear", "mean", num_layers=2).double()
     x = examples(network, 7, 1)
     graph, method = trace(network, x), make(epsilon=0.003)
-    state = plant(network, graph, method, {**widths_at(graph, 0.5), "inside": 6}, seed=5)
+    state = make_seed(network, graph, method, {**widths_at(graph, 0.5), "inside": 6}, seed=5)
     roughen(network)
     before = measured(network, graph, x).loss({})
     event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
@@ -425,7 +425,7 @@ def test_methods_that_cannot_measure_a_recurrent_layer_say_so() -> None:
 
     def event(method: GrowthMethod) -> Any:
         run = copy.deepcopy(network)
-        state = plant(run, graph, method, widths_at(graph, 0.5), seed=5)
+        state = make_seed(run, graph, method, widths_at(graph, 0.5), seed=5)
         data = measured(run, graph, x)
         return grow(run, graph, method, state, graph.full_widths, 5, (x,), data=data)
 

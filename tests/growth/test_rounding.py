@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from growlab import Grower
-from growlab.growth import Net2Net, PairGrowth, ParityError, grow, plant
+from growlab.growth import Net2Net, PairGrowth, ParityError, grow, make_seed
 from growlab.growth.outputs import observe
 from growlab.growth.parity import ROUNDING, rounding, rounding_measured
 from growlab.widths import trace
@@ -30,7 +30,7 @@ def seed_network(size: float, method: PairGrowth):
     ):
         network.add_module(name, module)
     graph = trace(network, X)
-    state = plant(
+    state = make_seed(
         network, graph, method, {name: g.full_width // 2 for name, g in graph.groups.items()}, seed=0
     )
     with torch.no_grad():

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.growth import Expansion, Measurement, Splitting
-from growlab.growth.fans import fans_of
+from growlab.growth import GrowthContext, Measurement, Splitting
+from growlab.growth.fans import group_tensors
 from growlab.growth.methods.splitting import splitting_eigen
 from growlab.widths import tensors_of
 from tests.growth.measured import Started, started
@@ -37,10 +37,10 @@ class Residual(nn.Module):
 
 def eigen(run: Started, iterations: int | None) -> dict[str, tuple[Tensor, Tensor]]:
     widths = run.state.widths
-    expansion = Expansion(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
+    context = GrowthContext(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    groups = [fans_of(run.graph, group) for group in run.graph.groups]
-    return splitting_eigen(expansion, data, groups, iterations, BETA)
+    groups = [group_tensors(run.graph, group) for group in run.graph.groups]
+    return splitting_eigen(context, data, groups, iterations, BETA)
 
 
 def hessian_of_the_splitting_loss(run: Started, activation) -> Tensor:

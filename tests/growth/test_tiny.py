@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.growth import Expansion, Measurement, Tiny, grow
+from growlab.growth import GrowthContext, Measurement, Tiny, grow
 from growlab.growth.expressivity import bottleneck, moments
-from growlab.growth.fans import fans_of
+from growlab.growth.fans import group_tensors
 from growlab.growth.methods.tiny import best_neurons, solved
 from growlab.widths import tensors_of
 from tests.growth.measured import Started, started
@@ -32,15 +32,15 @@ def normed(norm: nn.Module | None = None) -> nn.Sequential:
 def measured(run: Started, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """S, dW and N as the method measures them."""
     widths = run.state.widths
-    expansion = Expansion(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
+    context = GrowthContext(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    groups, modules = [fans_of(run.graph, group)], dict(run.network.named_modules())
-    found = moments(expansion, data, groups, modules)
+    groups, modules = [group_tensors(run.graph, group)], dict(run.network.named_modules())
+    found = moments(context, data, groups, modules)
     update = solved(found[f"square {group}"], found[f"goal {group}"])
     return (
         found[f"input {group}"],
         update,
-        bottleneck(run.method, expansion, data, groups, {group: update}, modules)[group],
+        bottleneck(run.method, context, data, groups, {group: update}, modules)[group],
     )
 
 

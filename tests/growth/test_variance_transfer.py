@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.rescale import eps_ratio, rescale
 from growlab.lab.networks import MLP, ConvNet
 from growlab.widths import tensors_of, trace
@@ -21,7 +21,7 @@ class Grown:
     def __init__(self, network: nn.Module, x: torch.Tensor, before: int, after: int, method) -> None:
         self.network, self.x = network.double(), x.double()
         self.graph = trace(self.network, self.x[:2])
-        state = plant(self.network, self.graph, method, dict.fromkeys(self.graph.groups, before), seed=3)
+        state = make_seed(self.network, self.graph, method, dict.fromkeys(self.graph.groups, before), seed=3)
         self.seed = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
         roughen(self.network)
         self.old = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
@@ -154,7 +154,7 @@ def test_train_mode_is_off_by_eps_alone(name):
     case, graph, method = NETWORKS[name], graph_of(name), VarianceTransfer()
     network = case.make()
     half = {n: w // 2 for n, w in graph.full_widths.items()}
-    state = plant(network, graph, method, half, seed=0)
+    state = make_seed(network, graph, method, half, seed=0)
     event = grow(network, graph, method, state, graph.full_widths, 0, (case.inputs(num_samples=32),))
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
     # Two channels of a few pixels: some variances are far below 1.
@@ -166,7 +166,7 @@ def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
     case, graph = NETWORKS[name], graph_of(name)
     method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
     network = case.make()
-    state = plant(network, graph, method, dict.fromkeys(graph.groups, 2), seed=0)
+    state = make_seed(network, graph, method, dict.fromkeys(graph.groups, 2), seed=0)
     roughen(network)
     before = outputs(network, case.inputs(), False)
     event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 5), 0, (case.inputs(),))

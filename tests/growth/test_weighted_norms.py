@@ -22,7 +22,7 @@ from growlab.growth import (
     anneal_norms,
     finish,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.growth.weighted_norms import annealed, weigh
 from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, resized, tensors_of, trace
@@ -122,7 +122,7 @@ class Grown:
         self.network, self.x = self.case.make(), self.case.inputs()
         self.method = method or PairGrowth()
         widths = widths_at(self.graph, parts[0])
-        self.state: GrowthState = plant(self.network, self.graph, self.method, widths, seed=0)
+        self.state: GrowthState = make_seed(self.network, self.graph, self.method, widths, seed=0)
         roughen(self.network)
         self.event = self.grow(widths_at(self.graph, parts[1]))
 
@@ -175,7 +175,7 @@ def test_new_channels_of_a_deep_gated_network_stay_as_large_as_old_ones(method: 
     network = nn.Sequential(nn.Linear(8, 32), *blocks, nn.RMSNorm(32), nn.Linear(32, 4)).double()
     x = torch.randn(16, 8, dtype=torch.float64)
     graph = trace(network, x)
-    state = plant(network, graph, method, widths_at(graph, 0.25), seed=0)
+    state = make_seed(network, graph, method, widths_at(graph, 0.25), seed=0)
     before = network[:13](x).abs().max()
     event = grow(network, graph, method, state, widths_at(graph, 0.5), seed=0, probe=(x,))
     assert event.parity_error_eval < 1e-12
@@ -216,7 +216,7 @@ def trained_to_the_end(
     """A Transformer layer after a loop like the README's, its normalisations annealed that far in each stage."""
     case, graph, method = NETWORKS["transformer"], graph_of("transformer"), VarianceTransfer()
     network, x = case.make(), case.inputs()
-    state = plant(network, graph, method, widths_at(graph, 0.4), seed=0)
+    state = make_seed(network, graph, method, widths_at(graph, 0.4), seed=0)
     roughen(network)
     for part in (0.7, 1.0):
         event = grow(network, graph, method, state, widths_at(graph, part), seed=0, probe=(x,))
@@ -308,8 +308,8 @@ def test_an_event_that_is_undone_leaves_the_weights_as_they_were() -> None:
     before, state = run.outputs(), run.state.as_dict()
 
     class Wrong(PairGrowth):
-        def expand(self, expansion, name, old):
-            return 2 * super().expand(expansion, name, old)
+        def expand(self, context, name, old):
+            return 2 * super().expand(context, name, old)
 
     run.method = Wrong()
     with pytest.raises(ParityError):
@@ -360,7 +360,7 @@ def test_a_mean_by_numpys_names_is_weighed() -> None:
     x = torch.randn(4, 5, dtype=torch.float64)
     graph = trace(network, x)
     assert graph.full_widths == {"0": 16}
-    state = plant(network, graph, PairGrowth(), {"0": 8}, seed=0)
+    state = make_seed(network, graph, PairGrowth(), {"0": 8}, seed=0)
     before = network(x)
     event = grow(network, graph, PairGrowth(), state, {"0": 16}, seed=0, probe=(x,))
     assert event.parity_error_eval < 1e-12
@@ -414,7 +414,7 @@ def test_variances_and_deviations_over_channels_are_weighed(
     x = torch.randn(4, 5, dtype=torch.float64)
     graph = trace(network, x)
     assert graph.full_widths == {"0": 16}
-    state = plant(network, graph, method, {"0": 8}, seed=0)
+    state = make_seed(network, graph, method, {"0": 8}, seed=0)
     before = network(x) * state.output_factor
     event = grow(network, graph, method, state, {"0": 16}, seed=0, probe=(x,))
     assert event.parity_error_eval < 1e-12
@@ -445,7 +445,7 @@ def test_a_scale_behind_a_euclidean_norm_follows_the_channels_or_stays(by_shape:
     graph, method = trace(network, x), PairGrowth()
     (norm,) = graph.channel_norms
     assert norm.summed and norm.counted is by_shape
-    state = plant(network, graph, method, {"0": 2}, seed=0)
+    state = make_seed(network, graph, method, {"0": 2}, seed=0)
     event = grow(network, graph, method, state, {"0": 8}, seed=0, probe=(x,))
     assert event.weighted_norms == ["1"] and event.parity_error_eval < 1e-14
     # Half of the way: new channels count half; where the scale follows, as many count as there are.

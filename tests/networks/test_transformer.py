@@ -14,9 +14,9 @@ from growlab.growth import (
     finish,
     grow,
     make_schedule,
-    plant,
+    make_seed,
 )
-from growlab.growth.outputs import quietly
+from growlab.growth.outputs import without_side_effects
 from growlab.lab.networks import CausalTransformer, EncoderDecoder
 from growlab.widths import WidthGraph, trace
 from tests.cases import roughen
@@ -83,7 +83,7 @@ def made(name: str) -> nn.Module:
 
 def outputs(network: nn.Module, inputs: tuple[Tensor, ...], training: bool = False) -> Tensor:
     network = copy.deepcopy(network)
-    with quietly(network):
+    with without_side_effects(network):
         return network.train(training)(*inputs)
 
 
@@ -98,14 +98,15 @@ def test_all_of_a_transformer_grows_exactly(name: str) -> None:
     )
     check_growth(name, graph, VarianceTransfer(), torch.float64)
     check_growth(name, graph, Net2Net(), torch.float64)
-    check_growth(name, graph, VarianceTransfer() if name == "decoder" else Net2Net(), torch.float32)
+    if name == "decoder":
+        check_growth(name, graph, VarianceTransfer(), torch.float32)
 
 
 def check_growth(name: str, graph: WidthGraph, method: GrowthMethod, dtype: torch.dtype) -> None:
     network = made(name).to(dtype)
     # Odd widths and doubling, where Net2Net's copies are as many of each.
     widths = make_schedule(4, 1, widths=[0.25, 0.4, 0.5, 1.0]).widths(graph)
-    state = plant(network, graph, method, widths[0], seed=0)
+    state = make_seed(network, graph, method, widths[0], seed=0)
     roughen(network)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     held_out = inputs(name, seed=5)
@@ -161,7 +162,7 @@ def test_a_decoder_depends_on_how_far_apart_tokens_are_not_on_where() -> None:
 def test_dropout_is_left_out_of_parity() -> None:
     network = encoder_decoder(dropout=0.5).double()
     source, previous = inputs("encoder-decoder")
-    with quietly(network):
+    with without_side_effects(network):
         network.train()
         once, again = network(source, previous), network(source, previous)
     assert torch.equal(once, again)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.optim import LARS, follow
 from growlab.widths import Carry, trace
 
@@ -41,7 +41,7 @@ def grown(method, seed=0):
     """The network before, after, the event and the state."""
     torch.manual_seed(0)
     network = Everything()
-    state = plant(network, GRAPH, method, BEFORE, seed=1)
+    state = make_seed(network, GRAPH, method, BEFORE, seed=1)
     network.double()
     with torch.no_grad():
         for parameter in network.parameters():
@@ -90,8 +90,8 @@ class Halving(PairGrowth):
         super().__init__()
         self.output_multiplier = output_multiplier
 
-    def grow(self, expansion):
-        growth = super().grow(expansion)
+    def grow(self, context):
+        growth = super().grow(context)
         halved = {name: growth.tensors[name] / 2 for name in ("classifier.weight", "classifier.bias")}
         carry = replace(growth.carry, scales=dict.fromkeys(halved, 2.0))
         return replace(growth, tensors={**growth.tensors, **halved}, output_factor=2.0, carry=carry)
@@ -111,7 +111,7 @@ def trained(method, logits=1.0):
     """A seed network, its state and an optimizer that has one gradient in its moments, at unchanged weights."""
     torch.manual_seed(0)
     network = Everything()
-    state = plant(network, GRAPH, method, BEFORE, seed=1)
+    state = make_seed(network, GRAPH, method, BEFORE, seed=1)
     network.double().eval()
     with torch.no_grad():
         for parameter in network.parameters():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, plant
+from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.multipliers import multiply
 from growlab.optim import (
     LARS,
@@ -51,7 +51,7 @@ class Run:
     def __init__(self, make, method, inheritance="auto", regional=True):
         self.method, self.inheritance, self.regional = method, inheritance, regional
         self.network = network()
-        self.state = plant(self.network, GRAPH, method, widths(0), seed=0)
+        self.state = make_seed(self.network, GRAPH, method, widths(0), seed=0)
         self.optimizer = make(self.network.parameters())
         self.relabel()
         self.step_index = 0
@@ -459,7 +459,7 @@ def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_wei
     made, x, y = Sequences(), torch.arange(20).view(5, 4) % 5, torch.tensor([0, 1, 2, 0, 1])
     graph = trace(made, x)
     half = {name: group.full_width // 2 for name, group in graph.groups.items()}
-    state = plant(made, graph, RandomGrowth(), half, seed=0)
+    state = make_seed(made, graph, RandomGrowth(), half, seed=0)
     optimizer = Adam(made.parameters(), lr=0.01, rule=BaseRate())
 
     def step():
@@ -571,14 +571,14 @@ class TestForgotten:
     def test_plant(self):
         made = network()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-        plant(made, GRAPH, PairGrowth(), widths(0), seed=0)
-        with pytest.raises(UserError, match=r"make the optimizer after plant\(\)"):
+        make_seed(made, GRAPH, PairGrowth(), widths(0), seed=0)
+        with pytest.raises(UserError, match=r"make the optimizer after make_seed\(\)"):
             optimizer.step()
 
     def test_an_event_that_was_undone_has_replaced_nothing(self):
         class Wrong(PairGrowth):
-            def expand(self, expansion, name, old):
-                return 2 * super().expand(expansion, name, old)
+            def expand(self, context, name, old):
+                return 2 * super().expand(context, name, old)
 
         run = Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth(), regional=False).steps(1)
         run.method = Wrong()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab import Grower
-from growlab.growth import Net2Net, PairGrowth, grow, plant
+from growlab.growth import Net2Net, PairGrowth, grow, make_seed
 from growlab.optim import follow
 from growlab.widths import trace
 
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, name, method):
         self.network, self.method = network(), method
         small = {group: width.full_width // 2 for group, width in GRAPH.groups.items()}
-        self.state = plant(self.network, GRAPH, method, small, seed=0)
+        self.state = make_seed(self.network, GRAPH, method, small, seed=0)
         self.optimizer = getattr(theirs, name)(self.network.parameters(), lr=1e-2)
         self.source = torch.Generator().manual_seed(0)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from growlab.base.errors import UserError
-from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.lab.networks import resnet20
 from growlab.lab.training.build import user_callbacks
 from growlab.parts import Averages
@@ -43,7 +43,7 @@ def network_at(seed: int, method: Any) -> tuple[nn.Module, GrowthState]:
     _, graph, narrow = traced()
     torch.manual_seed(seed)
     network = resnet20((3, 8, 8), 4, width=8).double()
-    state = plant(network, graph, method, narrow, seed)
+    state = make_seed(network, graph, method, narrow, seed)
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
             # Statistics too: as after some training, and different for each seed.
@@ -64,7 +64,7 @@ def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
     leader = tensors_of(late, graph)
     for network in (early, average.module, late):
         before = GrowthState.from_dict(state.as_dict())
-        grow(network, graph, method, before, wide, 0, (probe,), leader=leader)
+        grow(network, graph, method, before, wide, 0, (probe,), averaged=leader)
     norms = {n for norm in graph.norms for n in (norm.weight, norm.running_var, norm.running_mean)}
     for key, tensor in average.module.state_dict().items():
         # Variances scale with the square of what means scale with, and weights of norms with what eps needs.
@@ -84,7 +84,7 @@ def test_scales_computed_from_the_average_would_part_it_from_the_network() -> No
         with torch.no_grad():
             halved.conv1.weight.mul_(0.5)
         own = GrowthState.from_dict(state.as_dict())
-        grow(halved, graph, method, own, graph.full_widths, 0, (probe,), leader=leader)
+        grow(halved, graph, method, own, graph.full_widths, 0, (probe,), averaged=leader)
         grown.append(halved.conv1.weight[:rows])
     grow(late, graph, method, state, graph.full_widths, 0, (probe,))
     torch.testing.assert_close(grown[1], 0.5 * late.conv1.weight[:rows])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.grower.triggers import ByMethod
-from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import ParityError
 from growlab.lab.networks.mlp import MLP
@@ -67,7 +67,7 @@ def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
     small = resnet(1)
     assert network.state_dict().keys() == small.state_dict().keys()
     widths = half(graph)
-    state = plant(network, depth.graph([]), method, widths, 0)
+    state = make_seed(network, depth.graph([]), method, widths, 0)
     before = network.eval()(IMAGES)
     for number, name in enumerate(depth.blocks, start=1):
         wider = {g: w + (graph.full_widths[g] - w) * number // 6 for g, w in widths.items()}
@@ -100,7 +100,7 @@ def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
     names = ["hidden.3:6", "hidden.6:9"]
     depth = Blocks(network, graph, names, "identity", (SAMPLES,))
     depth.leave_out(network)
-    state = plant(network, depth.graph([]), method, {g: 4 for g in graph.groups}, 0)
+    state = make_seed(network, depth.graph([]), method, {g: 4 for g in graph.groups}, 0)
     # Running statistics that differ from the batch's.
     network.train()(SAMPLES + 1)
     before = network.eval()(SAMPLES)

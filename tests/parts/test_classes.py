@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.grower import Grower
-from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.lab.networks.mlp import MLP
 from growlab.parts.classes import CLASSES, Classes, open_classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
@@ -19,7 +19,7 @@ def planted(method, classes: int) -> tuple[nn.Module, WidthGraph, object]:
     network = MLP(20, [12, 8], 10, batch_norm=True).double()
     graph = with_classes(trace(network, torch.randn(2, 20).double()), 10)
     widths = {name: 4 for name in graph.groups} | {CLASSES: classes}
-    return network, graph, plant(network, graph, method, widths, 0)
+    return network, graph, make_seed(network, graph, method, widths, 0)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.grower.triggers import Clock, Scheduled, Training
-from growlab.growth import PairGrowth, grow, make_schedule, plant
+from growlab.growth import PairGrowth, grow, make_schedule, make_seed
 from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
 from growlab.widths import trace
 
@@ -39,7 +39,7 @@ def grown() -> tuple[nn.Module, Orthogonalised, dict[str, Tensor]]:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     graph = trace(network, torch.randn(2, 5).double())
-    state = plant(network, graph, PairGrowth(), {"0": 4}, 0)
+    state = make_seed(network, graph, PairGrowth(), {"0": 4}, 0)
     orthogonalised = Orthogonalised(network)
     old = gradients(with_random_gradients(network, 1))
     orthogonalised.remember(old)

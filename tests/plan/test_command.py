@@ -13,7 +13,7 @@ from growlab.base.errors import UserError
 from growlab.lab.planner import plan
 from growlab.lab.planner.run import problem_of, settings_of
 from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
-from growlab.lab.training.run_folder import held_alone
+from growlab.lab.training.run_folder import lock_folder
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs
 
@@ -213,7 +213,7 @@ def test_a_configuration_that_cannot_be_probed_is_refused(
 def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    with held_alone(folder):
+    with lock_folder(folder):
         outcome = ask(cli, tmp_path, *TINY)
     assert outcome.code == 2 and "another process is at work in" in outcome.err, outcome.err
     for name in ("config.yaml", "metrics.csv"):

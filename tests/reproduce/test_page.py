@@ -330,7 +330,10 @@ def test_only_statements_of_the_paper_contradict_it(tmp_path: Path) -> None:
         Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True)
     )
     text = page(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
-    against, asked = text.index("## Statements that our results contradict"), text.index("## Our own questions")
+    against, asked = (
+        text.index("## Statements that our results contradict"),
+        text.index("## Our own questions"),
+    )
     assert (
         against < text.index("| a claim |") < asked < text.index("| a question |") and "\nA note.\n" in text
     )

@@ -28,6 +28,7 @@ def folder(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_vectors_of_one_length_have_one_gain_and_still_tell_rings_apart(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["num_networks"] == 1
@@ -49,6 +50,7 @@ def test_an_affine_network_is_found_to_be_one() -> None:
     assert found["not_affine_unit"] < 1e-9 < 0.01 < found["not_affine"]
 
 
+@pytest.mark.slow
 def test_networks_begin_equal_and_part_but_for_columns_of_zeros(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert max(summary["difference_at_start"].values()) < 1e-12
@@ -92,6 +94,7 @@ def test_a_gradient_step_on_a_product_departs_as_equation_50_says() -> None:
     assert torch.allclose(moved[1], product, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_table_is_written(folder: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     counts = {
@@ -105,6 +108,7 @@ def test_every_table_is_written(folder: Path) -> None:
     assert (folder / "appendices.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_each_panel_has_its_legend_and_the_figure_says_n(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

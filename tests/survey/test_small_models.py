@@ -53,7 +53,9 @@ def test_layers_that_the_example_does_not_run_have_that_reason() -> None:
     assert graph.fixed[path] == f"{path}.weight is not used in the forward on this example"
 
 
-@pytest.mark.parametrize("name", ["flaubert", pytest.param("big_bird", marks=pytest.mark.slow), "dinov3_vit"])
+@pytest.mark.parametrize(
+    "name", ["flaubert", *(pytest.param(one, marks=pytest.mark.slow) for one in ("big_bird", "dinov3_vit"))]
+)
 def test_types_whose_code_is_odd_are_traced(name: str) -> None:
     """Assertions on numbers, modules replaced by forwards, tensors without an entry."""
     if name not in importlib.import_module("transformers.models.auto").CONFIG_MAPPING:
@@ -67,10 +69,10 @@ def test_types_whose_code_is_odd_are_traced(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_v3", "mamba2", "segformer"),
+        "deepseek_v3",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("clip", "llama4_text", "mamba", "lfm2_moe")
+            for name in ("clip", "llama4_text", "mamba", "mamba2", "lfm2_moe", "segformer")
         ),
     ],
 )

@@ -7,7 +7,7 @@ import lightning
 import pytest
 from torch.nn import functional as F
 
-from growlab.growth import PairGrowth, plant
+from growlab.growth import PairGrowth, make_seed
 from growlab.lab.data import ImageData
 from growlab.lab.networks import mlp8
 from growlab.widths import trace
@@ -57,7 +57,7 @@ def test_without_rate_adaptation_norms_are_recorded_too(
     lightning.seed_everything(0, verbose=False)
     network = mlp8(data.image_shape, data.num_classes, width=12, batch_norm=True)
     graph = trace(network, data.probe_batch(2))
-    plant(network, graph, PairGrowth(noise_std=0.001), dict.fromkeys(graph.groups, 6), 0)
+    make_seed(network, graph, PairGrowth(noise_std=0.001), dict.fromkeys(graph.groups, 6), 0)
     loader = data.train_dataloader()
     loader.sampler.set_epoch(0)
     x, y = next(iter(loader))

@@ -25,6 +25,7 @@ def hydra_started() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_the_cost_is_the_headers() -> None:
     cfg = compose(PRIMARY, overrides=[f"experiment={EXPERIMENT}", "model.share_embeddings=all"])
     schedule = make_schedule(

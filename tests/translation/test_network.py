@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.growth import Net2Net, VarianceTransfer, grow, plant
+from growlab.growth import Net2Net, VarianceTransfer, grow, make_seed
 from growlab.recipes.translation import FairseqTransformer
 from growlab.recipes.translation.library import fairseq_module
 from growlab.recipes.translation.network import fairseq_checkpoint
@@ -67,8 +67,7 @@ def test_padding_changes_nothing():
     torch.testing.assert_close(net(source, previous)[1:2, :4], alone, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()], ids=lambda method: method.name)
-@pytest.mark.parametrize("share", ["none", "all"])
+@pytest.mark.parametrize(("method", "share"), [(VarianceTransfer(), "none"), (Net2Net(), "all")])
 def test_growing_keeps_the_function(method, share):
     net = network(share_embeddings=share)
     probe = sentences()
@@ -76,7 +75,7 @@ def test_growing_keeps_the_function(method, share):
     assert all(graph.grows(f"{part}.fc1.weight") for part in ("encoder.0", "decoder.1"))
     assert not graph.grows("target_tokens.weight")
     half = {name: max(1, width // 2) for name, width in graph.full_widths.items()}
-    state = plant(net, graph, method, half, 0)
+    state = make_seed(net, graph, method, half, 0)
     event = grow(net, graph, method, state, graph.full_widths, 0, probe)
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-10
     assert {name: p.shape for name, p in net.named_parameters()} == {

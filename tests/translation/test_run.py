@@ -53,6 +53,7 @@ def test_the_translations_can_be_read(run: Path, folder: Path):
     assert extra_module("sacrebleu").corpus_bleu(found, [references]).score == pytest.approx(score)
 
 
+@pytest.mark.slow
 def test_fairseq_generate_finds_the_same(run: Path, folder: Path):
     """The checkpoint is plain fairseq's, so are data, search and words: hypotheses are the same."""
     (prepared,) = (run / "cache/growlab/translation").glob("*/growlab.json")

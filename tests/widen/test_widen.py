@@ -51,7 +51,7 @@ CASES = {
     "mpt": ("1.5", "2"),
 }
 # The others are alike, and take seconds each.
-QUICK = ("llama", "gpt2", "bert", "gemma2", "falcon", "bloom")
+QUICK = ("llama", "gpt2", "bert", "bloom")
 
 
 def saved(folder: Path, model_type: str) -> nn.Module:
@@ -239,7 +239,7 @@ def pickled(folder: Path, shards: int = 1) -> None:
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_pickled_file_is_read(tmp_path: Path, shards: int) -> None:
     old = saved(tmp_path / "old", "llama")
     pickled(tmp_path / "old", shards)
@@ -275,7 +275,7 @@ def test_damaged_and_foreign_files_are_told_in_one_sentence(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_shards_stay_shards_and_numbers_of_their_type(tmp_path: Path, dtype: torch.dtype) -> None:
     old = saved(tmp_path / "old", "llama").to(dtype)
     (tmp_path / "old" / "model.safetensors").unlink()

@@ -19,7 +19,7 @@ from growlab.growth import (
     anneal_norms,
     finish,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.widths import WidthGraph, resize, trace
 
@@ -57,7 +57,7 @@ def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor, method: Growt
     for part in (1, 2, 3, 4):
         widths = {n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()}
         if part == 1:
-            state = plant(network, graph, method, widths, 0)
+            state = make_seed(network, graph, method, widths, 0)
             continue
         event = grow(network, graph, method, state, widths, 0, (x,))
         assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import PairGrowth, plant
+from growlab.growth import PairGrowth, make_seed
 from growlab.lab.networks import CifarResNet
 from growlab.widths import avoid_unsafe_kernels, resize, trace
 from tests.command_line import ROOT
@@ -28,7 +28,7 @@ def test_convolutions_of_all_kinds_survive_a_backward_pass_on_a_cpu_without_avx_
     assert told[-1] == "0 wrong"
 
 
-@pytest.mark.parametrize("change", ["resize", "plant"])
+@pytest.mark.parametrize("change", ["resize", "make_seed"])
 def test_a_narrowed_network_is_kept_from_them(change, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     network = CifarResNet(1, 5, channels=(4, 8, 8), shortcut="B")
@@ -37,7 +37,7 @@ def test_a_narrowed_network_is_kept_from_them(change, monkeypatch):
     if change == "resize":
         resize(network, graph, graph.full_widths, half)
     else:
-        plant(network, graph, PairGrowth(), half, seed=0)
+        make_seed(network, graph, PairGrowth(), half, seed=0)
     convolutions = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
     strided = [module for module in convolutions if (module.kernel_size, module.stride) == STRIDED]
     assert strided and all(module._forward_pre_hooks for module in strided)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab import Grower
-from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer, finish, grow, make_schedule, plant
+from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer, finish, grow, make_schedule, make_seed
 from growlab.widths import resize, trace
 from growlab.widths.groups import HardcodedSize
 from growlab.widths.places import kept_at
@@ -98,7 +98,7 @@ def test_channel_shuffle_grows_where_it_can(method):
     assert graph.full_widths == {"inside": 6}
     fresh = copy.deepcopy(network)
     widths = make_schedule(3, 1, num_stages=3).widths(graph)
-    state = plant(network, graph, method, widths[0], seed=0)
+    state = make_seed(network, graph, method, widths[0], seed=0)
     for stage in widths[1:]:
         event = grow(network, graph, method, state, stage, seed=0, probe=(example,))
         assert event.parity_error_eval < 1e-12
@@ -138,7 +138,7 @@ def test_heads_of_train_mode_grow_along():
     graph = trace(network, example)
     assert graph.full_widths == {"first": 6, "second": 8}
     assert set(graph.fixed.values()) == {"the network's output"}
-    state = plant(network, graph, Net2Net(), {"first": 3, "second": 2}, seed=0)
+    state = make_seed(network, graph, Net2Net(), {"first": 3, "second": 2}, seed=0)
     before = network.train()(example)
     event = grow(network, graph, Net2Net(), state, graph.full_widths, seed=0, probe=(example,))
     assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
@@ -151,7 +151,7 @@ def test_what_a_head_of_train_mode_reads_keeps_its_width_where_that_mode_cannot_
     graph = trace(network, example)
     assert graph.full_widths == {"second": 8}
     assert graph.fixed["first"].startswith("the code fails at narrow widths: test_narrowing.py:")
-    state = plant(network, graph, Net2Net(), {"second": 2}, seed=0)
+    state = make_seed(network, graph, Net2Net(), {"second": 2}, seed=0)
     event = grow(network, graph, Net2Net(), state, {"second": 8}, seed=0, probe=(example,))
     assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
 
@@ -374,6 +374,6 @@ def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
     assert graph.full_widths == groups
     assert {place.module for place in graph.written if place.attribute == "num_groups"} == following
     if groups:
-        state = plant(network, graph, VarianceTransfer(), dict.fromkeys(groups, 2), seed=0)
+        state = make_seed(network, graph, VarianceTransfer(), dict.fromkeys(groups, 2), seed=0)
         event = grow(network, graph, VarianceTransfer(), state, groups, 0, x)
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-12

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Net2Net, VarianceTransfer, anneal_norms, finish, grow, make_schedule, plant
+from growlab.growth import Net2Net, VarianceTransfer, anneal_norms, finish, grow, make_schedule, make_seed
 from growlab.widths import HardcodedSize, trace
 from tests.cases import outputs, roughen
 
@@ -778,7 +778,7 @@ def test_a_network_grows_exactly_around(name: str) -> None:
     widths = make_schedule(3, 1, num_stages=3).widths(graph)
     for method in (VarianceTransfer(), Net2Net()) if case.groups else (Net2Net(),):
         network = copy.deepcopy(fresh)
-        state = plant(network, graph, method, widths[0], seed=0)
+        state = make_seed(network, graph, method, widths[0], seed=0)
         roughen(network)
         for stage in widths[1:]:
             before = outputs(network, example, False)

@@ -17,7 +17,7 @@ from growlab.growth import (
     anneal_norms,
     finish,
     grow,
-    plant,
+    make_seed,
 )
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
@@ -143,7 +143,7 @@ def check_tied(made: Language, *methods: GrowthMethod) -> None:
 
 def check_growth(made: Language, graph: WidthGraph, method: GrowthMethod) -> None:
     fresh, network = copy.deepcopy(made), copy.deepcopy(made)
-    state = plant(network, graph, method, {name: 4 for name in graph.groups}, 0)
+    state = make_seed(network, graph, method, {name: 4 for name in graph.groups}, 0)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
@@ -162,7 +162,7 @@ def test_gains_that_a_constant_is_added_to_follow_in_averages_and_in_optimizers(
     network, method = Language(OneMore).double(), Net2Net()
     graph = trace(network, TOKENS)
     assert graph.offsets == {"norm.weight": 1.0}
-    state = plant(network, graph, method, dict.fromkeys(graph.groups, 6), 0)
+    state = make_seed(network, graph, method, dict.fromkeys(graph.groups, 6), 0)
     assert not network.norm.weight.any()
     average, ends = copy.deepcopy(network), copy.deepcopy(network)
     with torch.no_grad():
@@ -182,7 +182,17 @@ def test_gains_that_a_constant_is_added_to_follow_in_averages_and_in_optimizers(
     momentum = optimizer.state[network.norm.weight]["momentum_buffer"]
     torch.testing.assert_close(momentum, network.norm.weight.grad)
     for other in (average, ends):
-        grow(other, graph, method, copy.deepcopy(state), after, 0, (TOKENS,), leader=leader, leading=leading)
+        grow(
+            other,
+            graph,
+            method,
+            copy.deepcopy(state),
+            after,
+            0,
+            (TOKENS,),
+            averaged=leader,
+            averaged_event=leading,
+        )
     middle = (ends.norm.weight + network.norm.weight) / 2
     torch.testing.assert_close(average.norm.weight, middle, rtol=0, atol=1e-14)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import VarianceTransfer, anneal_norms, finish, grow, plant
+from growlab.growth import VarianceTransfer, anneal_norms, finish, grow, make_seed
 from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.widths import trace
@@ -47,7 +47,7 @@ def test_a_network_of_transformers_grows_exactly(name: str) -> None:
     parameters = dict(network.named_parameters())
     growing = sum(p.numel() for name, p in parameters.items() if graph.grows(name))
     assert growing >= share * sum(p.numel() for p in parameters.values())
-    state = plant(
+    state = make_seed(
         network, graph, VarianceTransfer(), {n: max(2, g.full_width // 4) for n, g in graph.groups.items()}, 0
     )
     roughen(network)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import VarianceTransfer, plant
+from growlab.growth import VarianceTransfer, make_seed
 from growlab.lab.networks import CifarResNet
 from growlab.widths import avoid_unsafe_kernels, resize, trace
 
@@ -75,7 +75,7 @@ def main() -> int:
         network = CifarResNet(1, 4, channels=(16, 24, 32), shortcut="B")
         widths = {name: max(2, int(part * width)) for name, width in graph.full_widths.items()}
         if part == 0.2:
-            plant(network, graph, VarianceTransfer(), widths, seed=0)
+            make_seed(network, graph, VarianceTransfer(), widths, seed=0)
         else:
             resize(network, graph, graph.full_widths, widths)
         wrong += not agree(network, (16, 3, 12, 12))

@@ -239,7 +239,7 @@ class GrowingNetwork(ABC):
     def state_to_compare(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of all state that must be identical on every rank."""
         yield "the growth state", self.state.as_dict()
-        yield from ranks.held(self.network, self.optimizers)
+        yield from ranks.network_state(self.network, self.optimizers)
         for name, copy in self.copies().items():
             yield from ((f"{key} of {name}", tensor) for key, tensor in copy.state_dict().items())
 

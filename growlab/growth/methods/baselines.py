@@ -3,7 +3,7 @@
 from typing import Literal
 
 from growlab.base.settings import above, finite, one_of
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, NewWeights
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, NewWeights
 from growlab.widths import grid
 
 # Exponent of the output layers' fan-in in the variance of their weights.
@@ -52,7 +52,7 @@ class FixedSize(GrowthMethod):
         self.draws_full_width = initialisation != "constructor"
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Raise an error: a fixed-size run has one stage and never grows."""
         raise RuntimeError("a fixed-size run does not grow")
 
@@ -68,14 +68,14 @@ class RandomGrowth(GrowthMethod):
 
     preserves = False
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
         tensors = {}
-        for name, old in expansion.old.items():
-            if not expansion.changes(name):
+        for name, old in context.old.items():
+            if not context.changes(name):
                 tensors[name] = old
                 continue
-            new = self.new_weights.draw(expansion, name).to(old)
-            new[grid(expansion.kept_runs(name), new.device)] = old
+            new = self.new_weights.draw(context, name).to(old)
+            new[grid(context.kept_runs(name), new.device)] = old
             tensors[name] = new
         return GrownTensors(tensors)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.growth.methods.net2net import divided, replicas, replicate
 from growlab.widths import Layer, Part, grid
 
@@ -34,70 +34,70 @@ class Bert2Bert(GrowthMethod):
 
     preserves = False
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        sources, counts = replicas(expansion)
-        counts, carry = divided(expansion, sources, counts)
-        tensors = {name: replicate(expansion, name, sources, counts) for name in expansion.old}
-        taken = _rows_of_the_next_block(expansion)
+        sources, counts = replicas(context)
+        counts, carry = divided(context, sources, counts)
+        tensors = {name: replicate(context, name, sources, counts) for name in context.old}
+        taken = _rows_of_the_next_block(context)
         for name, upper in taken.items():
-            as_own = replace(expansion, old={**expansion.old, name: expansion.old[upper]})
+            as_own = replace(context, old={**context.old, name: context.old[upper]})
             tensors[name] = _with_old_rows(
-                expansion, name, tensors[name], replicate(as_own, name, sources, counts)
+                context, name, tensors[name], replicate(as_own, name, sources, counts)
             )
         return GrownTensors(tensors, carry=carry, report={"rows_of_the_next_block": taken} if taken else {})
 
 
-def _with_old_rows(expansion: Expansion, name: str, own: Tensor, upper: Tensor) -> Tensor:
+def _with_old_rows(context: GrowthContext, name: str, own: Tensor, upper: Tensor) -> Tensor:
     """Return `upper` with its old rows replaced by those of `own`."""
     places = [
-        axis.kept(expansion.old_widths, expansion.new_widths)
+        axis.kept(context.old_widths, context.new_widths)
         if axis.role == "out"
         else torch.arange(own.shape[dim])
-        for dim, axis in enumerate(expansion.axes(name))
+        for dim, axis in enumerate(context.axes(name))
     ]
     old_rows, result = grid(places, own.device), upper.clone()
     result[old_rows] = own[old_rows]
     return result
 
 
-def _rows_of_the_next_block(expansion: Expansion) -> dict[str, str]:
+def _rows_of_the_next_block(context: GrowthContext) -> dict[str, str]:
     """Map each weight (and its bias) to the tensor of the next block that it takes new rows from."""
-    layers, taken = expansion.graph.layers, {}
+    layers, taken = context.graph.layers, {}
     for layer in layers:
         same_kind = [other for other in layers if _kind(other) == _kind(layer)]
-        upper = _above(expansion, layer.weight, {other.weight for other in same_kind})
-        if upper is None or not expansion.changes(layer.weight):
+        upper = _above(context, layer.weight, {other.weight for other in same_kind})
+        if upper is None or not context.changes(layer.weight):
             continue
         taken[layer.weight] = upper
         biases = {other.bias for other in same_kind if other.weight == upper}
-        upper = None if layer.bias is None else _above(expansion, layer.bias, biases)
-        if layer.bias is not None and upper is not None and expansion.changes(layer.bias):
+        upper = None if layer.bias is None else _above(context, layer.bias, biases)
+        if layer.bias is not None and upper is not None and context.changes(layer.bias):
             taken[layer.bias] = upper
-    return {name: taken[name] for name in expansion.old if name in taken}
+    return {name: taken[name] for name in context.old if name in taken}
 
 
 def _kind(layer: Layer) -> tuple[bool, bool]:
     return layer.depthwise, layer.transposed
 
 
-def _above(expansion: Expansion, name: str, layers: Collection[str | None]) -> str | None:
+def _above(context: GrowthContext, name: str, layers: Collection[str | None]) -> str | None:
     """Name of the same tensor one block higher, or None: increments the first index in the path that leads to one."""
     for number in re.finditer(r"(?<=\.)\d+(?=\.)", f".{name}"):
         start, end = number.start() - 1, number.end() - 1
         upper = f"{name[:start]}{int(number[0]) + 1}{name[end:]}"
-        if upper in layers and upper in expansion.old and _form(expansion, upper) == _form(expansion, name):
+        if upper in layers and upper in context.old and _form(context, upper) == _form(context, name):
             return upper
     return None
 
 
-def _form(expansion: Expansion, name: str) -> tuple[tuple[object, ...], ...]:
+def _form(context: GrowthContext, name: str) -> tuple[tuple[object, ...], ...]:
     """Roles and parts of a tensor's axes, with groups' widths in place of their names, for comparison."""
     return tuple(
-        (axis.role, *((part.outer, part.inner, _width(expansion, part)) for part in axis.parts))
-        for axis in expansion.axes(name)
+        (axis.role, *((part.outer, part.inner, _width(context, part)) for part in axis.parts))
+        for axis in context.axes(name)
     )
 
 
-def _width(expansion: Expansion, part: Part) -> int | None:
-    return None if part.group is None else expansion.old_widths[part.group]
+def _width(context: GrowthContext, part: Part) -> int | None:
+    return None if part.group is None else context.old_widths[part.group]

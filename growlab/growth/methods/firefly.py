@@ -10,9 +10,9 @@ from torch import Tensor
 
 from growlab.base.settings import above, at_least, whole
 from growlab.growth.data_driven import DataDriven, lengths, padded, unit
-from growlab.growth.fans import Fans, View
+from growlab.growth.fans import ChannelView, GroupTensors
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 from growlab.growth.methods.splitting import Split, directions, names_of, refuses_to_split
 from growlab.widths import resized
 
@@ -74,26 +74,26 @@ class FireFly(DataDriven):
         """Name of the method in growth events and tables."""
         return "FireFly" if self.new_candidates else "FireFlySplit"
 
-    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+    def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
         """Refuse more new neurons than candidates, and channels without a producer or consumer."""
         if self.new_candidates < 1:
             return refuses_to_split(fans, before, after)
-        return None if fans.into and fans.out else "no layer puts out, or none takes, its channels"
+        return None if fans.incoming and fans.outgoing else "no layer puts out, or none takes, its channels"
 
     def grow_from_data(
-        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+        self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
-        neighbourhood = _Neighbourhood.drawn(self, expansion, groups)
+        neighbourhood = _Neighbourhood.drawn(self, context, groups)
         for step in range(self.steps):
             neighbourhood.descend(data, self.rate * (1 - step / self.steps))
         decreases, signs = neighbourhood.scores(data)
         grown, report = {}, {}
         for fans in groups:
             group = fans.group
-            count = expansion.new_widths[group] - expansion.old_widths[group]
+            count = context.new_widths[group] - context.old_widths[group]
             kept = torch.argsort(decreases[group], descending=True, stable=True)[:count]
-            old = expansion.old_widths[group]
+            old = context.old_widths[group]
             grown[group] = kept[kept < old].sort()[0].cpu(), kept[kept >= old].sort()[0].cpu() - old
             report[group] = {
                 "splits": len(grown[group][0]),
@@ -109,24 +109,26 @@ class _Neighbourhood:
     """All candidates of an event: `moves` of the splits, and new channels in `tensors` behind the old ones."""
 
     method: FireFly
-    expansion: Expansion
-    groups: Sequence[Fans]
-    wider: Expansion
+    context: GrowthContext
+    groups: Sequence[GroupTensors]
+    wider: GrowthContext
     tensors: dict[str, Tensor]
     moves: dict[str, Tensor]
 
     @classmethod
-    def drawn(cls, method: FireFly, expansion: Expansion, groups: Sequence[Fans]) -> "_Neighbourhood":
-        old, after = expansion.old_widths, expansion.new_widths
+    def drawn(
+        cls, method: FireFly, context: GrowthContext, groups: Sequence[GroupTensors]
+    ) -> "_Neighbourhood":
+        old, after = context.old_widths, context.new_widths
         extra = {
             fans.group: ceil(method.new_candidates * (after[fans.group] - old[fans.group])) for fans in groups
         }
         widths = {group: width + extra.get(group, 0) for group, width in old.items()}
-        wider = replace(expansion, new_widths=widths)
+        wider = replace(context, new_widths=widths)
         tensors = padded(method, wider)
-        names = names_of(groups, "into")
+        names = names_of(groups, "incoming")
         moves = {name: torch.zeros_like(tensors[name]) for name in names}
-        self = cls(method, expansion, groups, wider, tensors, moves)
+        self = cls(method, context, groups, wider, tensors, moves)
         view, weights = self._view, {name for fans in groups for name in (p.weight for p in fans.producers)}
         rows = {
             name: method.new_weights.draw(wider, name).to(tensors[name]) if name in weights else tensors[name]
@@ -134,25 +136,25 @@ class _Neighbourhood:
         }
         for fans in groups:
             group, channels = fans.group, torch.arange(old[fans.group])
-            theta = view.read(tensors, fans.into, group, channels)
-            away = directions(expansion, f"splits of {group}", theta)
-            view.write(moves, fans.into, group, channels, away * lengths(theta)[:, None] * method.epsilon)
+            theta = view.read(tensors, fans.incoming, group, channels)
+            away = directions(context, f"splits of {group}", theta)
+            view.write(moves, fans.incoming, group, channels, away * lengths(theta)[:, None] * method.epsilon)
             new = self._view.new(fans.group)
             if not len(new):
                 continue
-            view.write(tensors, fans.into, group, new, view.read(rows, fans.into, group, new))
-            length = lengths(view.read(tensors, fans.out, group, channels)).mean()
-            columns = view.read(tensors, fans.out, group, new)
-            columns = directions(expansion, f"columns of {group}", columns) * length * method.epsilon
-            view.write(tensors, fans.out, group, new, columns)
+            view.write(tensors, fans.incoming, group, new, view.read(rows, fans.incoming, group, new))
+            length = lengths(view.read(tensors, fans.outgoing, group, channels)).mean()
+            columns = view.read(tensors, fans.outgoing, group, new)
+            columns = directions(context, f"columns of {group}", columns) * length * method.epsilon
+            view.write(tensors, fans.outgoing, group, new, columns)
         return self
 
     @property
-    def _view(self) -> View:
-        return View(self.expansion.graph, self.wider.new_widths, self.expansion.old_widths)
+    def _view(self) -> ChannelView:
+        return ChannelView(self.context.graph, self.wider.new_widths, self.context.old_widths)
 
     def _split(self) -> Split:
-        every = {fans.group: torch.arange(self.expansion.old_widths[fans.group]) for fans in self.groups}
+        every = {fans.group: torch.arange(self.context.old_widths[fans.group]) for fans in self.groups}
         return Split.of(self.wider, self.tensors, every)
 
     def descend(self, data: Measurement, rate: float) -> None:
@@ -160,16 +162,16 @@ class _Neighbourhood:
         moved, plain = self._gradients(data)
         for fans in self.groups:
             old, new = self._view.old(fans.group), self._view.new(fans.group)
-            self._step(self.moves, moved, fans, "into", old, rate)
+            self._step(self.moves, moved, fans, "incoming", old, rate)
             if len(new):
-                self._step(self.tensors, plain, fans, "into", new, rate)
-                self._step(self.tensors, plain, fans, "out", new, rate)
+                self._step(self.tensors, plain, fans, "incoming", new, rate)
+                self._step(self.tensors, plain, fans, "outgoing", new, rate)
 
     def _step(
         self,
         tensors: dict[str, Tensor],
         gradients: dict[str, Tensor],
-        fans: Fans,
+        fans: GroupTensors,
         side: str,
         channels: Tensor,
         rate: float,
@@ -183,22 +185,24 @@ class _Neighbourhood:
     def _gradients(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the gradients by moves, and those by the tensors that contain new channels."""
         split = self._split()
-        names = names_of(self.groups, "into", "out")
+        names = names_of(self.groups, "incoming", "outgoing")
         found = data.gradients(split.tensors(self.moves), names)
-        into = names_of(self.groups, "into")
+        into = names_of(self.groups, "incoming")
         moved = split.by_moves(found, into)
         sizes = split.by_plain({name: found[name].abs() for name in into}, into)
         for fans in self.groups:
             self._without_rounding(moved, sizes, fans)
         return moved, split.by_plain(found, names)
 
-    def _without_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: Fans) -> None:
+    def _without_rounding(
+        self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: GroupTensors
+    ) -> None:
         """Zero rows of gradients by moves that are no larger than the rounding error of their difference."""
-        channels, view = torch.arange(self.expansion.old_widths[fans.group]), self._view
-        rows, size = (view.read(one, fans.into, fans.group, channels) for one in (moved, sizes))
+        channels, view = torch.arange(self.context.old_widths[fans.group]), self._view
+        rows, size = (view.read(one, fans.incoming, fans.group, channels) for one in (moved, sizes))
         rounding = _ROUNDINGS * torch.finfo(rows.dtype).eps * lengths(size)
         rows = torch.where((lengths(rows) > rounding)[:, None], rows, torch.zeros_like(rows))
-        view.write(moved, fans.into, fans.group, channels, rows)
+        view.write(moved, fans.incoming, fans.group, channels, rows)
 
     def scores(self, data: Measurement) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the predicted decrease of the loss for each candidate (splits first), and the signs of new columns."""
@@ -208,13 +212,13 @@ class _Neighbourhood:
         for fans in self.groups:
             group, channels, new = (
                 fans.group,
-                torch.arange(self.expansion.old_widths[fans.group]),
+                torch.arange(self.context.old_widths[fans.group]),
                 self._view.new(fans.group),
             )
-            away = view.read(self.moves, fans.into, group, channels)
-            splits = -(view.read(moved, fans.into, group, channels) * away).sum(1)
-            columns = view.read(self.tensors, fans.out, group, new)
-            change = (view.read(plain, fans.out, group, new) * columns).sum(1)
+            away = view.read(self.moves, fans.incoming, group, channels)
+            splits = -(view.read(moved, fans.incoming, group, channels) * away).sum(1)
+            columns = view.read(self.tensors, fans.outgoing, group, new)
+            change = (view.read(plain, fans.outgoing, group, new) * columns).sum(1)
             decreases[group], signs[group] = torch.cat([splits, change.abs()]), -change.sign()
         return decreases, signs
 
@@ -225,15 +229,15 @@ class _Neighbourhood:
         report: dict[str, object],
     ) -> GrownTensors:
         """Build the grown tensors from the chosen candidates: old channels, new ones, then copies of splits."""
-        old, view = self.expansion.old_widths, self._view
+        old, view = self.context.old_widths, self._view
         widths = {
             group: width + len(grown[group][1]) if group in grown else width for group, width in old.items()
         }
-        plain = replace(self.expansion, new_widths=widths)
-        target = View(self.expansion.graph, widths, old)
+        plain = replace(self.context, new_widths=widths)
+        target = ChannelView(self.context.graph, widths, old)
         before = self.wider.new_widths
         tensors, moves = (
-            {name: resized(one, self.expansion.axes(name), before, widths) for name, one in many.items()}
+            {name: resized(one, self.context.axes(name), before, widths) for name, one in many.items()}
             for many in (self.tensors, self.moves)
         )
         for fans in self.groups:
@@ -241,9 +245,9 @@ class _Neighbourhood:
             if not len(chosen):
                 continue
             places = torch.arange(old[group], widths[group])
-            for side in ("into", "out"):
+            for side in ("incoming", "outgoing"):
                 values = view.read(self.tensors, getattr(fans, side), group, old[group] + chosen)
-                if side == "out":
+                if side == "outgoing":
                     values = values * signs[group][chosen.to(values.device)][:, None]
                 target.write(tensors, getattr(fans, side), group, places, values)
         split = Split.of(plain, tensors, {group: chosen for group, (chosen, _) in grown.items()})
@@ -255,7 +259,7 @@ def _at_half(neighbourhood: _Neighbourhood) -> _Neighbourhood:
     tensors, view = dict(neighbourhood.tensors), neighbourhood._view
     for fans in neighbourhood.groups:
         new = view.new(fans.group)
-        values = view.read(tensors, fans.out, fans.group, new)
-        view.write(tensors, fans.out, fans.group, new, values / 2)
+        values = view.read(tensors, fans.outgoing, fans.group, new)
+        view.write(tensors, fans.outgoing, fans.group, new, values / 2)
     moves = {name: move / 2 for name, move in neighbourhood.moves.items()}
     return replace(neighbourhood, tensors=tensors, moves=moves)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from growlab.base.settings import above, one_of, whole
 from growlab.growth.data_driven import Candidates, DataDriven, padded, unit, upright
-from growlab.growth.fans import Fans, View
+from growlab.growth.fans import ChannelView, GroupTensors
 from growlab.growth.measurement import Measurement, right_derivatives
-from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 
 SIDES = ("auto", "fan_in", "fan_out")
 # Relative change of the loss that counts as rounding if new channels should not contribute.
@@ -84,16 +84,16 @@ class GradMax(DataDriven):
         whole(1, steps=steps)
         self.zero, self.scale, self.steps, self.rate = zero, scale, steps, rate
 
-    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+    def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
         """Refuse channels without a producer or consumer, or normalised ones if `zero="fan_in"`."""
-        if not fans.into or not fans.out:
-            return f"no layer {'puts out' if not fans.into else 'takes'} its channels"
+        if not fans.incoming or not fans.outgoing:
+            return f"no layer {'puts out' if not fans.incoming else 'takes'} its channels"
         if fans.norms and self.zero == "fan_in":
             return f"{fans.norms[0].name} would divide new channels that are zero by sqrt(eps)"
         return None
 
     def grow_from_data(
-        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+        self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
         ascended = [fans for fans in groups if self.zero == "fan_out" or (self.zero == "auto" and fans.norms)]
@@ -102,27 +102,27 @@ class GradMax(DataDriven):
         matrices: dict[str, Tensor] = {}
         wanted: dict[str, float] = {}
         if solved:
-            matrices, refused = accumulated(self, expansion, data, solved)
+            matrices, refused = accumulated(self, context, data, solved)
             flat = [
                 fans for fans in solved if fans.group in matrices and not bool(matrices[fans.group].any())
             ]
-            refused |= _why_flat(expansion, data, flat)
+            refused |= _why_flat(context, data, flat)
             if refused:
                 return GrownTensors({}), refused
-        tensors = padded(self, expansion)
-        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
+        tensors = padded(self, context)
+        view = ChannelView(context.graph, context.new_widths, context.old_widths)
         for fans in solved:
             old, new = view.old(fans.group), view.new(fans.group)
             directions, values, _ = torch.linalg.svd(matrices[fans.group], full_matrices=False)
             chosen = directions[:, torch.arange(len(new)) % directions.shape[1]].T
-            length = self.scale * _mean_length(view.read(tensors, fans.out, fans.group, old))
-            view.write(tensors, fans.out, fans.group, new, chosen * upright(chosen) * length)
+            length = self.scale * _mean_length(view.read(tensors, fans.outgoing, fans.group, old))
+            view.write(tensors, fans.outgoing, fans.group, new, chosen * upright(chosen) * length)
             # A singular vector that is used twice counts twice.
             kept = values[torch.arange(len(new)) % len(values)]
             wanted[fans.group] = length * float(torch.linalg.vector_norm(kept))
             report[fans.group] = {"zero": "fan_in", "singular_values": kept.tolist()}
         if solved:
-            shown = self._rest(expansion, data, solved, tensors, view, wanted)
+            shown = self._rest(context, data, solved, tensors, view, wanted)
             asleep = {
                 group: "no gradient reaches what leads to its channels (does an activation have the derivative 0 at 0?)"
                 for group, norm in shown.items()
@@ -133,7 +133,7 @@ class GradMax(DataDriven):
             for group, norm in shown.items():
                 report[group] = {**report[group], "gradient_norm": norm, "gradient_norm_bound": wanted[group]}
         if ascended:
-            found = self._ascend(expansion, data, ascended, tensors, view)
+            found = self._ascend(context, data, ascended, tensors, view)
             for group, norms in found.items():
                 report[group] = {
                     "zero": "fan_out",
@@ -144,11 +144,11 @@ class GradMax(DataDriven):
 
     def _rest(
         self,
-        expansion: Expansion,
+        context: GrowthContext,
         data: Measurement,
-        groups: Sequence[Fans],
+        groups: Sequence[GroupTensors],
         tensors: dict[str, Tensor],
-        view: View,
+        view: ChannelView,
         wanted: Mapping[str, float],
     ) -> dict[str, float]:
         """Write the incoming weights, at or next to zero, with which the network shows the predicted gradient.
@@ -158,53 +158,51 @@ class GradMax(DataDriven):
         """
         best: dict[str, float] = {}
         chosen: dict[str, Tensor] = {}
-        names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
+        names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
         for side in _RESTS:
             trying = [fans for fans in groups if best.get(fans.group, -1.0) < _ENOUGH * wanted[fans.group]]
             if not trying:
                 break
-            rests = {
-                fans.group: _beside_zero(expansion, fans, view, data.near_zero) * side for fans in trying
-            }
+            rests = {fans.group: _next_to_zero(context, fans, view, data.near_zero) * side for fans in trying}
             for fans in trying:
-                view.write(tensors, fans.into, fans.group, view.new(fans.group), rests[fans.group])
+                view.write(tensors, fans.incoming, fans.group, view.new(fans.group), rests[fans.group])
             found = data.gradients(tensors, names)
             for fans in trying:
-                rows = view.read(found, fans.into, fans.group, view.new(fans.group))
+                rows = view.read(found, fans.incoming, fans.group, view.new(fans.group))
                 norm = float(torch.linalg.vector_norm(rows.double()))
                 if norm > best.get(fans.group, -1.0):
                     best[fans.group], chosen[fans.group] = norm, rests[fans.group]
         for fans in groups:
-            view.write(tensors, fans.into, fans.group, view.new(fans.group), chosen[fans.group])
+            view.write(tensors, fans.incoming, fans.group, view.new(fans.group), chosen[fans.group])
         return best
 
     def _ascend(
         self,
-        expansion: Expansion,
+        context: GrowthContext,
         data: Measurement,
-        groups: Sequence[Fans],
+        groups: Sequence[GroupTensors],
         tensors: dict[str, Tensor],
-        view: View,
+        view: ChannelView,
     ) -> dict[str, tuple[float, float]]:
         """Maximise the gradient of new channels' outgoing weights over their incoming ones, written into `tensors`.
 
         Returns:
             The norm of that gradient by group, with drawn weights and with those found.
         """
-        ascents = [_Ascent.start(self, expansion, fans, tensors, view) for fans in groups]
+        ascents = [_Ascent.start(self, context, fans, tensors, view) for fans in groups]
         for ascent in ascents:
             ascent.put(tensors, view)
-        outgoing = list(dict.fromkeys(slot.name for fans in groups for slot in fans.out))
+        outgoing = list(dict.fromkeys(slot.name for fans in groups for slot in fans.outgoing))
         incoming = list(dict.fromkeys(slot.name for fans in groups for slot in _weights(fans)))
         started: dict[str, float] = {}
         for step in range(self.steps + 1):
             gradients = data.gradients(tensors, outgoing)
             directions = {name: torch.zeros_like(tensors[name]) for name in outgoing}
             for ascent in ascents:
-                rows = view.read(gradients, ascent.fans.out, ascent.fans.group, ascent.new)
+                rows = view.read(gradients, ascent.fans.outgoing, ascent.fans.group, ascent.new)
                 ascent.keep_best(torch.linalg.vector_norm(rows, dim=1))
                 started.setdefault(ascent.fans.group, float(torch.linalg.vector_norm(ascent.best)))
-                view.write(directions, ascent.fans.out, ascent.fans.group, ascent.new, rows)
+                view.write(directions, ascent.fans.outgoing, ascent.fans.group, ascent.new, rows)
             if step == self.steps:
                 break
             # d/dw ||g||^2 / 2 = (dg/dw)^T g: g is a mean over batches, so a second pass keeps it fixed.
@@ -226,7 +224,7 @@ class GradMax(DataDriven):
 class _Ascent:
     """Gradient ascent on the incoming weights of a group's new channels, [channels, entries]."""
 
-    fans: Fans
+    fans: GroupTensors
     new: Tensor
     now: Tensor
     kept: Tensor
@@ -235,12 +233,17 @@ class _Ascent:
 
     @classmethod
     def start(
-        cls, method: DataDriven, expansion: Expansion, fans: Fans, tensors: Mapping[str, Tensor], view: View
+        cls,
+        method: DataDriven,
+        context: GrowthContext,
+        fans: GroupTensors,
+        tensors: Mapping[str, Tensor],
+        view: ChannelView,
     ) -> "_Ascent":
         old, new = view.old(fans.group), view.new(fans.group)
         weights = _weights(fans)
         names = dict.fromkeys(slot.name for slot in weights)
-        drawn = {name: method.new_weights.draw(expansion, name).to(tensors[name]) for name in names}
+        drawn = {name: method.new_weights.draw(context, name).to(tensors[name]) for name in names}
         length = _mean_length(view.read(tensors, weights, fans.group, old))
         start = _at_length(view.read(drawn, weights, fans.group, new), length)
         return cls(fans, new, start, start, torch.full((len(new),), -1.0).to(start), length)
@@ -253,12 +256,12 @@ class _Ascent:
     def step(self, slope: Tensor, rate: float) -> None:
         self.now = _at_length(self.now + rate * _at_length(slope.to(self.now), self.length), self.length)
 
-    def put(self, tensors: dict[str, Tensor], view: View) -> None:
+    def put(self, tensors: dict[str, Tensor], view: ChannelView) -> None:
         view.write(tensors, _weights(self.fans), self.fans.group, self.new, self.now)
 
 
 def accumulated(
-    method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+    method: DataDriven, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Measure the matrix G of each group, [outgoing entries, incoming entries], float64.
 
@@ -267,29 +270,31 @@ def accumulated(
     Returns:
         The matrices; and a reason for each group whose channels are not zero though their incoming weights are.
     """
-    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
-    refused = _not_zero(method, expansion, data, groups)
+    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
+    refused = _not_zero(method, context, data, groups)
     if refused:
         return {}, refused
     rows: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
-    growth = {group: expansion.new_widths[group] - width for group, width in expansion.old_widths.items()}
-    for one in Candidates.of_each_entry(method, expansion, groups, growth):
+    growth = {group: context.new_widths[group] - width for group, width in context.old_widths.items()}
+    for one in Candidates.of_each_entry(method, context, groups, growth):
         found = data.gradients(one.tensors, names, [right_derivatives()])
         for fans in groups:
-            rows[fans.group].append(one.view.read(found, fans.into, fans.group, one.new[fans.group]).double())
+            rows[fans.group].append(
+                one.view.read(found, fans.incoming, fans.group, one.new[fans.group]).double()
+            )
     return {group: torch.cat(parts) for group, parts in rows.items()}, {}
 
 
-def _why_flat(expansion: Expansion, data: Measurement, groups: Sequence[Fans]) -> dict[str, str]:
+def _why_flat(context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]) -> dict[str, str]:
     """Return why no gradient reaches the incoming weights of new channels, by group."""
     if not groups:
         return {}
-    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.into))
-    found = data.gradients(expansion.old, names)
+    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
+    found = data.gradients(context.old, names)
     return {
         fans.group: (
             "the gradient of what leads to its channels is zero while they are (are they multiplied?)"
-            if any(bool(found[slot.name].any()) for slot in fans.into)
+            if any(bool(found[slot.name].any()) for slot in fans.incoming)
             else "the channels that it has get no gradient either: the network no longer learns (lower optimizer.lr)"
         )
         for fans in groups
@@ -297,24 +302,24 @@ def _why_flat(expansion: Expansion, data: Measurement, groups: Sequence[Fans]) -
 
 
 def _not_zero(
-    method: DataDriven, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+    method: DataDriven, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
 ) -> dict[str, str]:
     """Return the groups, with reasons, whose new channels change the loss though their incoming weights are zero."""
 
-    def loss(chosen: Sequence[Fans]) -> float:
-        grown = {fans.group: expansion.old_widths[fans.group] + 1 for fans in chosen}
-        wider = replace(expansion, new_widths={**expansion.old_widths, **grown})
-        view = View(expansion.graph, wider.new_widths, expansion.old_widths)
+    def loss(chosen: Sequence[GroupTensors]) -> float:
+        grown = {fans.group: context.old_widths[fans.group] + 1 for fans in chosen}
+        wider = replace(context, new_widths={**context.old_widths, **grown})
+        view = ChannelView(context.graph, wider.new_widths, context.old_widths)
         tensors = padded(method, wider)
         for fans in chosen:
-            source = expansion.generator(f"trial of {fans.group}")
-            drawn = torch.randn(1, view.size(fans.out, fans.group), generator=source)
-            view.write(tensors, fans.out, fans.group, view.new(fans.group), drawn)
+            source = context.generator(f"trial of {fans.group}")
+            drawn = torch.randn(1, view.size(fans.outgoing, fans.group), generator=source)
+            view.write(tensors, fans.outgoing, fans.group, view.new(fans.group), drawn)
         return data.loss(tensors)
 
-    plain = data.loss(expansion.old)
+    plain = data.loss(context.old)
 
-    def differs(chosen: Sequence[Fans]) -> bool:
+    def differs(chosen: Sequence[GroupTensors]) -> bool:
         return abs(loss(chosen) - plain) > _ROUNDING * (abs(plain) + 1e-3)
 
     if not differs(groups):
@@ -326,24 +331,24 @@ def _not_zero(
     }
 
 
-def _beside_zero(expansion: Expansion, fans: Fans, view: View, near_zero: float) -> Tensor:
+def _next_to_zero(context: GrowthContext, fans: GroupTensors, view: ChannelView, near_zero: float) -> Tensor:
     """Incoming weights of new channels that rest next to zero, [channels, entries]; the same for all channels."""
     pieces = []
-    biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.into}}
-    for slot in fans.into:
+    biased = {layer.weight for layer in fans.producers if layer.bias in {slot.name for slot in fans.incoming}}
+    for slot in fans.incoming:
         row = torch.zeros(view.size([slot], fans.group))
         if slot not in _weights(fans):
             row += near_zero
         elif slot.name not in biased:
-            source = expansion.generator(f"rest of {fans.group} at {slot.name}")
+            source = context.generator(f"rest of {fans.group} at {slot.name}")
             row = unit(torch.randn(1, len(row), generator=source))[0] * near_zero
         pieces.append(row)
     return torch.cat(pieces).expand(len(view.new(fans.group)), -1)
 
 
-def _weights(fans: Fans) -> list:
+def _weights(fans: GroupTensors) -> list:
     biases = {layer.bias for layer in fans.producers}
-    return [slot for slot in fans.into if slot.name not in biases]
+    return [slot for slot in fans.incoming if slot.name not in biases]
 
 
 def _mean_length(rows: Tensor) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from growlab.base.settings import one_of
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
 from growlab.growth.methods.net2net import copies, divided, replicate
 from growlab.widths import Axis
 
@@ -58,54 +58,54 @@ class HyperCloning(GrowthMethod):
         one_of(get_args(Form), form=form)
         self.form = form
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        sources = cloned(expansion)
+        sources = cloned(context)
         counts = {group: copies(source) for group, source in sources.items()}
-        divisors, carry = divided(expansion, sources, counts)
-        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
+        divisors, carry = divided(context, sources, counts)
+        tensors = {name: replicate(context, name, sources, divisors) for name in context.old}
         if self.form == "diagonal":
-            tensors |= {name: _diagonal(expansion, name, tensor) for name, tensor in tensors.items()}
+            tensors |= {name: _diagonal(context, name, tensor) for name, tensor in tensors.items()}
         return GrownTensors(tensors, carry=carry)
 
-    def noise(self, expansion: Expansion) -> dict[str, Tensor]:
+    def noise(self, context: GrowthContext) -> dict[str, Tensor]:
         """Noise that changes no output, by name: it sums to zero over the clones of each column."""
-        sources, noises = cloned(expansion), {}
-        for name, noise in self.plain_noise(expansion).items():
-            for dim, axis in enumerate(expansion.axes(name)):
+        sources, noises = cloned(context), {}
+        for name, noise in self.plain_noise(context).items():
+            for dim, axis in enumerate(context.axes(name)):
                 if axis.role == "in":
-                    positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
+                    positions = axis.lift(sources, context.new_widths, context.old_widths)
                     noise = noise - _mean_of_clones(noise, dim, positions)
-                    copied = {g: torch.full_like(s, g not in expansion.unlike) for g, s in sources.items()}
-                    copied_N = axis.spread(copied, expansion.new_widths, fixed=1)
+                    copied = {g: torch.full_like(s, g not in context.unlike) for g, s in sources.items()}
+                    copied_N = axis.spread(copied, context.new_widths, fixed=1)
                     noise = noise * copied_N.view(-1, *[1] * (noise.dim() - dim - 1))
             noises[name] = noise
         return noises
 
-    def plain_noise(self, expansion: Expansion) -> dict[str, Tensor]:
+    def plain_noise(self, context: GrowthContext) -> dict[str, Tensor]:
         """Uncorrected noise on all entries of weights whose columns grow, by name."""
         if self.noise_std == 0:
             return {}
         noises = {}
-        for name, layer in expansion.layers.items():
-            if not any(_grows(axis, expansion) for axis in expansion.axes(name) if axis.role == "in"):
+        for name, layer in context.layers.items():
+            if not any(_grows(axis, context) for axis in context.axes(name) if axis.role == "in"):
                 continue
-            source = expansion.generator(f"noise of {name}")
-            noise = torch.randn(expansion.new_shape(name), generator=source, dtype=torch.float32).double()
-            noises[name] = noise * self.noise_std * self.new_weights.std(expansion, layer)
+            source = context.generator(f"noise of {name}")
+            noise = torch.randn(context.new_shape(name), generator=source, dtype=torch.float32).double()
+            noises[name] = noise * self.noise_std * self.new_weights.std(context, layer)
         return noises
 
 
-def cloned(expansion: Expansion) -> dict[str, Tensor]:
+def cloned(context: GrowthContext) -> dict[str, Tensor]:
     """Old channel that each channel is a clone of, j mod D, by group: [new width]."""
     return {
-        group: torch.arange(expansion.new_widths[group]) % expansion.old_widths[group]
-        for group in expansion.graph.groups
+        group: torch.arange(context.new_widths[group]) % context.old_widths[group]
+        for group in context.graph.groups
     }
 
 
-def _grows(axis: Axis, expansion: Expansion) -> bool:
-    return any(expansion.old_widths[group] != expansion.new_widths[group] for group in axis.groups)
+def _grows(axis: Axis, context: GrowthContext) -> bool:
+    return any(context.old_widths[group] != context.new_widths[group] for group in axis.groups)
 
 
 def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
@@ -115,18 +115,18 @@ def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
     return totals.index_select(dim, positions) / copies(positions).view(shape)
 
 
-def _diagonal(expansion: Expansion, name: str, tensor: Tensor) -> Tensor:
+def _diagonal(context: GrowthContext, name: str, tensor: Tensor) -> Tensor:
     """Move the blocks of a symmetrically cloned weight to the diagonal, if it has n x n of them."""
-    axes = expansion.axes(name)
+    axes = context.axes(name)
     out = [dim for dim, axis in enumerate(axes) if axis.role == "out"]
-    if len(out) != 1 or not expansion.changes(name):
+    if len(out) != 1 or not context.changes(name):
         return tensor
     dims = tensor.dim()
     for dim, axis in enumerate(axes):
-        if axis.role == "in" and name not in expansion.graph.emitters:
+        if axis.role == "in" and name not in context.graph.emitters:
             (block, factor), (column_block, column_factor) = (
-                _blocks(expansion, axes[out[0]], out[0], dims),
-                _blocks(expansion, axis, dim, dims),
+                _blocks(context, axes[out[0]], out[0], dims),
+                _blocks(context, axis, dim, dims),
             )
             share = torch.where(block == column_block, factor.double(), 0.0)
             both = (factor == column_factor) & (factor > 1)
@@ -134,18 +134,17 @@ def _diagonal(expansion: Expansion, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _blocks(expansion: Expansion, axis: Axis, dim: int, num_dims: int) -> tuple[Tensor, Tensor]:
+def _blocks(context: GrowthContext, axis: Axis, dim: int, num_dims: int) -> tuple[Tensor, Tensor]:
     """Clone index of each position along `dim`, and the number of clones (1 if the factor is not whole)."""
     numbers: Mapping[str, Tensor] = {
-        group: torch.arange(expansion.new_widths[group]) // expansion.old_widths[group]
-        for group in axis.groups
+        group: torch.arange(context.new_widths[group]) // context.old_widths[group] for group in axis.groups
     }
     factors = {}
     for group, number in numbers.items():
-        factor, rest = divmod(expansion.new_widths[group], expansion.old_widths[group])
-        factors[group] = torch.full_like(number, 1 if rest or group in expansion.unlike else factor)
+        factor, rest = divmod(context.new_widths[group], context.old_widths[group])
+        factors[group] = torch.full_like(number, 1 if rest or group in context.unlike else factor)
     shape = [-1 if d == dim else 1 for d in range(num_dims)]
     return (
-        axis.spread(numbers, expansion.new_widths, fixed=0).long().view(shape),
-        axis.spread(factors, expansion.new_widths, fixed=1).long().view(shape),
+        axis.spread(numbers, context.new_widths, fixed=0).long().view(shape),
+        axis.spread(factors, context.new_widths, fixed=1).long().view(shape),
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from growlab.base.settings import finite
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
 from growlab.growth.methods.hypercloning import cloned
 from growlab.growth.methods.net2net import copies, divided, replicate
 
@@ -54,18 +54,18 @@ class Lemon(GrowthMethod):
             raise ValueError(f"spread must be between 0 and 1, not {spread}.")
         self.spread = spread
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        sources = cloned(expansion)
-        shares = {group: self._shares(expansion, group, source) for group, source in sources.items()}
+        sources = cloned(context)
+        shares = {group: self._shares(context, group, source) for group, source in sources.items()}
         divisors = {group: 1.0 / share for group, share in shares.items()}
-        divisors, carry = divided(expansion, sources, divisors)
-        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
+        divisors, carry = divided(context, sources, divisors)
+        tensors = {name: replicate(context, name, sources, divisors) for name in context.old}
         return GrownTensors(tensors, carry=carry)
 
-    def _shares(self, expansion: Expansion, group: str, source: Tensor) -> Tensor:
+    def _shares(self, context: GrowthContext, group: str, source: Tensor) -> Tensor:
         """Draw the share a(j) of each channel, float64 [new width]; 1 for channels without copies."""
-        draws = expansion.generator(f"shares of {group}")
+        draws = context.generator(f"shares of {group}")
         sizes = 1 + self.spread * (2 * torch.rand(len(source), generator=draws, dtype=torch.float64) - 1)
-        totals = torch.zeros(expansion.old_widths[group], dtype=torch.float64).index_add_(0, source, sizes)
+        totals = torch.zeros(context.old_widths[group], dtype=torch.float64).index_add_(0, source, sizes)
         return torch.where(copies(source) == 1, 1.0, sizes / totals[source])

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.widths import Carry
 
 
@@ -30,25 +30,25 @@ class Net2Net(GrowthMethod):
     tell channels apart, no copy can equal its original: nothing reads it at first (`divided`).
     """
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        sources, counts = replicas(expansion)
-        divisors, carry = divided(expansion, sources, counts)
-        tensors = {name: replicate(expansion, name, sources, divisors) for name in expansion.old}
+        sources, counts = replicas(context)
+        divisors, carry = divided(context, sources, counts)
+        tensors = {name: replicate(context, name, sources, divisors) for name in context.old}
         return GrownTensors(tensors, carry=carry)
 
 
-def replicas(expansion: Expansion) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def replicas(context: GrowthContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Draw which old channels new ones copy.
 
     Returns:
         For each group the old channel that each channel copies, and the number of its copies, [new width].
     """
     sources, counts = {}, {}
-    normed = {group for norm in expansion.graph.channel_norms for group in norm.axis.groups}
-    for group in expansion.graph.groups:
-        before, after = expansion.old_widths[group], expansion.new_widths[group]
-        source = expansion.generator(f"replicas of {group}")
+    normed = {group for norm in context.graph.channel_norms for group in norm.axis.groups}
+    for group in context.graph.groups:
+        before, after = context.old_widths[group], context.new_widths[group]
+        source = context.generator(f"replicas of {group}")
         if group in normed and after % before == 0:
             # As many copies of each channel: statistics over channels stay what they are.
             drawn = torch.arange(before).repeat(after // before - 1)
@@ -66,44 +66,44 @@ def copies(source: Tensor) -> Tensor:
 
 
 def divided(
-    expansion: Expansion, sources: Mapping[str, Tensor], divisors: Mapping[str, Tensor]
+    context: GrowthContext, sources: Mapping[str, Tensor], divisors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Carry]:
     """Divisors of the columns of copies, and how gradients then follow.
 
-    Where constants tell channels apart (`Expansion.unlike`), columns of old channels stay and those of copies are
+    Where constants tell channels apart (`GrowthContext.unlike`), columns of old channels stay and those of copies are
     zero.
 
     Args:
-        expansion: the event.
+        context: the event.
         sources: for each group, the old channel that each channel copies, [new width].
         divisors: for each group, what the columns of each channel would be divided by, [new width].
     """
     sources, divisors = dict(sources), dict(divisors)
-    for group in expansion.unlike:
-        new = torch.arange(expansion.new_widths[group]) >= expansion.old_widths[group]
+    for group in context.unlike:
+        new = torch.arange(context.new_widths[group]) >= context.old_widths[group]
         divisors[group] = torch.where(new, torch.inf, 1.0).double()
         sources[group] = torch.where(new, -1, sources[group])
     return divisors, Carry(sources, {group: 1.0 / divisor for group, divisor in divisors.items()})
 
 
 def replicate(
-    expansion: Expansion, name: str, sources: Mapping[str, Tensor], counts: Mapping[str, Tensor]
+    context: GrowthContext, name: str, sources: Mapping[str, Tensor], counts: Mapping[str, Tensor]
 ) -> Tensor:
     """A tensor at the new widths, where each channel is a copy of an old one.
 
     Args:
-        expansion: the event.
+        context: the event.
         name: of the tensor.
         sources: for each group, the old channel that each channel copies, [new width].
         counts: what columns are divided by: for each channel, the number of copies, [new width].
     """
-    tensor = expansion.old[name]
-    if not expansion.changes(name):
+    tensor = context.old[name]
+    if not context.changes(name):
         return tensor
-    for dim, axis in enumerate(expansion.axes(name)):
-        positions = axis.lift(sources, expansion.new_widths, expansion.old_widths)
+    for dim, axis in enumerate(context.axes(name)):
+        positions = axis.lift(sources, context.new_widths, context.old_widths)
         tensor = tensor.index_select(dim, positions.to(tensor.device))
-        if axis.role == "in" and name not in expansion.graph.emitters:
-            count = axis.spread(counts, expansion.new_widths, fixed=1.0).to(tensor)
+        if axis.role == "in" and name not in context.graph.emitters:
+            count = axis.spread(counts, context.new_widths, fixed=1.0).to(tensor)
             tensor = tensor / count.view(-1, *[1] * (tensor.dim() - dim - 1))
     return tensor

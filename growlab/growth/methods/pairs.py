@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.widths import Axis, as_run, grid
 
 
@@ -22,35 +22,35 @@ class PairGrowth(GrowthMethod):
     channels depend on old ones alone. The twins carry equal activations through element-wise functions, pooling,
     batch
     normalisation and residual sums, so their contributions cancel. If the number is odd, the last channel gets zero
-    outgoing weights in old rows, and so does each new one where channels differ by constants (`Expansion.unlike`).
+    outgoing weights in old rows, and so does each new one where channels differ by constants (`GrowthContext.unlike`).
     Twins differ from the first update on: their consumers' signs give them opposite gradients.
 
     **Preserves** exactly, in eval and train mode, over residual streams, concatenation and flattening.
     """
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        return GrownTensors({name: self.expand(expansion, name, old) for name, old in expansion.old.items()})
+        return GrownTensors({name: self.expand(context, name, old) for name, old in context.old.items()})
 
-    def expand(self, expansion: Expansion, name: str, old: Tensor) -> Tensor:
+    def expand(self, context: GrowthContext, name: str, old: Tensor) -> Tensor:
         """Return one tensor at the new widths, with `old` (rescaled or not) at the old positions."""
-        if not expansion.changes(name):
+        if not context.changes(name):
             return old
-        new = self.new_weights.draw(expansion, name).to(old)
-        axes = expansion.axes(name)
-        twins = [expansion.of_axis(_twins, axis) for axis in axes]
-        normed = {group for norm in expansion.graph.channel_norms for group in norm.axis.groups}
-        new[grid(expansion.kept_runs(name), new.device)] = old
+        new = self.new_weights.draw(context, name).to(old)
+        axes = context.axes(name)
+        twins = [context.of_axis(_twins, axis) for axis in axes]
+        normed = {group for norm in context.graph.channel_norms for group in norm.axis.groups}
+        new[grid(context.kept_runs(name), new.device)] = old
         for dim, axis in enumerate(axes):
             if axis.role == "in":
                 free = normed.isdisjoint(axis.groups)
-                kept = expansion.kept_runs(name)
+                kept = context.kept_runs(name)
                 rows = [
                     kept[d] if a.role == "out" and free else slice(0, new.shape[d])
                     for d, a in enumerate(axes)
                 ]
                 first, second, alone = twins[dim]
-                if name in expansion.graph.emitters:
+                if name in context.graph.emitters:
                     new[_at(rows, dim, second, new)] = new[_at(rows, dim, first, new)]
                     continue
                 new[_at(rows, dim, second, new)] = -new[_at(rows, dim, first, new)]
@@ -66,24 +66,24 @@ class PairGrowth(GrowthMethod):
 _Run = Tensor | slice
 
 
-def _twins(axis: Axis, expansion: Expansion) -> tuple[_Run, _Run, _Run]:
+def _twins(axis: Axis, context: GrowthContext) -> tuple[_Run, _Run, _Run]:
     """Positions of the first channel of each pair, of their twins in the same order, and of channels without a twin."""
     to_twin, alone = {}, {}
     for group in axis.groups:
-        before, after = expansion.old_widths[group], expansion.new_widths[group]
-        half = 0 if group in expansion.unlike else (after - before) // 2
+        before, after = context.old_widths[group], context.new_widths[group]
+        half = 0 if group in context.unlike else (after - before) // 2
         twin = torch.full((after,), -1)
         twin[before : before + half] = torch.arange(before + half, before + 2 * half)
         to_twin[group] = twin
         alone[group] = (torch.arange(after) >= before + 2 * half).long()
     if not axis.groups:
         return slice(0, 0), slice(0, 0), slice(0, 0)
-    positions = axis.lift(to_twin, expansion.new_widths, expansion.new_widths)
+    positions = axis.lift(to_twin, context.new_widths, context.new_widths)
     grows = axis.spread(
-        {g: torch.ones(expansion.new_widths[g]).long() for g in axis.groups}, expansion.new_widths, fixed=0
+        {g: torch.ones(context.new_widths[g]).long() for g in axis.groups}, context.new_widths, fixed=0
     ).bool()
     first = ((positions >= 0) & grows).nonzero().flatten()
-    left_over = axis.spread(alone, expansion.new_widths, fixed=0).nonzero().flatten()
+    left_over = axis.spread(alone, context.new_widths, fixed=0).nonzero().flatten()
     return as_run(first), as_run(positions[first]), as_run(left_over)
 
 

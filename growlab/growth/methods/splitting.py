@@ -10,9 +10,9 @@ from torch import Tensor
 
 from growlab.base.settings import above, not_none, whole
 from growlab.growth.data_driven import DataDriven, embedded, lengths, unit
-from growlab.growth.fans import Fans, View
+from growlab.growth.fans import ChannelView, GroupTensors
 from growlab.growth.measurement import Measurement, smooth
-from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 from growlab.widths import Carry
 
 
@@ -67,40 +67,40 @@ class Splitting(DataDriven):
         above(0, epsilon=epsilon, softplus_beta=softplus_beta)
         self.iterations, self.epsilon, self.softplus_beta = iterations, epsilon, softplus_beta
 
-    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+    def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
         """Refuse more copies than originals, and channels without a producer."""
         return refuses_to_split(fans, before, after)
 
     def grow_from_data(
-        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+        self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
-        found = splitting_eigen(expansion, data, groups, self.iterations, self.softplus_beta)
-        view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
+        found = splitting_eigen(context, data, groups, self.iterations, self.softplus_beta)
+        view = ChannelView(context.graph, context.old_widths, context.old_widths)
         chosen, report = {}, {}
-        moves = {name: torch.zeros_like(expansion.old[name]) for name in names_of(groups, "into")}
+        moves = {name: torch.zeros_like(context.old[name]) for name in names_of(groups, "incoming")}
         for fans in groups:
             group = fans.group
             values, vectors = found[group]
-            count = expansion.new_widths[group] - expansion.old_widths[group]
+            count = context.new_widths[group] - context.old_widths[group]
             chosen[group] = torch.argsort(values, stable=True)[:count].cpu()
-            every = torch.arange(expansion.old_widths[group])
-            sizes = self.epsilon * lengths(view.read(expansion.old, fans.into, group, every).double())
-            view.write(moves, fans.into, group, every, vectors * sizes[:, None])
+            every = torch.arange(context.old_widths[group])
+            sizes = self.epsilon * lengths(view.read(context.old, fans.incoming, group, every).double())
+            view.write(moves, fans.incoming, group, every, vectors * sizes[:, None])
             kept = chosen[group].to(values.device)
             report[group] = {
                 "eigenvalues": values.tolist(),
                 "split": chosen[group].tolist(),
                 "predicted_change": float((sizes[kept].square() * values[kept]).sum() / 2),
             }
-        split = Split.of(_unchanged(expansion), expansion.old, chosen)
-        carry = split.carry(expansion.old_widths)
+        split = Split.of(_unchanged(context), context.old, chosen)
+        carry = split.carry(context.old_widths)
         return GrownTensors(split.tensors(moves), carry=carry, report={"groups": report}), {}
 
 
-def refuses_to_split(fans: Fans, before: int, after: int) -> str | None:
+def refuses_to_split(fans: GroupTensors, before: int, after: int) -> str | None:
     """Refuse more copies than originals, and channels without a producer."""
-    if not fans.into:
+    if not fans.incoming:
         return "no layer puts out its channels"
     if after > 2 * before:
         return f"splitting makes at most twice as many channels of {before}, not {after}"
@@ -108,36 +108,36 @@ def refuses_to_split(fans: Fans, before: int, after: int) -> str | None:
 
 
 def splitting_eigen(
-    expansion: Expansion,
+    context: GrowthContext,
     data: Measurement,
-    groups: Sequence[Fans],
+    groups: Sequence[GroupTensors],
     iterations: int | None,
     softplus_beta: float,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Smallest eigenvalue of each neuron's splitting matrix, [C], and its eigenvector, [C, entries]; float64."""
-    widths = expansion.old_widths
+    widths = context.old_widths
     every = {fans.group: torch.arange(widths[fans.group]) for fans in groups}
-    split = Split.of(_unchanged(expansion), expansion.old, every)
-    tensors, names = split.tensors(), names_of(groups, "into")
-    view = View(expansion.graph, widths, widths)
+    split = Split.of(_unchanged(context), context.old, every)
+    tensors, names = split.tensors(), names_of(groups, "incoming")
+    view = ChannelView(context.graph, widths, widths)
 
     def products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return S v of every neuron, for one v per neuron."""
-        moves = {name: torch.zeros_like(expansion.old[name]) for name in names}
+        moves = {name: torch.zeros_like(context.old[name]) for name in names}
         for fans in groups:
-            view.write(moves, fans.into, fans.group, every[fans.group], vectors[fans.group])
+            view.write(moves, fans.incoming, fans.group, every[fans.group], vectors[fans.group])
         found = data.products(tensors, split.signed(moves), names, [smooth(softplus_beta)])
         by_moves = split.by_moves(found, names)
         return {
-            fans.group: view.read(by_moves, fans.into, fans.group, every[fans.group]).double()
+            fans.group: view.read(by_moves, fans.incoming, fans.group, every[fans.group]).double()
             for fans in groups
         }
 
     starts = {
         fans.group: directions(
-            expansion,
+            context,
             f"directions of {fans.group}",
-            view.read(expansion.old, fans.into, fans.group, every[fans.group]).double(),
+            view.read(context.old, fans.incoming, fans.group, every[fans.group]).double(),
         )
         for fans in groups
     }
@@ -198,8 +198,8 @@ def _lanczos(
     return result
 
 
-def _unchanged(expansion: Expansion) -> Expansion:
-    return replace(expansion, new_widths=expansion.old_widths)
+def _unchanged(context: GrowthContext) -> GrowthContext:
+    return replace(context, new_widths=context.old_widths)
 
 
 @dataclass(frozen=True)
@@ -215,21 +215,23 @@ class Split:
         copied: the channels that have a copy, by group, in the order of their copies.
     """
 
-    plain: Expansion
+    plain: GrowthContext
     copied: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, expansion: Expansion, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]) -> "Split":
+    def of(
+        cls, context: GrowthContext, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]
+    ) -> "Split":
         """Split channels of a network.
 
         Args:
-            expansion: an event whose new widths are those of the tensors.
+            context: an event whose new widths are those of the tensors.
             tensors: tensors of the network, by name.
             copied: channels that get a copy, by group.
         """
-        before = expansion.new_widths
+        before = context.new_widths
         after = {group: width + len(copied.get(group, ())) for group, width in before.items()}
-        return cls(replace(expansion, old=tensors, old_widths=before, new_widths=after), copied)
+        return cls(replace(context, old=tensors, old_widths=before, new_widths=after), copied)
 
     @property
     def widths(self) -> Mapping[str, int]:
@@ -302,12 +304,12 @@ class Split:
         return Carry(sources, rows)
 
 
-def names_of(groups: Sequence[Fans], *sides: str) -> list[str]:
-    """Names of the groups' incoming ("into") or outgoing ("out") weights, without duplicates."""
+def names_of(groups: Sequence[GroupTensors], *sides: str) -> list[str]:
+    """Names of the groups' incoming ("incoming") or outgoing ("outgoing") weights, without duplicates."""
     return list(dict.fromkeys(slot.name for fans in groups for side in sides for slot in getattr(fans, side)))
 
 
-def directions(expansion: Expansion, name: str, like: Tensor) -> Tensor:
+def directions(context: GrowthContext, name: str, like: Tensor) -> Tensor:
     """Draw random rows of length 1, the same on every rank and in a resumed run."""
-    drawn = torch.randn(like.shape, generator=expansion.generator(name), dtype=torch.float32)
+    drawn = torch.randn(like.shape, generator=context.generator(name), dtype=torch.float32)
     return unit(drawn.to(like))

@@ -11,9 +11,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from growlab.base.settings import above, at_least, flag
 from growlab.growth.data_driven import DataDriven, padded, upright
 from growlab.growth.expressivity import RANK, bottleneck, cholesky, moments, refuses_bottleneck, solved, usual
-from growlab.growth.fans import Fans, Slot, View
+from growlab.growth.fans import ChannelView, GroupTensors, TensorDim
 from growlab.growth.measurement import Measurement, Pass
-from growlab.growth.method import Expansion, GrownTensors, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 from growlab.widths import resized
 
 # Neurons below this fraction of the largest singular value are drawn at random: they would get no gradient.
@@ -91,12 +91,12 @@ class Tiny(DataDriven):
         at_least(0, ridge=ridge)
         self.update_old, self.amplitudes, self.ridge = update_old, tuple(amplitudes), ridge
 
-    def refuses(self, fans: Fans, before: int, after: int) -> str | None:
+    def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
         """Refuse channels with several producers or consumers, and those that pass a depthwise convolution."""
         return refuses_bottleneck(fans)
 
     def grow_from_data(
-        self, expansion: Expansion, data: Measurement, groups: Sequence[Fans]
+        self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
         """Compute every tensor at the new widths."""
         modules = dict(data.model.named_modules())
@@ -114,8 +114,8 @@ class Tiny(DataDriven):
         if refused:
             return GrownTensors({}), refused
         shown, held_out = data.split()
-        found_moments = moments(expansion, shown, groups, modules)
-        view = View(expansion.graph, expansion.old_widths, expansion.old_widths)
+        found_moments = moments(context, shown, groups, modules)
+        view = ChannelView(context.graph, context.old_widths, context.old_widths)
         refused = {
             fans.group: f"{layer.name} is called more than once"
             for fans in groups
@@ -124,7 +124,7 @@ class Tiny(DataDriven):
         } or {
             fans.group: f"{fans.producers[0].name} has several rows for each of its channels"
             for fans in groups
-            if view.size(fans.into, fans.group) != len(found_moments[f"input {fans.group}"])
+            if view.size(fans.incoming, fans.group) != len(found_moments[f"input {fans.group}"])
         }
         if refused:
             return GrownTensors({}), refused
@@ -134,29 +134,29 @@ class Tiny(DataDriven):
             )
             for fans in groups
         }
-        products = bottleneck(self, expansion, shown, groups, updates, modules)
+        products = bottleneck(self, context, shown, groups, updates, modules)
         found = {}
         for fans in groups:
-            count = expansion.new_widths[fans.group] - expansion.old_widths[fans.group]
+            count = context.new_widths[fans.group] - context.old_widths[fans.group]
             square = found_moments[f"input {fans.group}"]
             found[fans.group] = best_neurons(square, products[fans.group], count, self.ridge)
-        return self._at_the_best_amplitude(expansion, shown, held_out, groups, updates, found), {}
+        return self._at_the_best_amplitude(context, shown, held_out, groups, updates, found), {}
 
     def _at_the_best_amplitude(
         self,
-        expansion: Expansion,
+        context: GrowthContext,
         shown: Measurement,
         held_out: Measurement,
-        groups: Sequence[Fans],
+        groups: Sequence[GroupTensors],
         updates: Mapping[str, Tensor],
         found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
     ) -> GrownTensors:
-        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
-        empty = padded(self, expansion)
-        rows, drawn = self._rows(expansion, groups, found)
+        view = ChannelView(context.graph, context.new_widths, context.old_widths)
+        empty = padded(self, context)
+        rows, drawn = self._rows(context, groups, found)
         unit = dict(empty)
         for fans in groups:
-            view.write(unit, fans.into, fans.group, view.new(fans.group), rows[fans.group])
+            view.write(unit, fans.incoming, fans.group, view.new(fans.group), rows[fans.group])
         statistics = _statistics(shown, unit, groups)
 
         def at(gamma: float) -> dict[str, Tensor]:
@@ -165,15 +165,15 @@ class Tiny(DataDriven):
                 new, omega = view.new(fans.group), found[fans.group][1]
                 # Drawn neurons have zero outgoing weights, and at gamma 0 all new ones.
                 scale = torch.where(drawn[fans.group], 1.0, sqrt(gamma or 1.0))
-                view.write(tensors, fans.into, fans.group, new, rows[fans.group] * scale[:, None])
+                view.write(tensors, fans.incoming, fans.group, new, rows[fans.group] * scale[:, None])
                 led_out = torch.where(drawn[fans.group], 0.0, sqrt(gamma))[:, None]
-                view.write(tensors, fans.out, fans.group, new, omega * led_out)
+                view.write(tensors, fans.outgoing, fans.group, new, omega * led_out)
                 if self.update_old:
-                    _add_update(tensors, expansion, fans, updates[fans.group] * gamma)
+                    _add_update(tensors, context, fans, updates[fans.group] * gamma)
                 _identity(tensors, view, fans, new, statistics, scale)
             return tensors
 
-        before = held_out.loss(expansion.old)
+        before = held_out.loss(context.old)
         amplitude, lowest = 0.0, before
         for gamma in sorted(self.amplitudes, reverse=True):
             loss = held_out.loss(at(gamma), finite=False)
@@ -191,21 +191,21 @@ class Tiny(DataDriven):
 
     def _rows(
         self,
-        expansion: Expansion,
-        groups: Sequence[Fans],
+        context: GrowthContext,
+        groups: Sequence[GroupTensors],
         found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Incoming weights of new neurons at gamma 1, [count, entries], and a mask of those that are drawn, [count]."""
-        view = View(expansion.graph, expansion.new_widths, expansion.old_widths)
+        view = ChannelView(context.graph, context.new_widths, context.old_widths)
         rows, drawn = {}, {}
         for fans in groups:
             alpha, _, values = found[fans.group]
             drawn[fans.group] = values <= _LEAST * values[0]
             rows[fans.group] = alpha
             if bool(drawn[fans.group].any()):
-                names = {slot.name for slot in fans.into}
-                new = {name: self.new_weights.draw(expansion, name).to(alpha) for name in names}
-                others = view.read(new, fans.into, fans.group, view.new(fans.group))
+                names = {slot.name for slot in fans.incoming}
+                new = {name: self.new_weights.draw(context, name).to(alpha) for name in names}
+                others = view.read(new, fans.incoming, fans.group, view.new(fans.group))
                 rows[fans.group] = torch.where(drawn[fans.group][:, None], others, alpha)
         return rows, drawn
 
@@ -250,7 +250,7 @@ def best_neurons(
 
 
 def _statistics(
-    data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[Fans]
+    data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[GroupTensors]
 ) -> dict[str, Tensor]:
     """Mean and variance of each norm's input over the batches, as "mean NORM" and "var NORM".
 
@@ -278,8 +278,8 @@ def _statistics(
 
 def _identity(
     tensors: dict[str, Tensor],
-    view: View,
-    fans: Fans,
+    view: ChannelView,
+    fans: GroupTensors,
     new: Tensor,
     statistics: Mapping[str, Tensor],
     scale: Tensor,
@@ -299,19 +299,21 @@ def _identity(
             (norm.running_var, variance),
         ):
             if name is not None:
-                view.write(tensors, [Slot(name, 0)], fans.group, new, values.view(len(new), -1))
+                view.write(tensors, [TensorDim(name, 0)], fans.group, new, values.view(len(new), -1))
 
 
-def _add_update(tensors: dict[str, Tensor], expansion: Expansion, fans: Fans, update: Tensor) -> None:
+def _add_update(
+    tensors: dict[str, Tensor], context: GrowthContext, fans: GroupTensors, update: Tensor
+) -> None:
     """Add `update`, [entries of a row (and 1 for the bias), rows], to a consumer's old weight and bias."""
     layer = fans.consumers[0]
     pieces = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
     start = 0
     for name in pieces:
-        before = expansion.old[name]
+        before = context.old[name]
         count = before[0].numel() if before.dim() > 1 else 1
         part = update[start : start + count].T.reshape(before.shape)
         start += count
-        axes = expansion.axes(name)
-        moved = resized(part.to(before), axes, expansion.old_widths, expansion.new_widths)
+        axes = context.axes(name)
+        moved = resized(part.to(before), axes, context.old_widths, context.new_widths)
         tensors[name] = tensors[name] + moved

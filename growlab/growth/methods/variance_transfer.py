@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from growlab.base.settings import flag, one_of
-from growlab.growth.method import Expansion, GrownTensors, NewWeights, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, NewWeights, WeightRule
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.rescale import rescale
 from growlab.widths import Carry, Layer, WidthGraph
@@ -118,21 +118,21 @@ class VarianceTransfer(PairGrowth):
         self.multipliers = multipliers
         self.compensates = multipliers == "compensate"
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        graph = expansion.graph
-        wanted = {layer.weight: self._wanted(expansion, layer.weight) for layer in graph.layers}
+        graph = context.graph
+        wanted = {layer.weight: self._wanted(context, layer.weight) for layer in graph.layers}
         classes = _scales(graph, wanted, self._rescaled_classes(graph))
         # Factor that a weight's scale needs, from those of its input and output.
         needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
-        multiplied = self.multiplied(expansion)
+        multiplied = self.multiplied(context)
         stored = {
             name: factor if name in multiplied or self.literal else needed[name]
             for name, factor in wanted.items()
         }
-        changed, norm_scale = rescale(graph, expansion.old, classes, stored)
+        changed, norm_scale = rescale(graph, context.old, classes, stored)
         tensors = {
-            name: self.expand(expansion, name, changed.get(name, old)) for name, old in expansion.old.items()
+            name: self.expand(context, name, changed.get(name, old)) for name, old in context.old.items()
         }
         multipliers = {
             name: needed[name] / factor
@@ -144,15 +144,15 @@ class VarianceTransfer(PairGrowth):
             tensors,
             1.0 if self.literal else 1.0 / classes.get(graph.output_class, 1.0),
             norm_scale,
-            Carry(scales=_gradient_scales(graph, expansion.old, classes, stored, multipliers)),
+            Carry(scales=_gradient_scales(graph, context.old, classes, stored, multipliers)),
             multipliers=multipliers,
             report={"rescaled": rescaled, "multipliers": multipliers} if rescaled or multipliers else {},
         )
 
-    def multiplied(self, expansion: Expansion) -> frozenset[str]:
+    def multiplied(self, context: GrowthContext) -> frozenset[str]:
         """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
-        weights = super().multiplied(expansion)
-        folded = {"auto": expansion.normalised, "fold": weights}
+        weights = super().multiplied(context)
+        folded = {"auto": context.normalised, "fold": weights}
         return weights - folded.get(self.multipliers, frozenset())
 
     def _rescaled_classes(self, graph: WidthGraph) -> frozenset[int]:
@@ -164,17 +164,17 @@ class VarianceTransfer(PairGrowth):
             return frozenset(normalised - {graph.output_class})
         return frozenset({*normalised, graph.output_class})
 
-    def _wanted(self, expansion: Expansion, weight: str) -> float:
-        layer = expansion.layers.get(weight)
-        if layer is None or not expansion.changes(weight):
+    def _wanted(self, context: GrowthContext, weight: str) -> float:
+        layer = context.layers.get(weight)
+        if layer is None or not context.changes(weight):
             return 1.0
-        before = expansion.fan_in(layer, expansion.old_widths)
-        after = expansion.fan_in(layer, expansion.new_widths)
-        if weight in expansion.output_layers:
+        before = context.fan_in(layer, context.old_widths)
+        after = context.fan_in(layer, context.new_widths)
+        if weight in context.output_layers:
             return (before / after) ** (self.new_weights.output_power / 2)
         if self.rule == "ratio":
             return sqrt(before / after)
-        variance = float(expansion.reference[weight].double().var(correction=0))
+        variance = float(context.reference[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.
         wanted = self.new_weights.gain * layer.variance_per_entry
         return sqrt(wanted / (before * variance)) if variance > 0 else 1.0

@@ -37,7 +37,7 @@ except ModuleNotFoundError as missing:
     # After `pip install --no-deps growlab` where torch is installed already.
     sys.exit(run_without(missing))
 
-from growlab.base.errors import FolderHeld, Stopped, UserError
+from growlab.base.errors import FolderLocked, Stopped, UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.cli import sweeps
 from growlab.lab.cli.explain import explain
@@ -99,7 +99,7 @@ def _job(cfg: DictConfig) -> Any:
         overrides = list(job.overrides.task)
         reason = explain(error, overrides) or repr(error)
         print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
-        if not isinstance(error, FolderHeld):
+        if not isinstance(error, FolderLocked):
             trace = "".join(traceback.format_exception(error))
             write_json(failure, {"reason": reason, "overrides": overrides, "traceback": trace})
         raise

@@ -31,7 +31,7 @@ def check_selection(cfg: DictConfig) -> None:
     searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
     if job.mode != RunMode.MULTIRUN or not searches:
         return
-    if not _holds_out(cfg):
+    if not _has_validation(cfg):
         raise UserError(
             "a sweeper that selects needs samples that are neither trained on nor tested on: set "
             "data.validation=split."
@@ -52,7 +52,7 @@ def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | N
         also `train_cost_percent`; None without `data.validation=split`, or if the run has not come to its end.
     """
     path = run_dir / "results.json"
-    if not _holds_out(cfg) or not path.exists():
+    if not _has_validation(cfg) or not path.exists():
         return None
     results = json.loads(path.read_text())
     metric = results.get("metric") or {"name": "accuracy", "higher_is_better": True}
@@ -71,7 +71,7 @@ def _directions() -> list[str]:
     ]
 
 
-def _holds_out(cfg: DictConfig) -> bool:
+def _has_validation(cfg: DictConfig) -> bool:
     data = cfg.get("data") or {}
     # Text always has a validation split, and no such setting.
     always = "validation_fraction" in data and "validation" not in data

@@ -90,9 +90,9 @@ class CausalModel(FirstOutput):
         given |= {name: None for name in ("pad_token_id",) if name in names and name not in (config or {})}
         given |= {"vocab_size": vocabulary_size}
         found = _built(known[kind], kind, type, given)
-        if "is_decoder" in names and _looks_ahead(found, vocabulary_size, context):
+        if "is_decoder" in names and _sees_later_tokens(found, vocabulary_size, context):
             found = _built(known[kind], kind, type, {**given, "is_decoder": True})
-        if _looks_ahead(found, vocabulary_size, context):
+        if _sees_later_tokens(found, vocabulary_size, context):
             raise UserError(
                 f"model.type={type} sees the tokens that it is to predict; llama and gpt2 do not."
             )
@@ -220,7 +220,7 @@ def _built(found: Any, kind: Any, model_type: str, given: Mapping[str, Any]) -> 
             raise UserError(f"transformers makes no {model_type} of these sizes: {reason}.") from error
 
 
-def _looks_ahead(model: Any, vocabulary_size: int, context: int) -> bool:
+def _sees_later_tokens(model: Any, vocabulary_size: int, context: int) -> bool:
     """Return True if logits depend on later tokens.
 
     Raises:

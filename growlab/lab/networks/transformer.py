@@ -230,15 +230,15 @@ class TransformerLayer(nn.Module):
     def forward(self, x_BTC: Tensor, source_BSC: Tensor | None, source_mask: Tensor | None) -> Tensor:
         """Map the stream [B, T, C]; the mask is that of the source, or of the stream without a source."""
         if self.decodes:
-            x_BTC = self._beside(x_BTC, self.norm1, lambda x: self.attention(x, causal=True))
-            x_BTC = self._beside(
+            x_BTC = self._residual(x_BTC, self.norm1, lambda x: self.attention(x, causal=True))
+            x_BTC = self._residual(
                 x_BTC, self.norm2, lambda x: self.source_attention(x, source_BSC, mask=source_mask)
             )
         else:
-            x_BTC = self._beside(x_BTC, self.norm1, lambda x: self.attention(x, mask=source_mask))
-        return self._beside(x_BTC, self.norm3, self.mlp)
+            x_BTC = self._residual(x_BTC, self.norm1, lambda x: self.attention(x, mask=source_mask))
+        return self._residual(x_BTC, self.norm3, self.mlp)
 
-    def _beside(self, x_BTC: Tensor, norm: nn.LayerNorm, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    def _residual(self, x_BTC: Tensor, norm: nn.LayerNorm, branch: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:
             return x_BTC + self.dropout(branch(norm(x_BTC)))
         return norm(x_BTC + self.dropout(branch(x_BTC)))

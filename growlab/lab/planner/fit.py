@@ -20,7 +20,7 @@ _EXPONENTS = np.geomspace(0.03, 1.5, 24)
 # Limits relative to the lowest loss that was measured.
 _LIMITS = np.linspace(0.0, 0.97, 25)
 # Deviation of a candidate's exponent from the others', in logarithms.
-_ALIKE = 0.25
+_SIMILAR = 0.25
 # No curve is known better than this, relative to its loss: a law is no more than a description.
 _LEAST_ERROR = 0.004
 # Neighbouring checkpoints share most of the average that is evaluated, so two of them tell little more than one.
@@ -182,7 +182,7 @@ class _Grid:
 
     def draw(self, common: np.ndarray, floor: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         """Draw a limit of at least `floor`, factor, exponent and error for each draw, given the common exponents."""
-        near = -0.5 * ((np.log(_EXPONENTS)[None, :] - np.log(common)[:, None]) / _ALIKE) ** 2
+        near = -0.5 * ((np.log(_EXPONENTS)[None, :] - np.log(common)[:, None]) / _SIMILAR) ** 2
         log = self.log + near[:, None, :]
         allowed = self.limits[None, :] >= floor[:, None] - 1e-12
         allowed[:, -1] = True

@@ -45,7 +45,7 @@ from growlab.lab.training.checks import check_trainer_options
 from growlab.lab.training.configuration import PRIMARY
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 from growlab.lab.training.processes import program
-from growlab.lab.training.run_folder import held_alone
+from growlab.lab.training.run_folder import lock_folder
 from growlab.parts import Part
 
 _PRECISIONS = ("32", "32-true", "bf16-mixed")
@@ -78,7 +78,7 @@ def run(cfg: DictConfig) -> None:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
     with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
-        ending.enter_context(held_alone(folder))
+        ending.enter_context(lock_folder(folder))
         # A plan's configuration would take the place of the run's.
         if any((folder / name).exists() for name in (CHECKPOINT_FOLDER, "metrics.csv", "results.json")):
             raise UserError(

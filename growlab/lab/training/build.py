@@ -58,7 +58,7 @@ from growlab.lab.training.processes import (
     world_size,
 )
 from growlab.lab.training.run import Experiment, Options, StayStopped, provenance, run
-from growlab.lab.training.run_folder import held_alone
+from growlab.lab.training.run_folder import lock_folder
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
@@ -85,7 +85,7 @@ def train(cfg: DictConfig) -> None:
     try:
         with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
             if is_first():
-                ending.enter_context(held_alone(folder))
+                ending.enter_context(lock_folder(folder))
             _check(cfg)
             if cfg.study is not None:
                 _run_study(cfg, folder)

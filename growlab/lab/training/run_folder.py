@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from growlab.base.errors import FolderHeld
+from growlab.base.errors import FolderLocked
 
 # Files and folders that a run writes at its end.
 _RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
-_HELD: set[int] = set()
+_LOCKED: set[int] = set()
 
 
 @contextlib.contextmanager
-def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
+def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
     """Lock a folder while this process writes to it; the system unlocks it when the process ends.
 
     Args:
@@ -24,24 +24,24 @@ def held_alone(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
         wait_sec: for a process that is about to end.
 
     Raises:
-        FolderHeld: another process has locked it.
+        FolderLocked: another process has locked it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    _HELD.add(descriptor)
+    _LOCKED.add(descriptor)
     try:
         last = time.monotonic() + wait_sec
         # Some network file systems cannot lock.
         with contextlib.suppress(OSError):
             while not _locked(descriptor):
                 if time.monotonic() > last:
-                    raise FolderHeld(
+                    raise FolderLocked(
                         f"another process is at work in {folder}: wait for its end, or name another folder with "
                         "hydra.run.dir=FOLDER."
                     )
                 time.sleep(0.1)
         yield
     finally:
-        _HELD.discard(descriptor)
+        _LOCKED.discard(descriptor)
         os.close(descriptor)
 
 
@@ -53,22 +53,22 @@ def _locked(descriptor: int) -> bool:
     return True
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """True if another process has locked a folder, which need not be there."""
     if not folder.is_dir():
         return False
     try:
-        with held_alone(folder, wait_sec=0.0):
+        with lock_folder(folder, wait_sec=0.0):
             return False
-    except FolderHeld:
+    except FolderLocked:
         return True
 
 
 def _let_go() -> None:
     """Processes that a run has forked may outlive it by a moment, and must not keep its locks."""
-    for descriptor in _HELD:
+    for descriptor in _LOCKED:
         os.close(descriptor)
-    _HELD.clear()
+    _LOCKED.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)

@@ -19,7 +19,7 @@ from growlab.grower.part import BlockPart
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState, constants
 from growlab.growth.constants import with_offset, without_offset
-from growlab.growth.method import Expansion, GrowthMethod
+from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
@@ -110,7 +110,7 @@ class Blocks:
         width graph with all blocks, by default as at construction.
         """
         absent = [block for name, block in self.blocks.items() if name not in present]
-        graph = _kept(full or self.full, lambda name: not any(block.holds(name) for block in absent))
+        graph = _kept(full or self.full, lambda name: not any(block.contains(name) for block in absent))
         aliases: dict[str, str] = {}
         for name in self.blocks:
             if name not in present and self._aliases[name]:
@@ -131,7 +131,7 @@ class Blocks:
 
     def only(self, name: str) -> WidthGraph:
         """Return the width graph of one block's tensors."""
-        return _kept(self.full, self.blocks[name].holds)
+        return _kept(self.full, self.blocks[name].contains)
 
     def put_in(
         self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None
@@ -215,8 +215,8 @@ class Blocks:
             if dict(widths) != self.full.full_widths:
                 tensors = with_offset(graph, tensors_of(network, graph))
                 still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
-                expansion = Expansion(graph, tensors, widths, widths, seed, stage, constants=still)
-                replace_tensors(network, graph, without_offset(graph, method.initialise(expansion)))
+                context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=still)
+                replace_tensors(network, graph, without_offset(graph, method.initialise(context)))
             own = self._tied[name].keys() | self.constants.keys()
             insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
             with torch.no_grad():
@@ -255,9 +255,9 @@ class Blocks:
         found = {}
         for name, parameter in network.named_parameters(remove_duplicate=False):
             other = first.setdefault(id(parameter), name)
-            if block.holds(name) and not block.holds(other):
+            if block.contains(name) and not block.contains(other):
                 found[name] = other
-        set_to = [name for name in self._zeroed(block) if not block.holds(name)]
+        set_to = [name for name in self._zeroed(block) if not block.contains(name)]
         set_to += found.values() if self.start == "identity" else ()
         if set_to:
             raise UserError(
@@ -271,19 +271,19 @@ class Blocks:
             name: stage
             for block, stage in stages.items()
             for name in self.full.axes
-            if self.blocks[block].holds(name)
+            if self.blocks[block].contains(name)
         }
 
     def _stream(self, block: Block) -> frozenset[str]:
         """Groups with tensors both inside and outside of a block."""
         groups: dict[bool, set[str]] = {True: set(), False: set()}
         for name, axes in self.full.axes.items():
-            groups[block.holds(name)].update(group for axis in axes for group in axis.groups)
+            groups[block.contains(name)].update(group for axis in axes for group in axis.groups)
         return frozenset(groups[True] & groups[False])
 
     def _alias(self, block: Block) -> dict[str, str]:
         """Map the block's output group to the group that replaces it while left out; empty for a residual block."""
-        axes = [axis for name, own in self.full.axes.items() if block.holds(name) for axis in own]
+        axes = [axis for name, own in self.full.axes.items() if block.contains(name) for axis in own]
         stream = self._stream(block)
         taken, given = (
             {g for axis in axes if axis.role == role for g in axis.groups} & stream for role in ("in", "out")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from growlab.growth.outputs import main_output, quietly
+from growlab.growth.outputs import main_output, without_side_effects
 from growlab.parts.depth.branches import Branches, Consumers, Edge, ancestors, edge_of, operation
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with, changed
@@ -162,7 +162,7 @@ class Block:
         """Paths of all its modules."""
         return tuple(path for span in self.spans for path in span.paths)
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return True if a module, parameter or buffer belongs to the block."""
         return any(name == path or name.startswith(f"{path}.") for path in self.paths)
 
@@ -276,7 +276,7 @@ def traced_output(network: nn.Module, example: tuple[Any, ...]) -> Tensor:
         real = isinstance(x, Tensor) and x.is_floating_point()
         return x.detach().clone().requires_grad_().clone() if real else x
 
-    with quietly(network), torch.enable_grad():
+    with without_side_effects(network), torch.enable_grad():
         network.eval()
         return main_output(call_with(network, changed(followed, example)))
 
@@ -414,7 +414,7 @@ def _siblings(network: nn.Module, path: str, parent: nn.Module, bare: bool) -> I
         own = f"{path}.{name}".lstrip(".")
         if not _may_be_block(child, bare and isinstance(parent, nn.ModuleList)):
             continue
-        if last is not None and not _alike(network, (group[-1][1], (own,)), last, child):
+        if last is not None and not _same_structure(network, (group[-1][1], (own,)), last, child):
             yield group
             group = []
         group.append((own, (own,)))
@@ -458,7 +458,7 @@ def _may_be_block(module: nn.Module, bare: bool) -> bool:
     return composed or not type(module).__module__.startswith("torch.nn.") or (bare and _is_layer(module))
 
 
-def _alike(
+def _same_structure(
     network: nn.Module, paths: tuple[tuple[str, ...], tuple[str, ...]], one: nn.Module, other: nn.Module
 ) -> bool:
     if type(one) is not type(other):

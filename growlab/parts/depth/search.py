@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.growth.outputs import quietly
+from growlab.growth.outputs import without_side_effects
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
 from growlab.parts.depth.finding import (
@@ -163,7 +163,7 @@ class Search:
                 hook = leave(block, span.paths[0], span.kind == "branch")
                 handles.append(last.register_forward_hook(hook, with_kwargs=True))
         try:
-            with quietly(network), same_draws():
+            with without_side_effects(network), same_draws():
                 for training in (False, True):
                     network.train(training)
                     call_with(network, self._example)
@@ -194,7 +194,7 @@ class Search:
         lost = [
             name
             for name in self._forward.names.values()
-            if name in self._forward.reached - learnt and not any(block.holds(name) for block in blocks)
+            if name in self._forward.reached - learnt and not any(block.contains(name) for block in blocks)
         ]
         return f"nothing would be learnt in {lost[0]} without it" if lost else None
 

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.base.errors import UserError
 from growlab.growth.multipliers import fold_multipliers
-from growlab.growth.outputs import quietly
+from growlab.growth.outputs import without_side_effects
 from growlab.parts.depth.finding import Block
 from growlab.widths.inputs import call_with
 
@@ -87,7 +87,7 @@ def identity(insertion: Insertion) -> None:
     first = insertion.network.get_submodule(paths[0])
     handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
     try:
-        with quietly(insertion.network):
+        with without_side_effects(insertion.network):
             insertion.network.train()
             call_with(insertion.network, insertion.probe)
     finally:

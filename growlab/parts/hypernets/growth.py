@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from growlab.base.errors import UserError
 from growlab.base.settings import one_of
-from growlab.growth import Expansion, NewWeights, VarianceTransfer
+from growlab.growth import GrowthContext, NewWeights, VarianceTransfer
 from growlab.growth.method import WeightRule
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
 from growlab.parts.hypernets.modules import Chunks, Emitted
@@ -162,35 +162,35 @@ class EmittedWeights(NewWeights):
 
     init: Initialisation = field(default_factory=Initialisation)
 
-    def std(self, expansion: Expansion, layer: Layer) -> float:
+    def std(self, context: GrowthContext, layer: Layer) -> float:
         """Standard deviation of new entries; gains of chunks are 1."""
-        return 1.0 if layer.emitters else super().std(expansion, layer)
+        return 1.0 if layer.emitters else super().std(context, layer)
 
-    def draw(self, expansion: Expansion, name: str) -> Tensor:
+    def draw(self, context: GrowthContext, name: str) -> Tensor:
         """Return a tensor of the new shape with every entry initialised as new.
 
         A new channel of chunks is emitted by the same output layer as the others, at its trained scale. Its running
         variance is therefore the mean of their second moments, if above 1; with 1, activations of new channels in eval
         mode could grow from layer to layer until twins no longer cancel within rounding.
         """
-        shape, source = expansion.new_shape(name), expansion.generator(name)
-        if expansion.graph.emitters and expansion.stage > 0:
-            for norm in expansion.graph.norms:
+        shape, source = context.new_shape(name), context.generator(name)
+        if context.graph.emitters and context.stage > 0:
+            for norm in context.graph.norms:
                 if name == norm.running_var and norm.running_mean is not None:
-                    mean, variance = (expansion.reference[key].double() for key in (norm.running_mean, name))
+                    mean, variance = (context.reference[key].double() for key in (norm.running_mean, name))
                     return torch.full(shape, max(1.0, float((variance + mean**2).mean())))
-        layer = next((x for x in expansion.graph.layers if name == x.weight or name in x.emitters), None)
-        if layer is None or not expansion.graph.grows(name):
-            return super().draw(expansion, name)
+        layer = next((x for x in context.graph.layers if name == x.weight or name in x.emitters), None)
+        if layer is None or not context.graph.grows(name):
+            return super().draw(context, name)
         if name == layer.weight:
             if layer.emitters:
                 return torch.ones(shape)
-            return self.init.draw(shape, self.std(expansion, layer) ** 2, source)
+            return self.init.draw(shape, self.std(context, layer) ** 2, source)
         if name.endswith(".embedding.values"):
             return self.init.embedding(shape, Emission(1, 1), source)
         if name.endswith(".bias"):
             return torch.zeros(shape)
-        emitted = super().std(expansion, layer) ** 2
+        emitted = super().std(context, layer) ** 2
         return self.init.draw(shape, emitted / shape[-1], source)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import as_user_errors
 from growlab.base.settings import at_least, flag, not_none, one_of, sorted_into, whole
-from growlab.growth.method import Expansion, GrownTensors, GrowthMethod, WidthDecision
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WidthDecision
 from growlab.parts.isotropic.resize import IMPORTANCES, Change, Choices, Observation, change_width, watch
 from growlab.parts.isotropic.spectrum import SIDES, consumers, decompose, folded, gain_columns, producers
 from growlab.widths import Carry, WidthGraph
@@ -196,25 +196,25 @@ class Isotropic(GrowthMethod, WidthDecision):
             decided[group] = self.widths.after(widths[group], scores)
         return decided
 
-    def grow(self, expansion: Expansion) -> GrownTensors:
+    def grow(self, context: GrowthContext) -> GrownTensors:
         """Resize every layer to its new width, one after the other in forward order."""
-        graph, widths = expansion.graph, dict(expansion.old_widths)
-        changing = [g for g in adaptable(graph) if expansion.new_widths[g] != widths[g]]
+        graph, widths = context.graph, dict(context.old_widths)
+        changing = [g for g in adaptable(graph) if context.new_widths[g] != widths[g]]
         # A change of basis mixes rows: their multipliers have to be folded into the weights.
-        scales = folded(graph, changing, expansion.multipliers)
-        tensors = {n: t * scales[n].to(t) if n in scales else t for n, t in expansion.old.items()}
-        leading = None if expansion.leader is None else dict(expansion.leader)
+        scales = folded(graph, changing, context.multipliers)
+        tensors = {n: t * scales[n].to(t) if n in scales else t for n, t in context.old.items()}
+        leading = None if context.averaged is None else dict(context.averaged)
         if leading is not None:
             leading |= {name: leading[name] * scale.to(leading[name]) for name, scale in scales.items()}
         # The averaged network's observations, from which its change was decided.
-        seen = expansion.leader_observed or expansion.observed
-        gradients = {n: g * scales[n].to(g) if n in scales else g for n, g in expansion.gradients.items()}
+        seen = context.averaged_observed or context.observed
+        gradients = {n: g * scales[n].to(g) if n in scales else g for n, g in context.gradients.items()}
         report: dict[str, dict[str, float | list[float]]] = {}
         bases: dict[str, Tensor] = {}
         removes = False
 
         def change(group: str, of: Mapping[str, Tensor], observed: Any, leader: Change | None) -> Change:
-            width, draws = expansion.new_widths[group], expansion.generator
+            width, draws = context.new_widths[group], context.generator
             given = (self.choices, gradients or None, observed, draws, leader)
             return change_width(graph, of, widths, group, width, *given)
 
@@ -227,9 +227,9 @@ class Isotropic(GrowthMethod, WidthDecision):
             if leading is not None:
                 first = change(group, leading, seen, None)
                 leading |= first.tensors
-            own = change(group, tensors, expansion.observed, first)
+            own = change(group, tensors, context.observed, first)
             tensors |= own.tensors
-            widths[group] = expansion.new_widths[group]
+            widths[group] = context.new_widths[group]
             bases[group] = own.basis
             removes = removes or bool(own.removed)
             report[group] |= {"removed": own.removed, "removed_part": own.removed_part}

@@ -140,7 +140,7 @@ class GainWeights(Part):
         with as_user_errors():
             at_least(0, decay=decay)
         self._mode, self._decay = str(mode), decay
-        self._held: list[tuple[nn.Module, Tensor]] = []
+        self._saved_gains: list[tuple[nn.Module, Tensor]] = []
 
     def prepare(
         self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
@@ -157,7 +157,7 @@ class GainWeights(Part):
         """Add the decay's gradient, or store psi and zero its gradient."""
         layers = readers(grower.network)
         if self._mode == "constant":
-            self._held = [(layer, gain_weights(layer).clone()) for layer in layers]
+            self._saved_gains = [(layer, gain_weights(layer).clone()) for layer in layers]
         for layer in layers:
             if layer.weight.grad is None:
                 continue
@@ -169,9 +169,9 @@ class GainWeights(Part):
 
     def after_step(self, grower: GrowingNetwork) -> None:
         """Restore a constant psi."""
-        for layer, value in self._held:
+        for layer, value in self._saved_gains:
             gain_weights(layer).copy_(value)
-        self._held = []
+        self._saved_gains = []
 
 
 def readers(network: nn.Module) -> list[nn.Linear | nn.Conv2d]:

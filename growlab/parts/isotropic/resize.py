@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.settings import finite, flag, one_of
-from growlab.growth.outputs import positional, quietly
+from growlab.growth.outputs import positional, without_side_effects
 from growlab.parts.isotropic.spectrum import (
     SIDES,
     consumers,
@@ -145,7 +145,7 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor])
     names = [radius.name for radius in graph.radii if len(radius.groups) == 1]
     hooks = [known[name].register_forward_hook(record(name)) for name in names if name in known]
     try:
-        with quietly(model):
+        with without_side_effects(model):
             model.eval()
             call_with(model, positional(probe))
     finally:

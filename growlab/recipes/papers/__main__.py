@@ -23,7 +23,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_text
 from growlab.lab.analysis.results import open_run
 from growlab.lab.training.processes import path_override
-from growlab.lab.training.run_folder import is_held
+from growlab.lab.training.run_folder import is_locked
 from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
 
 
@@ -134,7 +134,7 @@ class Training:
         if self.stopped:
             return None
         folder = self._place.runs / job.folder
-        if is_held(folder):
+        if is_locked(folder):
             print(f"{job.folder}: another process is training it", flush=True)
             return None
         print(job.folder, flush=True)
@@ -151,7 +151,7 @@ class Training:
                 process.terminate()
             code = process.wait()
             self._running.discard(process)
-        if self.stopped or self._place.done(job) or is_held(folder):
+        if self.stopped or self._place.done(job) or is_locked(folder):
             return None
         path = folder / FAILURE
         reason = f": {json.loads(path.read_text(encoding='utf-8'))['reason']}" if path.is_file() else ""

@@ -78,7 +78,7 @@ class Standing:
     def rows_text(self) -> str:
         """Count the kept runs, shorter ones and others, in words."""
         parts = [f"{self.num_whole} of {len(self.jobs)}"]
-        if added := sum(map(self.item.is_beside_table, self.jobs)):
+        if added := sum(map(self.item.is_added, self.jobs)):
             there = sum("method=equal_flops" in run.results["overrides"] for run in self._of_kind("whole"))
             parts[0] += f", of these {there} of {added} at equal FLOPs, which the paper does not have"
         if self.num_diverged:

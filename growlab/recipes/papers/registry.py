@@ -137,7 +137,7 @@ class Item:
         found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
         return list(found.values())
 
-    def is_beside_table(self, job: Job) -> bool:
+    def is_added(self, job: Job) -> bool:
         """True for fixed size at equal FLOPs, which we add to the papers' tables."""
         return self.table is not None and "method=equal_flops" in job.overrides
 

@@ -41,7 +41,7 @@ def matmul(record: Record, node: Any, args: Arguments) -> Any:
         return product_from_left(record, node, first, second)
     for left, (factor, x) in enumerate(((second, first), (first, second))):
         if _is_activation(x) and is_stack(record, factor):
-            kept = _beside_matrices(record, node, x, factor, x.axes[-1 if left else -2])
+            kept = _leading_axes(record, node, x, factor, x.axes[-1 if left else -2])
             return product_with_stack(record, node, x, factor, kept, left=bool(left))
     rank = len(shape_of(node))
     if record.heads == "sizes" and first.name is None and second.name is None:
@@ -84,7 +84,7 @@ def _is_activation(value: Value) -> bool:
     return value.name is None and value.turned is None and len(value.shape) > 1
 
 
-def _beside_matrices(record: Record, node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
+def _leading_axes(record: Record, node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
     """Axes of a product with a stack of matrices, without the channels; dimensions with a matrix each are frozen."""
     leading = shape_of(node)[:-2]
     axes: list[Runs] = [fixed(size) for size in leading]
@@ -109,7 +109,7 @@ def biased_matmul(record: Record, node: Any, args: Arguments) -> Any:
     """Batched matrix product plus a bias."""
     x, factor, bias = args["batch1"], args["batch2"], args["self"]
     if _is_activation(x) and is_stack(record, factor):
-        kept = _beside_matrices(record, node, x, factor, x.axes[-2])
+        kept = _leading_axes(record, node, x, factor, x.axes[-2])
         product = product_with_stack(record, node, x, factor, kept)
         return RULES["add"](record, node, {"self": product, "other": bias})
     if record.heads == "sizes":

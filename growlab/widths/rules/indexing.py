@@ -117,7 +117,7 @@ def index_select(record: Record, node: Any, args: Arguments) -> Value:
 def gather(record: Record, node: Any, args: Arguments) -> Value:
     """Gathering, with an index for each entry of the result: other dimensions of input and index are the same."""
     x, dim, positions = args["self"], args["dim"] % len(args["self"].shape), args["index"]
-    _same_beside(record, dim, x, positions)
+    _same_other_dims(record, dim, x, positions)
     return Value(positions.shape, positions.axes, x.scale)
 
 
@@ -125,7 +125,7 @@ def gather(record: Record, node: Any, args: Arguments) -> Value:
 def index_add(record: Record, node: Any, args: Arguments) -> Value:
     """Addition or copying of rows by index: other dimensions of both tensors are the same."""
     x, dim, source = args["self"], args["dim"] % len(args["self"].shape), args["source"]
-    _same_beside(record, dim, x, source)
+    _same_other_dims(record, dim, x, source)
     return Value(x.shape, x.axes, record.scales.union(x.scale, source.scale))
 
 
@@ -138,15 +138,15 @@ def scatter(record: Record, node: Any, args: Arguments) -> Value:
         args["index"],
         args.get("src"),
     )
-    _same_beside(record, dim, x, positions)
+    _same_other_dims(record, dim, x, positions)
     if isinstance(source, Value):
-        _same_beside(record, dim, x, source)
+        _same_other_dims(record, dim, x, source)
         record.scales.pin(source.scale)
     record.scales.pin(x.scale)
     return record.unit(x.shape, x.axes)
 
 
-def _same_beside(record: Record, dim: int, x: Value, other: Value) -> None:
+def _same_other_dims(record: Record, dim: int, x: Value, other: Value) -> None:
     """Unify all dimensions but `dim` of two tensors where their lengths are equal, and freeze the others."""
     for number, (mine, theirs) in enumerate(zip(x.axes, other.axes, strict=True)):
         if number != dim and x.shape[number] == other.shape[number]:

@@ -67,9 +67,9 @@ _DRAWS = """
 rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ log_normal_ cauchy_ geometric_ random_
 """
 _NEW = "new_zeros new_ones new_full new_empty zeros ones full empty rand randn"
-_ALIKE = "zeros_like ones_like full_like empty_like"
+_LIKE = "zeros_like ones_like full_like empty_like"
 #: Operations that take nothing but sizes and types from their operands.
-SIZES_ALONE = frozenset((*_NEW.split(), *_ALIKE.split(), *_DRAWS.split()))
+SIZES_ALONE = frozenset((*_NEW.split(), *_LIKE.split(), *_DRAWS.split()))
 
 
 @rule("constant_pad_nd", "pad")
@@ -191,7 +191,7 @@ def concatenate(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(record: Record, node: Any, args: Arguments) -> Value:
-    """Expansion: single positions are repeated; other dimensions pass."""
+    """GrowthContext: single positions are repeated; other dimensions pass."""
     x, shape = args["self"], shape_of(node)
     new = len(shape) - len(x.shape)
     axes = [record.atoms.of_constants(size) for size in shape]
@@ -371,7 +371,7 @@ def new_tensor(record: Record, node: Any, args: Arguments) -> Value:
     return record.unit(shape, axes)
 
 
-@rule(*_ALIKE.split(), *_DRAWS.split())
+@rule(*_LIKE.split(), *_DRAWS.split())
 def same_shape(record: Record, node: Any, args: Arguments) -> Value:
     """New tensor of the operand's shape and channels, whose entries do not depend on it."""
     x = args["self"]

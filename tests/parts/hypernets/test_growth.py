@@ -11,7 +11,7 @@ from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.growth import GrowthState, anneal_norms, finish, grow, plant
+from growlab.growth import GrowthState, anneal_norms, finish, grow, make_seed
 from growlab.lab.networks import MLP, CifarResNet
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Averages, Depth
@@ -61,7 +61,7 @@ class Run:
     ) -> None:
         self.network, self.x, self.method = network, x, method
         self.graph = method.prepare(network, graph, 5)
-        self.state: GrowthState = plant(network, self.graph, method, widths_at(self.graph, part), seed=5)
+        self.state: GrowthState = make_seed(network, self.graph, method, widths_at(self.graph, part), seed=5)
 
     @classmethod
     def of(cls, name: str, kind: str, dtype: torch.dtype = torch.float64) -> "Run":
@@ -166,7 +166,7 @@ def test_new_weights_have_the_hyperfan_variance_at_the_new_widths(kind: str, rul
             chunk_channels=2,
         )
         graph = method.prepare(network, trace(network, x[:2]), seed)
-        state = plant(network, graph, method, widths_at(graph, 0.5), seed)
+        state = make_seed(network, graph, method, widths_at(graph, 0.5), seed)
         sizes = [(m, m.weight.shape[:2]) for m, _ in emitted(network)]
         grow(network, graph, method, state, graph.full_widths, seed, (x,))
         for module, (rows, columns) in sizes:

@@ -13,7 +13,7 @@ from growlab import parts
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.triggers import At, ByMethod
-from growlab.growth import GradMax, GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, plant
+from growlab.growth import GradMax, GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.optim import SGD
 from growlab.parts.isotropic import Isotropic, IsotropicLayers, IsotropicMLP, deepen, isotropic_mlp, spectra
 from growlab.parts.isotropic.method import adaptable
@@ -210,14 +210,24 @@ def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dic
     average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
     for network in networks:
         average.update_parameters(network)
-    state = plant(late, graph, method, graph.full_widths, 0)
+    state = make_seed(late, graph, method, graph.full_widths, 0)
     for widths in ((8, 9, 7), (4, 9, 6), (5, 7, 3)):
         wanted = {**state.widths, **dict(zip(hidden, widths, strict=True))}
         leader, before = tensors_of(late, graph), state.as_dict()
         leading = grow(late, graph, method, state, wanted, 0, (probe,))
         for network in (early, average.module):
             own = GrowthState.from_dict(before)
-            event = grow(network, graph, method, own, wanted, 0, (probe,), leader=leader, leading=leading)
+            event = grow(
+                network,
+                graph,
+                method,
+                own,
+                wanted,
+                0,
+                (probe,),
+                averaged=leader,
+                averaged_event=leading,
+            )
             assert event.carry.bases.keys() == leading.carry.bases.keys() != set()
             for group, basis in leading.carry.bases.items():
                 assert torch.equal(event.carry.bases[group], basis), group
