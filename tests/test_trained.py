@@ -583,3 +583,18 @@ def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_momen
             )
         grower.step()
     assert len(grower.events) == 1
+
+
+def test_growth_ends_at_once_where_normalisations_count_all_channels_equally() -> None:
+    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for method in (HyperCloning(), VarianceTransfer()):
+        network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+        grower = Grower(network, x, method=method, trigger={0: 0.25, 1: 1.0})
+        grower.step(epoch=1)
+        before = evaluate(network, (x,))
+        if isinstance(method, HyperCloning):
+            grower.finish()
+        else:
+            with pytest.raises(UserError, match="need 100 more optimizer steps"):
+                grower.finish()
+        assert relative_error(before, evaluate(network, (x,))) < 1e-12

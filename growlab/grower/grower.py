@@ -37,6 +37,7 @@ from growlab.grower.trained import (
     Newborn,
     adopt,
     anneal_at_once,
+    anneal_if_uniform,
     layers_to_come,
     newborn,
     prepared,
@@ -405,12 +406,11 @@ class Grower(LoadingNetwork):
         check_vocabulary(self.network, self._vocabulary)
         if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage)):
             log.warning("%s", warning)
-        if self.state.norm_weights:
+        if not anneal_if_uniform(self):
             left = round((1 - self.state.norm_progress) * self.anneal_steps)
             raise UserError(
                 f"growth cannot end yet: normalisations over channels that grew need {left} more optimizer steps to "
-                "become plain ones; train on, lower anneal_steps, or announce the training's length as "
-                "provide(total_steps=...)."
+                "become plain; train on, lower anneal_steps, or call provide(total_steps=...) before training."
             )
         see_through(self.network, self.full_graph)
         for part in self.parts:
