@@ -399,8 +399,7 @@ class Grower(LoadingNetwork):
             The network.
 
         Raises:
-            UserError: normalisations are not plain yet, or an optimizer has loaded a state for a network of another
-                size. Nothing has changed then.
+            UserError: normalisations are not plain yet, or an optimizer's state still waits; nothing has changed then.
         """
         self.followers.check_loaded()
         check_vocabulary(self.network, self._vocabulary)
