@@ -45,6 +45,7 @@ $(READY): pyproject.toml requirements.lock
 	@touch $@
 
 run: $(READY)  ## the main job: grow a network on the digits data and print its results (ARGS="..." to change it)
+	@echo "growlab: starting (importing PyTorch takes some seconds)"
 	$(PY) -m growlab $(ARGS)
 
 reproduce: $(READY)  ## train what is missing of the papers' tables and figures (ARGS="--list", ARGS="table2 --minutes 60")

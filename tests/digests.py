@@ -73,7 +73,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "plateau": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=plateau", "schedule.demand.patience=1"),
     "mobilenet": (*_NETWORK, "model=mobilenetv1", "model.width=8"),
     "layer_statistics": (*MLP, "log_layers_every_n_steps=3"),
-    "task_change": ("experiment=isotropic_task_change", "schedule.total_epochs=6", "data.limit_train=96"),
+    "task_change": (
+        "experiment=papers/isotropic_task_change",
+        "schedule.total_epochs=6",
+        "data.limit_train=96",
+    ),
     "compiled": (*MLP, "compile=true"),
     **{f"looks_{name}": (*RUN, *BY_DATA[name]) for name in ("gradmax", "tiny_expressivity", "splitting")},
     **{f"two_ranks_{name}": (*arguments, *_TWO) for name, arguments in (("mlp", MLP), ("resnet", RESNET))},

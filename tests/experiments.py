@@ -12,8 +12,8 @@ _FOLDER = ROOT / "conf" / "experiment"
 # A sweep's preset runs what the experiment that it names runs; test_configs.py composes each of its jobs. Those of
 # translation train on text: tests/translation runs them.
 EXPERIMENTS = sorted(
-    path.stem
-    for path in _FOLDER.glob("*.yaml")
+    path.relative_to(_FOLDER).with_suffix("").as_posix()
+    for path in _FOLDER.rglob("*.yaml")
     if not {"sweeper:", "study:", "translation"} & set(path.read_text().split())
 )
 
@@ -29,7 +29,9 @@ def _choices(experiment: str) -> set[tuple[str, str]]:
             for group, choice in entry.items():
                 found |= {(group, str(one)) for one in (choice if isinstance(choice, list) else [choice])}
         elif entry != "_self_":
-            found |= _choices(entry)
+            found |= _choices(
+                str(Path("/", experiment).parent / entry.replace("/experiment", "")).lstrip("/")
+            )
     return found
 
 
@@ -58,12 +60,12 @@ COVERING = _covering()
 
 # Hypernetworks have tens of times the parameters of what they emit, up to 136 million.
 _NARROWER = {
-    f"hyperfan_{name}": ("model.network.width=12",)
+    f"papers/hyperfan_{name}": ("model.network.width=12",)
     for name in ("mnist", "allconv_cifar10", "bnn_mobilenet_imagenet")
 }
 # Networks of tens of millions of parameters have all that they have at a sixth of their width, too.
 _NARROWER |= {
-    name: ("model.width=12",)
+    f"papers/{name}": ("model.width=12",)
     for name in (
         *("vgg11_cifar10", "vgg19_cifar100", "resnet18_cifar100", "testbed_resnet18_cifar10"),
         *("mobilenetv1_cifar10", "mobilenetv1_cifar100", "mobilenetv1_imagenet"),
@@ -71,8 +73,8 @@ _NARROWER |= {
 }
 # A pass over the few images here has fewer batches than parts.
 _NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epoch_parts=1")
-_NARROWER["llama_text"] = _NARROWER["testbed_cifar10"]
-_NARROWER["testbed_resnet18_cifar10"] += _NARROWER["testbed_cifar10"]
+_NARROWER["llama_text"] = ("schedule.budget=null", "schedule.total_steps=null")
+_NARROWER["papers/testbed_resnet18_cifar10"] += _NARROWER["testbed_cifar10"]
 _OTHER_DATA = {
     "gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4"),
     "llama_text": (
@@ -82,6 +84,13 @@ _OTHER_DATA = {
         "data.vocab_size=300",
     ),
 }
+
+
+def option(name: str) -> str:
+    """An experiment as the command line names it: with `papers/` in front where its file is in that folder."""
+    return next(f"{path.parent.name}/{name}" for path in _FOLDER.rglob(f"{name}.yaml")).removeprefix(
+        "experiment/"
+    )
 
 
 def write_fake_images(root: Path) -> Path:
@@ -105,7 +114,7 @@ def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
         "schedule.widths=[0.25,1]",
         "schedule.batch_sizes=null",
     )
-    decides = experiment.startswith("isotropic") and experiment != "isotropic_depth"
+    decides = "isotropic" in experiment and experiment != "papers/isotropic_depth"
     data = (f"data.root={images}", "data.download=false", "data.num_workers=0", "data.limit_test=4")
     return (
         f"experiment={experiment}",

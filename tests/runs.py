@@ -100,7 +100,7 @@ class HungryMlp(nn.Sequential):
 # What a run leaves behind --------------------------------------------------------------------------------
 
 # Measured times, and memory of the process, differ from run to run; everything else must not.
-_TIMES = {"seconds", "samples_per_sec", "seconds_by_part", "peak_memory_bytes"}
+_TIMES = {"seconds", "samples_per_sec", "tokens_per_sec", "seconds_by_part", "peak_memory_bytes"}
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -132,6 +132,7 @@ class Left:
     """What a finished run has left in its folder, as far as it must be the same every time."""
 
     metrics: list[dict[str, str]]
+    steps: list[dict[str, str]]
     rates: list[dict[str, str]]
     growth: dict[str, Any]
     results: dict[str, Any]
@@ -143,10 +144,10 @@ class Left:
         """Read it."""
         results = json.loads((folder / "results.json").read_text())
         checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-        rates = folder / "rates.csv"
+        optional = (folder / "steps.csv", folder / "rates.csv")
         return cls(
             table(folder / "metrics.csv"),
-            table(rates) if rates.exists() else [],
+            *(table(file) if file.exists() else [] for file in optional),
             without_times(json.loads((folder / "growth.json").read_text())),
             without_times(
                 {k: v for k, v in results.items() if k not in ("overrides", "command", "git_commit")}

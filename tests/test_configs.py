@@ -30,11 +30,15 @@ from growlab.lab.training.configuration import (
 
 CONF = config_dir()
 GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})
-OPTIONS = [(group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+OPTIONS = [
+    (group, path.relative_to(CONF / group).with_suffix("").as_posix())
+    for group in GROUPS
+    for path in sorted((CONF / group).rglob("*.yaml"))
+]
 EXPERIMENTS = [option for group, option in OPTIONS if group == "experiment"]
 PARTS = [option for group, option in OPTIONS if group == "parts"]
 TOP = set(yaml.safe_load((CONF / "config.yaml").read_text())) - {"defaults", "hydra"} | {*GROUPS, *PARTS}
-TOP -= {"experiment", "method"}
+TOP -= {"debug", "experiment", "method"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -117,7 +121,7 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
     monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
-    assert cfg.hydra.sweep.dir == f"runs/{experiment}"
+    assert cfg.hydra.sweep.dir == f"runs/{experiment.removeprefix('papers/')}"
     assert 6 <= int(prod(map(len, params.values()))) <= 77
     job = composed(f"experiment={experiment}", "name=given")
     for key, values in params.items():
@@ -135,10 +139,10 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
 def test_every_schedule_of_figure_6_is_possible_and_the_papers_own_is_among_them() -> None:
     """Those of the sweep and of each further command in the file's head."""
     keys = ("schedule.initial_epochs", "schedule.epoch_growth_rate", "schedule.width_growth_rate")
-    cfg = compose(PRIMARY, overrides=["experiment=figure6"], return_hydra_config=True)
+    cfg = compose(PRIMARY, overrides=["experiment=papers/figure6"], return_hydra_config=True)
     swept = {key: str(cfg.hydra.sweeper.params[key]) for key in keys}
-    head = (CONF / "experiment" / "figure6.yaml").read_text().split("defaults:")[0]
-    commands = [line.split() for line in head.splitlines() if "-m experiment=figure6" in line]
+    head = (CONF / "experiment" / "papers" / "figure6.yaml").read_text().split("defaults:")[0]
+    commands = [line.split() for line in head.splitlines() if "-m experiment=papers/figure6" in line]
     sweeps, settings = [], OmegaConf.to_container(cfg.schedule)
     for command in commands:
         if "method=fixed_size" not in command:
@@ -162,9 +166,9 @@ def test_every_schedule_of_figure_6_is_possible_and_the_papers_own_is_among_them
         (("model=custom", "model._target_=my.package.Network"), "Network_on_digits"),
         (("model=timm", "model.name=resnet50.a1_in1k"), "resnet50_a1_in1k_on_digits"),
         (("experiment=resnet20_cifar10",), "resnet20_cifar10"),
-        (("experiment=figure6", "model=vgg11", "data=mnist"), "figure6_with_vgg11_on_mnist"),
+        (("experiment=papers/figure6", "model=vgg11", "data=mnist"), "figure6_with_vgg11_on_mnist"),
         # Its own sweep is over networks.
-        (("experiment=table3", "model=vgg19"), "table3"),
+        (("experiment=papers/table3", "model=vgg19"), "table3"),
         (("model=mlp8", "data=mnist", "name=mine"), "mine"),
     ],
 )
@@ -182,7 +186,7 @@ def test_a_run_is_named_after_its_network_and_data(
     [("net2net", "Net2Net", False), ("growing_ra", "PairGrowth", True), ("ours", "VarianceTransfer", True)],
 )
 def test_a_method_wins_over_the_experiment(method: str, growth: str, adapts: bool) -> None:
-    cfg = composed("experiment=resnet20_cifar10_lars", f"method={method}")
+    cfg = composed("experiment=papers/resnet20_cifar10_lars", f"method={method}")
     assert cfg.growth._target_ == f"growlab.growth.{growth}"
     assert (cfg.lr_adapt.rule is not None) == adapts
 
@@ -242,7 +246,7 @@ def check(*overrides: str, is_sweep: bool = False) -> None:
     ("overrides", "sentence"),
     [
         (
-            ("experiment=mlp8_cifar10", "schedule.total_epochs=3"),
+            ("experiment=papers/mlp8_cifar10", "schedule.total_epochs=3"),
             "schedule.total_epochs=3 has no effect with schedule.epochs=[5,5,5,5,5,5,5,5,5,5], which the experiment "
             "sets: set that, or add schedule.epochs=null.",
         ),
@@ -250,9 +254,9 @@ def check(*overrides: str, is_sweep: bool = False) -> None:
             ("experiment=testbed_cifar10", "schedule.total_epochs=3"),
             "schedule.total_epochs=3 has no effect with schedule.budget=3.6",
         ),
-        (("experiment=convnet4_cifar10", "schedule.num_stages=2"), "with schedule.epochs=[10,10,10]"),
+        (("experiment=papers/convnet4_cifar10", "schedule.num_stages=2"), "with schedule.epochs=[10,10,10]"),
         (
-            ("experiment=convnet4_cifar10", "schedule.initial_fraction=0.5"),
+            ("experiment=papers/convnet4_cifar10", "schedule.initial_fraction=0.5"),
             "with schedule.epochs=[10,10,10]",
         ),
         (
@@ -285,9 +289,9 @@ def test_a_setting_without_effect_is_refused(overrides: tuple[str, ...], sentenc
     "overrides",
     [
         ("schedule.total_epochs=3", "schedule.initial_fraction=0.3", "schedule.num_stages=2"),
-        ("experiment=mlp8_cifar10", "schedule.total_epochs=50", "schedule.num_stages=10"),
+        ("experiment=papers/mlp8_cifar10", "schedule.total_epochs=50", "schedule.num_stages=10"),
         (
-            "experiment=mlp8_cifar10",
+            "experiment=papers/mlp8_cifar10",
             *("schedule.total_epochs=3", "schedule.epochs=null", "schedule.widths=null"),
         ),
         ("experiment=testbed_cifar10", "schedule.total_epochs=3", "schedule.budget=null"),

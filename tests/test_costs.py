@@ -12,11 +12,12 @@ from omegaconf import OmegaConf
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
 from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
-from growlab.lab.training.plan import StageCost
+from growlab.lab.training.plan import NOT_OF_STAGES, StageCost
 from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import registry
 from growlab.widths import trace
 from tests.command_line import ROOT
+from tests.experiments import option
 from tests.parts_here import needs
 
 # Pixels and classes of the data sets.
@@ -44,10 +45,9 @@ def stage_costs(experiment: str) -> tuple[tuple[int, ...], list[int], int]:
 
     As the run itself works them out, but on the meta device, where nothing is computed.
     """
-    cfg = compose(PRIMARY, overrides=[f"experiment={experiment}"])
+    cfg = compose(PRIMARY, overrides=[f"experiment={option(experiment)}"])
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
-    others = ("learning_rate", "demand", "equal_flops", "budget", "batch_size", "max_memory_gib_per_device")
-    for name in others:
+    for name in ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device", *NOT_OF_STAGES):
         del settings[name]
     schedule = make_schedule(batch_size=cfg.data.batch_size, **settings)
     size, num_classes = DATA[cfg.data.name]
@@ -65,7 +65,7 @@ def cost_percent(experiment: str) -> float:
 
 def test_every_published_cost_belongs_to_an_experiment() -> None:
     assert len(PUBLISHED) == 9
-    experiments = {path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml")}
+    experiments = {path.stem for path in (ROOT / "conf" / "experiment").rglob("*.yaml")}
     assert set(PUBLISHED) <= experiments
 
 
@@ -82,13 +82,13 @@ def test_the_cost_is_within_three_points_of_the_published_one(experiment: str, p
     assert cost == pytest.approx(percent, abs=BOUNDS.get(experiment, 3))
     row = re.search(rf"^\| `{experiment}` \| ([\d.]+) \| ([\d.]+) \|$", MEASURED.read_text(), re.M)
     assert row and row.groups() == (f"{cost:.2f}", f"{percent:.2f}"), f"{cost:.2f}"
-    header = (ROOT / "conf" / "experiment" / f"{experiment}.yaml").read_text()
+    header = (ROOT / "conf" / "experiment" / f"{option(experiment)}.yaml").read_text()
     assert f"train cost {cost:.0f} % (published {percent:.2f}" in header
 
 
 def test_imagenets_epochs_are_the_published_ones() -> None:
     for experiment in ("resnet50_imagenet", "mobilenetv1_imagenet"):
-        settings = compose(PRIMARY, overrides=[f"experiment={experiment}"]).schedule
+        settings = compose(PRIMARY, overrides=[f"experiment={option(experiment)}"]).schedule
         schedule = make_schedule(
             settings.total_epochs, 256, settings.num_stages, None, settings.initial_fraction
         )
@@ -104,6 +104,6 @@ def test_table_14s_cost_is_told_as_we_count_it() -> None:
     spent = sum(n * share * cost for n, share, cost in zip(epochs, shares, flops, strict=True))
     looking_back = sum(share * cost for share, cost in zip(shares[:-1], flops[:-1], strict=True))
     counted = (f"{100 * spent / whole:.2f}", f"{100 * (spent + looking_back) / whole:.2f}")
-    header = (ROOT / "conf" / "experiment" / "table14.yaml").read_text()
+    header = (ROOT / "conf" / "experiment" / "papers" / "table14.yaml").read_text()
     assert f"train cost {counted[0]} %, with dynamic OSGD {counted[1]} % by our count" in header
     assert all(number in registry().items["table14"].claim for number in counted)

@@ -13,6 +13,7 @@ from growlab import parts
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import PairGrowth
+from growlab.lab.analysis.results import open_run
 from growlab.lab.networks.language_models import CausalModel, plain_model
 from growlab.widths import trace
 from tests.command_line import CommandLine
@@ -196,7 +197,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama(text: Path) -> tuple[str, ...]:
-    """A few steps in 3 epochs of a part of a pass each, grown in width and depth at once; the rate follows the cost."""
+    """Eleven steps, evaluated every third and where width and depth grow at once; the rate follows the cost."""
     return (
         *(
             "experiment=llama_text",
@@ -204,10 +205,11 @@ def llama(text: Path) -> tuple[str, ...]:
             "data.vocab_size=280",
             "data.validation_fraction=0.05",
         ),
-        *("data.context=16", "data.batch_size=8", "data.epoch_parts=12", "data.test_fraction=0.05"),
+        *("data.context=16", "data.batch_size=8", "data.test_fraction=0.05"),
         *("model.hidden_size=16", "model.intermediate_size=24", "model.num_key_value_heads=2"),
         *("model.num_hidden_layers=3", "optimizer.lr=0.01", "schedule.budget=null", "trainer=cpu"),
-        *("schedule.epochs=[1,2]", "schedule.widths=[0.5,1]", "norm_anneal=0.9"),
+        *("schedule.steps=[4,7]", "schedule.eval_every_n_steps=3", "log_every_n_steps=2"),
+        *("schedule.widths=[0.5,1]", "norm_anneal=0.9"),
     )
 
 
@@ -238,6 +240,18 @@ def test_a_run_leaves_a_folder_that_transformers_loads(grown: Whole, text: Path)
         m.generate(tokens[:, :4], max_new_tokens=8, do_sample=False).tolist() for m in (loaded, made.network)
     )
     assert one == two
+
+
+def test_a_run_in_steps_is_evaluated_and_grows_at_steps(grown: Whole) -> None:
+    left = grown.left
+    assert [int(row["step"]) for row in left.metrics] == [3, 4, 6, 9, 11]
+    assert [event["step"] for event in left.growth["events"]] == [4]
+    assert [stage["steps"] for stage in left.results["stages"]] == [4, 7]
+    assert (left.results["steps"], left.results["tokens"]) == (11, 11 * 8 * 16)
+    assert [int(row["step"]) for row in left.steps] == [2, 4, 6, 8, 10]
+    assert all(float(row["loss"]) > 0 and float(row["grad_norm"]) > 0 for row in left.steps)
+    assert "step 11/11" in grown.err
+    assert open_run(grown.folder).results["epochs"] == left.results["epochs"]
 
 
 def test_trained_weights_and_their_average_have_separate_folders(grown: Whole) -> None:

@@ -23,13 +23,16 @@ from omegaconf import OmegaConf
 import growlab.lab.cli.app as command_line
 from growlab import __version__
 from growlab.base.errors import UserError, how_to_install
+from growlab.lab.analysis.identity import leaves
 from growlab.lab.cli.commands import COMMANDS, run_command
 from growlab.lab.cli.explain import explain
+from growlab.lab.cli.settings import difference, explanation, in_short
 from growlab.lab.planner.__main__ import main as plan_main
-from growlab.lab.training.configuration import config_dir
+from growlab.lab.training.configuration import composed, config_dir
 from growlab.lab.training.processes import program
 from tests.command_line import ROOT
 
+COMMANDS_OF_HELP = ["[run]", "widths", "plan", "table", "resume"]
 FILES = {
     "config.yaml": """
         defaults:
@@ -433,21 +436,32 @@ def test_a_reader_that_has_seen_enough_ends_the_output_quietly(tmp_path: Path) -
     assert done.stderr == "" and done.stdout in ("141\n", "0\n")
 
 
-def test_help_lists_groups_and_examples(
-    growlab: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_begins_with_commands_and_experiments_and_lists_groups(growlab: Callable[..., Outcome]) -> None:
     outcome = growlab("--help")
     assert outcome.code == 0 and outcome.err == ""
-    assert "growth: net2net, none, ours, pairs" in outcome.out
-    assert "growlab -m seed=0,1,2" in outcome.out
+    lines = outcome.out.splitlines()
+    assert len(lines) <= 50 and [line.split()[1] for line in lines[2:7]] == COMMANDS_OF_HELP
+    assert "growlab -m seed=0,1,2" in outcome.out and "  growth, part, schedule\n" in outcome.out
     assert "$" not in outcome.out.replace('"$(growlab -sc install=bash)"', "")
     assert "hydra.cc" not in outcome.out
-    listed = outcome.out[outcome.out.index("\nGroups") : outcome.out.index("\nOptions")]
-    assert "\nhydra" not in listed
     assert max(map(len, outcome.out.splitlines())) <= 80
-    monkeypatch.setattr("growlab.lab.cli.app._HELP_COLUMNS", 40)
-    narrow = growlab("--help").out
-    assert "\npart: broken, deep, linear, negative,\n    refusing, wandb\n" in narrow
+
+
+def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> None:
+    """Parts are shown when they are chosen; what differs from the default run is printed alone."""
+    cfg = composed(["depth.blocks=auto"])
+    assert len(in_short(composed([])).splitlines()) <= 80 and "depth" not in in_short(composed([]))
+    assert "blocks: auto" in in_short(cfg) and "mirror: false" in in_short(cfg, {"data.mirror"})
+    assert difference(cfg, composed([])).splitlines()[0] == "depth.blocks=auto  # null"
+    choices = HydraConfig.get().runtime.choices
+    for name, _ in leaves(OmegaConf.to_container(cfg)):
+        if not name.startswith(("hydra", "parts.")) and not name.endswith("_"):
+            assert explanation(cfg, name, choices).count("\n") and "see the documentation" not in (
+                explanation(cfg, name, choices)
+            ), name
+    assert explanation(cfg, "growth", choices).startswith("growth: bert2bert, ")
+    with pytest.raises(UserError, match="near it: clock"):
+        explanation(cfg, "clok", choices)
 
 
 def test_cfg_prints_the_job_and_does_not_run_it(growlab: Callable[..., Outcome]) -> None:
@@ -468,11 +482,17 @@ def test_info_names_the_files(growlab: Callable[..., Outcome]) -> None:
     ("line", "candidates"),
     [
         ("growlab growth=n", ["growth=net2net", "growth=none"]),
-        ("growlab schedule.total", ["schedule.total_epochs="]),
+        (
+            "growlab schedule.total",
+            ["schedule.total_epochs=", "schedule.total_steps=", "schedule.total_tokens="],
+        ),
         ("growlab pl", ["plan"]),
         ("growlab s", ["schedule.", "schedule=", "seed="]),
         ("growlab plan growth=n", ["growth=net2net", "growth=none"]),
-        ("growlab run schedule.total", ["schedule.total_epochs="]),
+        (
+            "growlab run schedule.total",
+            ["schedule.total_epochs=", "schedule.total_steps=", "schedule.total_tokens="],
+        ),
         ("growlab table schedule.total", []),
     ],
 )

@@ -1,5 +1,6 @@
 """One process writes to a run's folder at a time, and an earlier run's results are not taken for a later one's."""
 
+import json
 import os
 import shlex
 import shutil
@@ -65,6 +66,37 @@ def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(
             outcome = cli(*arguments, cwd=tmp_path)
             assert outcome.code == 2 and "another process is at work in " in outcome.err
     assert not (run / "config.yaml").exists() and not (run / FAILURE).exists()
+
+
+def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
+    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
+) -> None:
+    run, done = tmp_path / "run", whole(*MLP)
+    shutil.copytree(done.folder, run)
+    shown = cli("show", "run", cwd=tmp_path)
+    assert (
+        shown.code == 0 and "stage 2 at step 12" in shown.out and "schedule.widths=[0.5,0.75,1]" in shown.out
+    )
+    tested = cli("eval", "run", "-o", "numbers.json", cwd=tmp_path)
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert tested.code == 0 and numbers["accuracy"] == pytest.approx(done.results["test_accuracy"])
+    assert (
+        numbers["loss"] == pytest.approx(done.results["test_loss"]) and 0 <= numbers["calibration_error"] <= 1
+    )
+    (run / "results.json").unlink()
+    assert cli("resume", "run", cwd=tmp_path).code == 0 and (run / "results.json").exists()
+    assert cli("resume", ".", cwd=tmp_path).code == 2
+
+
+def test_a_refused_run_leaves_no_folder_and_a_job_is_named_by_what_differs(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    assert cli(*MLP, "optimizer.lr=-1", cwd=tmp_path).code == 2 and not list(tmp_path.iterdir())
+    long = "x" * 120
+    given = ["seed=0,1", f"data.root=/a/{long}", f"+note=/b/{long}", f"+other={long},y", "optimizer.lr=-1"]
+    assert cli("-m", *MLP, *given, "hydra.sweep.dir=jobs", cwd=tmp_path).code == 2
+    names = sorted(path.name for path in (tmp_path / "jobs").iterdir() if path.is_dir())
+    assert names[1] == "1_+other=y,seed=0" and names[0] == f"0_+other={long},seed=0" and len(names) == 4
 
 
 def test_a_killed_run_is_not_taken_for_the_one_before_it(

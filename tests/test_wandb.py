@@ -20,7 +20,15 @@ from tests.test_experiment import SHORT
 wandb = pytest.importorskip("wandb")
 
 SWEEP = (
-    *("-m", *SHORT, "logger=wandb", "seed=0", "growth=ours,pairs", "hydra.sweep.dir=grid"),
+    *(
+        "-m",
+        *SHORT,
+        "logger=wandb",
+        "log_every_n_steps=2",
+        "seed=0",
+        "growth=ours,pairs",
+        "hydra.sweep.dir=grid",
+    ),
     "hydra.sweep.subdir=${hydra.job.num}",
 )
 
@@ -117,6 +125,9 @@ def test_metrics_are_those_of_the_files_and_have_summaries(sweep: Path) -> None:
         metrics = table(run.files.parents[2] / "metrics.csv")
         assert run.column("train_loss") == pytest.approx([float(row["train_loss"]) for row in metrics])
         assert run.column("val_accuracy") == pytest.approx([float(row["val_accuracy"]) for row in metrics])
+        steps = table(run.files.parents[2] / "steps.csv")
+        for name in ("loss", "lr", "grad_norm"):
+            assert run.column(f"step/{name}") == pytest.approx([float(row[name]) for row in steps])
         assert (run.summaries["val_accuracy"], run.summaries["train_loss"]) == ("max", "min")
         assert run.column("growth/stage") == [1]
         groups = json.loads((run.files.parents[2] / "growth.json").read_text())["groups"]

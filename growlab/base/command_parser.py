@@ -1,6 +1,7 @@
 """Command-line parser that reports a wrong command line in one sentence."""
 
 import argparse
+import textwrap
 from math import inf, prod
 from typing import NoReturn
 
@@ -17,6 +18,22 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message and where help is."""
         raise UserError(f"{message}; see {self.prog} --help.")
+
+
+def in_columns(text: str, columns: int = 79) -> str:
+    """Wrap the lines of a text at spaces, each with its indent, for a terminal.
+
+    Examples:
+        >>> print(in_columns("  width: 12 to 24", 12))
+          width: 12
+              to 24
+    """
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        more = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(line, columns, subsequent_indent=f"{indent}    ", **more) or [""]
+    return "\n".join(lines)
 
 
 def sizes(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from growlab.base.command_parser import CommandParser, amount, count, sizes
+from growlab.base.command_parser import CommandParser, amount, count, in_columns, sizes
 from growlab.base.errors import UserError
 from growlab.inspect import METHODS, USUAL, Report, examine, expand, matrix
 from growlab.widths.groups import count_groups, report_lines
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for report in reports:
-        print(json.dumps(asdict(report)) if args.json else describe(report))
+        print(json.dumps(asdict(report)) if args.json else in_columns(describe(report)))
     return 1 if any(report.error is not None for report in reports) else 0
 
 

@@ -1,5 +1,6 @@
 """Create networks by name: growlab's, torchvision's, timm's, small ones of transformers, and any factory's."""
 
+import contextlib
 import importlib
 import inspect
 import logging
@@ -223,6 +224,17 @@ def _not_downloaded(name: str, error: Exception) -> UserError:
     )
 
 
+def _library_name(name: str) -> str:
+    """The name with the library in front that has such a network; "" if none has."""
+    found = {"growlab": importlib.import_module("growlab.lab.networks").__all__}
+    with contextlib.suppress(ImportError):
+        found["torchvision"] = importlib.import_module("torchvision.models").list_models()
+    with contextlib.suppress(ImportError):
+        found["timm"] = importlib.import_module("timm").list_models()
+    # Those of torchvision are the best known.
+    return next((f"{one}/{name}" for one in ("torchvision", *found) if name in found.get(one, ())), "")
+
+
 def load(
     name: str, input_shape: Sequence[int] | None, num_classes: int = 10
 ) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -269,9 +281,10 @@ def load(
         return small_model(model)
     module, colon, factory_name = name.partition(":")
     if not colon:
+        near = f"; did you mean {offered}?" if (offered := _library_name(name)) else ""
         raise UserError(
             f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME, "
-            "transformers/MODEL_TYPE or package.module:factory."
+            f"transformers/MODEL_TYPE or package.module:factory{near or '.'}"
         )
     # After installed packages: a `torch.py` here must not replace torch.
     sys.path.append("")

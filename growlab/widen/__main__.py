@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from growlab.base.command_parser import CommandParser, sizes
+from growlab.base.command_parser import CommandParser, in_columns, sizes
 from growlab.base.errors import UserError
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
@@ -67,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
-        f"{receipt['num_params_before']:,}; relative change of its output {receipt['relative_error_float64']:.0e} "
-        "(float64)"
+        in_columns(
+            f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
+            f"{receipt['num_params_before']:,}; relative change of its output {receipt['relative_error_float64']:.0e} "
+            "(float64)"
+        )
     )
     for name, size in receipt["sizes"].items():
         print(f"  {name}: {size['before']} to {size['after']}")
@@ -93,9 +95,11 @@ def _widen_named(args: argparse.Namespace) -> int:
         args.model, args.weights, args.out, args.width, args.method, args.seed, tuple(args.input_shape)
     )
     print(
-        f"{args.out}: {args.model} of {receipt['num_params']:,} parameters, from {receipt['num_params_before']:,}; "
-        f"relative change of its output {receipt['relative_error_float64']:.0e} (float64); load it with "
-        f"growlab.widen.load_widened({str(args.out)!r})"
+        in_columns(
+            f"{args.out}: {args.model} of {receipt['num_params']:,} parameters, from {receipt['num_params_before']:,}; "
+            f"relative change of its output {receipt['relative_error_float64']:.0e} (float64); load it with "
+            f"growlab.widen.load_widened({str(args.out)!r})"
+        )
     )
     return 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from growlab.base.command_parser import CommandParser, amount
+from growlab.base.command_parser import CommandParser, amount, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.grower.prune import Score, prune
@@ -141,8 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
-        f"{receipt['num_params_before']:,}"
+        in_columns(
+            f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
+            f"{receipt['num_params_before']:,}"
+        )
     )
     for name, size in receipt["sizes"].items():
         print(f"  {name}: {size['before']} to {size['after']}")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.command_parser import CommandParser, amount, count
+from growlab.base.command_parser import CommandParser, amount, count, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.growth.method import generator
@@ -359,9 +359,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
-        f"{receipt['num_params_before']:,}; {receipt['experts']} experts, {receipt['experts_per_token']} per token; "
-        f"relative change of its output {receipt['relative_error_float64']:.0e} (float64)"
+        in_columns(
+            f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
+            f"{receipt['num_params_before']:,}; {receipt['experts']} experts, {receipt['experts_per_token']} per "
+            f"token; relative change of its output {receipt['relative_error_float64']:.0e} (float64)"
+        )
     )
     return 0
 

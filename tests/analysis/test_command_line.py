@@ -36,6 +36,21 @@ def test_tables_are_printed_or_written_in_the_form_asked_for(runs, tmp_path, cap
     assert capsys.readouterr().out.startswith("method,against,seeds")
 
 
+def test_a_table_answers_by_a_setting_a_metric_and_a_filter(runs, capsys):
+    assert main([str(runs), "--by", "growth", "--metric", "epochs", "--sort=-epochs", "--csv"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("growth,epochs,") and {line.split(",")[1] for line in lines} == {"4 (1)"}
+    assert main([str(runs), "--filter", "growth=no*"]) == 0
+    assert "over 1 runs" in capsys.readouterr().out
+    for wrong, said in (
+        ("--by=groth", "near it: growth"),
+        ("--sort=x", "no column"),
+        ("--filter=growth=x", "no run"),
+    ):
+        assert main([str(runs), wrong]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_torn_run_is_a_warning_and_the_rest_is_shown(tmp_path, capsys):
     for name in ("good", "torn"):
         write_run(tmp_path / name, stage_epochs=(4,), **FIXED)

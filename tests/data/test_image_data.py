@@ -11,7 +11,7 @@ from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
-from growlab.lab.data.loaders import EpochPlan, MemoryLoader, StreamLoader
+from growlab.lab.data.loaders import EpochPlan, MemoryLoader, Steps, StreamLoader, sizes_in_part
 from tests.data.conftest import equal, placed, train_batches
 
 # Lightning 2.6 asks torch 2.15's pytree in a deprecated way whenever it collects loaders.
@@ -234,6 +234,18 @@ def test_a_trainer_that_keeps_its_loader_sees_a_new_order_each_epoch():
         pairs = zip(kept.seen[epoch], reloaded.seen[epoch], strict=True)
         assert all(torch.equal(x, other) for x, other in pairs)
     assert not torch.equal(kept.seen[0][0], kept.seen[1][0])
+
+
+def test_epochs_in_steps_follow_each_other_over_the_passes() -> None:
+    lengths, passes = [3, 5, 4], [EpochPlan(50, 16, 3, number).batches() for number in range(3)]
+    plans = [EpochPlan(50, 16, 3, epoch, steps=Steps(lengths)) for epoch in range(3)]
+    flat = [batch.tolist() for one in passes for batch in one]
+    assert [batch.tolist() for plan in plans for batch in plan.batches()] == flat
+    assert [len(plan) for plan in plans] == lengths
+    assert [plans[1].pass_of(place) for place in range(5)] == [0, 1, 1, 1, 1]
+    assert [sizes_in_part(50, 16, epoch, steps=Steps(lengths)) for epoch in range(3)] == [
+        [len(batch) for batch in plan.batches()] for plan in plans
+    ]
 
 
 @given(parts=st.integers(1, 15), batch_size=st.integers(90, 400))

@@ -27,7 +27,7 @@ README = "README.md"
 MEASURED = "notebooks/docs/pages/guide/measured.md"
 ISOTROPIC = "notebooks/docs/pages/guide/isotropic.md"
 ROWS = "notebooks/results/README.md"
-OVERABUNDANCE = "conf/experiment/isotropic_overabundance.yaml"
+OVERABUNDANCE = "conf/experiment/papers/isotropic_overabundance.yaml"
 
 
 @dataclass(frozen=True)

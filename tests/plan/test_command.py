@@ -224,7 +224,7 @@ def test_a_folder_of_a_run_or_of_another_process_is_left_alone(cli: CommandLine,
 
 
 def test_a_run_is_asked_no_plan(cli: CommandLine, tmp_path: Path) -> None:
-    none = "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings."
+    none = "a run has no plan: leave plan=... out, or ask `growlab plan`."
     for asked, sentence in (
         ("plan.size=full", "plan.size: Key 'size' is not in struct."),
         ("plan=default", none),

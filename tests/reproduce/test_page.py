@@ -252,7 +252,7 @@ def test_contradictions_have_an_interval() -> None:
 
 def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [0.8, 0.81, 0.82001])
-    command = "experiment=table2 model=resnet20 method=ours,fixed_size,net2net"
+    command = "experiment=papers/table2 model=resnet20 method=ours,fixed_size,net2net"
     rows = (Rows("kept", "a_*", "whole"), Rows("kept", "b_*"), Rows("kept", "c_* + d_*", "other"))
     checks = (Check("", "kept/a_s*", "kept/b_s*"),)
     item = Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=checks)
@@ -281,7 +281,7 @@ def test_runs_at_equal_flops_are_counted_apart(tmp_path: Path) -> None:
     """They are no row of the paper's table."""
     write_run(tmp_path / "kept" / "ours")
     write_run(tmp_path / "kept" / "cost", growth="none", lr_adapt="none", overrides=("method=equal_flops",))
-    command = "experiment=table2 model=resnet20 method=ours,fixed_size,equal_flops seed=0"
+    command = "experiment=papers/table2 model=resnet20 method=ours,fixed_size,equal_flops seed=0"
     item = Item("x", "yuan", "X", "A claim.", (command,), table="Table 2", rows=(Rows("kept", kind="whole"),))
     assert Standing(item, tmp_path).rows_text == (
         "2 of 3, of these 1 of 1 at equal FLOPs, which the paper does not have"
@@ -290,7 +290,7 @@ def test_runs_at_equal_flops_are_counted_apart(tmp_path: Path) -> None:
 
 def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [])
-    command = "experiment=table2 model=resnet20 method=ours"
+    command = "experiment=papers/table2 model=resnet20 method=ours"
     longer = f"{command} hydra.sweeper.params=null schedule.total_epochs=20,40,80 seed=0"
     whole = (Rows("kept", kind="whole"),)
     assert Standing(Item("x", "yuan", "X", "", (command, longer), rows=whole), tmp_path).verdict == (
@@ -301,7 +301,7 @@ def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> No
 
 
 def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", kind="whole"),)) -> Item:
-    command = "experiment=table2 model=resnet20 method=ours,fixed_size"
+    command = "experiment=papers/table2 model=resnet20 method=ours,fixed_size"
     return Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=checks)
 
 

@@ -82,10 +82,9 @@ def test_every_published_table_has_an_entry() -> None:
 @needs()
 def test_every_prepared_sweep_has_an_entry() -> None:
     """Those of the papers: the frontier, multipliers under Adam and the digits are not in them."""
-    presets = {
-        path.stem for path in (config_dir() / "experiment").glob("*.yaml") if "sweeper:" in path.read_text()
-    }
-    named = {command.split()[0].removeprefix("experiment=") for command in COMMANDS}
+    papers = config_dir() / "experiment" / "papers"
+    presets = {path.stem for path in papers.glob("*.yaml") if "sweeper:" in path.read_text()}
+    named = {command.split()[0].removeprefix("experiment=papers/") for command in COMMANDS}
     assert {name for name in presets - named if not name.startswith(("frontier_", "multipliers_"))} == {
         "digits_methods"
     }

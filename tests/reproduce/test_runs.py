@@ -119,7 +119,7 @@ def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None
     place = Place(tmp_path / "runs", tmp_path, ("trainer=gpu", "compile=true"))
     job = REGISTRY.items["table11"].jobs([4])[0]
     line = command(job, place, REGISTRY, num_threads=2)
-    assert line[1:5] == ["-m", "growlab", "-m", "experiment=table11"]
+    assert line[1:5] == ["-m", "growlab", "-m", "experiment=papers/table11"]
     assert set(line[5:]) == {
         *("method=growing_vt", "seed=4", "trainer=gpu", "compile=true", "ckpt_path=last", "num_threads=2"),
         *("hydra.sweeper.params=null", f"hydra.sweep.dir={tmp_path}/runs/table11"),

@@ -105,7 +105,7 @@ def test_the_regulariser_keeps_earlier_tasks() -> None:
 
 def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
-        *("experiment=hyperfan_continual_regression", "study.steps=4", "study.measure_every=2"),
+        *("experiment=papers/hyperfan_continual_regression", "study.steps=4", "study.measure_every=2"),
         *("study.num_seeds=2", "study.initialisations=[hyperfan_in,kaiming_in]", "hydra.run.dir=run"),
         cwd=tmp_path,
     )
@@ -149,7 +149,7 @@ def test_the_figure_picks_out_four_that_trained() -> None:
 
 def test_divergence_at_every_rate_is_reported(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
-        *("experiment=hyperfan_continual_regression", "study.steps=30", "study.measure_every=30"),
+        *("experiment=papers/hyperfan_continual_regression", "study.steps=30", "study.measure_every=30"),
         *("study.num_seeds=2", "study.initialisations=[kaiming_in]", "study.learning_rates=[10,5]"),
         "hydra.run.dir=run",
         cwd=tmp_path,
@@ -163,7 +163,9 @@ def test_divergence_at_every_rate_is_reported(cli: CommandLine, tmp_path: Path) 
 
 
 def test_an_unknown_initialisation_is_refused(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli("experiment=hyperfan_continual_regression", "study.initialisations=[lucky]", cwd=tmp_path)
+    outcome = cli(
+        "experiment=papers/hyperfan_continual_regression", "study.initialisations=[lucky]", cwd=tmp_path
+    )
     assert outcome.code == 2 and "initialisation must be hyperfan_in" in outcome.err
 
 

@@ -14,7 +14,7 @@ from growlab.recipes.papers.studies import isotropic_appendices as study
 from tests.command_line import CommandLine
 
 SMALL = (
-    *("experiment=isotropic_appendices", "study.width=12", "study.epochs=2", "study.num_seeds=1"),
+    *("experiment=papers/isotropic_appendices", "study.width=12", "study.epochs=2", "study.num_seeds=1"),
     *("study.removed=[1,6]", "study.divergence_steps=3", "data.limit_train=64", "data.limit_test=80"),
 )
 

@@ -10,7 +10,7 @@ from tests.command_line import CommandLine
 
 SMALL = (
     *(
-        "experiment=isotropic_invariance",
+        "experiment=papers/isotropic_invariance",
         "study.width=12",
         "study.depth=4",
         "study.epochs=2",

@@ -36,6 +36,12 @@ def test_warm_up_rises_from_zero_and_the_cosine_starts_behind_it() -> None:
     assert got[STARTS[5]] == pytest.approx((1 + cos(pi * 2.5 / 3.5)) / 2)
 
 
+def test_warm_up_and_clock_in_steps() -> None:
+    got = factors(LearningRate(warmup_steps=4, clock="steps"))
+    assert got[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert got[4:] == pytest.approx([(1 + cos(pi * step / 20)) / 2 for step in range(21)], abs=1e-15)
+
+
 def test_restarts_begin_each_stage_at_the_full_rate_and_end_it_near_zero() -> None:
     got = factors(LearningRate(restarts="stage"))
     assert [got[STARTS[epoch]] for epoch in (0, 2, 5)] == pytest.approx([1, 1, 1])
@@ -150,7 +156,7 @@ def test_the_rate_rises_again_after_each_growth_event() -> None:
     [
         *({"shape": "cosin"}, {"restarts": "epoch"}, {"batch_rule": "square"}),
         *({"warmup_epochs": -1}, {"warmup_epochs": float("nan")}),
-        *({"warmup_steps": 3}, {"warmup_steps": 0, "shape": "inverse_sqrt"}),
+        *({"warmup_steps": 3, "shape": "one_cycle"}, {"warmup_steps": 0, "shape": "inverse_sqrt"}),
         *({"clock": "images"}, {"decay_shape": "sqrt", "shape": "wsd"}, {"rewarm_steps": -1}),
         *({"warmup_epochs": 1, "clock": "cost"}, {"warmup_epochs": 1, "warmup_fraction": 0.1}),
         *({"clock": "cost", "shape": "steps"}, {"clock": "cost", "shape": "inverse_sqrt", "warmup_steps": 3}),

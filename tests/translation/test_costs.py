@@ -14,7 +14,7 @@ from growlab.lab.training.plan import StageCost
 from growlab.widths import trace
 from tests.command_line import ROOT
 
-EXPERIMENT = "transformer_iwslt14"
+EXPERIMENT = "papers/transformer_iwslt14"
 NUM_TOKENS, LENGTH = 10_000, 25
 
 

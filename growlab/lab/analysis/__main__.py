@@ -10,6 +10,7 @@ from growlab.base.command_parser import CommandParser
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.lab.analysis.grid import Grid
+from growlab.lab.analysis.query import answer
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.tables import Row, summarise, write_table
 
@@ -83,13 +84,23 @@ def _table(argv: Sequence[str]) -> None:
     parser = table_parser(
         "table",
         "Print a table over finished runs, grouped by everything but the seed.",
-        "Example: growlab table runs -o table.md. See also: growlab figure (draw), growlab paper (methods by "
-        "networks, with published values), growlab paired (methods compared seed by seed), growlab time (cost "
-        "and seconds to a test score).",
+        "Example: growlab table runs --by optimizer.lr --metric val_loss --filter data=cifar10. See also: growlab "
+        "figure, growlab paper (methods by networks, with published values), growlab paired (methods compared seed by "
+        "seed), growlab time (cost and seconds to a test score).",
         json=True,
     )
+    each = {"action": "append", "default": []}
+    parser.add_argument("--by", metavar="KEY", **each, help="one row for each value of a setting; repeatable")
+    parser.add_argument(
+        "--metric", metavar="NAME", **each, help="a number of results.json, such as val_loss; repeatable"
+    )
+    parser.add_argument(
+        "--filter", metavar="KEY=VALUE", **each, help="only runs with it (* and ? match); repeatable"
+    )
+    parser.add_argument("--sort", metavar="COLUMN", help="--sort=-COLUMN: from the largest")
     arguments = parser.parse_args(argv)
-    put(rows_of(arguments), arguments)
+    rows, asked = rows_of(arguments), (arguments.by, arguments.metric, arguments.filter, arguments.sort)
+    put(answer(rows, *asked) if any(asked) else rows, arguments)
 
 
 def _paired(argv: Sequence[str]) -> None:

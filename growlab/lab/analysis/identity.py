@@ -7,7 +7,7 @@ from typing import Any
 # Settings that do not change what is trained, each with all below it.
 FREE = (
     *("name", "ckpt_path", "checkpoint", "logger", "num_threads", "check_ranks", "plan"),
-    *("log_rates_every_n_steps", "schedule.max_memory_gib_per_device"),
+    *("log_every_n_steps", "log_rates_every_n_steps", "schedule.max_memory_gib_per_device"),
     *("data.download", "data.num_workers", "data.in_memory", "data.eval_batch_size"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
     "trainer.max_restarts",
@@ -66,7 +66,7 @@ def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: s
         optimizer: likewise.
         growth: likewise.
     """
-    settings = dict(_leaves(config, ""))
+    settings = dict(leaves(config, ""))
     if settings.get("data.seed") == settings["seed"]:
         del settings["data.seed"]
     if data not in KNOWN_BY_ROOT:
@@ -149,10 +149,10 @@ def _text(value: Any) -> str:
     return _RENAMED.get(name, name)
 
 
-def _leaves(config: Mapping[str, Any], parents: str) -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[str, Any], parents: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each setting of a nested configuration with its dotted name."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{parents}{key}.")
+            yield from leaves(value, f"{parents}{key}.")
         else:
             yield f"{parents}{key}", value

@@ -113,7 +113,7 @@ class _Results(_Form):
     growth: str
     lr_adapt: str
     seed: int
-    epochs: Annotated[int, Field(ge=1)]
+    epochs: Annotated[float, Field(gt=0)]
     train_cost_percent: float | None
     test_loss: float | None
     seconds: float | None

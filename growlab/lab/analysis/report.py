@@ -56,14 +56,15 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
     # Small networks in thousands: 0.00 million says nothing.
     small = max((stage["flops_per_sample"] for stage in results["stages"]), default=0) < _SMALL
     unit, scale = ("kFLOPs", 1e3) if small else ("MFLOPs", 1e6)
-    for column in ("stage", "epochs", "widths", "parameters", unit, "batch", "samples/s", "seconds"):
+    length = "steps" if "steps" in results else "epochs"
+    for column in ("stage", length, "widths", "parameters", unit, "batch", "samples/s", "seconds"):
         table.add_column(column, justify="right")
     for stage in results["stages"]:
         widths = sorted(set(stage["widths"].values())) or ["fixed"]
         table.add_row(
             *(
                 str(stage["stage"]),
-                str(stage["epochs"]),
+                str(stage[length]),
                 "-".join(map(str, dict.fromkeys((widths[0], widths[-1])))),
             ),
             *(
@@ -78,7 +79,7 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
     best = f"test {metric.name} [bold]{metric.text(results[f'test_{metric.key}'])}{metric.unit}[/bold]"
     console.print(
         f"{best} at {results['train_cost_percent']:.1f} % of "
-        f"the fixed-size network's training FLOPs ({results['reference_epochs']} epochs), in "
+        f"the fixed-size network's training FLOPs ({results.get('steps', results['reference_epochs'])} {length}), in "
         f"{results['seconds']:.0f} s" + ("" if parity is None else f"; largest parity error {parity:.1e}")
     )
     console.print(f"everything about the run: {run_dir}", soft_wrap=True)

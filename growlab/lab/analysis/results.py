@@ -42,7 +42,7 @@ class Group:
     growth: str
     lr_adapt: str
     optimizer: str
-    epochs: int
+    epochs: float
     precision: str
     overrides: tuple[str, ...] = ()
 

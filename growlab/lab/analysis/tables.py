@@ -107,7 +107,15 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
         report: called with a sentence for every run left out; a warning by default.
     """
     report = report or (lambda message: warnings.warn(message, stacklevel=3))
-    kept = {group: _one_per_seed(members, report) for group, members in _grouped(runs).items()}
+    kept, older = {}, list[tuple[Run, Run]]()
+    for group, members in _grouped(runs).items():
+        kept[group], superseded = _one_per_seed(members)
+        older += superseded
+    if older:
+        more = f" and {len(older) - 1} more" if len(older) > 1 else ""
+        report(
+            f"left out {older[0][0].path}{more}: {older[0][1].path} is a newer run with the same settings and seed."
+        )
     of_task: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for group, members in kept.items():
         of_task[group.task] += members
@@ -221,17 +229,13 @@ def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
     return tuple(sorted(set.intersection(*rivals))) if len(rivals) > 1 else ()
 
 
-def _one_per_seed(runs: Sequence[Run], report: Report) -> list[Run]:
+def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, Run]]]:
+    """The newest run of each seed, and each older one with the one that supersedes it."""
     by_seed: dict[int, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: ((r.path / "results.json").stat().st_mtime_ns, str(r.path))):
         by_seed[run.results["seed"]].append(run)
-    for *older, newest in by_seed.values():
-        if older:
-            more = f" and {len(older) - 1} more" if len(older) > 1 else ""
-            report(
-                f"left out {older[0].path}{more}: {newest.path} is a newer run with the same settings and seed."
-            )
-    return [by_seed[seed][-1] for seed in sorted(by_seed)]
+    superseded = [(older, several[-1]) for several in by_seed.values() for older in several[:-1]]
+    return [by_seed[seed][-1] for seed in sorted(by_seed)], superseded
 
 
 def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]]) -> float | None:

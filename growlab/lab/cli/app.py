@@ -4,8 +4,10 @@ Exit codes: 0 done, or saved and ended by a signal; 2 input that cannot be used,
 sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceback.
 """
 
+import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import textwrap
@@ -20,6 +22,7 @@ from typing import Any
 from growlab.lab.cli.commands import (
     complete,
     described,
+    experiments,
     import_from_here,
     run_command,
     run_without,
@@ -41,7 +44,15 @@ from growlab.base.errors import FolderLocked, Stopped, UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.cli import sweeps
 from growlab.lab.cli.explain import explain
-from growlab.lab.training.configuration import LAST, PRIMARY, config_dir, resume_override, set_plugin_defaults
+from growlab.lab.training.configuration import (
+    LAST,
+    PRIMARY,
+    composed,
+    config_dir,
+    naming_override,
+    resume_override,
+    set_plugin_defaults,
+)
 from growlab.lab.training.processes import (
     ProcessFailed,
     announce,
@@ -94,6 +105,8 @@ def _job(cfg: DictConfig) -> Any:
         return sweeps.objective(cfg, run_dir)
     except Exception as error:
         if job.mode == RunMode.RUN:
+            if not isinstance(error, FolderHeld):
+                _remove_if_empty(run_dir)
             raise JobFailed(error) from None
         # In a sweep Hydra runs the other jobs and raises the first failure after the last one.
         overrides = list(job.overrides.task)
@@ -103,6 +116,23 @@ def _job(cfg: DictConfig) -> Any:
             trace = "".join(traceback.format_exception(error))
             write_json(failure, {"reason": reason, "overrides": overrides, "traceback": trace})
         raise
+
+
+def _remove_if_empty(run_dir: Path) -> None:
+    """Remove the folder of a run that was refused before it wrote anything but Hydra's files, and empty ones above."""
+    if not is_first() or not run_dir.is_dir():
+        return
+    if any(
+        path.name != ".hydra" and (path.suffix != ".log" or path.stat().st_size) for path in run_dir.iterdir()
+    ):
+        return
+    if run_dir.resolve() in (Path.cwd(), *Path.cwd().parents):
+        return
+    shutil.rmtree(run_dir, ignore_errors=True)
+    if "hydra.run.dir" not in map(name_of, HydraConfig.get().overrides.hydra):
+        with contextlib.suppress(OSError):
+            run_dir.parent.rmdir()
+            run_dir.parent.parent.rmdir()
 
 
 def _read_arguments() -> Namespace:
@@ -119,8 +149,32 @@ def _read_arguments() -> Namespace:
     for action in parser._actions:
         if "--version" in action.option_strings:
             action.version = f"growlab {version('growlab')}"  # type: ignore[attr-defined]
+        if "--cfg" in action.option_strings:
+            action.choices = [*(action.choices or ()), "diff"]
+    parser.add_argument("--help-config", metavar="NAME")
     parser.error = complain  # type: ignore[method-assign, assignment]
     return parser.parse_args()
+
+
+def _printed(arguments: Namespace, overrides: list[str]) -> bool:
+    """Print the configuration for `--cfg job`, `--cfg diff` and `--help-config`; False where nothing of it is asked."""
+    name = arguments.help_config
+    if name is None and (arguments.cfg not in ("job", "diff") or arguments.package):
+        return False
+    # Imported here: it reads constructors, which import torch and Lightning.
+    from growlab.lab.cli import settings
+
+    where = (arguments.config_dir, arguments.config_name or PRIMARY)
+    cfg = composed(overrides, *where)
+    if name is not None:
+        print(settings.explanation(cfg, name, HydraConfig.get().runtime.choices))
+    elif arguments.cfg == "diff":
+        print(settings.difference(cfg, composed([], *where)))
+    else:
+        if arguments.resolve:
+            OmegaConf.resolve(cfg)
+        sys.stdout.write(settings.in_short(cfg, {name_of(one) for one in overrides}))
+    return True
 
 
 def _with_more(argv: list[str], overrides: list[str], more: list[str]) -> list[str]:
@@ -150,12 +204,10 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
 
 
 def _groups() -> str:
-    """Wrap Hydra's list of groups and their options for a terminal."""
-    listed = GlobalHydra.instance().hydra.format_config_groups(
-        lambda group: not f"{group}/".startswith("hydra/")
-    )
-    wrap = partial(textwrap.fill, width=_HELP_COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
-    return "\n".join(map(wrap, listed.splitlines()))
+    """Groups of the configuration, wrapped for a terminal."""
+    groups = GlobalHydra.instance().hydra.list_all_config_groups()
+    named = ", ".join(one for one in groups if "/" not in one and one not in ("hydra", "plan", "experiment"))
+    return textwrap.fill(named, _HELP_COLUMNS, initial_indent="  ", subsequent_indent="  ")
 
 
 def _interrupted(error: BaseException | None) -> bool:
@@ -216,13 +268,22 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         given = set(map(name_of, overrides))
         added = [one for one in more if name_of(one) not in given]
         set_plugin_defaults()
-        OmegaConf.register_new_resolver("growlab.commands", described, replace=True)
+        short = partial(described, short=True)
+        OmegaConf.register_new_resolver("growlab.commands", short, replace=True)
+        begin = partial(experiments, config_dir() / "experiment") if arguments.help else str
+        OmegaConf.register_new_resolver("growlab.experiments", begin, replace=True)
         # Composing resolves it, help or not, and the list takes a second.
         OmegaConf.register_new_resolver("growlab.groups", _groups if arguments.help else str, replace=True)
         plan = partial(settings_of_plan, config_dir() / "plan" / "default.yaml")
         OmegaConf.register_new_resolver("growlab.settings_of_plan", plan, replace=True)
         folder = resume_override(overrides, multirun, arguments.config_dir, arguments.config_name or PRIMARY)
         added += [] if folder is None else [folder]
+        if _printed(arguments, [*overrides, *added]):
+            return 0
+        if multirun and not any(
+            name_of(one).startswith("hydra.job.config.override_dirname") for one in overrides
+        ):
+            added.append(naming_override(overrides))
         added += apart([*overrides, folder or ""], multirun)
         sys.argv = _with_more(sys.argv, overrides, added)
         end_with_parent()

@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +47,9 @@ COMMANDS = {
     ),
     "prune": Command("growlab.widen.prune", (), "remove heads and channels of a saved model", "PyTorch"),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
+    "resume": Command("growlab.lab.cli.runs", ("resume",), "continue an interrupted run or sweep"),
+    "show": Command("growlab.lab.cli.runs", ("show",), "a run's stages, result and growth events"),
+    "eval": Command("growlab.lab.cli.runs", ("eval",), "test a run's weights on any data", "PyTorch"),
     "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values next to ours"),
     "paired": Command(
         "growlab.lab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
@@ -60,6 +64,10 @@ COMMANDS = {
         "growlab.lab.analysis.dashboard", (), "a workspace and a report in Weights & Biases"
     ),
 }
+
+
+# The commands that the help begins with.
+_FIRST = ("widths", "plan", "table", "resume")
 
 
 def run_command(arguments: Sequence[str]) -> int | None:
@@ -83,9 +91,26 @@ def run_command(arguments: Sequence[str]) -> int | None:
     return importlib.import_module(command.module).main(given)
 
 
-def described() -> str:
-    """List the commands, one per line."""
+def described(short: bool = False) -> str:
+    """The commands, a line each; in short, the names of those that the help does not begin with."""
+    if short:
+        names = ", ".join(name for name in COMMANDS if name not in _FIRST)
+        return textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(f"    growlab {name:<11}{command.does}" for name, command in COMMANDS.items())
+
+
+def experiments(folder: Path) -> str:
+    """The experiments to begin with, a line each with the first words of its file.
+
+    Args:
+        folder: `conf/experiment`.
+    """
+    lines = []
+    for path in sorted(folder.glob("*.yaml")):
+        said = path.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+        purpose = textwrap.shorten(re.split(r":|[(;]|[.] ", said)[0], 54, placeholder="").strip(".")
+        lines.append(f"  {path.stem:<22} {purpose}")
+    return "\n".join(lines)
 
 
 def settings_of_plan(file: Path) -> str:

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from traceback import walk_tb
 
 import yaml
@@ -19,7 +19,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from growlab.base.errors import UserError, how_to_install
 from growlab.lab.cli.commands import COMMANDS
+from growlab.lab.training.configuration import config_dir
 
+# Options of a group from which on the nearest five are named.
+_MANY = 30
 _EXTRAS = {name: name for name in ("wandb", "tensorboard", "timm")}
 _EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
 # Beginnings of lines in which Hydra, OmegaConf and torch describe their own objects.
@@ -56,9 +59,15 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return " ".join(str(error).split())
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, option = name.rpartition("/")
-            options = ", ".join(one for one in error.options or () if not one.startswith("_"))
+            known = [one for one in error.options or () if not one.startswith("_")]
+            if group == "experiment":
+                known += [
+                    f"papers/{path.stem}" for path in (config_dir() / "experiment/papers").glob("*.yaml")
+                ]
+            near = sorted(known, key=lambda one: -SequenceMatcher(a=option, b=one.rpartition("/")[2]).ratio())
+            options = ", ".join(near[:5] if len(known) > _MANY else known)
             more = f"; more come with {how_to_install('sweeps')}" if group.startswith("hydra/") else ""
-            listed = f"; choose {options}" if options else ""
+            listed = f"; {'near it: ' if len(known) > _MANY else 'choose '}{options}" if options else ""
             return f"there is no {group or 'configuration'} '{option}'{listed}{more}"
         case OverrideParseException(override=override) if "=" not in override:
             return (

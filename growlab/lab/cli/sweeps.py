@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER
@@ -176,10 +176,34 @@ class SweepTable(Callback):
         # Interpolations such as the experiment's name are resolved from here before the first job begins.
         HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
+        if "optuna" in str(config.hydra.sweeper.get("_target_")) and config.hydra.sweeper.storage:
+            SweepTable.unfinished.mkdir(parents=True, exist_ok=True)
+            _continue_search(config.hydra.sweeper)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print the table."""
         conclude()
+
+
+def _continue_search(sweeper: DictConfig) -> None:
+    """Run the interrupted trials of an earlier search in the folder first, then as many as are left of `n_trials`."""
+    # Imported here: it comes with the plugin.
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if sweeper.study_name not in [one.study_name for one in optuna.get_all_study_summaries(sweeper.storage)]:
+        return
+    study, state = (
+        optuna.load_study(study_name=sweeper.study_name, storage=sweeper.storage),
+        optuna.trial.TrialState,
+    )
+    for trial in study.get_trials(states=[state.RUNNING]):
+        study.tell(trial.number, state=state.FAIL)
+        study.enqueue_trial(trial.params)
+    done = len(study.get_trials(states=[state.COMPLETE]))
+    print(f"continuing the search in {SweepTable.unfinished}: {done} trials are done", file=sys.stderr)
+    with flag_override(sweeper, "readonly", False):
+        sweeper.n_trials = max(0, sweeper.n_trials - done)
 
 
 def conclude() -> None:

@@ -168,6 +168,9 @@ class ImageData(RunData):
         self.mean, self.std, self.standardise = mean, std, standardise
         self._arrival = Arrival(class_schedule, incremental, epoch_parts)
         self.incremental, self.epoch_parts = incremental, epoch_parts
+        self.only_in_epochs = (
+            "data.class_schedule" if class_schedule else "data.incremental" if incremental else ""
+        )
         self.in_memory, self.num_workers, self.shuffle_window = in_memory, num_workers, shuffle_window
         self._images: dict[str, Images] = {}
         # Of each part of the data the images of the current task: the key that they were chosen by, and the images.

@@ -36,8 +36,32 @@ def part_of_pass(num_batches: int, epoch: int, parts: int) -> slice:
     return slice(part * num_batches // parts, (part + 1) * num_batches // parts)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Batches of a run whose epochs are so many steps and not passes over the data.
+
+    Attributes:
+        lengths: batches of each epoch; it begins in a pass where the one before it ended.
+        repeat: train on so many batches of the first pass again and again; None: on all.
+    """
+
+    lengths: Sequence[int]
+    repeat: int | None = None
+
+    def numbers(self, epoch: int) -> list[int]:
+        """Numbers of the batches of an epoch, counted over all passes."""
+        start = sum(self.lengths[:epoch])
+        numbers = range(start, start + self.lengths[min(epoch, len(self.lengths) - 1)])
+        return [number % self.repeat for number in numbers] if self.repeat else list(numbers)
+
+
 def sizes_in_part(
-    num_samples: int, batch_size: int, epoch: int = 0, parts: int = 1, drop_last: bool = False
+    num_samples: int,
+    batch_size: int,
+    epoch: int = 0,
+    parts: int = 1,
+    drop_last: bool = False,
+    steps: Steps | None = None,
 ) -> list[int]:
     """Samples in each training batch of an epoch.
 
@@ -47,12 +71,15 @@ def sizes_in_part(
         epoch: counted from 0.
         parts: epochs that a pass is divided into.
         drop_last: leave out a last, smaller batch, unless it is the only one.
+        steps: those of each epoch where these are not parts of a pass.
 
     Raises:
         UserError: the pass has fewer batches than parts.
     """
     whole, rest = divmod(num_samples, batch_size)
     batches = [batch_size] * whole + [rest] * bool(rest and not (drop_last and whole))
+    if steps is not None:
+        return [batches[number % len(batches)] for number in steps.numbers(epoch)]
     if len(batches) < parts:
         raise UserError(
             f"data.epoch_parts={parts} leaves epochs without a batch: a pass over the training samples has "
@@ -76,6 +103,7 @@ class EpochPlan:
         parts: epochs that a pass over the samples is divided into.
         order: positions of a pass by its number, int64 [N]; None = a permutation by (seed, number).
         drop_last: leave out a last, smaller batch of training.
+        steps: those of each epoch; None = parts of a pass.
     """
 
     num_samples: int
@@ -88,19 +116,29 @@ class EpochPlan:
     parts: int = 1
     order: Callable[[int], np.ndarray] | None = None
     drop_last: bool = False
+    steps: Steps | None = None
 
     def __len__(self) -> int:
         if not self.training:
             return len(self.batches())
-        own = self._part
-        return own.stop - own.start
+        return len(self._numbers)
 
     @property
-    def _part(self) -> slice:
-        num_batches = -(-self.num_samples // self.batch_size)
-        if self.drop_last:
-            num_batches = max(1, self.num_samples // self.batch_size)
-        return part_of_pass(num_batches, self.epoch, self.parts)
+    def _in_pass(self) -> int:
+        whole = self.num_samples // self.batch_size
+        return max(1, whole) if self.drop_last else -(-self.num_samples // self.batch_size)
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        """Numbers of the epoch's batches, counted over all passes."""
+        if self.steps is not None:
+            return self.steps.numbers(self.epoch)
+        part, before = part_of_pass(self._in_pass, self.epoch, self.parts), self.epoch // self.parts
+        return range(before * self._in_pass + part.start, before * self._in_pass + part.stop)
+
+    def pass_of(self, place: int) -> int:
+        """Number of the pass over the samples that a batch of the epoch is of, by its place in the epoch."""
+        return self._numbers[place] // self._in_pass
 
     def set_epoch(self, epoch: int) -> None:
         """Go to another epoch."""
@@ -110,9 +148,18 @@ class EpochPlan:
         """Return the positions of the samples of each batch."""
         if not self.training:
             return evaluation_batches(self.num_samples, self.batch_size, self.rank, self.world_size)
-        number = self.epoch // self.parts
-        order = self.order(number) if self.order else permutation(self.num_samples, ORDER, self.seed, number)
-        return training_batches(order, self.batch_size, self.rank, self.world_size)[self._part]
+        passes: dict[int, list[np.ndarray]] = {}
+        found = []
+        for number, place in (divmod(number, self._in_pass) for number in self._numbers):
+            if number not in passes:
+                order = (
+                    self.order(number)
+                    if self.order
+                    else permutation(self.num_samples, ORDER, self.seed, number)
+                )
+                passes[number] = training_batches(order, self.batch_size, self.rank, self.world_size)
+            found.append(passes[number][place])
+        return found
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.lab.data.arrival import Incremental
-from growlab.lab.data.loaders import EpochPlan, WorkerPool, sizes_in_part
+from growlab.lab.data.loaders import EpochPlan, Steps, WorkerPool, sizes_in_part
 from growlab.parts import Part
 
 Batch = tuple[Tensor, ...]
@@ -30,12 +30,18 @@ class RunData(LightningDataModule, ABC):
             `batch_size`.
         num_train: number of training samples; known after `setup()`, as `num_val` and `num_test` are.
         epoch_parts: epochs that a pass over the training samples is divided into.
+        steps: training batches of a run in steps, set by its plan; None: epochs are passes or parts of them.
+        tokens_per_sample: that a sample is trained to predict; None for other data than windows of tokens.
         incremental: the part of the data that each stage of the run has; None: all data from the start.
+        only_in_epochs: setting that counts epochs, so that the run's length cannot be in steps; "": none.
         goes_with: networks and objectives that the data suit, for messages.
     """
 
     goes_with = ""
+    only_in_epochs = ""
     epoch_parts = 1
+    steps: Steps | None = None
+    tokens_per_sample: int | None = None
     incremental: Incremental | None = None
     num_train: int
     num_val: int
@@ -68,7 +74,8 @@ class RunData(LightningDataModule, ABC):
         Raises:
             UserError: a pass over the samples has fewer batches than `epoch_parts`.
         """
-        return sizes_in_part(self.num_train_at(epoch, batch_size), batch_size, epoch, self.epoch_parts)
+        number = self.num_train_at(epoch, batch_size)
+        return sizes_in_part(number, batch_size, epoch, self.epoch_parts, steps=self.steps)
 
     @abstractmethod
     def probe_batch(self, n: int) -> Any:
@@ -178,9 +185,8 @@ class RunData(LightningDataModule, ABC):
                 f"a batch of {size} does not divide among {world_size} processes; choose a data.batch_size that "
                 f"{world_size} divides, or another number of devices."
             )
-        return EpochPlan(
-            num_samples, size, self.seed, draw, True, rank, world_size, parts=self.epoch_parts, **more
-        )
+        more |= {"parts": self.epoch_parts, "steps": self.steps}
+        return EpochPlan(num_samples, size, self.seed, draw, True, rank, world_size, **more)
 
     def _evaluation_plan(self, num_samples: int, batch_size: int) -> EpochPlan:
         """All samples in order."""

@@ -40,12 +40,12 @@ class WindowLoader(ResumableLoader):
     device: torch.device
 
     def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, Tensor]]:
-        offset = 0
-        if self.plan.training:
-            # Windows begin elsewhere in each pass, or the same few tokens would always lack their context.
-            number = self.plan.epoch // self.plan.parts
-            offset = int(draws(np.zeros(1), OFFSET, self.plan.seed, number)[0] % np.uint64(self.context))
+        offset, before = 0, None
         for batch in batches:
+            # Windows begin elsewhere in each pass, or the same few tokens would always lack their context.
+            if self.plan.training and (number := self.plan.pass_of(self._given)) != before:
+                draw, before = draws(np.zeros(1), OFFSET, self.plan.seed, number)[0], number
+                offset = int(draw % np.uint64(self.context))
             windows_BT = windows_at(self.tokens_N, batch * self.context + offset, self.context + 1)
             found = torch.from_numpy(windows_BT).to(self.device)
             yield found[:, :-1].clamp(min=0), found[:, 1:]
@@ -105,6 +105,7 @@ class WindowData(RunData):
             epoch_parts=epoch_parts,
         )
         self.context, self.eval_batch_size, self.epoch_parts = context, eval_batch_size, epoch_parts
+        self.tokens_per_sample = context
         self._tokens: dict[str, np.ndarray] = {}
         self._digest: str | None = None
 

@@ -455,7 +455,7 @@ class CustomData(RunData):
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of samples in each training batch of an epoch that has batches of this size."""
         train = self._parts["train"]
-        return sizes_in_part(train.num_drawn, batch_size, drop_last=train.drop_last)
+        return sizes_in_part(train.num_drawn, batch_size, epoch, 1, train.drop_last, self.steps)
 
     def probe_batch(self, n: int) -> Tensor | tuple[Tensor, ...]:
         """Return the network's inputs of n training samples: always the same ones, repeated if there are fewer.

@@ -66,7 +66,6 @@ from growlab.widths import WidthGraph
 _NUM_THREADS = torch.get_num_threads()
 # Of `conf/schedule` what is not about stages.
 _OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
-# The most that numpy's generators take, and a bound on threads.
 _MAX_SEED, _MOST_THREADS = 2**32 - 1, 1024
 # Groups whose numbers are floats where their annotations say so, as config.yaml and tables name them.
 _WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", "checkpoint")
@@ -109,6 +108,9 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
     """
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
+        # Refused before data are read, which may take minutes.
+        instantiate([cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.demand])
+        optimizer_maker(cfg)([nn.Parameter(torch.zeros(2, 2))])
         data = make_data(cfg.data, cfg.seed)
         # Lightning does so only for a run that succeeds.
         failing.callback(data.teardown, "test")
@@ -125,9 +127,9 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
             optimizer = start_from(grower, cfg.start_from, optimizer)
         before = None if checkpoint is None else settings_in(folder)
         identity = _identity(cfg, header.get("run_id") or secrets.token_hex(4), before)
-        rate, objective = _learning_rate(cfg, grower.forecast.known), make_objective(cfg.objective, data)
+        rate = _learning_rate(cfg, grower.forecast.known, plan.total_steps is not None)
         experiment = Experiment(
-            *(data, grower, plan, cost, batch_fit, objective, optimizer, rate),
+            *(data, grower, plan, cost, batch_fit, make_objective(cfg.objective, data), optimizer, rate),
             trainer=partial(_trainer, cfg, plan, data),
             loggers=partial(_loggers, cfg, identity.run_id),
             checkpoint=checkpoint,
@@ -144,9 +146,7 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
 def _check(cfg: DictConfig) -> None:
     """Refuse settings that would fail only later."""
     if cfg.plan is not None:
-        raise UserError(
-            "a run has no plan: leave plan=... out, or ask `growlab plan` with the other settings."
-        )
+        raise UserError("a run has no plan: leave plan=... out, or ask `growlab plan`.")
     check_trainer_options(cfg.trainer)
     check_settings(cfg)
     job = HydraConfig.get()
@@ -178,12 +178,10 @@ def check_settings(cfg: DictConfig) -> None:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
     if cfg.num_threads is not None and not 1 <= cfg.num_threads <= _MOST_THREADS:
         raise UserError(
-            f"num_threads={cfg.num_threads} must be at least 1 and at most {_MOST_THREADS}, or null for all cores."
+            f"num_threads={cfg.num_threads} must be from 1 to {_MOST_THREADS}, or null: all cores."
         )
     if cfg.probe_size is not None and cfg.probe_size < 2:
-        raise UserError(
-            f"probe_size={cfg.probe_size} must be at least 2: batch normalisation needs two images."
-        )
+        raise UserError(f"probe_size={cfg.probe_size} must be at least 2, for batch normalisation.")
     wanted = cfg.trainer.accelerator
     there = torch.cuda.is_available() or (wanted == "gpu" and torch.backends.mps.is_available())
     if wanted in ("gpu", "cuda") and not there:
@@ -197,6 +195,7 @@ def _options(cfg: DictConfig) -> Options:
     return Options(
         save=instantiate(cfg.checkpoint),
         optimizer_state=str(cfg.optimizer_state),
+        log_every_n_steps=cfg.log_every_n_steps,
         log_rates_every_n_steps=cfg.log_rates_every_n_steps,
         log_layers_every_n_steps=cfg.log_layers_every_n_steps,
         statistics_images=cfg.statistics_images,
@@ -399,11 +398,12 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
     return make_optimizer
 
 
-def _learning_rate(cfg: DictConfig, knows_stages: bool) -> Any:
+def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
     """Make the learning rate schedule; with searched batch sizes the optimizer's rate is for the data's batch size."""
     settings = cfg.schedule.learning_rate
     known = cfg.schedule.batch_size is None or settings.batch_size is not None
     rate = instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
+    rate = rate.by_steps() if in_steps and isinstance(rate, LearningRate) else rate
     if isinstance(rate, LearningRate) and rate.needs_stages and not knows_stages:
         raise UserError(
             f"schedule.learning_rate.{rate.needs_stages} needs to know before the run how wide the network is at which "

@@ -27,7 +27,9 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 _TOP = {
     **dict.fromkeys(("compile", "check_ranks"), bool),
     **dict.fromkeys(("seed", "statistics_images", "log_rates_every_n_steps"), int),
-    **dict.fromkeys(("num_threads", "probe_size", "log_layers_every_n_steps"), int | None),
+    **dict.fromkeys(
+        ("num_threads", "probe_size", "log_every_n_steps", "log_layers_every_n_steps"), int | None
+    ),
     **dict.fromkeys(("gain", "norm_anneal"), float),
     **dict.fromkeys(("ckpt_path", "start_from"), str | None),
     "name": str | int,
@@ -40,31 +42,44 @@ _SCHEDULE = {
     "max_memory_gib_per_device": float | None,
     "equal_flops": bool,
     "budget": float | None,
+    **dict.fromkeys(("total_steps", "total_tokens", "eval_every_n_steps", "repeat_batches"), int | None),
+    "steps": list[int] | None,
 }
-# Options with which Lightning would make the run shorter, longer or measured on less than its results say.
-_OURS = frozenset(
-    (
-        *(
-            "max_epochs",
-            "min_epochs",
-            "max_steps",
-            "min_steps",
-            "fast_dev_run",
-            "overfit_batches",
-            "barebones",
+# Options with which Lightning would make the run shorter, longer or measured on less than its results say, and the
+# setting that does the same.
+_OURS = {
+    **dict.fromkeys(
+        (
+            *(
+                "min_epochs",
+                "min_steps",
+                "barebones",
+                "limit_val_batches",
+                "limit_test_batches",
+                "num_sanity_val_steps",
+            ),
+            *("reload_dataloaders_every_n_epochs", "use_distributed_sampler", "logger", "default_root_dir"),
+            *("enable_checkpointing", "plugins", "enable_progress_bar", "enable_model_summary"),
         ),
-        *("limit_val_batches", "limit_test_batches", "check_val_every_n_epoch", "val_check_interval"),
-        *("num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"),
-        *("logger", "log_every_n_steps", "default_root_dir", "enable_checkpointing", "plugins"),
-        *("enable_progress_bar", "enable_model_summary"),
-    )
-)
+        "schedule has the length of a run, trainer.limit_train_batches that of an epoch, data what is held out, logger "
+        "and hydra.run.dir where results go",
+    ),
+    "max_epochs": "set schedule.total_epochs={}",
+    "max_steps": "set schedule.total_steps={}",
+    "val_check_interval": "set schedule.eval_every_n_steps={} with schedule.total_steps=N",
+    "check_val_every_n_epoch": "every epoch is evaluated; with schedule.total_steps=N set schedule.eval_every_n_steps",
+    "log_every_n_steps": "set log_every_n_steps={} (without trainer.)",
+    "fast_dev_run": "add debug=fast",
+    "overfit_batches": "add debug=overfit",
+}
 # Settings of the schedule, and those that win over each where they are given.
 _BEFORE = {
-    "total_epochs": ("budget", "epochs"),
-    "num_stages": ("epochs", "widths"),
+    "total_epochs": ("budget", "epochs", "total_steps", "total_tokens", "steps"),
+    "total_steps": ("budget", "total_tokens", "steps"),
+    "total_tokens": ("budget", "steps"),
+    "num_stages": ("epochs", "steps", "widths"),
     "initial_epochs": ("epochs",),
-    "initial_fraction": ("initial_epochs", "epochs"),
+    "initial_fraction": ("initial_epochs", "epochs", "steps"),
     "initial_width": ("widths",),
 }
 _SHAPE = "schedule.learning_rate.shape"
@@ -108,18 +123,29 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
         # Before those inside, which may refer to them.
         for full_name, key in full_names.items():
             _check_finite(settings[key], full_name)
-    hints = {"": _TOP, "schedule": {**_hints(make_schedule), **_SCHEDULE}}.get(name) or _hints_of(target)
+    hints = hints_of(name, target)
     for full_name, key in full_names.items():
         value = settings[key]
         if key in hints and value != MISSING:
             if not _fits(value, hints[key]):
-                wanted = re.sub(r"\b(\w+\.)+|<class '|'>", "", str(hints[key]))
-                raise UserError(f"{full_name} must be {wanted}, not {value!r}.")
+                raise UserError(f"{full_name} must be {in_words(hints[key])}, not {value!r}.")
             # Where integers and floats stand for different things, such as pixels and fractions, both are named.
             if "float" in str(hints[key]) and "Sequence[int]" not in str(hints[key]):
                 floats[full_name] = _as_floats(value)
         floats |= check_types(value, full_name)
     return floats
+
+
+def in_words(hint: Any) -> str:
+    """An annotation as users read it, without modules."""
+    return re.sub(r"\b(\w+\.)+|<class '|'>", "", str(hint))
+
+
+def hints_of(name: str, target: str) -> dict[str, Any]:
+    """Annotations of the settings in a group, of the top level ("") or of what its `_target_` names."""
+    if name == "schedule":
+        return {**_hints(make_schedule), **_SCHEDULE}
+    return _TOP if not name else _hints_of(target)
 
 
 def _check_finite(value: Any, name: str) -> None:
@@ -180,10 +206,8 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
         UserError: growlab sets the option itself, or its value is out of range.
     """
     if taken := [str(name) for name in trainer if name in _OURS]:
-        raise UserError(
-            f"trainer.{taken[0]} is set by growlab: schedule has the length of a run, trainer.limit_train_batches that "
-            "of an epoch, data what is held out, logger and hydra.run.dir where results go."
-        )
+        instead = _OURS[taken[0]].format(trainer[taken[0]])
+        raise UserError(f"trainer.{taken[0]} is set by growlab: {instead}.")
     with as_user_errors():
         whole(1, **{"trainer.accumulate_grad_batches": trainer.get("accumulate_grad_batches", 1)})
         for name in ("limit_train_batches", "gradient_clip_val"):
@@ -239,7 +263,12 @@ def _agree(name: str, given: Any, value: Any) -> bool:
     """Return True if a setting of the schedule equals the list (or number) that overrides it."""
     if not isinstance(value, list):
         return False
-    return bool(given == {"total_epochs": sum(value), "num_stages": len(value)}.get(name, value[0]))
+    return bool(
+        given
+        == {"total_epochs": sum(value), "total_steps": sum(value), "num_stages": len(value)}.get(
+            name, value[0]
+        )
+    )
 
 
 def _selected(settings: Mapping[str, Any], name: str) -> Any:

@@ -1,5 +1,6 @@
 """The configuration in `conf/`: its location, defaults of plugins, names of runs, and the run to resume."""
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.lab.training.processes import in_folder, name_of, quoted
@@ -19,6 +20,10 @@ PRIMARY = "config"
 """Name of the primary configuration: `conf/config.yaml`."""
 LAST = "ckpt_path=last"
 """The override that resumes the newest run."""
+_NAMING = "hydra.job.config.override_dirname.exclude_keys"
+_NOT_IN_FOLDERS = ("experiment", "data.root", "ckpt_path")
+# Of 255 bytes that file systems allow.
+_LONGEST = 200
 _SEARCHPATH, _RUN_DIR, _SWEEP_DIR = "hydra.searchpath", "hydra.run.dir", "hydra.sweep.dir"
 # Groups that a run's name contains, and the word in front of each after an experiment's name.
 _WORDS = {"model": "with", "data": "on"}
@@ -31,7 +36,11 @@ _PLUGINS: dict[str, dict[str, Any]] = {
     "hydra/launcher/submitit_local": {"timeout_min": 7 * 24 * 60, "name": "${name}"},
     "hydra/launcher/submitit_slurm": {"timeout_min": 24 * 60, "name": "${name}", "gpus_per_node": 1},
     # The objective is an accuracy; [maximize,minimize] for accuracy and cost.
-    "hydra/sweeper/optuna": {"direction": "maximize", "n_jobs": 1},
+    # Kept in the sweep's folder, so that the same command with hydra.sweep.dir=FOLDER continues the search.
+    "hydra/sweeper/optuna": {
+        **{"direction": "maximize", "n_jobs": 1, "max_failure_rate": 1.0, "study_name": "growlab"},
+        "storage": "sqlite:///${hydra.sweep.dir}/optuna.db",
+    },
 }
 
 
@@ -103,7 +112,7 @@ def experiment_name(
         'digits'
         >>> experiment_name({**choices, "data": "mnist"}, ["data=mnist"])
         'resnet20_on_mnist'
-        >>> experiment_name({**choices, "experiment": "table6"}, ["experiment=table6", "model=vgg11"])
+        >>> experiment_name({**choices, "experiment": "papers/table6"}, ["experiment=papers/table6", "model=vgg11"])
         'table6_with_vgg11'
     """
     given = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
@@ -115,7 +124,7 @@ def experiment_name(
             named[group] = _plain(given[f"{group}.name"])
         if f"{group}._target_" in given:
             named[group] = _plain(given[f"{group}._target_"].rpartition(".")[2])
-    experiment = choices.get("experiment")
+    experiment = (choices.get("experiment") or "").rpartition("/")[2]
     if experiment and not named:
         return experiment
     if experiment and "experiment" in given:
@@ -134,9 +143,33 @@ def _name_of_this_run() -> str:
     return experiment_name(job.runtime.choices, job.overrides.task, (job.sweeper.get("params") or {}).keys())
 
 
+def _job_folder(which: str = "") -> str:
+    job = HydraConfig.get()
+    named = job.job.override_dirname
+    if which == "all":
+        named = ",".join(sorted(one for one in job.overrides.task if name_of(one) not in _NOT_IN_FOLDERS))
+    elif "BasicSweeper" in str(job.sweeper.get("_target_")):
+        # A search that is continued numbers its trials from 0 again.
+        named = f"{job.job.num}_{named}".rstrip("_")
+    name = named.replace("/", "_").encode()
+    digest = hashlib.sha256(name).hexdigest()[:8]
+    return (name if len(name) <= _LONGEST else name[: _LONGEST - 9] + f"_{digest}".encode()).decode(
+        errors="ignore"
+    )
+
+
+def naming_override(overrides: Sequence[str]) -> str:
+    """Return the override that leaves what all jobs of a sweep share out of their folders' names."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    shared = [one.get_key_element().lstrip("+~") for one in parsed if not one.is_sweep_override()]
+    return f"{_NAMING}=[{','.join(map(quoted, [*_NOT_IN_FOLDERS, *shared]))}]"
+
+
 # `${growlab.name:}` is this run's name and `${growlab.sweep:}` that of the sweep which it is a job of, worked out once:
 # Hydra hands the sweep's on to each job.
 OmegaConf.register_new_resolver("growlab.name", _name_of_this_run, replace=True)
+# The folder of a job in its sweep's.
+OmegaConf.register_new_resolver("growlab.job", _job_folder, replace=True)
 OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=True, replace=True)
 
 
@@ -166,10 +199,7 @@ def resume_override(
         return None
     if multirun:
         raise UserError(f"{LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(primary, overrides=_with_searched(overrides, more), return_hydra_config=True)
-    # `hydra:` interpolations, such as the experiment's name, are resolved from here.
-    HydraConfig.instance().set_config(cfg)
+    cfg = composed(overrides, more, primary)
     folder = Path(cfg.hydra.run.dir).parent
     runs = [path.parent for path in folder.glob("*/config.yaml") if not path.parent.name.startswith("sweep_")]
     if not runs:
@@ -178,6 +208,15 @@ def resume_override(
             f"run's folder with {_RUN_DIR}=FOLDER."
         )
     return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
+
+
+def composed(overrides: list[str], more: str | None = None, primary: str = PRIMARY) -> DictConfig:
+    """Compose the configuration, with Hydra's own part; see `resume_override` for the arguments."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(primary, overrides=_with_searched(overrides, more), return_hydra_config=True)
+    # `hydra:` interpolations, such as the experiment's name, are resolved from here.
+    HydraConfig.instance().set_config(cfg)
+    return cfg
 
 
 def _with_searched(overrides: list[str], more: str | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import cos, pi, sqrt
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -39,10 +39,11 @@ class LearningRate:
         batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
         milestones: epochs at which "steps" multiplies the rate by `decay`.
         decay: that factor.
-        warmup_steps: length of the warm-up of "inverse_sqrt" in optimizer steps.
+        warmup_steps: length of a linear warm-up in optimizer steps, not `warmup_epochs`; "inverse_sqrt" needs it.
         batch_size: batch size that the optimizer's rate is for, used by `batch_rule`; None: the last stage's.
-        clock: progress of the shape is counted in "epochs", or in "cost": forward FLOPs of the run's planned total;
-            "auto": in cost if that is known before the run and no other setting is in epochs or steps.
+        clock: progress of the shape is counted in "epochs", in optimizer "steps" (milestones too; "epochs" means these
+            if the run's length is in steps), or in "cost": forward FLOPs of the run's planned total; "auto": in cost if
+            that is known before the run and no other setting is in epochs or steps.
         warmup_fraction: length of the warm-up as a fraction of the run by its clock, instead of `warmup_epochs`; of
             the stage for "one_cycle" with `restarts="stage"`.
         decay_fraction: fraction of the run by its clock (of the stage with `restarts="stage"`) over which "wsd"
@@ -63,7 +64,7 @@ class LearningRate:
     decay: float = 0.1
     warmup_steps: int | None = None
     batch_size: int | None = None
-    clock: Literal["epochs", "cost", "auto"] = "epochs"
+    clock: Literal["epochs", "steps", "cost", "auto"] = "epochs"
     warmup_fraction: float = 0.0
     decay_fraction: float = 0.5
     decay_shape: Literal["linear", "1-sqrt"] = "linear"
@@ -84,10 +85,14 @@ class LearningRate:
 
     def _contradictions(self) -> Iterator[str]:
         steps, in_epochs, part = self.warmup_steps, self.warmup_epochs, self.warmup_fraction
-        if (steps is not None) != (self.shape == "inverse_sqrt"):
-            yield "warmup_steps, such as 4000, goes with shape=inverse_sqrt; other shapes warm up over warmup_epochs."
+        if steps is None and self.shape == "inverse_sqrt":
+            yield "shape=inverse_sqrt needs warmup_steps, such as 4000."
         if steps is not None and (steps < 1 or in_epochs or part or self.restarts != "none"):
             yield "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none."
+        if steps is not None and self.shape == "one_cycle":
+            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_steps out."
+        if in_epochs and self.clock == "steps":
+            yield "warmup_epochs goes with clock=epochs; with clock=steps set warmup_steps."
         if part >= 1:
             yield f"warmup_fraction must be below 1, not {part}."
         if in_epochs and part:
@@ -111,6 +116,19 @@ class LearningRate:
         if self.clock == "cost":
             return "clock=cost"
         return f"rewarm_steps={self.rewarm_steps}" if self.rewarm_steps else None
+
+    def by_steps(self) -> "LearningRate":
+        """The same for a run whose length is in steps.
+
+        Raises:
+            UserError: the warm-up is in epochs.
+        """
+        if self.warmup_epochs:
+            raise UserError(
+                "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
+                "warmup_steps."
+            )
+        return replace(self, clock="steps") if self.clock == "epochs" else self
 
     def factor_at_step(
         self,
@@ -136,6 +154,11 @@ class LearningRate:
             )
         if self.warmup_epochs >= total:
             raise UserError(f"{warmup} leaves none of {total} epochs to train at the full rate.")
+        if self.shape != "inverse_sqrt" and (self.warmup_steps or 0) >= sum(steps_in_epoch):
+            raise UserError(
+                f"schedule.learning_rate.warmup_steps={self.warmup_steps} leaves none of {sum(steps_in_epoch)} steps "
+                "to train at the full rate."
+            )
         if self.shape == "wsd" and self.warmup_epochs > (1 - self.decay_fraction) * total * _ROUNDING:
             raise UserError(
                 f"{warmup} and decay_fraction={self.decay_fraction} take more than {total} epochs."
@@ -144,18 +167,27 @@ class LearningRate:
         by_cost = self.clock == "cost" or (
             self.clock == "auto" and not self.warmup_epochs and self.shape not in _OWN_COUNT
         )
-        lengths = flops_in_epoch if by_cost and flops_in_epoch else [1] * total
+        lengths: Sequence[float] = steps_in_epoch if self.clock == "steps" else [1] * total
+        lengths = flops_in_epoch if by_cost and flops_in_epoch else lengths
         clock = [0, *accumulate(lengths)]
 
-        def factor(step: int) -> float:
+        def reached(step: int) -> tuple[int, float]:
+            """Epoch of a step, and its moment by the clock."""
             epoch = min(bisect_right(starts, step) - 1, total - 1)
             part = min((step - starts[epoch]) / steps_in_epoch[epoch], 1.0)
+            return epoch, clock[epoch] + part * lengths[epoch]
+
+        warm = self.warmup_epochs or self.warmup_fraction * clock[-1]
+        if self.warmup_steps is not None:
+            warm = reached(self.warmup_steps)[1]
+
+        def factor(step: int) -> float:
+            epoch, moment = reached(step)
             stage = schedule.stage_at(epoch)
             begin, end = 0, total
             if self.restarts == "stage":
                 begin, end = schedule.starts[stage], schedule.starts[stage] + schedule.epochs[stage]
-            moment = clock[epoch] + part * lengths[epoch]
-            shape = self._shape(step, moment, clock[begin], clock[end], clock[-1])
+            shape = self._shape(step, moment, clock[begin], clock[end], warm)
             since = step - starts[schedule.starts[stage]]
             rewarm = since / self.rewarm_steps if stage and since < self.rewarm_steps else 1.0
             return self._batch_scale(schedule, stage) * rewarm * shape
@@ -166,9 +198,9 @@ class LearningRate:
         ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])
         return {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
 
-    def _shape(self, step: int, moment: float, begin: float, end: float, total: float) -> float:
-        """Factor at a time of the clock, for a shape that spans `begin` to `end` of `total`."""
-        if self.warmup_steps is not None:
+    def _shape(self, step: int, moment: float, begin: float, end: float, warmup: float) -> float:
+        """Factor at a time of the clock, for a shape that spans `begin` to `end` after a warm-up."""
+        if self.warmup_steps is not None and self.shape == "inverse_sqrt":
             return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
         if self.shape == "one_cycle":
             done, rise = (moment - begin) / (end - begin), self.warmup_fraction or _RISE
@@ -176,7 +208,8 @@ class LearningRate:
                 (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
             )
             return last + (first - last) * 0.5 * (1 + cos(pi * part))
-        warmup = self.warmup_epochs or self.warmup_fraction * total
+        if self.warmup_steps is not None and step < self.warmup_steps:
+            return step / self.warmup_steps
         if moment < warmup:
             return moment / warmup
         if self.shape == "constant":

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from math import floor
 from typing import Any
 
@@ -28,6 +28,7 @@ from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, mak
 from growlab.growth.outputs import network_inputs
 from growlab.growth.schedule import MOST_EPOCHS
 from growlab.lab.data import RunData
+from growlab.lab.data.loaders import Steps
 from growlab.widths import WidthGraph, resize
 from growlab.widths.inputs import Example, changed
 
@@ -36,6 +37,18 @@ _TRAINING_FACTOR = 3
 # Of sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
 _MANY_EPOCHS = 10**6
+# Settings of `conf/schedule` that `make_schedule` does not take.
+NOT_OF_STAGES = (
+    "equal_flops",
+    "budget",
+    "total_steps",
+    "total_tokens",
+    "steps",
+    "eval_every_n_steps",
+    "repeat_batches",
+)
+# Evaluations of a run in steps, unless their distance is given.
+_EVALUATIONS = 20
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ class Plan:
         reference_samples: training samples of the fixed-size run that cost is relative to, where epochs differ in
             them because data arrives with the stages; else None.
         stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
+        total_steps: of the run, where its length is given in steps; its epochs are then the parts between evaluations.
         auxiliary_flops: forward FLOPs of passes besides training's, each with a backward pass, or what costs as much.
     """
 
@@ -68,6 +82,7 @@ class Plan:
     reference_samples: int | None = None
     stage_numbers: list[int] | None = None
     auxiliary_flops: int = 0
+    total_steps: int | None = None
 
     @property
     def train_cost_percent(self) -> float:
@@ -176,10 +191,12 @@ class Planning:
     fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        self.settings = {"budget": None, **self.settings}
+        self.settings = {**dict.fromkeys(NOT_OF_STAGES), **self.settings}
         budget, decides = self.settings["budget"], isinstance(self.method, WidthDecision)
         if budget is None:
+            self._count_steps()
             return
+        self.settings |= dict.fromkeys(("total_steps", "total_tokens", "steps"))
         if not 0 < budget <= MOST_EPOCHS:
             raise UserError(
                 f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0 and at most "
@@ -203,6 +220,50 @@ class Planning:
         # Enough for any stages, until their cost is known.
         self.settings["total_epochs"] = _MANY_EPOCHS
 
+    def _count_steps(self) -> None:
+        """Set `total_steps` if the length is given in steps or tokens, and the steps between evaluations."""
+        settings, data = self.settings, self.data
+        if (tokens := settings["total_tokens"]) is not None:
+            if data.tokens_per_sample is None or settings["batch_growth_rate"] or settings["batch_sizes"]:
+                raise UserError(
+                    "schedule.total_tokens needs data in windows of tokens and batches of one size: set "
+                    "schedule.total_steps."
+                )
+            settings["total_steps"] = tokens // (
+                data.tokens_per_sample * self._batch_size * self.loop.accumulate
+            )
+        if settings["steps"] is not None:
+            settings["total_steps"] = sum(settings["steps"])
+        if (total := settings["total_steps"]) is None:
+            return
+        other = next((f"schedule.{name}" for name in ("epochs", "initial_epochs") if settings[name]), "")
+        other = (
+            other
+            or data.only_in_epochs
+            or ("trainer.limit_train_batches" * (self.loop.limit_batches is not None))
+        )
+        every = settings["eval_every_n_steps"]
+        if other:
+            raise UserError(
+                f"{other} counts epochs, and schedule.total_steps={total} sets the run's length in steps."
+            )
+        if total < 1 or (every is not None and every < 1):
+            raise UserError(
+                f"a run of {total} steps, evaluated every {every}, is none: both must be at least 1."
+            )
+        settings["eval_every_n_steps"] = every or max(1, total // _EVALUATIONS)
+
+    def _cut(self, schedule: Schedule) -> tuple[Schedule, Steps | None]:
+        """Divide stages in steps into epochs at each evaluation; also return the steps of each epoch, if so."""
+        total, every = self.settings["total_steps"], self.settings["eval_every_n_steps"]
+        if total is None:
+            return schedule, None
+        starts, total = schedule.starts, schedule.total_epochs
+        cuts = sorted({*starts, *range(0, total, every), total})
+        counted = (sum(a <= cut < b for cut in cuts) for a, b in pairwise((*starts, total)))
+        lengths = [self.loop.accumulate * (b - a) for a, b in pairwise(cuts)]
+        return replace(schedule, epochs=tuple(counted)), Steps(lengths, self.settings["repeat_batches"])
+
     @property
     def _batch_size(self) -> int:
         """Batch size of the schedule's reference stage; the smallest possible one where sizes are found."""
@@ -224,7 +285,7 @@ class Planning:
                 )
             return Never(method.width_multiple, method.depth_multiple)
         if self.demand is not None:
-            given = [name for name in ("epochs", "batch_sizes") if settings[name] is not None]
+            given = [name for name in ("epochs", "steps", "batch_sizes") if settings[name] is not None]
             given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
             if given:
                 raise UserError(
@@ -236,10 +297,10 @@ class Planning:
                     f"{method.name} decides widths itself; take it with schedule=exponential, or another growth method."
                 )
             number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
-            stages = _schedule({**settings, "epochs": [1] * number}, 1, Loop())
-            return OnDemand(self.demand, stages, settings["total_epochs"])
+            stages = _schedule({**settings, "total_steps": None, "epochs": [1] * number}, 1, Loop())
+            return OnDemand(self.demand, stages, self._cut(self._alone(self._length))[0].total_epochs)
         if isinstance(method, WidthDecision):
-            given = [name for name in ("epochs", "widths", "batch_sizes", "equal_flops") if settings[name]]
+            given = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
             if given:
                 raise UserError(
                     f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them "
@@ -248,7 +309,19 @@ class Planning:
             return ByMethod()
         if settings["equal_flops"]:
             raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
-        return Scheduled(_schedule(settings, self._batch_size, self.loop))
+        return Scheduled(self._cut(_schedule(settings, self._batch_size, self.loop))[0])
+
+    @property
+    def _length(self) -> int:
+        """Steps of the run if its length is given in steps, else its epochs."""
+        settings = self.settings
+        if settings["total_steps"] is not None:
+            return settings["total_steps"]
+        return settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
+
+    def _alone(self, length: int) -> Schedule:
+        """The schedule of one stage of so many steps or epochs."""
+        return _one_stage(length, self._batch_size, self.loop)
 
     def plan(
         self, trigger: Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
@@ -278,13 +351,13 @@ class Planning:
             scheduled = isinstance(trigger, Scheduled)
             settings["total_epochs"] = self._epochs_of_budget(scheduled, flops, full_flops)
             trigger = self.trigger()
-        total = settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-        epochs = total
+        total = length = self._length
         if settings["equal_flops"]:
             grown = _schedule(settings, base, loop)
             worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
-            epochs = max(1, round(worth / flops[0]))
-        schedule = trigger.schedule if isinstance(trigger, Scheduled) else _one_stage(epochs, base, loop)
+            length = max(1, round(worth / flops[0]))
+        made = _schedule(settings, base, loop) if isinstance(trigger, Scheduled) else self._alone(length)
+        schedule, data.steps = self._cut(made)
         reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
         if settings["budget"] is not None:
             whole = settings["budget"] * data.epoch_parts
@@ -296,7 +369,10 @@ class Planning:
                     "decides that while it trains: leave it out."
                 )
             schedule = replace(schedule, batch_sizes=tuple(self.fit(widths)))
-        reference_samples = None
+        reference_samples, in_steps = None, settings["total_steps"] is not None
+        if in_steps:
+            reference_samples = total * base * loop.accumulate
+            reference_epochs = float(f"{reference_samples / data.num_train:.3g}")
         if data.incremental is not None:
             # Data arrive with the stages, also of a run that does not grow, and of the fixed-size run.
             stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
@@ -309,6 +385,7 @@ class Planning:
         plan = Plan(
             *(schedule, widths, flops, full_flops, reference_epochs),
             *(batches, steps, samples, reference_samples),
+            total_steps=sum(steps) if in_steps else None,
         )
         if isinstance(trigger, OnDemand):
             _check_demand(trigger, graph, cost, plan)
@@ -387,7 +464,10 @@ def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: P
 
 
 def _schedule(settings: Mapping[str, Any], batch_size: int, loop: Loop) -> Schedule:
-    known = {name: value for name, value in settings.items() if name not in ("equal_flops", "budget")}
+    """The schedule in epochs, or in steps where these are given."""
+    known = {name: value for name, value in settings.items() if name not in NOT_OF_STAGES}
+    if settings["total_steps"] is not None:
+        known |= {"total_epochs": settings["total_steps"], "epochs": settings["steps"]}
     return make_schedule(batch_size=batch_size, **known, num_processes=loop.num_processes)
 
 

@@ -28,9 +28,13 @@ class GrowthProgress(Callback):
         batches: batches of each epoch.
         samples: training samples of each epoch.
         flops: forward FLOPs of each epoch; time left is judged by them, since late stages are slower.
+        steps: of the run, where its length is in steps and not in epochs.
     """
 
-    def __init__(self, batches: Sequence[int], samples: Sequence[int], flops: Sequence[int]) -> None:
+    def __init__(
+        self, batches: Sequence[int], samples: Sequence[int], flops: Sequence[int], steps: int | None = None
+    ) -> None:
+        self._steps = steps
         self._batches, self._samples = batches, samples
         self._effort = [_FIXED_EFFORT + forward / max(flops) for forward in flops]
         self._console = Console(file=sys.stderr)
@@ -95,8 +99,7 @@ class GrowthProgress(Callback):
             return
         now, epoch = time.perf_counter(), trainer.current_epoch
         if self._bar is not None:
-            last = pl_module.schedule.total_epochs - 1
-            self._print(f"epoch {epoch:>{len(str(last))}}/{last}  {figures}")
+            self._print(f"{self._when(trainer, pl_module)}  {figures}")
             return
         rate = (1 - self._began_at) * self._samples[epoch] / (now - self._epoch_began)
         widths = f"widths {_span(pl_module.growth_state.widths)}"
@@ -140,7 +143,13 @@ class GrowthProgress(Callback):
     def _moment(self, trainer: Trainer, task: Task) -> str:
         # The last stage is not known where widths are decided on the way.
         last = f"/{task.schedule.num_stages - 1}" if task.grower.forecast.known else ""
-        return f"stage {task.growth_state.stage}{last}  epoch {trainer.current_epoch}/{task.schedule.total_epochs - 1}"
+        return f"stage {task.growth_state.stage}{last}  {self._when(trainer, task)}"
+
+    def _when(self, trainer: Trainer, task: Task) -> str:
+        if self._steps is not None:
+            return f"step {trainer.global_step:>{len(str(self._steps))}}/{self._steps}"
+        last = str(task.schedule.total_epochs - 1)
+        return f"epoch {trainer.current_epoch:>{len(last)}}/{last}"
 
     def _done(self, epoch: int, part: float) -> float:
         """Effort of the epochs before one and a part of it."""

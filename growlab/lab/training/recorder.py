@@ -1,4 +1,4 @@
-"""Records of a run: metrics.csv, rates.csv and growth.json."""
+"""Records of a run: metrics.csv, steps.csv, rates.csv and growth.json."""
 
 import resource
 import sys
@@ -27,7 +27,7 @@ RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", 
 
 
 class RunRecorder(Callback):
-    """Keeps metrics.csv, rates.csv and growth.json, and hands the same to the loggers.
+    """Keeps metrics.csv, steps.csv, rates.csv and growth.json, and hands the same to the loggers.
 
     Its records are part of the checkpoint, so a resumed run's files continue as if it had never stopped. Files are
     written by the first rank alone, at the end of each epoch.
@@ -37,14 +37,31 @@ class RunRecorder(Callback):
         samples: training samples of each epoch.
         log_rates_every_n_steps: how often rate factors and norms of weights and gradients are recorded, region by
             region, whatever the optimizer; where it does not adapt rates, factors are 1.
+        log_every_n_steps: how often a line goes into steps.csv: the rate, training metrics since the line before (or
+            the epoch's beginning), the gradient's norm before clipping, and the speed; None: never.
+        tokens_per_sample: speed is then in tokens.
 
     Raises:
         UserError: there is no such interval.
     """
 
-    def __init__(self, run_dir: Path, samples: Sequence[int], log_rates_every_n_steps: int = 100) -> None:
-        if log_rates_every_n_steps < 1:
-            raise UserError(f"log_rates_every_n_steps={log_rates_every_n_steps} must be at least 1.")
+    def __init__(
+        self,
+        run_dir: Path,
+        samples: Sequence[int],
+        log_rates_every_n_steps: int = 100,
+        log_every_n_steps: int | None = None,
+        tokens_per_sample: int | None = None,
+    ) -> None:
+        given = {"log_rates_every_n_steps": log_rates_every_n_steps, "log_every_n_steps": log_every_n_steps}
+        for name, every in given.items():
+            if every is not None and every < 1:
+                raise UserError(f"{name}={every} must be at least 1.")
+        self._every, self._tokens = log_every_n_steps, tokens_per_sample
+        self.step_rows: list[dict[str, Any]] = []
+        # Sums of the epoch at the last line, samples since, and the time; the gradient's norm of the step.
+        self._sums: list[float] | None = None
+        self._seen, self._since, self._grad_norm = 0, 0.0, torch.tensor(torch.nan)
         self.run_dir, self.samples = run_dir, samples
         self.log_rates_every_n_steps = log_rates_every_n_steps
         self.rows: list[dict[str, Any]] = []
@@ -59,6 +76,9 @@ class RunRecorder(Callback):
         self._note_memory()
         return {
             "rows": self.rows,
+            "step_rows": self.step_rows,
+            "sums": self._sums,
+            "seen": self._seen,
             "rates": "\n".join(self._rates),
             "peak_memory_bytes": self.peak_memory_bytes,
             "peak": self._peak,
@@ -73,10 +93,12 @@ class RunRecorder(Callback):
         self.peak_memory_bytes, self._peak = dict(state_dict["peak_memory_bytes"]), state_dict["peak"]
         self._lr, self._validation_sec = state_dict["lr"], state_dict["validation_seconds"]
         self._began = time.perf_counter() - state_dict["seconds"]
+        self.step_rows = list(state_dict.get("step_rows", ()))
+        self._sums, self._seen = state_dict.get("sums"), state_dict.get("seen", 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Measure memory from here on, and log the seed's widths."""
-        self._device = pl_module.device
+        self._device, self._since = pl_module.device, time.perf_counter()
         _reset_peak(self._device)
         if trainer.global_step == 0 and pl_module.graph.groups:
             _log(trainer, _widths(pl_module.growth_state.widths), 0)
@@ -84,6 +106,7 @@ class RunRecorder(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
         self._began, self._validation_sec, self._peak = time.perf_counter(), 0.0, 0
+        self._sums, self._seen, self._since = None, 0, self._began
         _reset_peak(self._device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
@@ -112,6 +135,11 @@ class RunRecorder(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
         """Keep the step's rate; every n steps record rate factors and norms of regions."""
         self._lr = optimizer.param_groups[0]["lr"]
+        if self._every is not None and (trainer.global_step + 1) % self._every == 0:
+            grads = [
+                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            self._grad_norm = torch.nn.utils.get_total_norm(grads)
         if trainer.global_step % self.log_rates_every_n_steps:
             return
         where = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
@@ -136,6 +164,30 @@ class RunRecorder(Callback):
                 logged[f"rate_factor/{name}/stage_{region}"] = cells[0]
         if adapted:
             _log(trainer, logged, trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Every n steps add a row to steps.csv."""
+        if self._every is None:
+            return
+        self._seen += len(batch[-1]) * trainer.world_size
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+        if not stepped or trainer.global_step % self._every:
+            return
+        sums, before = pl_module.total("train"), self._sums
+        since = sums if before is None else [one - other for one, other in zip(sums, before, strict=True)]
+        now, seen = time.perf_counter(), self._seen * (self._tokens or 1)
+        row = {
+            "lr": self._lr,
+            **pl_module.objective.metrics(since),
+            "grad_norm": float(self._grad_norm),
+            f"{'tokens' if self._tokens else 'samples'}_per_sec": seen / (now - self._since),
+        }
+        step, epoch, stage = trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage
+        self.step_rows.append({"step": step, "epoch": epoch, "stage": stage, **row})
+        self._sums, self._seen, self._since = sums, 0, now
+        _log(trainer, {f"step/{name}": value for name, value in row.items()}, step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Add the epoch's row and write the files, before the checkpoint is saved."""
@@ -203,6 +255,11 @@ class RunRecorder(Callback):
                 {
                     "stage": number,
                     "epochs": schedule.epochs[stage],
+                    **(
+                        {}
+                        if plan.total_steps is None
+                        else {"steps": sum(plan.steps[r["epoch"]] for r in rows)}
+                    ),
                     "batch_size": schedule.batch_sizes[stage],
                     "widths": plan.widths[stage],
                     "num_params": rows[-1]["num_params"],
@@ -220,6 +277,12 @@ class RunRecorder(Callback):
         lines = [",".join(columns)]
         lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
         write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
+        if self.step_rows:
+            lines = [
+                ",".join(self.step_rows[0]),
+                *(",".join(map(_cell, row.values())) for row in self.step_rows),
+            ]
+            write_text(self.run_dir / "steps.csv", "\n".join(lines) + "\n")
         if self._rates:
             write_text(self.run_dir / "rates.csv", "\n".join([",".join(RATE_COLUMNS), *self._rates]) + "\n")
         widths = task.stage_widths

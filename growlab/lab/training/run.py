@@ -67,6 +67,7 @@ class Options:
 
     save: SavePolicy
     optimizer_state: str
+    log_every_n_steps: int | None
     log_rates_every_n_steps: int
     log_layers_every_n_steps: int | None
     statistics_images: int
@@ -126,11 +127,12 @@ def run(experiment: Experiment, folder: Path) -> None:
     with contextlib.ExitStack() as ending:
         ending.callback(data.teardown, "test")
         task = _task(experiment)
-        recorder = RunRecorder(folder, plan.samples, options.log_rates_every_n_steps)
+        every = (options.log_rates_every_n_steps, options.log_every_n_steps)
+        recorder = RunRecorder(folder, plan.samples, *every, data.tokens_per_sample)
         fresh = FreshStatistics(options.statistics_images, data.training_batches)
         loggers = ending.enter_context(experiment.loggers())
         writer, records = AtomicCheckpointIO(), WandbRecords(loggers)
-        progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch)
+        progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch, plan.total_steps)
 
         def on_event(trainer: Trainer, event: GrowthEvent) -> None:
             event.notes["batch_size"] = plan.schedule.batch_size_at(trainer.current_epoch)
@@ -159,7 +161,7 @@ def run(experiment: Experiment, folder: Path) -> None:
         weights |= {f"model_{name}.pt": copy for name, copy in grower.copies().items()}
         grower.finish()
         trainer.test(task, datamodule=data, verbose=False)
-        results = _results(experiment.identity, plan, task, recorder, trainer)
+        results = _results(experiment, plan, task, recorder, trainer)
         recorder.on_result(trainer, results)
         if trainer.is_global_zero:
             _save(folder, weights, task, results, data)
@@ -315,8 +317,17 @@ def _save(
     write_run_report(run_dir)
 
 
+def _length(plan: Plan, data: RunData) -> dict[str, Any]:
+    """Epochs; of a run in steps its passes over the data, in three digits, with its steps and tokens."""
+    if plan.total_steps is None:
+        return {"epochs": plan.schedule.total_epochs}
+    samples = sum(plan.samples)
+    tokens = {"tokens": samples * data.tokens_per_sample} if data.tokens_per_sample else {}
+    return {"epochs": float(f"{samples / data.num_train:.3g}"), "steps": sum(plan.steps), **tokens}
+
+
 def _results(
-    identity: Identity, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer
+    experiment: Experiment, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer
 ) -> dict[str, Any]:
     """The content of `results.json`, which tables are made of."""
     grower, objective = task.grower, task.objective
@@ -328,8 +339,8 @@ def _results(
     last = recorder.rows[-1]
     names = {"train": objective.metric_names, "val": (*objective.metric_names, *objective.evaluated_names)}
     return {
-        **identity.row,
-        "epochs": plan.schedule.total_epochs,
+        **experiment.identity.row,
+        **_length(plan, experiment.data),
         "reference_epochs": plan.reference_epochs,
         "world_size": trainer.world_size,
         "num_nodes": trainer.num_nodes,

@@ -186,10 +186,14 @@ class Task(LightningModule):
         """
         if split not in self._sums:
             return {}
-        found = self.objective.metrics(stacked(self._sums[split]).sum(0).tolist())
+        found = self.objective.metrics(self.total(split))
         return {
             f"{split}_{name}": value for name, value in {**found, **self._evaluated.get(split, {})}.items()
         }
+
+    def total(self, split: str) -> list[float]:
+        """The objective's sums over the epoch so far, over all ranks."""
+        return stacked(self._sums[split]).sum(0).tolist()
 
     def running_metrics(self) -> dict[str, float]:
         """This rank's training metrics so far in the epoch (waits for a GPU)."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -108,7 +109,7 @@ class Job:
     def folder(self) -> str:
         """Folder of the run in the sweep `python -m growlab -m experiment=...`."""
         kept = sorted(o for o in self.overrides if not o.startswith(_NOT_IN_FOLDER))
-        return f"{self.experiment}/{','.join(kept) or 'run'}"
+        return f"{self.experiment.rpartition('/')[2]}/{','.join(kept) or 'run'}"
 
 
 @dataclass(frozen=True)
@@ -267,8 +268,10 @@ def experiment(name: str) -> Experiment:
     base = Experiment(None, "digits", {}, False, seed)
     defaults = content.get("defaults", ())
     for entry in defaults:
-        if isinstance(entry, str) and (folder / f"{entry}.yaml").is_file():
-            base = experiment(entry)
+        # Of the same folder, or by its whole path.
+        place = str(Path("/experiment", name).parent / str(entry)).removeprefix("/experiment/")
+        if isinstance(entry, str) and (folder / f"{place}.yaml").is_file():
+            base = experiment(place)
     data = [
         entry["override /data"] for entry in defaults if isinstance(entry, dict) and "override /data" in entry
     ]

@@ -190,6 +190,7 @@ class TranslationData(RunData):
         UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
     """
 
+    only_in_epochs = "data of sentence pairs"
     goes_with = "sentence pairs go with model=fairseq_transformer objective=translation"
 
     def __init__(

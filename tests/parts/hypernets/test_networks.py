@@ -15,7 +15,7 @@ from tests.command_line import CommandLine
 
 SMALL = (
     *(
-        "experiment=hyperfan_mnist",
+        "experiment=papers/hyperfan_mnist",
         "data=digits",
         "data.limit_train=60",
         "data.limit_test=40",

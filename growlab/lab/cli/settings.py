@@ -1,0 +1,179 @@
+"""The configuration for readers: `--cfg job` without what is at its default, `--cfg diff`, and `--help-config NAME`."""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from functools import cache
+from inspect import Parameter
+from typing import Any
+
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from growlab.base.errors import UserError
+from growlab.base.settings import left_out, parameters
+from growlab.growth import make_schedule
+from growlab.lab.analysis.identity import leaves as _leaves
+from growlab.lab.training.checks import hints_of, in_words
+from growlab.lab.training.configuration import config_dir
+
+_EMPTY = (None, [], {}, ())
+_OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_")
+_COLUMNS = 79
+
+
+def in_short(cfg: DictConfig, typed: Collection[str] = ()) -> str:
+    """The settings of a run in YAML, without parts that are left out, what is not set, and defaults of constructors.
+
+    Args:
+        cfg: composed, without Hydra's own settings.
+        typed: names of settings on the command line, which are shown whatever their values.
+    """
+    config = _plain(cfg)
+    parts: Any = OmegaConf.to_container(cfg.parts, resolve=True)
+    left = [name for name, part in parts.items() if left_out(part)]
+    hidden = ["parts", *left]
+    shown = _shown({key: value for key, value in config.items() if key not in hidden}, "", typed)
+    more = len(list(_leaves(config))) - len(list(_leaves(shown)))
+    return (
+        OmegaConf.to_yaml(OmegaConf.create(shown))
+        + f"# {more} more are not set or at their defaults: --cfg all prints them, --help-config NAME explains.\n"
+    )
+
+
+def difference(cfg: DictConfig, default: DictConfig) -> str:
+    """The settings in which a run differs from the default one, a line each, with the default behind it."""
+    ours, theirs = dict(_leaves(_plain(cfg))), dict(_leaves(_plain(default)))
+    lines = [
+        f"{name}={_text(value)}" + (f"  # {_text(theirs[name])}" if name in theirs else "")
+        for name, value in ours.items()
+        if name not in theirs or theirs[name] != value
+    ]
+    return "\n".join([*lines, *(f"~{name}  # {_text(theirs[name])}" for name in theirs if name not in ours)])
+
+
+def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
+    """Value, type and meaning of a setting, or of every one in a group.
+
+    Args:
+        cfg: composed.
+        name: of a group, a setting, or the last part of a setting's name.
+        choices: the option chosen in each group, whose files have remarks.
+
+    Raises:
+        UserError: there is no such setting.
+    """
+    options = sorted(path.relative_to(config_dir() / name) for path in (config_dir() / name).rglob("*.yaml"))
+    listed = textwrap.fill(
+        f"{name}: " + ", ".join(path.with_suffix("").as_posix() for path in options),
+        _COLUMNS,
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
+    leaves = dict(_leaves(_plain(cfg)))
+    names = [one for one in leaves if f"{one}.".startswith(f"{name}.") and not one.endswith(_OF_HYDRA)]
+    names = names or [one for one in leaves if one.endswith(f".{name}")]
+    if not names and options:
+        return listed
+    if not names:
+        near = get_close_matches(name, {*leaves, *(one.rpartition(".")[2] for one in leaves)}, n=3)
+        raise UserError(f"there is no setting '{name}'" + (f"; near it: {', '.join(near)}" if near else ""))
+    return "\n".join([listed] * bool(options) + [_entry(cfg, one, leaves[one], choices) for one in names])
+
+
+def _entry(cfg: DictConfig, name: str, value: Any, choices: Mapping[str, Any]) -> str:
+    parent, _, key = name.rpartition(".")
+    node = OmegaConf.select(cfg, f"parts.{name.partition('.')[0]}") or OmegaConf.select(cfg, parent)
+    target = str(node.get("_target_") or "") if parent and isinstance(node, DictConfig) else ""
+    hint = hints_of(parent, target).get(key)
+    kind = f"{in_words(hint)}. " if hint is not None else ""
+    said = _described(target or ("schedule" if parent == "schedule" else "")).get(key)
+    said = said or _remark(key, parent.partition(".")[0], choices) or "see the documentation of its class."
+    body = textwrap.fill(f"{kind}{said}", _COLUMNS, initial_indent="    ", subsequent_indent="    ")
+    return f"{name}={_text(value)}\n{body}"
+
+
+@cache
+def _described(target: str) -> dict[str, str]:
+    """Descriptions of parameters in the docstrings of a class, those above it and its constructor."""
+    if not target:
+        return {}
+    try:
+        made = make_schedule if target == "schedule" else get_object(target)
+    except Exception:  # Raised again, with its reason, when it is called.
+        return {}
+    owners = [*getattr(made, "__mro__", ()), made]
+    for owner in owners:
+        owners += getattr(owner, "SETTINGS", ()) if owner not in owners[: owners.index(owner)] else ()
+    texts = [inspect.cleandoc(doc) for owner in owners if (doc := getattr(owner, "__doc__", None))]
+    texts += [inspect.cleandoc(owner.__init__.__doc__ or "") for owner in owners if inspect.isclass(owner)]
+    found = {}
+    for text in reversed(texts):
+        for match in re.finditer(r"^ {4}(\w+)(?: \([^)]*\))?: (.+(?:\n {5,}.+)*)", text, re.MULTILINE):
+            found[match[1]] = " ".join(match[2].split())
+    return found
+
+
+def _remark(key: str, group: str, choices: Mapping[str, Any]) -> str:
+    """The remark on a setting in the file that sets it: behind it, or in the lines above."""
+    if not group:
+        # A group without settings, such as logger=csv: the first line of its file.
+        path = config_dir() / key / f"{choices.get(key)}.yaml"
+        if path.is_file():
+            return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    places = [
+        f"{group}/{choices.get(group)}.yaml",
+        f"{group}/exponential.yaml",
+        "hydra/data/images.yaml",
+        "config.yaml",
+    ]
+    for path in (config_dir() / place for place in places):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if found := re.search(rf"^ *{key}:[^#\n]*# (.+)$", text, re.MULTILINE):
+            return found[1]
+        if found := re.search(rf"((?:^#[^\n]*\n)+)^{key}:", text, re.MULTILINE):
+            return found[1].replace("# ", "").replace("\n", " ").strip()
+    return ""
+
+
+def _shown(node: Mapping[str, Any], name: str, typed: Collection[str]) -> dict[str, Any]:
+    known = _defaults("schedule" if name == "schedule" else str(node.get("_target_", "")))
+    kept: dict[str, Any] = {}
+    for key, value in node.items():
+        full = f"{name}.{key}" if name else key
+        if isinstance(value, Mapping) and value and full not in typed:
+            if inner := _shown(value, full, typed):
+                kept[key] = inner
+            continue
+        same = key in known and (value == known[key] or value == list(_sequence(known[key])))
+        derived = isinstance(value, str) and value.startswith("${")
+        if full in typed or key == "_target_" or not (value in _EMPTY or same or derived or key in _OF_HYDRA):
+            kept[key] = value
+    return kept
+
+
+@cache
+def _defaults(target: str) -> dict[str, Any]:
+    """Defaults of the parameters of what a `_target_` names; none where it cannot be imported."""
+    if not target:
+        return {}
+    try:
+        taken = parameters(make_schedule if target == "schedule" else get_object(target))
+    except Exception:  # Raised again, with its reason, when it is called.
+        return {}
+    return {name: one.default for name, one in taken.items() if one.default is not Parameter.empty}
+
+
+def _sequence(value: Any) -> Any:
+    return value if isinstance(value, tuple) else ()
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    made: Any = OmegaConf.to_container(cfg)
+    return {key: value for key, value in made.items() if key != "hydra"}
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
