@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -268,10 +267,8 @@ def experiment(name: str) -> Experiment:
     base = Experiment(None, "digits", {}, False, seed)
     defaults = content.get("defaults", ())
     for entry in defaults:
-        # Of the same folder, or by its whole path.
-        place = str(Path("/experiment", name).parent / str(entry)).removeprefix("/experiment/")
-        if isinstance(entry, str) and (folder / f"{place}.yaml").is_file():
-            base = experiment(place)
+        if isinstance(entry, str) and (folder / f"{entry}.yaml").is_file():
+            base = experiment(entry)
     data = [
         entry["override /data"] for entry in defaults if isinstance(entry, dict) and "override /data" in entry
     ]
