@@ -31,8 +31,10 @@ def in_columns(text: str, columns: int = 79) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        more = {"break_long_words": False, "break_on_hyphens": False}
-        lines += textwrap.wrap(line, columns, subsequent_indent=f"{indent}    ", **more) or [""]
+        wrapped = textwrap.wrap(
+            line, columns, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False
+        )
+        lines += wrapped or [""]
     return "\n".join(lines)
 
 
