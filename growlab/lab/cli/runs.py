@@ -90,7 +90,9 @@ def show(argv: Sequence[str]) -> None:
     from growlab.lab.analysis.results import open_run
 
     parser = CommandParser(
-        prog="growlab show", description="Print a run's stages, result, growth events and command."
+        prog="growlab show",
+        description="Print a run's stages, result, growth events and command.",
+        epilog="Example: growlab show runs/digits/2026-01-31_12-00-00_000000",
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run")
     folder = parser.parse_args(argv).folder
