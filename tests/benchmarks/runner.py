@@ -81,7 +81,7 @@ def events(setting: Setting) -> Iterator[Ratio]:
         random_images(Path(folder) / "images", (("train", NUM_IMAGES), ("test", 20)))
         grown, rows = run(
             folder,
-            *("experiment=resnet18_cifar100", "trainer=ddp_cpu", f"data.root={folder}/images"),
+            *("experiment=papers/resnet18_cifar100", "trainer=ddp_cpu", f"data.root={folder}/images"),
             *("data.download=false", "data.validation=none", f"data.batch_size={BATCH}"),
             *("schedule.widths=[0.5,0.7,0.85,1]", "schedule.epochs=[1,1,1,1]", "schedule.batch_sizes=null"),
             *("optimizer_state=inherit", *("model.width=8",) * setting.small),
