@@ -109,7 +109,7 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
         # Refused before data are read, which may take minutes.
-        instantiate([cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.demand])
+        list(map(instantiate, (cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.demand)))
         optimizer_maker(cfg)([nn.Parameter(torch.zeros(2, 2))])
         data = make_data(cfg.data, cfg.seed)
         # Lightning does so only for a run that succeeds.
