@@ -105,7 +105,7 @@ def _job(cfg: DictConfig) -> Any:
         return sweeps.objective(cfg, run_dir)
     except Exception as error:
         if job.mode == RunMode.RUN:
-            if not isinstance(error, FolderHeld):
+            if not isinstance(error, FolderLocked):
                 _remove_if_empty(run_dir)
             raise JobFailed(error) from None
         # In a sweep Hydra runs the other jobs and raises the first failure after the last one.
