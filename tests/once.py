@@ -84,7 +84,8 @@ def trace_once(folder: Path) -> None:
 
 # Their code is the same in all processes of a session.
 _LIBRARIES = ("torch", "growlab", "torchvision", "timm", "transformers", "fairseq", "tests")
-_OF_MODULES = frozenset(vars(nn.Module()))
+# Recurrent layers keep their parameters in lists too.
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 
 
 def _told(value: Any) -> Any:

@@ -13,7 +13,7 @@ from growlab.lab.data import ImageData
 from growlab.lab.networks.mlp import MLP
 from growlab.lab.training import Task
 
-NUM_STAGES = 10  # more widths than the compiler's recompile limit of 8
+NUM_STAGES, LIMIT = 4, 2  # more widths than the compiler compiles
 
 
 class _Counter:
@@ -37,7 +37,7 @@ def small_network() -> MLP:
 
 
 def train(backend: _Counter | None) -> dict[str, torch.Tensor]:
-    """Train through ten widths and return the weights."""
+    """Train through all widths and return the weights."""
     data = ImageData("digits", limit_train=40, limit_test=20, batch_size=16, validation="none")
     data.setup()
     lightning.seed_everything(0, verbose=False)
@@ -67,10 +67,10 @@ def train(backend: _Counter | None) -> dict[str, torch.Tensor]:
 
 
 def test_every_width_is_compiled_and_nothing_else_changes() -> None:
-    """Without the callback's reset the ninth width would fall back to eager."""
+    """Without the callback's reset the third width would fall back to eager."""
     torch.compiler.reset()
     counter = _Counter()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with torch._dynamo.config.patch(recompile_limit=LIMIT, fail_on_recompile_limit_hit=True):
         compiled = train(counter)
     # Three batches in each epoch, none of them run eagerly.
     assert counter.calls == NUM_STAGES * 3
