@@ -249,7 +249,7 @@ class Planning:
             )
         if total < 1 or (every is not None and every < 1):
             raise UserError(
-                f"a run of {total} steps, evaluated every {every}, is none: both must be at least 1."
+                f"a run of {total} steps, evaluated every {every}, is impossible: both must be at least 1."
             )
         settings["eval_every_n_steps"] = every or max(1, total // _EVALUATIONS)
 
