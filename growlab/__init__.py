@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from growlab.frontends.lightning import Growth
     from growlab.grower import Grower
     from growlab.grower.prune import prune
-    from growlab.grower.triggers import At, ByMethod, Never, Scheduled, Trigger
+    from growlab.grower.triggers import At, ByMethod, Controller, Never, Scheduled, Trigger
     from growlab.growth import (
         Bert2Bert,
         FireFly,
@@ -50,6 +50,7 @@ __all__ = [
     "At",
     "Bert2Bert",
     "ByMethod",
+    "Controller",
     "FireFly",
     "GradMax",
     "Grower",
@@ -71,6 +72,7 @@ __all__ = [
     "enlarge",
     "make_schedule",
     "optim",
+    "plan",
     "prune",
     "trace",
 ]
@@ -84,7 +86,7 @@ _MODULES = {
     "growlab.growth": "Bert2Bert FireFly GradMax HyperCloning Lemon Net2Net PairGrowth ParityError RandomGrowth "
     "Splitting Tiny VarianceTransfer make_schedule",
     "growlab.parts": "Averages Isotropic Part",
-    "growlab.grower.triggers": "At ByMethod Never Scheduled Trigger",
+    "growlab.grower.triggers": "At ByMethod Controller Never Scheduled Trigger",
     "growlab.widen.enlarge": "enlarge",
     "growlab.widths": "trace",
 }
@@ -94,8 +96,8 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("growlab")
-    if name == "optim":
-        return importlib.import_module("growlab.optim")
+    if name in ("optim", "plan"):
+        return importlib.import_module(f"growlab.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'growlab' has no attribute {name!r}")
     with needs(f"growlab.{name}", how_to_install("lab")):

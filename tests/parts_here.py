@@ -11,7 +11,7 @@ from growlab import parts
 _NAMED = {
     "averages": ("ema.",),
     "classes": (),
-    "depth": ("depth.", "=grown_", "llama_text", "plan.use=[fewer_blocks]"),
+    "depth": ("depth.", "=grown_", "llama_text"),
     "hypernets": ("=hyperfan",),
     "isotropic": ("=isotropic", "isotropic.", "gain_weights."),
     "osgd": ("osgd.", "=table14"),

@@ -354,7 +354,7 @@ def one_sentence(outcome: Outcome) -> str:
     """The sentence that a run ended with, behind the lines of its epochs."""
     assert (outcome.code, outcome.out) == (2, ""), outcome.err
     *lines, last = outcome.err.splitlines()
-    assert all(line.startswith(("growing ", "stage ", "grew ")) for line in lines), outcome.err
+    assert all(line.startswith(("odds: ", "growing ", "stage ", "grew ")) for line in lines), outcome.err
     assert last.startswith("error: ") and last.endswith(".")
     return last
 

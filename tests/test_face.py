@@ -13,7 +13,6 @@ from torch import nn
 
 import growlab
 from growlab.base.errors import UserError
-from growlab.lab import planner as plan
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 
 
@@ -72,10 +71,6 @@ def test_a_wrong_plan_does_not_wait_for_torch() -> None:
     program = "import sys, growlab.lab.planner.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_every_name_of_a_plan_is_there() -> None:
-    assert {name for name in plan.__all__ if getattr(plan, name) is None} == set()
 
 
 def test_a_librarys_first_greeting_is_not_a_runs_news() -> None:

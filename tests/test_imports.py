@@ -11,7 +11,7 @@ PACKAGE = Path(growlab.__file__).parent
 # A room imports from rooms on floors below its own, and from none beside it.
 FLOORS = (
     {"base"},
-    {"widths"},
+    {"widths", "plan"},
     {"growth", "optim"},
     {"grower"},
     {"parts", "frontends"},

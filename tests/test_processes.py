@@ -28,7 +28,7 @@ def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
         assert outcome.code == 0, outcome.err
         # torch says in C++ that no parameter was unused, before growlab can ask it not to.
         lines = [line for line in outcome.err.splitlines() if not line.startswith("[rank0]:[W")]
-        assert all(line.startswith(("growing ", "stage ", "grew ")) for line in lines), outcome.err
+        assert all(line.startswith(("odds: ", "growing ", "stage ", "grew ")) for line in lines), outcome.err
         return tmp_path / folder
 
     return run
@@ -266,7 +266,7 @@ def one_sentence(outcome: Outcome) -> str:
     assert (outcome.code, outcome.out) == (2, ""), outcome.err
     *lines, last = outcome.err.splitlines()
     assert all(
-        line.startswith(("growing ", "stage ", "grew ", "warning: no checkpoint")) for line in lines
+        line.startswith(("odds: ", "growing ", "stage ", "grew ", "warning: no checkpoint")) for line in lines
     ), outcome.err
     assert last.startswith("error: ") and last.endswith(".")
     return last

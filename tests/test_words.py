@@ -34,7 +34,6 @@ FEATURES = {
         {
             **EXPORTS,
             "lab/training/build.py": "says what to use in place of Lightning's averages, which do not grow",
-            "lab/planner/probes.py": "averages a probe's weights over a window that grows as it trains",
             "grower/grower.py": "gives torch's AveragedModel as an example of what may follow",
         },
     ),
@@ -84,7 +83,6 @@ FEATURES = {
             **EXPORTS,
             "lab/analysis/step_figures.py": "draws the figures of their paper",
             "growth/method.py": "any method may draw new weights as hyperfan-initialised networks emit them",
-            "lab/planner/probes.py": "says which weights cannot be probed",
             "lab/training/build.py": "says what to take in place of networks whose weights are computed from others",
             "recipes/papers/studies/continual_regression.py": "a study with them",
             "recipes/papers/studies/continual_regression_figure.py": "draws it",

@@ -1,7 +1,9 @@
 """Common base of the front ends: checks of arguments, warnings, metrics, and the end of training."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from growlab.base.described import Described
 from growlab.base.errors import UserError, as_user_errors
@@ -135,6 +138,13 @@ class GrowthCallback(Described):
                 end,
             )
 
+    def _provide_steps(
+        self, grower: Grower, loader: Callable[[], Any], step_loss: Callable[[Any], Tensor]
+    ) -> None:
+        """Provide batches and the loss of the loop's own step, for triggers that train steps."""
+        if grower.trigger.wants_steps and grower.training.batches is None:
+            grower.provide(batches=lambda number: batches_of(loader(), number), step_loss=step_loss)
+
     def _finish(self, grower: Grower, at_any_stage: bool = False) -> None:
         """Turn the network into an ordinary one, or warn why that is not possible."""
         try:
@@ -205,3 +215,24 @@ def metrics(grower: Grower) -> dict[str, float]:
     num_params = sum(p.numel() for p in grower.network.parameters())
     widths = {f"width/{group}": float(width) for group, width in grower.state.widths.items()}
     return {"growth/stage": float(grower.state.stage), "growth/num_params": float(num_params), **widths}
+
+
+def batches_of(loader: Any, number: int) -> list[Any]:
+    """Batches of a training loader, read apart from the loop's own iteration.
+
+    Raises:
+        UserError: it is no loader of a data set that can be indexed.
+    """
+    if (
+        not isinstance(loader, DataLoader)
+        or isinstance(loader.dataset, IterableDataset)
+        or loader.batch_sampler is None
+    ):
+        raise UserError(
+            "batches to train branches with are read from a DataLoader of a data set with indices, which this training "
+            "has not: give them as grower.provide(batches=..., step_loss=...)."
+        )
+    # The loop's own sampler keeps its place, and its workers their work.
+    sampler = deepcopy(loader.batch_sampler, {id(loader.dataset): loader.dataset})
+    apart = DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn)
+    return list(islice(apart, number))

@@ -233,6 +233,8 @@ class Growth(GrowthCallback, Callback):
         if not self._is_given:
             assert self.grower is not None
             self._announce(self.grower, *length(trainer))
+            loader = partial(getattr, trainer, "train_dataloader")
+            self._provide_steps(self.grower, loader, partial(_step_loss, trainer, pl_module))
         self._step(trainer)
         self._log(trainer)
 
@@ -403,6 +405,29 @@ class Growth(GrowthCallback, Callback):
 
 def _tuple(example: Any) -> tuple[Any, ...]:
     return tuple(example) if isinstance(example, (tuple, list)) else (example,)
+
+
+def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
+    """Loss of the module's training step, which logs nothing."""
+    if not module.automatic_optimization:
+        raise UserError(
+            "a module with manual optimization has no loss that another step could be done with: give the callback's "
+            "grower one as grower.provide(step_loss=...)."
+        )
+    arguments = (batch, 0)[: len(inspect.signature(module.training_step).parameters)]
+    silenced = {name: vars(module).get(name) for name in ("log", "log_dict")}
+    try:
+        for name in silenced:
+            vars(module)[name] = lambda *_, **__: None
+        with trainer.precision_plugin.train_step_context():
+            output = module.training_step(*arguments)
+    finally:
+        for name, own in silenced.items():
+            vars(module).pop(name)
+            if own is not None:
+                vars(module)[name] = own
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
 
 
 def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:

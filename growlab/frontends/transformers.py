@@ -133,6 +133,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         control: TrainerControl,
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
+        train_dataloader: Any = None,
         **_: Any,
     ) -> None:
         """Attach the optimizer, and restore the state of growth from a checkpoint."""
@@ -148,6 +149,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                 continue_optimizer(optimizer, self._trained_optimizer)
             self.grower.follow(optimizer, state=self._optimizer_state)
         self._announce(self.grower, state.num_train_epochs, state.max_steps)
+        if model is not None:
+            whole = getattr(model, "module", model)
+            self._provide_steps(self.grower, lambda: train_dataloader, lambda batch: whole(**batch)["loss"])
         if args.world_size > 1 and model is not None:
             self._wrapper = wrapper_of(model)
             if self._wrapper is None:

@@ -1,7 +1,6 @@
 """The engine: grow a network in any training loop."""
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -44,8 +43,8 @@ from growlab.grower.trained import (
     renamed,
     trigger_from,
 )
-from growlab.grower.transaction import Seconds, decision, merged, transaction
-from growlab.grower.triggers import Clock, Never, Training, Trigger, Widths, as_trigger
+from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction
+from growlab.grower.triggers import Clock, Declined, Never, Training, Trigger, Widths, as_trigger
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -69,6 +68,7 @@ from growlab.widths import Carry, Example, WidthGraph, tensors_of
 from growlab.widths.meta import named_tensors, share_attributes
 
 log = logging.getLogger(__name__)
+_Request = tuple[Widths, WidthPart | None]
 
 # Optimizer steps in which normalisations become plain, at most; and the part of a stage that they take.
 _ANNEAL_STEPS, _ANNEAL_PART = 100, 2
@@ -530,7 +530,7 @@ class Grower(LoadingNetwork):
 
     # Events --------------------------------------------------------------------------------------------------
 
-    def _next_request(self) -> tuple[Widths, WidthPart | None] | None:
+    def _next_request(self) -> _Request | None:
         """Return the widths to grow to now and the part that asks for them (None: the trigger), or None."""
         # Parts first: the trigger's event may drop the optimizer's state, which they may read.
         for part in self.parts:
@@ -540,23 +540,22 @@ class Grower(LoadingNetwork):
         return None if asked is None else (asked, None)
 
     def _grow_as_asked(self, then: Callable[[], Any] | None) -> list[GrowthEvent]:
-        """Perform all requested events, and call `then` if there were any; an error undoes everything."""
+        """Perform all requested events, and call `then` if there were any; an error or the trigger undoes all."""
         events: list[GrowthEvent] = []
         with decision(self, self.parts):
             request = self._next_request()
             if request is None:
                 return events
-            with transaction(self, self.parts):
-                while request is not None:
-                    events.append(self._grow_once(*request))
-                    request = self._next_request()
-                if then is not None:
-                    began = time.perf_counter()
-                    then()
-                    seconds = (time.perf_counter() - began) / len(events)
-                    for event in events:
-                        event.seconds_by_part["wrapper"] = seconds
-                        event.seconds += seconds
+            try:
+                with transaction(self, self.parts):
+                    while request is not None:
+                        events.append(self._grow_once(*request))
+                        request = self._next_request()
+                    if then is not None:
+                        call_then(then, events)
+            except Declined as declined:
+                self.trigger.declined(self, declined)
+                return []
         return events
 
     # New parameters are to be trained, wherever the event happens.

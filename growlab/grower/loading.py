@@ -1,6 +1,7 @@
 """Save and load checkpoints of a growing network, restoring structure and widths."""
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -77,6 +78,30 @@ class LoadingNetwork(GrowingNetwork):
         self.trigger.load_state_dict(state["trigger"])
         for part in self.parts:
             part.load_state_dict(state["parts"][part.name])
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
+        networks = [self.network, *self.copies().values()]
+        return deepcopy(
+            {
+                "networks": [dict(network.state_dict()) for network in networks],
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "parts": [part.state_dict() for part in self.parts],
+                "annealing": self._annealing,
+            }
+        )
+
+    def put_back(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `checkpoint` returned at the same stage."""
+        saved = deepcopy(dict(saved))
+        networks = [self.network, *self.copies().values()]
+        for network, tensors in zip(networks, saved["networks"], strict=True):
+            network.load_state_dict(tensors)
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        for part, state in zip(self.parts, saved["parts"], strict=True):
+            part.load_state_dict(state)
+        self._annealing = saved["annealing"]
 
     def plain_state_dict(self) -> dict[str, Tensor]:
         """State dict as `finish` would leave it: that of a plain network at the current widths.

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork
+from growlab.growth import GrowthEvent
 from growlab.widths.replaced import note_restored
 from growlab.widths.unchanged import (
     STATES,
@@ -169,6 +170,16 @@ class Seconds:
         """Move seconds from one phase to another."""
         self.parts[part] -= seconds
         self.parts[to] = self.parts.get(to, 0.0) + seconds
+
+
+def call_then(then: Callable[[], Any], events: Sequence[GrowthEvent]) -> None:
+    """Call a function behind events, and add its time to theirs."""
+    began = time.perf_counter()
+    then()
+    seconds = (time.perf_counter() - began) / len(events)
+    for event in events:
+        event.seconds_by_part["wrapper"] = seconds
+        event.seconds += seconds
 
 
 def merged(*entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,16 +23,12 @@ from growlab.lab.analysis.results import load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
-# Figures of studies and plans, which their runs draw: the module that draws each anew from the tables in its folder.
+# Figures of studies, which their runs draw: the module that draws each anew from the tables in its folder.
 OF_RUNS = {
     "hyperfan_continual_regression/losses.png": "growlab.recipes.papers.studies.continual_regression",
     "hyperfan_continual_regression_lookahead/losses.png": "growlab.recipes.papers.studies.continual_regression",
     "isotropic_appendices/appendices.png": "growlab.recipes.papers.studies.isotropic_appendices",
     "isotropic_invariance/invariance.png": "growlab.recipes.papers.studies.isotropic_invariance",
-    **{
-        path.relative_to(RESULTS).as_posix(): "growlab.lab.planner.report"
-        for path in sorted(RESULTS.glob("plan/*/plan.png"))
-    },
 }
 
 

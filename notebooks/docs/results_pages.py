@@ -3,7 +3,6 @@
 Figures that are drawn from rows are shown as SVG, drawn when the docs are built.
 """
 
-import csv
 import json
 import re
 import sys
@@ -90,23 +89,10 @@ def gallery() -> str:
 
 
 def shown_by_run(folder: Path) -> str:
-    """What the figure of a study or of a plan shows."""
-    if (folder / "plan.json").exists():
-        return (
-            "A plan: what probes measured, the laws fitted to them, and what growing would do, for "
-            f"`{overrides_of_plan(folder)}`."
-        )
+    """Caption of a study's figure."""
     return f"The study {folder.name.replace('_', ' ')}."
 
 
-def overrides_of_plan(folder: Path) -> str:
-    """Which network, data and budget a kept plan is of."""
-    with (folder.parent / "pairs.csv").open(encoding="utf-8", newline="") as file:
-        return {line["pair"]: line["overrides"] for line in csv.DictReader(file)}[folder.name]
-
-
 def command_of_run(folder: Path) -> str:
-    """The command of a study or of a plan, which draws its figure itself: as its folder tells."""
-    if (folder / "plan.json").exists():
-        return f"python -m growlab plan {overrides_of_plan(folder)} trainer=cpu num_threads=1"
+    """Command of a study, which draws its figure itself."""
     return str(json.loads((folder / "provenance.json").read_text(encoding="utf-8"))["command"])

@@ -45,7 +45,6 @@ LANGUAGE = "notebooks/docs/pages/guide/language_models.md"
 OPTIMIZERS = "notebooks/docs/pages/guide/optimizers.md"
 TRANSLATION = "notebooks/docs/pages/guide/translation.md"
 TUTORIAL = "notebooks/docs/pages/tutorials/your_network.md"
-PAIRS = "notebooks/results/plan/pairs.md"
 COMPARE, RATES, SCHEDULING = (
     f"notebooks/{name}.ipynb"
     for name in ("02_compare_methods", "03_rate_adaptation", "04_schedules_and_cost")
@@ -433,19 +432,6 @@ def drift() -> tuple[str, ...]:
     return tuple(f"{run.results['seconds']:.0f}" for run in runs(f"{ALONE}/fixed_size_s*").values())
 
 
-def probed() -> tuple[str, str]:
-    """What probing cost, in percent of the budget."""
-    plans = (json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("plan/*/plan.json"))
-    return ends(100 * plan["spent"]["spent"] for plan in plans)
-
-
-def switched_early() -> tuple[str, ...]:
-    """Accuracy of the arms of p1 that grew at 15 %."""
-    with (RESULTS / "plan" / "arms.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["arm"] == "grown_at_15_percent"]
-    return tuple(f"{100 * float(row['test_accuracy']):.1f}" for row in rows)
-
-
 def windows() -> tuple[str, ...]:
     """Windows of text that the full network takes at both budgets, in hundreds, and its steps."""
     found = [runs(f"{TEXT}/b{budget}_fixed_size_s*")[0] for budget in ("0.03", "0.1")]
@@ -697,8 +683,6 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.",
         windows,
     ),
-    (PAIRS, "Probing cost {} to {} % of each budget", probed),
-    (PAIRS, "it had reached {} and {} % with the switch at 15 %", switched_early),
     (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
     (MEASURED, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
     (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %)", collapsed),

@@ -19,7 +19,7 @@ from tests.command_line import ROOT
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 import drawings
 from figures import OF_RUNS, RESULTS, Kept, draw_of_run, kept
-from results_pages import command_of_run, gallery, shown_by_run
+from results_pages import command_of_run, gallery
 
 KEPT = list(kept())
 
@@ -43,7 +43,7 @@ def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
 @pytest.mark.parametrize("file", OF_RUNS)
-def test_a_figure_of_a_study_or_plan_is_what_its_tables_give(file: str, tmp_path: Path) -> None:
+def test_a_figure_of_a_study_is_what_its_tables_give(file: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(OF_RUNS[file]) is None:
         pytest.skip(f"there is no {OF_RUNS[file]}")
     for path in (RESULTS / file).parent.iterdir():
@@ -54,7 +54,7 @@ def test_a_figure_of_a_study_or_plan_is_what_its_tables_give(file: str, tmp_path
     assert np.abs(drawn - there).mean() < 1e-4
 
 
-def test_every_figure_of_a_study_or_plan_is_drawn_anew() -> None:
+def test_every_figure_of_a_study_is_drawn_anew() -> None:
     pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
     assert pictures == {one.file for one in KEPT} | set(OF_RUNS)
 
@@ -74,7 +74,6 @@ def test_every_figure_says_what_it_shows() -> None:
     assert len(captions) == len(list(RESULTS.rglob("*.png")))
     for alternative, shows in captions:
         assert len(shows.split()) > 3 and shows.endswith(".") and shows.replace("`", "") == alternative
-    assert "schedule.budget=1.2" in shown_by_run(RESULTS / "plan" / "p1")
 
 
 def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
@@ -86,10 +85,6 @@ def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
     drawn = tmp_path / "drawn.png"
     assert main(["figure", words[2], str(ROOT / words[3]), "-o", str(drawn)]) == 0
     assert np.array_equal(image.imread(drawn), image.imread(RESULTS / one.file))
-
-
-def test_plans_tell_the_command_that_made_them() -> None:
-    assert command_of_run(RESULTS / "plan" / "p1").startswith("python -m growlab plan experiment=")
 
 
 def test_studies_tell_their_own_command(tmp_path: Path) -> None:

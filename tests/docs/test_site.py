@@ -16,7 +16,7 @@ from tests.parts_here import skip_unless_whole
 
 PAGES = ROOT / "notebooks" / "docs" / "pages"
 PACKAGES = ("widths", "growth", "optim", "widen", "plan", "training", "networks", "data", "analysis")
-LAB = {page: f"lab.{page}" for page in ("training", "networks", "data", "analysis")} | {"plan": "lab.planner"}
+LAB = {page: f"lab.{page}" for page in ("training", "networks", "data", "analysis")}
 # What has no page of its own stands on the engine's.
 ENGINE = ("grower", "grower.triggers", "parts", "frontends.lightning", "frontends.transformers")
 # What a loop does not call: the package's own callers do.

@@ -21,12 +21,9 @@ from growlab.grower.triggers import ByMethod
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.lab.networks import CausalTransformer
 from growlab.lab.networks.resnet import CifarResNet
-from growlab.lab.planner import Candidate, Settings, plan
-from growlab.lab.planner.probes import Account, Probe
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Resolution
 from growlab.widths import trace
-from tests.plan.problems import BATCH, BATCHES, data, problem
 
 IMAGES = torch.randn(4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(11, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -280,47 +277,3 @@ def test_any_lightning_module_trains_at_the_sizes(tmp_path: Path) -> None:
     )
     trainer.fit(module, DataLoader(list(zip(IMAGES, labels, strict=True)), batch_size=4))
     assert module.sizes == [8, 12, 16]
-
-
-# In a plan ---------------------------------------------------------------------------------------------------
-
-
-def samples(number: int, seed: int) -> tuple[Tensor, Tensor]:
-    x, y = data(number, seed)
-    return x[:, :, None, None] + torch.randn(number, 8, 16, 16, generator=torch.Generator().manual_seed(3)), y
-
-
-def test_a_candidate_of_smaller_inputs_costs_less_and_can_only_grow() -> None:
-    """Training steps cost what small images cost, evaluations what whole ones do; it is no network to stay with."""
-
-    def convolutions() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
-        )
-
-    small = Candidate("small", parts=lambda: [Resolution([0.5, 1.0])], alone=False)
-    given = problem(
-        60,
-        make_network=convolutions,
-        batches=lambda epoch: list(zip(*(x.split(BATCH) for x in samples(BATCH * BATCHES, 0)), strict=True)),
-        held_out=[samples(100, 1)],
-        example=samples(4, 0)[0],
-        candidates=(small, Candidate("half", 0.5)),
-    )
-    probe = Probe(given, small, 1.0, Account(1.0, 1e9), 100)
-    costs = [forward_flops(convolutions(), torch.zeros(1, 8, size, size)) / 1e9 for size in (8, 16)]
-    assert [probe.forward_cost, probe.evaluation_cost] == costs
-    seen: list[int] = []
-
-    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        if torch.is_grad_enabled():
-            seen.append(inputs[0].shape[-1])
-
-    probe.network[0].register_forward_pre_hook(note)
-    probe.train(steps=2)
-    probe.grow()
-    probe.train(steps=3)
-    assert seen == [8, 8, 16] and probe.forward_cost == costs[1]
-    planned = plan(given, Settings())
-    assert planned.alone == ["half"] and all(one.candidate != "small" for one in planned.verdict.smaller)
-    assert {"small", "half"} <= planned.flops.keys()

@@ -1,7 +1,9 @@
 """`python -m growlab plan`: its output and files, the runs of its experiments, and refusals."""
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,11 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from growlab.base.errors import UserError
-from growlab.lab.planner import plan
-from growlab.lab.planner.run import problem_of, settings_of
+from growlab.lab.planner.cases import as_csv
+from growlab.lab.planner.run import check, settings_of
 from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from growlab.lab.training.run_folder import lock_folder
+from growlab.plan import advise, read_cases
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs
 
@@ -35,103 +38,85 @@ def found_in(folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def asked(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     folder = tmp_path_factory.mktemp("plan")
-    return folder, ask(cli, folder, *TINY)
+    return folder, ask(cli, folder, *TINY, "plan.probe=0.03")
 
 
-def test_it_says_what_to_do_and_what_it_cost(asked: tuple[Path, Outcome]) -> None:
+def test_it_says_the_odds_what_being_wrong_costs_and_the_command(asked: tuple[Path, Outcome]) -> None:
     folder, outcome = asked
     assert outcome.code == 0, outcome.err
-    said = " ".join(outcome.out.split())
-    assert any(word in said for word in ("GROW", "A SMALLER NETWORK IS BETTER", "TRAIN THE FULL NETWORK"))
-    assert "of the budget" in said and "growlab --config-dir" in said
-    # Progress, line by line, with what has been spent.
-    assert "held-out loss" in outcome.err and "(spent 14." in outcome.err
-    found = found_in(folder)
-    assert found["command"].startswith("python -m growlab --config-dir ")
-    assert found["spent"]["spent"] <= 0.15 and found["verdict"]["kind"] in ("grow", "smaller", "full")
-    assert set(found["measured"]) == {"full", "half_width"} and "fewer_blocks" in found["left_out"]
-    table = (folder / "run" / "plan.md").read_text()
-    assert table.startswith("| candidate |") and "fewer_blocks was left out" in table
-    assert (folder / "run" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    lines, found = outcome.out.splitlines(), found_in(folder)
+    assert len(lines) <= 8 and max(map(len, lines)) <= 80
+    advice = found["advice"]
+    samples, smaller = advice["ratio"] * advice["params"], advice["smaller_params"]
+    # A tenth of 400 images is held out.
+    assert 350 < samples / 16 <= 360
+    expected = advise(advice["params"], samples, smaller=smaller, kind="classes")
+    assert lines[:-1] == str(expected).splitlines()
+    assert lines[-1].endswith("growlab --config-dir run experiment=planned")
+    assert found["arms"]["smaller"]["params"] == advice["smaller_params"] < advice["params"]
     texts = {path.stem: path.read_text() for path in (folder / "run" / "experiment").iterdir()}
-    chosen = {"grow": "grown", "smaller": "smaller", "full": "full"}[found["verdict"]["kind"]]
-    assert texts["planned"] == texts[chosen].replace(f"experiment={chosen}", "experiment=planned")
+    assert texts["planned"] == texts["smaller"].replace("experiment=smaller", "experiment=planned")
+
+
+def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(
+    asked: tuple[Path, Outcome],
+) -> None:
+    folder, outcome = asked
+    assert len(re.findall(r"x optimizer.lr: training loss", outcome.err)) == 3
+    assert re.search(r"Best at [\d.]+ x optimizer.lr: (2\.\d|3\.0) % spent, kept; \d+ s to go", outcome.err)
+    found = found_in(folder)
+    assert 0.02 < found["spent"] <= 0.03 and found["rate"] in (0.5, 1.0, 2.0)
+    written = yaml.safe_load((folder / "run" / "experiment" / "smaller.yaml").read_text())
+    assert written["optimizer"]["lr"] == pytest.approx(0.05 * found["rate"])
+    assert written["schedule"]["budget"] == pytest.approx(16 * (1 - found["spent"]), rel=1e-3)
+    assert written["start_from"] == str(folder / "run" / "start" / "smaller.pt")
+    assert "start_from" not in (folder / "run" / "experiment" / "full.yaml").read_text()
+    start = torch.load(folder / "run" / "start" / "smaller.pt", weights_only=True)
+    assert start["optimizer"]["class"] == "growlab.optim.sgd.SGD"
 
 
 @needs("depth")
-@pytest.mark.parametrize("arm", ["full", "smaller", "grown"])
+@pytest.mark.parametrize("arm", ["full", "planned", "grown"])
 def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked
     options = ("--config-dir", str(folder / "run"), f"experiment={arm}", f"hydra.run.dir={arm}")
     outcome = cli(*options, cwd=folder)
     assert outcome.code == 0, outcome.err
-    found = json.loads((folder / arm / "results.json").read_text())
-    assert 93 < found["train_cost_percent"] <= 100.001 and found["reference_epochs"] == 16
+    found, planned = json.loads((folder / arm / "results.json").read_text()), found_in(folder)
+    assert 93 < found["train_cost_percent"] <= 100.001
     assert found["growth"] == ("pairs" if arm == "grown" else "none")
+    if arm == "planned":
+        assert found["schedule"]["budget"] == pytest.approx(16 * (1 - planned["spent"]), rel=1e-3)
     if arm == "grown":
-        planned = found_in(folder)
         first, second = (stage["epochs"] for stage in found["stages"])
-        relative = planned["relative_flops"]["half_width"]
+        relative = planned["arms"]["grown"]["flops"] / planned["arms"]["full"]["flops"]
         share = first * relative / (first * relative + second)
         # To an epoch at the full width.
-        assert share == pytest.approx(planned["verdict"]["growing"][0]["guess"], abs=0.07)
+        assert share == pytest.approx(planned["settings"]["switch"], abs=0.07)
 
 
-def test_the_full_network_may_be_wanted_in_any_case(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = ask(cli, tmp_path, *TINY, "plan.size=full", "plan.charge=true", "plan.use=[half_width]")
-    assert outcome.code == 0, outcome.err
-    found = found_in(tmp_path)
-    assert found["verdict"]["kind"] in ("grow", "full")
-    assert found["budget_of_the_run"] == pytest.approx(1 - found["spent"]["spent"])
-    written = (tmp_path / "run" / "experiment" / "full.yaml").read_text()
-    assert f"budget: {16 * found['budget_of_the_run']:.4g}" in written
-
-
-@needs("depth")
-def test_its_experiments_can_start_from_the_probes(cli: CommandLine, tmp_path: Path) -> None:
-    """A run begins with the weights of its probe, and both together cost the budget."""
-    outcome = ask(cli, tmp_path, *TINY, "plan.start=true", "growth=pairs")
-    assert outcome.code == 0, outcome.err
-    run, found = tmp_path / "run", found_in(tmp_path)
-    for arm, name in {"full": "full", "smaller": "half_width", "grown": "half_width"}.items():
-        written = yaml.safe_load((run / "experiment" / f"{arm}.yaml").read_text())
-        assert written["start_from"] == str(run / "start" / f"{name}.pt")
-        probed = found["measured"][name]["cost"][-1]
-        assert written["schedule"]["budget"] == pytest.approx(16 * (1 - probed), rel=1e-3)
-        if arm == "full":
-            continue
-        # At a rate of 0 the run ends with what it began with, if it does not grow.
-        options = ("--config-dir", str(run), f"experiment={arm}", f"hydra.run.dir={arm}")
-        still = cli(*options, "optimizer.lr=0", "optimizer.weight_decay=0", cwd=tmp_path)
-        assert still.code == 0, still.err
-        start = torch.load(run / "start" / f"{name}.pt", weights_only=True)
-        started, optimizer = start["state_dict"], start["optimizer"]
-        assert optimizer["class"] == "growlab.optim.sgd.SGD"
-        momentum = optimizer["state"]["classifier.weight"]["momentum_buffer"]
-        assert momentum.shape == started["classifier.weight"].shape
-        ended = torch.load(tmp_path / arm / "model.pt", weights_only=True)
-        assert started.keys() == ended.keys()
-        statistics = ("running_mean", "running_var", "num_batches_tracked")
-        learned = [key for key in started if not key.endswith(statistics)]
-        if arm == "grown":
-            assert all(len(started[key]) < len(ended[key]) for key in learned[:2])
-        else:
-            assert all(torch.equal(started[key], ended[key]) for key in learned)
-
-
-def test_a_plan_that_cannot_be_written_is_refused_before_it_is_made_or_printed_all_the_same(
+def test_the_full_network_may_be_wanted_and_the_budget_is_the_runs_own_length(
     cli: CommandLine, tmp_path: Path
 ) -> None:
-    """A method on the command line says how it grows."""
-    (tmp_path / "run" / "plan.json").mkdir(parents=True)
-    outcome = ask(cli, tmp_path, *TINY, "method=net2net")
-    assert outcome.code == 2 and "cannot write" in outcome.err and "Traceback" not in outcome.err
-    assert "Probing spent" in outcome.out
-    assert "override /growth: net2net" in (tmp_path / "run" / "experiment" / "grown.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").unlink()
-    (tmp_path / "run" / "config.yaml").mkdir()
-    outcome = ask(cli, tmp_path, *TINY)
-    assert outcome.code == 2 and "(spent" not in outcome.err
+    own = [argument for argument in TINY if not argument.startswith("schedule.budget")]
+    outcome = ask(cli, tmp_path, *own, "schedule.total_epochs=200", "plan.size=full", "method=net2net")
+    assert outcome.code == 0, outcome.err
+    assert {"choice", "instead"} <= (advice := found_in(tmp_path)["advice"]).keys()
+    assert {advice["choice"], advice["instead"]} == {"grow", "full"}
+    assert 350 < advice["ratio"] * advice["params"] / 200 <= 360
+    experiment = tmp_path / "run" / "experiment"
+    assert "override /growth: net2net" in (experiment / "grown.yaml").read_text()
+    assert "budget: 200.0" in (experiment / "full.yaml").read_text()
+
+
+def test_a_users_own_cases_are_used(cli: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(
+        as_csv([replace(case, full=0.1, smaller=0.9) for case in read_cases()] * 9)
+    )
+    outcome = ask(cli, tmp_path, *TINY, "plan.cases=[mine.csv]")
+    assert outcome.code == 0 and outcome.out.startswith("The full network is"), outcome.err
+    outcome = ask(cli, tmp_path, *TINY, "plan.cases=[none.csv]")
+    assert outcome.code == 2 and "cannot read the cases of none.csv" in outcome.err
 
 
 def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
@@ -146,9 +131,8 @@ def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["schedule.budget=0.5"], "error: the budget is too small to probe: 15% of it are 2 steps"),
-        (["optimizer.lr=-1"], "error: optimizer cannot be made with lr=-1, momentum="),
-        (["ckpt_path=last"], "error: ckpt_path is of runs: a plan probes networks from their beginning."),
+        (["plan.probe=0.01"], "steps at each of 3 rates, and 8 are needed"),
+        (["ckpt_path=last"], "error: ckpt_path is of runs: a plan is of networks from their beginning."),
         (["plan.size=huge"], "error: plan.size=huge: Input should be 'any' or 'full'."),
         (["plan.sise=full"], "did you mean 'size'?"),
         (["plan=none"], "error: there is no plan 'none'"),
@@ -175,38 +159,29 @@ def hydra_started() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("schedule.budget=null", "a plan needs a budget: schedule.budget=N"),
         ("schedule.budget=inf", "schedule.budget=inf must be a number above 0."),
-        ("plan.charge=-2", "plan.charge=-2: Input should be a valid boolean"),
-        ("growth=isotropic", "decides widths while it trains, so no probe can predict its cost"),
-        ("plan.use=[thirds]", "plan.use: there is no candidate 'thirds'; there are half_width, fewer_blocks"),
-        ("plan.use=both", "plan.use=both must be a list of candidates, such as [half_width, "),
-        ("plan.use=[fewer_blocks]", "no candidate can be probed (fewer_blocks: blocks='auto' finds no"),
-        ("plan.candidates=null", "plan.candidates leaves none to probe besides the full network."),
-        ("plan.candidates.half_width.width=2", "half_width.width=2: Input should be less than or equal to 1"),
-        ("+plan.candidates.half_width.height=2", "is no candidate: that has width, depth, settings"),
-        ("plan.candidates.both=3", "plan.candidates.both=3 is no candidate: that has width, depth"),
-        ("plan.candidates.both.width=wide", "both.width=wide: Input should be a valid number"),
-        (
-            "plan.candidates.both.settings=3",
-            "plan.candidates.both.settings=3: Input should be a valid dictionary",
-        ),
-        ("start_from=a.pt", "start_from=a.pt is of runs: a plan probes networks from their"),
+        ("plan.probe=0.1", "plan.probe=0.1: Input should be less than or equal to 0.03"),
+        ("growth=isotropic", "decides widths while it trains, so nobody knows what it will cost"),
+        ("plan.smaller.width=2", "plan.smaller.width=2: Input should be less than or equal to 1"),
+        ("+plan.smaller.height=2", "plan.smaller.height=2: Unexpected keyword argument"),
+        ("plan.smaller=3", "plan.smaller must have width, depth and settings."),
+        ("start_from=a.pt", "start_from=a.pt is of runs: a plan is of networks from their"),
         ("study={_target_: builtins.dict}", "a study is no training of one network"),
         ("trainer.precision=16-mixed", "trainer.precision=16-mixed cannot be probed"),
         ("trainer.limit_train_batches=2", "trainer.limit_train_batches changes what an epoch costs"),
     ],
 )
-def test_a_configuration_that_cannot_be_probed_is_refused(
+def test_a_configuration_that_cannot_be_planned_for_is_refused(
     hydra_started: None, argument: str, sentence: str
 ) -> None:
     chosen = {
-        one.split("=")[0]: one for one in (*TINY, "name=tiny", "plan=default", "growth=pairs", argument)
+        one.split("=")[0]: one
+        for one in (*TINY, "name=tiny", "plan=default", "plan.probe=0.03", "growth=pairs", argument)
     }
     cfg = compose(PRIMARY, overrides=list(chosen.values()))
     with pytest.raises(UserError) as refused:
-        settings = settings_of(cfg)
-        plan(problem_of(cfg)[0], settings)
+        settings_of(cfg)
+        check(cfg)
     assert sentence in str(refused.value)
 
 

@@ -16,12 +16,13 @@ from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement
 from growlab.growth.outputs import network_inputs
 from growlab.growth.weighted_norms import annealed
 from growlab.optim import Regions
+from growlab.optim.carry import inside
 from growlab.optim.followers import Followers
 from growlab.widths import Example, WidthGraph
 
 Widths = Mapping[str, int]
 """Width of each group."""
-_CALLED = {"batches", "loss", "weight", "records", "flops", "epoch_batches", "seed_draws"}
+_CALLED = {"batches", "loss", "step_loss", "weight", "records", "flops", "epoch_batches", "seed_draws"}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Training:
         batches: maps n to n training batches (this process's part): tuples of inputs and a target, or of a dict of
             inputs and a target.
         loss: mean loss of a batch from the network's output and the target.
+        step_loss: training loss of a batch as the loop's own step computes it, instead of `loss`, for triggers that
+            train steps; batches may then have any form.
         weight: weight of a batch in means over batches, from output and target; None: its number of samples.
         near_zero: smallest number that training's precision distinguishes from zero.
         steps: optimizer steps of each epoch.
@@ -89,6 +92,7 @@ class Training:
 
     batches: Callable[[int], Sequence[tuple[Tensor, ...]]] | None = None
     loss: Callable[..., Tensor] | None = None
+    step_loss: Callable[[Any], Tensor] | None = None
     weight: Callable[..., Tensor] | None = None
     near_zero: float = 2.0**-100
     steps: Sequence[int] = ()
@@ -115,6 +119,13 @@ class Training:
         return replace(self, **given)
 
 
+class Declined(Exception):
+    """Raised by a trigger behind an event that it asked for: all events of this moment are undone."""
+
+    def __init__(self, receipt: Mapping[str, Any]) -> None:
+        self.receipt = receipt
+
+
 class Trigger(Described, ABC):
     """Decides the next widths and when to grow.
 
@@ -129,6 +140,7 @@ class Trigger(Described, ABC):
         plans_cost: True if it compares costs of future widths, so parts may not decide widths.
         auxiliary_passes: measurements on data behind its decisions, with their results and cost.
         left_to_parts: groups whose widths parts decide; set before `next` is called.
+        wants_steps: True if it trains steps of its own, for which front ends provide batches and `step_loss`.
     """
 
     unit: str | None = None
@@ -137,6 +149,7 @@ class Trigger(Described, ABC):
     plans_cost: bool = False
     auxiliary_passes: Sequence[Mapping[str, Any]] = ()
     left_to_parts: frozenset[str] = frozenset()
+    wants_steps: bool = False
 
     def forecast(self, graph: WidthGraph) -> list[Widths] | None:
         """Return the width of each group at every stage; None if unknown before training.
@@ -161,6 +174,9 @@ class Trigger(Described, ABC):
         Called at every step or epoch, and again after each event. Entries put into `grower.notes` become part of the
         event's receipt.
         """
+
+    def declined(self, grower: "GrowingNetwork", declined: Declined) -> None:
+        """Act after events were undone because `next` raised `Declined`."""
 
     def fraction_grown(self, stage: int, widths: Widths) -> float | None:
         """Return the fraction of all growth done once a stage has these widths; None if unknown."""
@@ -227,6 +243,18 @@ class GrowingNetwork(ABC):
     def copies(self) -> dict[str, nn.Module]:
         """Averages of the network that grow along, by name."""
         return {**{f"module{index}": module for index, module in enumerate(self._modules)}, **self.averages}
+
+    def stepping(self) -> list[Optimizer]:
+        """Optimizers that step the parameters: those inside of wrappers, not the wrappers."""
+        return [optimizer for optimizer in self.optimizers if not any(True for _ in inside(optimizer))]
+
+    @abstractmethod
+    def checkpoint(self) -> dict[str, Any]:
+        """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
+
+    @abstractmethod
+    def put_back(self, saved: Mapping[str, Any]) -> None:
+        """Restore what `checkpoint` returned at the same stage."""
 
     @abstractmethod
     def graph_at(self, state: GrowthState) -> WidthGraph:

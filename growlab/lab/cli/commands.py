@@ -34,7 +34,7 @@ COMMANDS = {
         "growlab.inspect.__main__", (), "which parts of a network can grow, and why others cannot", "PyTorch"
     ),
     "plan": Command(
-        "growlab.lab.planner.__main__", (), "does growing pay for this network and schedule.budget=N"
+        "growlab.lab.planner.__main__", (), "odds that growing, or a smaller network, pays for this budget"
     ),
     "widen": Command(
         "growlab.widen.__main__", (), "widen a saved network past its size, function-preserving", "PyTorch"

@@ -1,14 +1,17 @@
 """`python -m growlab plan experiment=... schedule.budget=...`: does growing pay for this network and budget?
 
-It probes the full network and smaller ones with a part of the budget, and recommends growing, a smaller network or
-the full one. Overrides are those of `python -m growlab` and `plan.*`; exit codes are the same.
+It prints the odds of growing, a smaller network and the full one, and what being wrong costs. Overrides are those of
+`python -m growlab` and `plan.*`; exit codes are the same. `--cases` prints the cases that the odds are learned from, or
+those of folders of finished runs.
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig
 
+from growlab.base.errors import UserError
 from growlab.lab.cli.app import JobFailed
 from growlab.lab.cli.app import main as composed
 from growlab.lab.training.processes import announce, name_of
@@ -29,17 +32,32 @@ def _job(cfg: DictConfig) -> None:
         raise JobFailed(error) from None
 
 
+def _print_cases(folders: Sequence[str]) -> int:
+    from growlab.lab.planner.cases import as_csv, cases_of
+    from growlab.plan import read_cases
+
+    try:
+        found = [case for folder in folders for case in cases_of(Path(folder))]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(as_csv(found if folders else read_cases()), end="")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line of the plan and return the exit code.
+    """Plan what the command line says and return the exit code.
 
     Args:
-        arguments: instead of the command line's.
+        arguments: in place of the command line's.
     """
     if arguments is not None:
         sys.argv[1:] = arguments
+    if sys.argv[1:2] == ["--cases"]:
+        return _print_cases(sys.argv[2:])
     if any(name_of(argument) == "ckpt_path" and argument != "ckpt_path=null" for argument in sys.argv[1:]):
         # Before a run's folder is looked for, which a plan would write into.
-        print("error: ckpt_path is of runs: a plan probes networks from their beginning.", file=sys.stderr)
+        print("error: ckpt_path is of runs: a plan is of networks from their beginning.", file=sys.stderr)
         return 2
     # A method on the command line says how to grow, too.
     chosen = any(argument.startswith("method=") for argument in sys.argv[1:])

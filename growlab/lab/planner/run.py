@@ -1,35 +1,38 @@
-"""Run one plan: from configuration to files."""
+"""Run one plan: from configuration to odds and experiment files."""
 
 import contextlib
 import copy
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import hydra
 import lightning
+import pydantic
 import torch
 import yaml
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from pydantic import ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER, write_json, write_text
-from growlab.grower.triggers import At
-from growlab.growth import FixedSize, GrowthMethod, PairGrowth, WidthDecision
-from growlab.lab.planner.probes import FULL, Batch, Candidate, Problem, Settings
-from growlab.lab.planner.report import content, draw, paragraph, table
-from growlab.lab.planner.search import Planned, plan
+from growlab.grower import Grower
+from growlab.grower.cost import forward_flops
+from growlab.grower.triggers import Never
+from growlab.growth import PairGrowth, WidthDecision
+from growlab.growth.outputs import network_inputs
+from growlab.lab.planner.cases import read
+from growlab.lab.planner.probes import Probe, Problem, best_rate
 from growlab.lab.training.build import (
     check_settings,
     for_lightning,
@@ -44,14 +47,13 @@ from growlab.lab.training.checkpoints import OPTIMIZER, save
 from growlab.lab.training.checks import check_trainer_options
 from growlab.lab.training.configuration import PRIMARY
 from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.training.plan import tokens_of
 from growlab.lab.training.processes import program
 from growlab.lab.training.run_folder import lock_folder
-from growlab.parts import Part
+from growlab.plan import advise
+from growlab.widths.inputs import changed
 
 _PRECISIONS = ("32", "32-true", "bf16-mixed")
-# The most bytes that are read of held-out data, and the samples that they are evaluated in.
-_MOST_BYTES, _EVALUATED = 2**29, 500
-_CANDIDATE = ("width", "depth", "settings")
 # Epochs that the shortest run has at least, so that stages end where they are meant to.
 _LEAST_EPOCHS = 10
 # Groups that an experiment file does not choose, and settings that it does not have.
@@ -63,16 +65,62 @@ _LEAST_STAGE = 0.01
 _NOT_WARMED = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
 # Length of a run and time of growth: the plan sets them.
 _OF_THE_PLAN = ("epochs", "widths", "batch_sizes", "initial_epochs", "demand", "width_growth_rate")
+_OF_THE_PLAN += ("steps", "total_steps", "total_tokens", "eval_every_n_steps")
+_COLUMNS = 80
+# Experiment of each choice.
+_EXPERIMENT = {"grow": "grown", "smaller": "smaller", "full": "full"}
+
+# Settings of another type or out of their range raise pydantic.ValidationError, a ValueError.
+_checked = pydantic.dataclasses.dataclass(
+    frozen=True, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+)
+
+
+@_checked
+class Start:
+    """A network that is smaller than the full one.
+
+    Attributes:
+        width: of every width group, relative to the full network.
+        depth: part of the blocks that it has, of those that come in as a network grows.
+        settings: of the configuration that go with it.
+    """
+
+    width: Annotated[float, Field(gt=0, le=1)] = 1.0
+    depth: Annotated[float, Field(ge=0, le=1)] = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@_checked
+class Settings:
+    """Settings of a plan; see `conf/plan/default.yaml`."""
+
+    size: Literal["any", "full"]
+    probe: Annotated[float, Field(ge=0, le=0.03)]
+    rates: Annotated[Sequence[Annotated[float, Field(gt=0)]], Field(min_length=1)]
+    switch: Annotated[float, Field(gt=0, lt=1)]
+    cases: Sequence[str]
+    smaller: Start
+    start: Start
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A network that the budget could be spent on, or begin with: its settings, parameters and FLOPs a sample."""
+
+    start: Start
+    params: int
+    flops: int
 
 
 def run(cfg: DictConfig) -> None:
-    """Make the configured plan and write it into the run's folder.
+    """Plan as configured: print the odds, and write them and experiments into the run's folder.
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`, with `plan`.
 
     Raises:
-        UserError: the configuration cannot be probed.
+        UserError: the configuration cannot be planned for.
     """
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
@@ -85,297 +133,286 @@ def run(cfg: DictConfig) -> None:
                 f"{folder} contains a run: name another folder for the plan with hydra.run.dir=FOLDER."
             )
         settings = settings_of(cfg)
+        check(cfg)
         if cfg.num_threads:
             torch.set_num_threads(cfg.num_threads)
-        problem, data = problem_of(cfg)
+        data = make_data(cfg.data, cfg.seed)
         ending.callback(data.teardown, "test")
-        # Before minutes of probing, if nothing can be written there.
+        data.setup()
+        in_pass = sum(sum(data.samples_in_batches(part, data.batch_size)) for part in range(data.epoch_parts))
+        with open_dict(cfg):
+            cfg.schedule.budget = budget_of(cfg, data, in_pass)
         write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        planned = plan(problem, settings, lambda line: print(line, file=sys.stderr, flush=True))
-        print(f"\n{paragraph(planned)}\n", flush=True)
-        command = write_experiments(folder, cfg, data, planned, {one.name: one for one in problem.candidates})
-        write_json(folder / "plan.json", {**content(planned), "command": command})
-        write_text(folder / "plan.md", table(planned))
-        draw(folder)
-        here = command.replace("python -m growlab", program(), 1)
-        print(f"plan: {folder}\nrun it with:\n  {here}")
+        arms, samples = arms_of(cfg, data, settings), cfg.schedule.budget * in_pass
+        tokens = tokens_of(data)
+        advice = advise(
+            arms["full"].params,
+            samples * (tokens or 1),
+            smaller=arms["smaller"].params,
+            size=settings.size,
+            kind="language" if tokens else "classes",
+            cases=read(settings.cases),
+        )
+        print(advice, flush=True)
+        chosen, probe, spent = _EXPERIMENT[advice.choice], None, 0.0
+        if settings.probe:
+            probe, spent = _probe(cfg, data, settings, arms, chosen, samples)
+            seconds = (1 - spent) / spent * probe.steps * len(settings.rates) * probe.seconds_per_step
+            kept = f"{100 * spent:.1f} % spent, kept; {seconds:.0f} s to go here."
+            print(f"Best at {probe.rate:g} x optimizer.lr: {kept}", file=sys.stderr, flush=True)
+        command = write_experiments(folder, cfg, data, settings, arms, chosen, probe, spent)
+        found = {"advice": asdict(advice), "settings": asdict(settings), "spent": spent, "command": command}
+        arms_found = {name: asdict(arm) for name, arm in arms.items()}
+        write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
+        start, _, name = command.replace("python -m growlab", program(), 1).rpartition(" ")
+        whole = f"{start} {name}"
+        print(whole if len(whole) <= _COLUMNS else f"{start} \\\n  {name}")
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """Read the settings of the plan.
+    """Settings of the plan.
 
     Raises:
         UserError: a value is invalid.
     """
-    given = OmegaConf.to_container(cfg.plan, resolve=True)
+    given, where = OmegaConf.to_container(cfg.plan, resolve=True), "plan."
+    assert isinstance(given, dict)
     try:
-        return Settings(**{name: value for name, value in given.items() if name not in ("candidates", "use")})
-    except ValidationError as error:
-        raise _refused("plan", given, error) from error
-
-
-def _refused(where: str, given: Mapping[Any, Any], error: ValidationError) -> UserError:
-    first = error.errors()[0]
-    name = first["loc"][0]
-    return UserError(f"{where}.{name}={given[name]}: {first['msg']}.")
+        for name in ("smaller", "start"):
+            where = f"plan.{name}."
+            given[name] = Start(**given[name])
+        where = "plan."
+        return Settings(**given)
+    except (TypeError, pydantic.ValidationError) as error:
+        if isinstance(error, TypeError):
+            raise UserError(f"{where[:-1]} must have width, depth and settings.") from error
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{where}{name}={first['input']}: {first['msg']}.") from error
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse a run that cannot be probed.
+    """Refuse a run that cannot be planned for.
 
     Raises:
         UserError: naming the reason.
     """
     check_trainer_options(cfg.trainer)
-    budget, precision, from_start = (
-        cfg.schedule.budget,
-        cfg.trainer.precision,
-        "probes networks from their beginning.",
-    )
-    if budget is None:
-        raise UserError(
-            "a plan needs a budget: schedule.budget=N, in epochs of the full network (parts of one are fine)."
-        )
-    if not 0 < budget < inf:
+    budget, from_start = cfg.schedule.budget, "is of networks from their beginning."
+    if budget is not None and not 0 < budget < inf:
         raise UserError(f"schedule.budget={budget} must be a number above 0.")
     check_settings(cfg)
+    made = hydra.utils.instantiate(cfg.growth)
     pretrained = [f"model.{key}={cfg.model[key]}" for key in ("pretrained", "weights") if cfg.model.get(key)]
     for wrong, reason in (
         (cfg.start_from is not None, f"start_from={cfg.start_from} is of runs: a plan {from_start}"),
         (cfg.study is not None, "a study is no training of one network, so there is nothing to plan."),
         (
             cfg.data.get("incremental") is not None or cfg.data.get("class_schedule"),
-            "data that change while the network trains cannot be probed: plan with data that are all there.",
+            "data that change while the network trains cannot be planned for: take data that are all there.",
         ),
         (
             cfg.trainer.limit_train_batches not in (None, 1.0),
             "trainer.limit_train_batches changes what an epoch costs: set schedule.budget alone.",
         ),
         (
-            str(precision) not in _PRECISIONS,
-            f"trainer.precision={precision} cannot be probed; plan in {' or '.join(_PRECISIONS[1:])}.",
+            cfg.plan.probe and str(cfg.trainer.precision) not in _PRECISIONS,
+            f"trainer.precision={cfg.trainer.precision} cannot be probed; plan in {' or '.join(_PRECISIONS[1:])}.",
         ),
-        ("lr" not in cfg.optimizer, "the optimizer has no lr, whose multiples a plan tries: choose another."),
+        (
+            cfg.plan.probe and "lr" not in cfg.optimizer,
+            "the optimizer has no lr, whose multiples a plan tries: choose another, or leave plan.probe=0.",
+        ),
         (pretrained, f"{', '.join(pretrained)} starts from weights of the full network: nothing to grow."),
+        (
+            isinstance(made, WidthDecision),
+            "this growth decides widths while it trains, so nobody knows what it will cost: take growth=pairs.",
+        ),
     ):
         if wrong:
             raise UserError(reason)
 
 
-def problem_of(cfg: DictConfig) -> tuple[Problem, Any]:
-    """Make the problem and its data, with a part of the training set held out.
+def budget_of(cfg: DictConfig, data: Any, samples: int) -> float:
+    """Passes of the full network over the training data: `schedule.budget`, else the run's own length.
+
+    Args:
+        cfg: the configuration.
+        data: set up.
+        samples: of a pass.
+    """
+    schedule = cfg.schedule
+    if schedule.budget:
+        return float(schedule.budget)
+    if tokens := schedule.get("total_tokens"):
+        return tokens / (samples * (tokens_of(data) or 1))
+    if steps := schedule.get("total_steps") or sum(schedule.get("steps") or ()):
+        return steps * data.batch_size * cfg.trainer.accumulate_grad_batches / samples
+    epochs = sum(schedule.epochs) if schedule.epochs else schedule.total_epochs
+    return float(epochs / data.epoch_parts)
+
+
+def arms_of(cfg: DictConfig, data: Any, settings: Settings) -> dict[str, Arm]:
+    """The full network, the smaller one and the one that growing starts from.
 
     Raises:
-        UserError: the configuration cannot be probed.
+        UserError: the network cannot be traced, or is no larger than the smaller one.
     """
-    check(cfg)
-    method = _method(cfg)
-    num_held_out, data = _data(cfg)
-    # As configured, so that an error is that of a run, and comes before anything is probed.
-    _optimizer(cfg, make_network(cfg.model, data), None)
+    full = _arm(cfg, data, Start())
+    arms = {"full": full, "smaller": _arm(cfg, data, settings.smaller)}
+    try:
+        grown = _arm(cfg, data, settings.start)
+    except UserError:
+        # No blocks that could come in: it grows in width.
+        grown = arms["smaller"]
+    return {**arms, "grown": grown if grown.flops < 0.95 * full.flops else arms["smaller"]}
+
+
+def _arm(cfg: DictConfig, data: Any, start: Start) -> Arm:
+    grower = _grower(cfg, data, start)
+    params = sum(parameter.numel() for parameter in grower.network.parameters())
+    inputs = network_inputs(data.probe_batch(2), grower.network)
+    one = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
+    for part in grower.parts:
+        one = part.inputs_at(one, start.depth)
+    return Arm(start, params, forward_flops(grower.network, one))
+
+
+def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
+    changed_settings = cfg.copy()
+    with open_dict(changed_settings):
+        changed_settings.merge_with(start.settings)
+    trigger = Never(start.width, start.depth)
+    grower = Grower(
+        make_network(cfg.model, data),
+        data.probe_batch(probe_size(cfg.probe_size, data)),
+        method=PairGrowth(gain=cfg.gain),
+        trigger=trigger,
+        parts=make_parts(changed_settings.parts, data, trigger),
+        seed=cfg.seed,
+        verbose=False,
+    )
+    grower.check_ranks = False
+    return grower
+
+
+# Rates -----------------------------------------------------------------------------------------------------
+
+
+def _probe(
+    cfg: DictConfig, data: Any, settings: Settings, arms: Mapping[str, Arm], chosen: str, samples: float
+) -> tuple[Probe, float]:
+    """The best rate of the chosen network, and the part of the budget that trying them took."""
+    arm, accumulate = arms[chosen], cfg.trainer.accumulate_grad_batches
     objective = make_objective(cfg.objective, data)
     # Only for its device and its precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(
         for_lightning(OmegaConf.merge(cfg.trainer, {"devices": 1})),
         **{"logger": False, "callbacks": [], "enable_checkpointing": False, "_convert_": "all"},
     )
-    samples = num_held_out + sum(
-        sum(data.samples_in_batches(part, data.batch_size)) for part in range(data.epoch_parts)
-    )
     problem = Problem(
-        make_network=partial(make_network, cfg.model, data),
+        make_network=lambda: _grower(cfg, data, arm.start).network,
         make_optimizer=partial(_optimizer, cfg),
         batches=lambda epoch: data.training_loader(epoch, epoch),
         loss=lambda output, target: objective(output, target)[0],
-        held_out=_held_out(data),
-        example=data.probe_batch(probe_size(cfg.probe_size, data)),
-        budget_samples=cfg.schedule.budget * samples,
-        make_method=method,
-        candidates=candidates_of(cfg, data),
-        seed=cfg.seed,
         device=trainer.strategy.root_device,
         precision=trainer.precision_plugin.forward_context,
         clip=cfg.trainer.get("gradient_clip_val"),
-        accumulate=cfg.trainer.accumulate_grad_batches,
+        accumulate=accumulate,
     )
-    return problem, data
+    step = arm.flops * data.batch_size * accumulate / (arms["full"].flops * samples)
+    probe = best_rate(
+        problem,
+        settings.rates,
+        int(settings.probe / step),
+        cfg.seed,
+        lambda line: print(line, file=sys.stderr),
+    )
+    return probe, step * (int(settings.probe / step) // len(settings.rates)) * len(settings.rates)
 
 
-def _method(cfg: DictConfig) -> Any:
-    made: GrowthMethod = hydra.utils.instantiate(cfg.growth)
-    if isinstance(made, WidthDecision):
-        raise UserError(
-            f"{made.name} decides widths while it trains, so no probe can predict its cost: plan with another "
-            f"growth, such as growth=pairs."
-        )
-    if isinstance(made, FixedSize):
-        return partial(PairGrowth, gain=cfg.gain)
-    return partial(hydra.utils.instantiate, cfg.growth)
-
-
-def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float | None) -> Optimizer:
+def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float) -> Optimizer:
     scaled = cfg.copy()
-    if multiple is not None:
-        scaled.optimizer.lr = multiple * cfg.optimizer.lr
+    scaled.optimizer.lr = multiple * cfg.optimizer.lr
     return optimizer_maker(scaled)(network.parameters())
-
-
-# Data and candidates ---------------------------------------------------------------------------------------
-
-
-def _data(cfg: DictConfig) -> tuple[int, Any]:
-    """Set up the data with a held-out split; also return how many training samples that removed."""
-    settings = cfg.data.copy()
-    own = settings.get("validation", "split") == "split"
-    if not own:
-        settings.validation = "split"
-    data = make_data(settings, cfg.seed)
-    data.setup()
-    if data.watched != "val":
-        raise UserError("a plan never uses the test set, and these data have no other held-out samples.")
-    return 0 if own else data.num_val, data
-
-
-def _held_out(data: Any) -> Sequence[Batch]:
-    """Return held-out batches, shuffled, since images in folders are sorted by class.
-
-    Raises:
-        UserError: there are no held-out samples.
-    """
-    found: list[Batch] = []
-    size = 0
-    for batch in data.val_dataloader():
-        found.append(tuple(batch))
-        size += sum(x.nbytes for x in found[-1] if isinstance(x, Tensor))
-        if size > _MOST_BYTES:
-            break
-    if not found:
-        raise UserError(
-            "a plan needs held-out data: give the data a validation set, or hold out a part of it."
-        )
-    shapes = {tuple(x.shape[1:] if isinstance(x, Tensor) else () for x in batch) for batch in found}
-    if len(shapes) > 1 or not all(isinstance(x, Tensor) for x in found[0]):
-        return found
-    whole = [torch.cat(column) for column in zip(*found, strict=True)]
-    order = torch.randperm(len(whole[-1]), generator=torch.Generator().manual_seed(0))
-    return [tuple(x[part] for x in whole) for part in order.split(_EVALUATED)]
-
-
-def candidates_of(cfg: DictConfig, data: Any) -> list[Candidate]:
-    """Make the requested candidates of `plan.candidates`.
-
-    Raises:
-        UserError: there is no such candidate, or it is not valid.
-    """
-    given, names = (OmegaConf.to_container(cfg.plan)[key] for key in ("candidates", "use"))
-    if not isinstance(given, dict | None):
-        raise UserError(f"plan.candidates={given} must be candidates by name.")
-    known = {str(name): one for name, one in (given or {}).items() if one is not None}
-    if not isinstance(names, list | None):
-        raise UserError(f"plan.use={names} must be a list of candidates, such as [{', '.join(known)}].")
-    names = list(known) if names is None else [str(name) for name in names]
-    for name in names:
-        if name not in known:
-            raise UserError(
-                f"plan.use: there is no candidate '{name}'; there are {', '.join(known) or 'none'}."
-            )
-    if not names:
-        raise UserError("plan.candidates leaves none to probe besides the full network.")
-    return [_candidate(cfg, data, name, known[name]) for name in names]
-
-
-def _candidate(cfg: DictConfig, data: Any, name: str, given: Any) -> Candidate:
-    if not isinstance(given, dict) or set(given) - set(_CANDIDATE):
-        raise UserError(f"plan.candidates.{name}={given} is no candidate: that has {', '.join(_CANDIDATE)}.")
-    known = {key: value for key, value in given.items() if value is not None}
-    try:
-        made = Candidate(name, **known)
-    except ValidationError as error:
-        raise _refused(f"plan.candidates.{name}", known, error) from error
-    changed = cfg.copy()
-    with open_dict(changed):
-        changed.merge_with(made.settings)
-
-    def parts() -> Sequence[Part]:
-        return make_parts(changed.parts, data, At({0: made.width, 1: 1.0}, unit="step"))
-
-    return replace(made, parts=parts, alone=made.width < 1 or made.depth < 1)
 
 
 # Experiments -----------------------------------------------------------------------------------------------
 
 
 def write_experiments(
-    folder: Path, cfg: DictConfig, data: Any, planned: Planned, candidates: Mapping[str, Candidate]
+    folder: Path,
+    cfg: DictConfig,
+    data: Any,
+    settings: Settings,
+    arms: Mapping[str, Arm],
+    chosen: str,
+    probe: Probe | None,
+    spent: float,
 ) -> str:
-    """Write `experiment/{planned,full,smaller,grown}.yaml`, ready to run, and their starting weights.
+    """Write `experiment/{planned,full,smaller,grown}.yaml`, each to be run as it is, at equal cost.
 
     Args:
-        folder: the plan's, and `--config-dir` of the runs.
+        folder: the plan's; `--config-dir` of runs.
         cfg: the configuration that was planned for.
         data: set up.
-        planned: the result.
-        candidates: by name.
+        settings: of the plan.
+        arms: the networks.
+        chosen: experiment of the likelier one.
+        probe: of the chosen network; its rate, weights and cost are those of its experiment.
+        spent: part of the budget that probing took.
 
     Returns:
-        The command that trains what the verdict recommends.
+        The command that trains the likelier one.
     """
-    verdict = planned.verdict
     fixed: dict[str, Any] = {"/growth": "none", "/lr_adapt": "none"}
-    runs, of = {FULL: fixed}, {FULL: FULL}
-    if verdict.kind == "smaller" or verdict.smaller:
-        # The candidate of the verdict, or the likeliest one.
-        name = verdict.candidate if verdict.kind == "smaller" else verdict.smaller[0].candidate
-        assert name is not None
-        small, of["smaller"] = candidates[name], name
-        multiples = {"growth.width_multiple": small.width, "growth.depth_multiple": small.depth}
-        runs["smaller"] = {**fixed, **multiples, **_flat(small.settings)}
-    if verdict.growing:
-        best = verdict.growing[0]
-        start, of["grown"] = candidates[best.candidate], best.candidate
-        before = max(best.guess - _begun(planned, best.candidate), _LEAST_STAGE)
-        small_epochs = before / planned.flops[best.candidate]
-        runs["grown"] = {
+    small, begin = arms["smaller"].start, arms["grown"]
+    multiples = {"growth.width_multiple": small.width, "growth.depth_multiple": small.depth}
+    before = max(settings.switch - (spent if chosen == "grown" else 0.0), _LEAST_STAGE)
+    small_epochs = before * arms["full"].flops / begin.flops
+    runs: dict[str, dict[str, Any]] = {
+        "full": fixed,
+        "smaller": {**fixed, **multiples, **_flat(small.settings)},
+        "grown": {
             **({"/growth": "pairs", "/lr_adapt": "none"} if _choices()["growth"] == "none" else {}),
             "schedule.num_stages": 2,
-            "schedule.initial_width": start.width,
+            "schedule.initial_width": begin.start.width,
             # Part of the epochs that is trained small.
-            "schedule.initial_fraction": _rounded(small_epochs / (small_epochs + 1.0 - best.guess)),
-            **_flat(start.settings),
-        }
-    chosen = {"grow": "grown", "smaller": "smaller", "full": FULL}[verdict.kind]
-    command = f"python -m growlab --config-dir {shlex.quote(str(folder))} experiment="
+            "schedule.initial_fraction": _rounded(small_epochs / (small_epochs + 1.0 - settings.switch)),
+            **_flat(begin.start.settings),
+        },
+    }
+    command = f"python -m growlab --config-dir {shlex.quote(_short(folder))} experiment="
     texts = {}
-    for run, settings in runs.items():
-        common = _common(cfg, data, planned, of[run])
-        if planned.settings.start:
-            path = folder.resolve() / "start" / f"{of[run]}.pt"
+    for name, own in runs.items():
+        common = _common(cfg, data, spent if name == chosen else 0.0)
+        if probe is not None and name == chosen:
+            path = folder.resolve() / "start" / f"{name}.pt"
             path.parent.mkdir(exist_ok=True)
-            weights, optimizer = planned.starts[of[run]]
-            save(path, {"state_dict": weights, OPTIMIZER: optimizer})
-            common |= {"start_from": str(path), **_NOT_WARMED}
-        texts[run] = _text(cfg, {**common, **settings}, f"{command}{run}")
+            save(path, {"state_dict": probe.weights, OPTIMIZER: probe.optimizer})
+            common |= {"optimizer.lr": _rounded(cfg.optimizer.lr * probe.rate), "start_from": str(path)}
+            common |= _NOT_WARMED
+        texts[name] = _text(cfg, {**common, **own}, f"{command}{name}")
     texts["planned"] = texts[chosen].replace(f"{command}{chosen}", f"{command}planned")
-    for run, text in texts.items():
-        write_text(folder / "experiment" / f"{run}.yaml", text)
+    for name, text in texts.items():
+        write_text(folder / "experiment" / f"{name}.yaml", text)
     return f"{command}planned"
 
 
-def _begun(planned: Planned, name: str) -> float:
-    """Fraction of the budget that a run starting from the candidate's probe has already spent."""
-    return planned.measured[name].cost[-1] if planned.settings.start else 0.0
+def _short(folder: Path) -> str:
+    """Relative to the working directory, where it is in there."""
+    here = Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
-def _common(cfg: DictConfig, data: Any, planned: Planned, name: str) -> dict[str, Any]:
-    """Settings of a candidate's run: equal cost, a learning rate clocked by cost, and short epochs."""
-    # With `charge` all probing is off the budget already, this candidate's too.
-    budget = cfg.schedule.budget * min(planned.budget, 1.0 - _begun(planned, name))
+def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
+    """Settings of a run: equal cost, a rate clocked by it, and epochs short enough."""
+    budget = cfg.schedule.budget * (1.0 - spent)
     rate = cfg.schedule.learning_rate
     settings: dict[str, Any] = {
         "schedule.budget": _rounded(budget),
         "schedule.equal_flops": False,
-        **{f"schedule.{key}": None for key in _OF_THE_PLAN},
-        "optimizer.lr": _rounded(cfg.optimizer.lr * planned.rates[name]),
+        **{f"schedule.{key}": None for key in _OF_THE_PLAN if key in cfg.schedule},
     }
     if rate.clock != "cost":
         warmup = {"warmup_epochs": 0, "warmup_steps": None}

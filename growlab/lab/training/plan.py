@@ -29,6 +29,7 @@ from growlab.growth.outputs import network_inputs
 from growlab.growth.schedule import MOST_EPOCHS
 from growlab.lab.data import RunData
 from growlab.lab.data.loaders import Steps
+from growlab.plan import advise
 from growlab.widths import WidthGraph, resize
 from growlab.widths.inputs import Example, changed
 
@@ -148,6 +149,11 @@ class StageCost:
         inputs = network_inputs(example, network)
         self._sample = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
         self._known: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole network at full width."""
+        return sum(parameter.numel() for parameter in self._network.parameters())
 
     def __call__(self, widths: Widths, share: float | None = None) -> int:
         """FLOPs at these widths, when a share of all growth is done; None: of the whole network and whole inputs."""
@@ -555,3 +561,18 @@ def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
     if grower.trigger.knows_stages:
         steps = sum(plan.steps[epoch : grower.trigger.stage_end(grower)])
     return min(floor(part * steps), sum(plan.steps) - begin - 1)
+
+
+def tokens_of(data: RunData) -> int | None:
+    """Tokens of a sample of text; None for other data."""
+    inputs = data.probe_batch(2)
+    first = inputs[0] if isinstance(inputs, tuple | list) else inputs
+    text = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
+    return first.shape[1] if text else None
+
+
+def odds(plan: Plan, cost: StageCost, data: RunData) -> str:
+    """Odds that a smaller network would end better for the run's budget, in a line."""
+    tokens = tokens_of(data)
+    samples = plan.reference_flops / max(1, plan.full_flops) * (tokens or 1)
+    return f"odds: {advise(cost.num_params, samples, kind='language' if tokens else 'classes').line}"

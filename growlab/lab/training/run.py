@@ -43,7 +43,8 @@ from growlab.lab.training.layer_statistics import layer_statistics
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.loggers import WandbRecords
 from growlab.lab.training.objectives import Objective
-from growlab.lab.training.plan import Plan, StageCost, carried_out
+from growlab.lab.training.plan import Plan, StageCost, carried_out, odds
+from growlab.lab.training.processes import is_first
 from growlab.lab.training.progress import GrowthProgress
 from growlab.lab.training.recorder import RunRecorder, memory_measure, metric_columns
 from growlab.lab.training.run_folder import forget_results
@@ -126,6 +127,8 @@ def run(experiment: Experiment, folder: Path) -> None:
     data, grower, plan, options = experiment.data, experiment.grower, experiment.plan, experiment.options
     with contextlib.ExitStack() as ending:
         ending.callback(data.teardown, "test")
+        if is_first() and experiment.checkpoint is None and plan.full_flops:
+            print(odds(plan, experiment.cost, data), file=sys.stderr)
         task = _task(experiment)
         every = (options.log_rates_every_n_steps, options.log_every_n_steps)
         recorder = RunRecorder(folder, plan.samples, *every, data.tokens_per_sample)

@@ -1,0 +1,257 @@
+"""Growth decided by a short branch: grown against continued, and the better one trains on."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import ceil, sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from growlab.base import ranks
+from growlab.base.errors import UserError
+from growlab.grower.cost import forward_flops
+from growlab.grower.triggers.at import At
+from growlab.grower.triggers.trigger import Declined, GrowingNetwork, Trigger, Widths
+from growlab.growth.outputs import main_output, network_inputs
+from growlab.plan import advise
+from growlab.widths import WidthGraph
+from growlab.widths.inputs import call_on, changed
+from growlab.widths.unchanged import states_of_draws
+
+log = logging.getLogger(__name__)
+
+# Steps of a branch, at least.
+_LEAST_STEPS = 4
+
+
+class Controller(Trigger):
+    """Train a smaller network, and grow it once if a short branch shows that this is better.
+
+    At one moment, before the rate decays, the network trains on for a short while as it is; then, from where it stood,
+    it grows and trains on the same batches for as many FLOPs. Both are measured on batches that neither trained on. If
+    the grown network's loss is lower by more than its standard error, it trains on, else the smaller one does; the
+    branch of the winner counts as training, that of the loser is undone, the growth event included. For budgets between
+    those for which `growlab.plan.advise` is sure of a smaller and of the full network.
+
+    The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; a loop of your
+    own calls `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or its rate.
+
+    Args:
+        width: of the smaller network, of every width group; parts may leave out blocks as well.
+        at: part of the training's steps behind which it branches, from 0.25 to 0.45.
+        branch: part of the training's cost that each branch takes, above 0 and at most 0.03.
+        total_steps: optimizer steps of the whole training; None: as the loop announces.
+        batches: that both are measured on, at least 2.
+        max_steps: of a branch, whose batches are kept in memory.
+
+    Attributes:
+        decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network less that of the
+            grown one) and its standard error "gap_error", both losses, "steps" of both branches, "odds" of the full
+            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took.
+
+    Raises:
+        UserError: a value is impossible.
+    """
+
+    unit = "step"
+    wants_steps = True
+
+    def __init__(
+        self,
+        width: float = 0.5,
+        *,
+        at: float = 0.35,
+        branch: float = 0.025,
+        total_steps: int | None = None,
+        batches: int = 8,
+        max_steps: int = 500,
+    ) -> None:
+        if not 0.25 <= at <= 0.45:
+            raise UserError(
+                f"at={at} of a Controller must lie between 0.25 and 0.45: before the rate decays."
+            )
+        if not 0 < branch <= 0.03:
+            raise UserError(f"branch={branch} of a Controller must be above 0 and at most 0.03.")
+        if batches < 2 or max_steps < _LEAST_STEPS:
+            raise UserError(f"a Controller needs batches=2 and max_steps={_LEAST_STEPS}, or more of them.")
+        self._sizes = At({0: width, 1: 1.0})
+        self.resizes = self._sizes.resizes
+        self.at, self.branch, self.total_steps = at, branch, total_steps
+        self.batches, self.max_steps = batches, max_steps
+        self.decision: dict[str, Any] | None = None
+        self.auxiliary_passes: list[dict[str, Any]] = []
+        # While the grown network is on trial: the other one and its receipt, and batches.
+        self._open: dict[str, Any] | None = None
+
+    def steps(self, graph: WidthGraph) -> list[Widths]:
+        """Widths of the smaller network, and the full ones."""
+        return self._sizes.forecast(graph)
+
+    def fraction_grown(self, stage: int, widths: Widths) -> float:
+        """Fraction of all growth that is done: none or all."""
+        return float(stage > 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The decision, and what it cost."""
+        return {"decision": self.decision, "passes": list(self.auxiliary_passes)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.decision, self.auxiliary_passes = state["decision"], list(state["passes"])
+
+    def next(self, grower: GrowingNetwork) -> Widths | None:
+        """Full widths at the moment of the branch, once; behind that event, keep it or have it undone.
+
+        Raises:
+            UserError: the loop has provided no batches, loss or number of steps.
+            Declined: the grown network was not better.
+        """
+        if self._open is not None:
+            self._judge(grower, self._open)
+        if self._open is not None or self.decision is not None or grower.clock.step < 1:
+            self._open = None
+            return None
+        total = self.total_steps or grower.training.total_steps
+        if total is None:
+            raise UserError("a Controller needs to know how long training is: give it total_steps=N.")
+        if grower.clock.step < ceil(self.at * total):
+            return None
+        self._begin(grower, total)
+        return self.steps(grower.graph)[-1]
+
+    def _begin(self, grower: GrowingNetwork, total: int) -> None:
+        """Train on as it is, and then go back."""
+        steps = min(self.max_steps, max(_LEAST_STEPS, round(self.branch * total)))
+        draws = states_of_draws(grower.network)
+        batches = self._batches(grower, steps + self.batches)
+        draws_of_branch = states_of_draws(grower.network)
+        before, flops = grower.checkpoint(), _flops(grower)
+        draws_of_branch()
+        try:
+            losses = self._train(grower, batches, steps)
+            after = grower.checkpoint()
+        finally:
+            grower.put_back(before)
+            draws()
+        self._open = {"batches": batches, "losses": losses, "after": after, "draws": draws_of_branch}
+        self._open |= {"steps": steps, "flops": flops, "total": total}
+
+    def _judge(self, grower: GrowingNetwork, trial: Mapping[str, Any]) -> None:
+        """Train the grown network for as many FLOPs, and decide."""
+        steps, small, total = (trial[key] for key in ("steps", "flops", "total"))
+        flops, batches = _flops(grower), trial["batches"]
+        grown_steps = max(_LEAST_STEPS, round(steps * small / flops))
+        draws = states_of_draws(grower.network)
+        trial["draws"]()
+        losses = self._train(grower, batches, grown_steps, first=steps)
+        draws()
+        gaps = [continued - grown for continued, grown in zip(trial["losses"], losses, strict=True)]
+        gap, error = fmean(gaps), stdev(gaps) / sqrt(len(gaps))
+        samples = _samples(batches[0]) * (torch.distributed.get_world_size() if ranks.several() else 1)
+        event = grower.events[-1]
+        receipt = {
+            "grown": gap > error,
+            "gap": gap,
+            "gap_error": error,
+            "loss_continued": fmean(trial["losses"]),
+            "loss_grown": fmean(losses),
+            "steps": [steps, grown_steps],
+            "odds": _odds(event.num_params, event.num_params_before, total * samples * small / flops),
+            "paid": (steps * small + grown_steps * flops) / (total * small),
+        }
+        entries = {
+            "stage": grower.state.stage - 1,
+            "epoch": grower.clock.epoch,
+            "auxiliary_flops": samples * (steps * small + grown_steps * flops),
+            "auxiliary_samples": samples * (steps + grown_steps),
+        }
+        if not receipt["grown"]:
+            raise Declined({"decision": receipt, "passes": entries})
+        event.notes["controller"] = receipt
+        self._decide(receipt, entries)
+
+    def declined(self, grower: GrowingNetwork, declined: Declined) -> None:
+        """Train on with the smaller network, from the end of its branch."""
+        assert self._open is not None
+        grower.put_back(self._open["after"])
+        self._open = None
+        self._decide(declined.receipt["decision"], declined.receipt["passes"])
+
+    def _decide(self, decision: dict[str, Any], passes: dict[str, Any]) -> None:
+        self.decision, self.auxiliary_passes = decision, [*self.auxiliary_passes, passes]
+        log.info(
+            "growth %s: loss %.4g continued, %.4g grown; both branches took %.1f %% of the training's cost",
+            "is kept" if decision["grown"] else "is undone",
+            decision["loss_continued"],
+            decision["loss_grown"],
+            100 * decision["paid"],
+        )
+
+    def _batches(self, grower: GrowingNetwork, number: int) -> list[Any]:
+        training = grower.training
+        if training.batches is None or (training.loss is None and training.step_loss is None):
+            raise UserError(
+                "a Controller trains branches, which takes the loop's batches and loss: call "
+                "Grower.provide(batches=..., loss=...) before the first step."
+            )
+        found = list(training.batches(number))
+        if not found:
+            raise UserError("a Controller trains branches, and there is not a single batch of training data.")
+        return [found[index % len(found)] for index in range(number)]
+
+    def _train(
+        self, grower: GrowingNetwork, batches: Sequence[Any], steps: int, first: int | None = None
+    ) -> list[float]:
+        """Train on the first batches, and return the losses of the last ones, which are not trained on."""
+        network, optimizers = grower.network, grower.stepping()
+        training = network.training
+        network.train()
+        with torch.enable_grad():
+            for batch in batches[:steps]:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                self._loss(grower, batch).backward()
+                if ranks.several():
+                    for parameter in network.parameters():
+                        if parameter.grad is not None:
+                            parameter.grad.copy_(ranks.averaged(parameter.grad))
+                for optimizer in optimizers:
+                    grower.followers.before_step(optimizer)
+                    optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.no_grad():
+            held_out = batches[steps if first is None else first :]
+            losses = [float(ranks.averaged(self._loss(grower, batch).detach())) for batch in held_out]
+        network.train(training)
+        return losses
+
+    def _loss(self, grower: GrowingNetwork, batch: Any) -> Tensor:
+        training, device = grower.training, next(grower.network.parameters()).device
+        if training.step_loss is not None:
+            return training.step_loss(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch))
+        assert training.loss is not None
+        *inputs, target = network_inputs(tuple(batch), grower.network)
+        return training.loss(main_output(call_on(grower.network, inputs)), target)
+
+
+def _flops(grower: GrowingNetwork) -> int:
+    """Forward FLOPs of a sample."""
+    one = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, grower.probe())
+    return max(1, forward_flops(grower.network, one))
+
+
+def _samples(batch: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(tensors[0]) if tensors else 1
+
+
+def _odds(params: int, smaller: int, samples: float) -> float | None:
+    """Probability that the full network ends better than the smaller one, before anything was measured."""
+    if not 0 < smaller < params:
+        return None
+    advice = advise(params, samples, smaller=smaller)
+    return advice.odds if advice.choice == "full" else 1 - advice.odds

@@ -1,0 +1,35 @@
+"""Cases from finished runs, and the table of the package."""
+
+import pytest
+
+from growlab.base.errors import UserError
+from growlab.lab.planner.__main__ import main
+from growlab.lab.planner.cases import as_csv, cases_of, read
+from growlab.plan import read_cases
+from tests.command_line import ROOT
+
+RESULTS = ROOT / "notebooks" / "results"
+FOLDERS = ("plan", "testbed_cifar10", "testbed_cifar10_plain", "resnet20_cifar10_10_epochs", "llama_text")
+
+
+def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cases", *(str(RESULTS / folder) for folder in FOLDERS)]) == 0
+    assert capsys.readouterr().out == (ROOT / "growlab" / "plan" / "cases.csv").read_text()
+    assert main(["--cases"]) == 0
+    assert capsys.readouterr().out == as_csv(read_cases())
+
+
+def test_a_case_averages_seeds_and_takes_the_best_network_of_each_kind() -> None:
+    (case,) = (one for one in read_cases() if one.case == "testbed_cifar10, 3.6 epochs")
+    # Three seeds each; of growth in depth, in width and in both, depth was best.
+    assert case.full == pytest.approx(1 - (0.6515 + 0.6505 + 0.6497) / 3, abs=1e-5)
+    assert case.smaller == pytest.approx(1 - (0.7147 + 0.7187 + 0.7240) / 3, abs=1e-5)
+    assert (case.params, case.smaller_params, case.samples) == (172_506, 75_290, 179_952)
+    assert case.ratio == pytest.approx(1.043, abs=1e-3)
+
+
+def test_folders_are_read_as_files_are_and_one_without_a_case_is_refused(tmp_path) -> None:
+    pairs = cases_of(RESULTS / "plan")
+    assert read([str(RESULTS / "plan")]) == [*read_cases(), *pairs] and len(pairs) == 12
+    with pytest.raises(UserError, match="digits_schedules has no case: that takes finished runs"):
+        read([str(RESULTS / "digits_schedules")])

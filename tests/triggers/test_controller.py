@@ -1,0 +1,253 @@
+"""`growlab.Controller`: grown against continued, from one moment on the same batches; the winner trains on."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import growlab
+from growlab import Controller, Grower
+from growlab.base.errors import UserError
+from growlab.growth import PairGrowth
+
+STEPS, BATCH, MOMENT = 300, 16, 105
+
+
+def batches(number: int, hard: bool, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """A task that the narrow network cannot learn, or one that any network learns by many steps."""
+    draw = torch.Generator().manual_seed(seed)
+    teacher = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3)) if hard else nn.Linear(6, 3)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+        found = []
+        for _ in range(number):
+            x = torch.randn(BATCH, 6, generator=draw)
+            found.append((x, teacher(x)))
+    return found
+
+
+class Loop:
+    """A plain loop with momentum, dropout and a schedule of its rate."""
+
+    def __init__(self, hard: bool) -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.01), nn.Linear(24, 3))
+        self.data = batches(STEPS, hard)
+        self.trigger = Controller(1 / 12 if hard else 0.5, total_steps=STEPS, branch=0.03)
+        self.grower = Grower(
+            self.network, self.data[0][0], method=PairGrowth(), trigger=self.trigger, verbose=False
+        )
+        self.grower.provide(batches=lambda number: batches(number, hard, seed=1), loss=F.mse_loss)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1 if hard else 0.002, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, STEPS // 2, 0.1)
+        self.grower.follow(self.optimizer)
+        self.done = 0
+
+    def train(self, to: int = STEPS) -> "Loop":
+        for step in range(self.done, to):
+            torch.manual_seed(step)
+            self.grower.step(step=step)
+            x, y = self.data[step]
+            self.optimizer.zero_grad()
+            F.mse_loss(self.network(x), y).backward()
+            self.optimizer.step()
+            self.schedule.step()
+        self.done = to
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        parts = (self.network, self.optimizer, self.schedule, self.grower)
+        return copy.deepcopy([part.state_dict() for part in parts])
+
+    def load(self, saved: Any, done: int) -> "Loop":
+        for part, state in zip(
+            (self.network, self.optimizer, self.schedule, self.grower), saved, strict=True
+        ):
+            # torch's optimizers keep the tensors that they load.
+            part.load_state_dict(copy.deepcopy(state))
+        self.done = done
+        return self
+
+
+def same(one: Any, other: Any) -> bool:
+    a, b = (torch.nn.utils.parameters_to_vector(loop.network.parameters()) for loop in (one, other))
+    return torch.equal(a, b)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["hard", "easy"])
+def trained(request: pytest.FixtureRequest) -> tuple[bool, Loop, dict[int, Any]]:
+    """Whether it is hard, the whole run, and checkpoints of it by step."""
+    loop, saved = Loop(request.param), {}
+    for moment in (MOMENT, MOMENT + 1):
+        saved[moment] = loop.train(moment).saved()
+    return request.param, loop.train(), saved
+
+
+def at_branch(hard: bool, saved: dict[int, Any]) -> Loop:
+    """A loop at the moment of the branch, which is to come."""
+    return Loop(hard).load(saved[MOMENT], MOMENT)
+
+
+def test_the_better_network_trains_on_and_the_receipt_says_why(trained: tuple[bool, Loop, Any]) -> None:
+    hard, loop, _ = trained
+    decision = loop.trigger.decision
+    assert decision is not None and decision["grown"] is hard
+    assert decision["gap"] == pytest.approx(decision["loss_continued"] - decision["loss_grown"])
+    assert (decision["gap"] > decision["gap_error"]) is hard
+    assert loop.network[0].out_features == (24 if hard else 12)
+    assert 0 < decision["odds"] < 1 and decision["paid"] > 0
+    assert [event.notes.get("controller") for event in loop.grower.events] == [decision] * hard
+    assert loop.grower.auxiliary_flops == loop.trigger.auxiliary_passes[0]["auxiliary_flops"] > 0
+    # Both took as many FLOPs, to a step.
+    steps, grown = decision["steps"]
+    assert steps >= grown >= 4 and steps == 9
+
+
+def test_a_resumed_run_ends_as_the_uninterrupted_one(trained: tuple[bool, Loop, Any]) -> None:
+    hard, whole, saved = trained
+    for moment, state in saved.items():
+        assert same(Loop(hard).load(state, moment).train(), whole)
+
+
+def test_the_winner_is_what_its_branch_trained(trained: tuple[bool, Loop, Any]) -> None:
+    """By hand: continue or grow at the moment of the branch, and train on its batches."""
+    hard, loop, saved = trained
+    steps = loop.trigger.decision["steps"][hard]
+    after, by_hand = at_branch(hard, saved), at_branch(hard, saved)
+    torch.manual_seed(5)
+    after.grower.step(step=MOMENT)
+    by_hand.trigger.next = lambda grower: (  # type: ignore[method-assign]
+        grower.graph.full_widths if hard and not grower.events else None
+    )
+    by_hand.grower.step(step=MOMENT)
+    torch.manual_seed(5)
+    for x, y in batches(loop.trigger.decision["steps"][0] + 8, hard, seed=1)[:steps]:
+        by_hand.optimizer.zero_grad()
+        F.mse_loss(by_hand.network(x), y).backward()
+        by_hand.optimizer.step()
+    assert same(by_hand, after)
+
+
+def test_a_declined_event_leaves_the_loops_objects_and_draws(trained: tuple[bool, Loop, Any]) -> None:
+    hard, _, saved = trained
+    loop = at_branch(hard, saved)
+    before, group = dict(loop.network.named_parameters()), loop.optimizer.param_groups[0]["lr"]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    events, mode = loop.grower.step(step=MOMENT), loop.network.training
+    assert torch.equal(torch.rand(3), expected) or hard
+    assert loop.optimizer.param_groups[0]["lr"] == group and mode
+    kept = [before[name] is parameter for name, parameter in loop.network.named_parameters()]
+    assert all(kept) is not hard and bool(events) is hard
+    assert loop.grower.step(step=MOMENT) == [] and loop.network[0].out_features == (24 if hard else 12)
+
+
+def test_an_error_in_a_branch_leaves_everything_as_it_was(trained: tuple[bool, Loop, Any]) -> None:
+    hard, whole, states = trained
+    loop, left = at_branch(hard, states), [0]
+
+    def breaks(output: Tensor, target: Tensor) -> Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("no more")
+        return F.mse_loss(output, target)
+
+    saved, good = loop.saved(), loop.grower.training.loss
+    # In the smaller network's branch, and in the grown one's.
+    for left[0] in (4, 20):
+        loop.grower.provide(loss=breaks)
+        with pytest.raises(RuntimeError, match="no more"):
+            loop.grower.step(step=MOMENT)
+        again = loop.saved()
+        assert all(torch.equal(saved[0][name], again[0][name]) for name in saved[0])
+        assert loop.trigger.decision is None and not loop.grower.events
+    loop.grower.provide(loss=good)
+    assert same(loop.train(), whole)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Controller(at=0.1), "at=0.1 of a Controller must lie between"),
+        (lambda: Controller(branch=0.1), "branch=0.1 of a Controller must be"),
+        (lambda: Controller(batches=1), "needs batches=2"),
+        (lambda: Controller(width=2), "a width of 2 is no fraction"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Controller], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_a_loop_that_provides_nothing_is_asked_to() -> None:
+    loop = Loop(False)
+    loop.grower.training = growlab.grower.triggers.Training()
+    with pytest.raises(UserError, match="takes the loop's batches and loss"):
+        loop.train()
+    loop = Loop(False)
+    loop.trigger.total_steps = None
+    with pytest.raises(UserError, match="give it total_steps=N"):
+        loop.train()
+
+
+# Front ends --------------------------------------------------------------------------------------------------
+
+
+class Module(lightning.LightningModule):
+    """A module that logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+        self.example_input_array = torch.zeros(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self.network(x), y)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Module, Controller]:
+    trigger = Controller(1 / 12, branch=0.03, total_steps=120)
+    module, growth = Module(), growlab.Growth("network", method=PairGrowth(), trigger=trigger, verbose=False)
+    x, y = (torch.cat(column) for column in zip(*batches(40, True), strict=True))
+    trainer = lightning.Trainer(
+        **{"max_epochs": -1, "max_steps": steps, "logger": False, "enable_checkpointing": False},
+        **{"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"},
+        callbacks=[growth],
+        default_root_dir=folder,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, y), BATCH), ckpt_path=resume)
+    trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    return module, trigger
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_lightning_the_modules_own_step_trains_the_branches_and_a_resumed_run_decides_the_same(
+    tmp_path: Path,
+) -> None:
+    module, trigger = fit(tmp_path, 60)
+    assert trigger.decision is not None and trigger.decision["grown"]
+    assert module.network[0].out_features == 24 and {"log", "log_dict"}.isdisjoint(vars(module))
+    # An epoch has 40 steps, and the branch comes behind 42.
+    small, undecided = fit(tmp_path, 40)
+    assert small.network[0].out_features == 2 and undecided.decision is None
+    resumed, again = fit(tmp_path, 60, tmp_path / "40.ckpt")
+    assert same(resumed, module) and again.decision == trigger.decision
