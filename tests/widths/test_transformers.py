@@ -15,9 +15,9 @@ from tests.cases import roughen
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
 LENGTHS = {"intermediate_size": 40, "max_position_embeddings": 16}
-GPT2 = {"vocab_size": 40, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 16}
+GPT2 = {"vocab_size": 40, "n_embd": 24, "n_layer": 1, "n_head": 4, "n_positions": 16}
 # Class, configuration, and share of the parameters that grow.
 CASES: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2, 0.99),
