@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growlab
-from growlab import Grower, HyperCloning, Net2Net, UserError, VarianceTransfer
+from growlab import At, Grower, HyperCloning, Net2Net, UserError, VarianceTransfer
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 from growlab.optim import BaseRate
@@ -583,6 +583,28 @@ def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_momen
             )
         grower.step()
     assert len(grower.events) == 1
+
+
+def test_width_and_depth_grow_apart() -> None:
+    small, optimizer = trained(residual, IMAGES)
+    wide = residual(32, 4)
+    trigger = {1: {"width": 1.0}, 2: {"depth": 0.5}, 3: {"depth": 1.0}}
+    grower = Grower.from_trained(small, wide, IMAGES, optimizer=optimizer, trigger=trigger)
+    seen = []
+    for epoch in range(4):
+        for event in grower.step(epoch=epoch):
+            inserted = [one["block"] for one in event.notes.get("inserted", ())]
+            seen.append((event.epoch, event.widths_before != event.widths_after, inserted))
+    assert seen == [(1, True, []), (2, False, ["layers.1"]), (3, False, ["layers.3"])]
+    assert same(small, grower.finish(), IMAGES) < 1e-12
+
+
+def test_depth_grows_without_width_and_refuses_to_shrink() -> None:
+    trigger = At({0: {"width": 0.5}, 4: {"depth": 0.5}, 6: 1.0})
+    assert [trigger.fraction_grown(stage, {}) for stage in range(3)] == [0.0, 0.5, 1.0]
+    for depths in ((1.0, 0.5), (0.0, 1.5), (0.0, "all")):
+        with pytest.raises(UserError, match="is no fraction of the blocks from"):
+            At({epoch: {"depth": depth} for epoch, depth in enumerate(depths)})
 
 
 def test_growth_ends_at_once_where_normalisations_count_all_channels_equally() -> None:

@@ -18,7 +18,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.grower import Grower
 from growlab.grower.network import as_method, check_arguments
 from growlab.grower.part import Part, checked_parts
-from growlab.grower.trained import Once
+from growlab.grower.trained import Once, with_small
 from growlab.grower.triggers import At, Trigger, as_trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule
 from growlab.optim import Inheritance
@@ -69,7 +69,7 @@ class GrowthCallback(Described):
                 trigger = Once({})
             elif isinstance(trigger, Mapping):
                 # The small network's widths are known once there is a network.
-                trigger = {at: 1.0 if width == "small" else width for at, width in trigger.items()}
+                trigger = with_small(trigger, {})
         check_arguments(seed, anneal_steps)
         with as_user_errors():
             check_inheritance(optimizer_state)
@@ -77,7 +77,6 @@ class GrowthCallback(Described):
         if self._trigger.unit == "cost":
             raise UserError(
                 f"{loop} knows only epochs and steps, so a trigger with unit='cost' would never grow; give it "
-                "f"
                 "unit='step', or pass costs to a growlab.Grower in your own loop."
             )
         self._optimizer_state = optimizer_state

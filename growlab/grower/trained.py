@@ -110,6 +110,12 @@ def layers_to_come(names: Iterable[str], state: str) -> Part:
     return part
 
 
+def with_small(trigger: Mapping[float, Any], small: Any) -> dict[float, Any]:
+    """Stages of a trigger with other widths in place of "small", which is the first where none begins at 0."""
+    stages = {at: small if width == "small" else width for at, width in trigger.items()}
+    return stages if 0 in stages else {0: small, **stages}
+
+
 def trigger_from(
     trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph
 ) -> Trigger:
@@ -126,7 +132,7 @@ def trigger_from(
     if trigger is None:
         return Once(widths)
     if isinstance(trigger, Mapping):
-        trigger = {at: dict(widths) if width == "small" else width for at, width in trigger.items()}
+        trigger = with_small(trigger, dict(widths))
     chosen = as_trigger(trigger)
     first = {**graph.full_widths, **chosen.first(graph)}
     if wrong := next((group for group, width in widths.items() if first[group] != width), None):

@@ -150,6 +150,8 @@ class Widening:
             context = GrowthContext(graph, {key: tensor}, self.widths, between, self.seed, stage=1)
             grown = self.method.grow(context)
             tensor = (with_attention_scale(context, grown) if way.by_root else grown).tensors[key]
+            if isinstance(self.method, HyperCloning) and key in (noise := self.method.noise(context)):
+                tensor = tensor + noise[key].to(tensor)
             tensor = self._attending(name, key, tensor, context, way)
             for group in self.streams:
                 if group in graph.groups:
@@ -216,7 +218,10 @@ class Widening:
         of_norm = self._of_a_norm(name, group)
         in_front = of_norm is not None and graph.axes[key][0].role == "in"
         if way.fill == "copies":
-            copied = Net2Net().grow(context).tensors[key]
+            cloning = self.method if isinstance(self.method, HyperCloning) else HyperCloning()
+            copied = cloning.grow(context).tensors[key]
+            if key in (noise := cloning.noise(context)):
+                copied = copied + noise[key].to(copied)
             return copied / by_code if table else copied * by_code if in_front else copied
         if of_norm is not None:
             return self._normed(

@@ -54,13 +54,28 @@ class At(Trigger):
         self.starts = tuple(sorted(widths))
         if self.starts[:1] != (0,):
             raise UserError("a trigger's first stage must begin at 0, such as {0: 0.25, 10: 1.0}.")
-        self._widths = tuple(widths[start] for start in self.starts)
+        given, self._depths = [widths[start] for start in self.starts], self._depths_of(widths)
+        self._widths = tuple(w.get("width", {}) if _is_apart(w) else w for w in given)
         for width in self._widths:
             if not isinstance(width, Mapping) and not (_is_number(width) and 0 < width <= 1):
                 raise UserError(f"a width of {width!r} is no fraction of full width: above 0 and at most 1.")
         self._clock, self.unit = unit, unit if len(self.starts) > 1 else None
         self.resizes = any(isinstance(width, Mapping) or width != 1 for width in self._widths)
         self.batch_sizes = None if batch_sizes is None else self._checked(batch_sizes)
+
+    def _depths_of(self, widths: Mapping[float, Any]) -> list[float] | None:
+        """Fraction of the blocks at each stage; None if no stage gives width and depth apart."""
+        given = [widths[start] for start in self.starts]
+        if not any(_is_apart(width) for width in given):
+            return None
+        depths = list[float]()
+        for width in given:
+            before = depths[-1] if depths else 0.0
+            depth = width.get("depth", before) if _is_apart(width) else width if _is_number(width) else before
+            if not (_is_number(depth) and before <= depth <= 1):
+                raise UserError(f"a depth of {depth!r} is no fraction of the blocks from {before:g} to 1.")
+            depths.append(float(depth))
+        return depths
 
     def _checked(self, batch_sizes: Sequence[int]) -> tuple[int, ...]:
         sizes = tuple(batch_sizes) if isinstance(batch_sizes, Iterable) else ()
@@ -100,7 +115,9 @@ class At(Trigger):
         return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
-        """Fraction of all growth that is done: stages are equal steps."""
+        """Fraction of all growth that is done: the depth where stages give it, else stages are equal steps."""
+        if self._depths is not None:
+            return self._depths[stage]
         last = len(self.starts) - 1
         return stage / last if last else 1.0
 
@@ -131,6 +148,11 @@ def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str,
                 f"the width {width!r} of group {name!r} must be a whole number from 1 to its full width {full}."
             )
     return {name: int(width) for name, width in widths.items()}
+
+
+def _is_apart(width: Any) -> bool:
+    """Return True if a stage gives width and depth, not the width of each group."""
+    return isinstance(width, Mapping) and bool(width) and set(width) <= {"width", "depth"}
 
 
 def _is_number(value: Any) -> bool:
