@@ -264,7 +264,7 @@ def test_cosine_attention_whose_biases_of_keys_are_cleared_in_place_follows_the_
     from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 
     network = SwinTransformer(
-        *([2, 2], 12, [1, 2], [3, 6], [2, 2]),
+        *([2, 2], 12, [1, 1], [3, 6], [2, 2]),
         num_classes=3,
         block=SwinTransformerBlockV2,
         downsample_layer=PatchMergingV2,
