@@ -167,6 +167,7 @@ def test_every_page_is_a_package_or_named_in_the_contents() -> None:
     assert {path.stem for path in PAGES.glob("*.md")} == {
         *PACKAGES,
         "engine",
+        "glossary",
         "index",
         "own_loop",
         "changelog",

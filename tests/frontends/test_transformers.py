@@ -155,8 +155,8 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
     ("devices", "told"),
     [
         ({"n_gpu": 2}, r"one process would train on 2 GPUs .* torchrun --nproc_per_node=2"),
-        ({"fsdp": ["full_shard"]}, "FSDP and DeepSpeed cut parameters"),
-        ({"deepspeed": "zero.json"}, "FSDP and DeepSpeed cut parameters"),
+        ({"fsdp": ["full_shard"]}, "FSDP and DeepSpeed shard parameters"),
+        ({"deepspeed": "zero.json"}, "FSDP and DeepSpeed shard parameters"),
     ],
 )
 def test_devices_that_it_cannot_train_on_are_told(devices: dict[str, Any], told: str) -> None:

@@ -191,7 +191,7 @@ def concatenate(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("expand", "expand_as", "broadcast_to")
 def expand(record: Record, node: Any, args: Arguments) -> Value:
-    """GrowthContext: single positions are repeated; other dimensions pass."""
+    """Expansion: single positions are repeated; other dimensions pass."""
     x, shape = args["self"], shape_of(node)
     new = len(shape) - len(x.shape)
     axes = [record.atoms.of_constants(size) for size in shape]
