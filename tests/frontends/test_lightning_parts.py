@@ -126,7 +126,7 @@ def test_a_method_that_holds_weights_in_another_way_begins_from_the_ordinary_net
     trainer.fit(module, Loader(), Loader())
     assert sorted(module.network.state_dict()) == names and len(first.grower.events) == 1
     wanted = module.network.eval()(IMAGES)
-    with pytest.raises(UserError, match="load what was saved while it trained into a new network"):
+    with pytest.raises(UserError, match="load checkpoints saved during training into a new network"):
         trainer.test(module, Loader(), ckpt_path=save.paths[-1], verbose=False)
     assert torch.equal(module.network.eval()(IMAGES), wanted)
     fresh, other = Deep(), callback()

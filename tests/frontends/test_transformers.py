@@ -238,13 +238,13 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
 def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, tmp_path: Path) -> None:
     checkpoint = whole[0] / "checkpoint-8"
     with pytest.raises(
-        UserError, match=r"growlab\.pt is missing or of another run, and training cannot go on"
+        UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"
     ):
         run(tmp_path / "new", checkpoint, save_strategy="no")
     # A checkpoint of the same step that another run has left there.
     run(tmp_path / "other", learning_rate=1e-2, max_steps=8)
     with pytest.raises(
-        UserError, match=r"growlab\.pt is missing or of another run, and training cannot go on"
+        UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"
     ):
         run(tmp_path / "other", checkpoint, save_strategy="no")
 

@@ -102,7 +102,7 @@ def test_new_parameters_are_refused_if_an_optimizer_keeps_lists() -> None:
     now = {**past, "4.weight": nn.Parameter(torch.ones(3))}
     order_parameters(plain := torch.optim.SGD(model.parameters()), past, now)
     assert len(plain.param_groups[0]["params"]) == 5
-    with pytest.raises(UserError, match="Own holds parameters in 'matrices' too"):
+    with pytest.raises(UserError, match="Own keeps parameters in 'matrices' too"):
         order_parameters(Own(model.parameters(), HOLD["list"], in_group=True), past, now)
 
 

@@ -170,7 +170,7 @@ def test_an_optimizer_that_waits_for_its_network_does_not_step() -> None:
 
     late, early = made().train(STEPS + 1), made()
     early.optimizer.load_state_dict(late.optimizer.state_dict())
-    with pytest.raises(UserError, match=r"SGD was given the state of \d+ parameters, and holds \d+"):
+    with pytest.raises(UserError, match=r"SGD was given the state of \d+ parameters, and has \d+"):
         early.train()
     early.optimizer.load_state_dict(made().optimizer.state_dict())
     assert early.train().done == STEPS * EPOCHS

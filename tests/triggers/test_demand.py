@@ -89,7 +89,9 @@ def test_a_network_without_channels_to_look_at_is_told_before_training() -> None
     trigger = OnDemand(Expressivity(), schedule, 4)
     grower = Grower(Stream(), torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
     grower.provide(records=list, samples=[1], flops=lambda *_: 1, reference_flops=1.0)
-    with pytest.raises(UserError, match="one layer puts out and one takes, of which this network has none"):
+    with pytest.raises(
+        UserError, match="one producing and one consuming layer, of which this network has none"
+    ):
         grower.step(epoch=0)
 
 

@@ -175,7 +175,10 @@ def test_a_compiled_network_computes_the_same() -> None:
         ({"noise": -1.0}, "noise must be at least 0, not -1"),
         ({"sharing": "chunk", "biases": True}, "emits no biases"),
         ({"sharing": "chunk", "hidden_features": (3, 3)}, "one hidden layer"),
-        ({"sharing": "network", "initialisation": "constant_embedding"}, "sharing='network' has one"),
+        (
+            {"sharing": "network", "initialisation": "constant_embedding"},
+            "sharing='network' has a single one",
+        ),
         ({"sharing": "chunk", "chunk_channels": 5}, "do not split into chunks of 5"),
     ],
 )
