@@ -138,7 +138,7 @@ class Freeze(_SinceEvent):
     Gradients of old parameters are dropped before each step, so that optimizers pass over them; old entries of
     parameters that became larger have none and are written back after it, from one copy that is made at the first step.
     Gradients are computed all the same, and clipping by norm counts them: to save that, switch off `requires_grad` of
-    what `Grower.newborn` does not name. Buffers such as running statistics go on.
+    what `Grower.newborn` does not name. Buffers such as running statistics are not frozen.
 
     Source: only new blocks train in LLaMA-Pro (Wu et al. 2024, arXiv 2401.02415).
 
