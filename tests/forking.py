@@ -138,7 +138,9 @@ def _import_everything(traces: Path) -> None:
         "sympy.combinatorics",
         "sympy.tensor.tensor",
     ):
-        importlib.import_module(name)
+        # Not every version of a library has them.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     # A second for every run; tests/analysis tests figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.

@@ -486,6 +486,46 @@ def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(
     torch.testing.assert_close(fresh.eval()(x), network.eval()(x), atol=1e-12, rtol=0)
 
 
+class Remembering(nn.Module):
+    """State of earlier forwards, as wide as the channels: a running mean, or a recurrent layer's."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.recurrent, self.mean, self.states = recurrent, None, []
+        self.a, self.r, self.b = nn.Linear(6, 16), nn.LSTM(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recurrent:
+            y, states = self.r(x[None], tuple(self.states) or None)
+            self.states[:] = [state.detach() for state in states]
+            return self.b(y[0])
+        h = self.a(x)
+        if self.training:
+            self.mean = (
+                h.detach().mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * h.detach().mean(0)
+            )
+        return self.b(torch.relu(h if self.mean is None else h - self.mean))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_state_that_no_event_can_carry_begins_anew_with_a_warning(
+    recurrent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    network, x = Remembering(recurrent).double(), torch.randn(8, 6, dtype=torch.float64)
+    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    for epoch in (1, 2):
+        network.train()
+        for _ in range(2):
+            network(x).square().mean().backward()
+        grower.step(epoch=epoch)
+        kept = "0, 1" if recurrent else "mean"
+        assert f"keeps state between calls ({kept})" in caplog.text
+        caplog.clear()
+        assert network.mean is None and not network.states
+    assert [event.parity_error_eval <= 1e-12 for event in grower.events] == [True, True]
+
+
 def test_caches_of_one_size_and_flags_of_what_was_initialised_stay_at_an_event() -> None:
     class Both(Filled):
         started = False

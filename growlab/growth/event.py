@@ -17,8 +17,16 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.norm_statistics import eps_follows, statistics_writer
-from growlab.growth.outputs import Outputs, evaluate, forget_caches, in_own_precision, observe, positional
-from growlab.growth.parity import compare, relative_error
+from growlab.growth.outputs import (
+    Outputs,
+    empty_caches,
+    evaluate,
+    forget_caches,
+    in_own_precision,
+    observe,
+    positional,
+)
+from growlab.growth.parity import compare, relative_error, rounding
 from growlab.growth.rescale import Folded, can_fold, fold_output_factor, with_attention_scale
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh, weighted_modules
@@ -286,7 +294,22 @@ def _observed(
             f"the network puts out NaN already before growth to stage {stage}: training has diverged, or its inputs "
             "are not finite; lower the learning rate, or clip gradients."
         )
-    return before
+    with empty_caches(model) as filled:
+        return replace(before, forgetful=observe(model, probe)) if filled else before
+
+
+def _forgetful(model: nn.Module, before: Outputs, emptied: Sequence[str]) -> Outputs:
+    """Outputs before the event to compare with where the event has emptied caches; warn if they were no caches."""
+    if not emptied or before.forgetful is None:
+        return before
+    if relative_error(before.eval, before.forgetful.eval) > rounding(model, before.eval):
+        log.warning(
+            "the forward of %s keeps state between calls (%s), which does not fit the new widths: it begins anew at "
+            "this growth event; in a buffer of the network it would grow along",
+            type(model).__name__,
+            ", ".join(dict.fromkeys(emptied)),
+        )
+    return before.forgetful
 
 
 def _warn_of_terms(before: Outputs, after: Outputs) -> None:
@@ -325,7 +348,7 @@ def _checked(
     Raises:
         ParityError: the outputs changed by more than the method allows.
     """
-    forget_caches(model, probe, FAILURES)
+    before = _forgetful(model, before, forget_caches(model, probe, FAILURES))
     tensors = tensors_of(model, context.graph)
     begin = statistics_writer(context, growth, tensors, average)
     setting = eps_follows(model, context, growth, tensors)

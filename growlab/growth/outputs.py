@@ -1,7 +1,7 @@
 """Run a network on a probe batch so that outputs before and after an event can be compared; caches of its forward."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -39,6 +39,7 @@ class Outputs:
         plain: the same without the `setting` given to `observe`.
         terms: single numbers that the network returns after its output in train mode, such as terms of the loss.
         drawn: random numbers were drawn, other than dropout's.
+        forgetful: the same with empty caches, if any are filled.
     """
 
     eval: Tensor
@@ -46,6 +47,7 @@ class Outputs:
     plain: Tensor
     terms: Sequence[Tensor] = ()
     drawn: bool = False
+    forgetful: "Outputs | None" = None
 
 
 def positional(probe: Any) -> tuple[Any, ...]:
@@ -269,6 +271,7 @@ class _Quiet(TorchFunctionMode):
     def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
         super().__init__()
         self._model, self.snapshot = model, snapshot
+        self._devices = _devices_of_one_precision(model)
         self.seen = self.means = False
 
     def again(self) -> None:
@@ -281,6 +284,9 @@ class _Quiet(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        for device in self._devices:
+            if torch.is_autocast_enabled(device):
+                return self._without_autocast(device, func, types, args, kwargs)
         initialises = getattr(func, "__module__", "") == "torch.nn.init"
         mean = None if initialises else _MEANS.get(getattr(func, "__name__", ""))
         # Reading a tensor's shape is dispatched here too.
@@ -305,6 +311,17 @@ class _Quiet(TorchFunctionMode):
         self.seen = True
         drawn = func(*args, **kwargs)
         return mean(drawn, *args, **kwargs) if self.means else drawn
+
+    def _without_autocast(
+        self, device: str, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a function in a forward's own autocast, whose rounding would hide what growth changes."""
+        try:
+            with torch.autocast(device, enabled=False):
+                return self.__torch_function__(func, types, args, kwargs)
+        except RuntimeError:
+            # Its arguments are of several types, which autocast would make one.
+            return func(*args, **kwargs)
 
 
 def _filled(mean: Callable[..., float]) -> Callable[..., Tensor]:
@@ -333,13 +350,17 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def _devices_of_one_precision(model: nn.Module) -> Collection[str]:
+    """Types of the devices that a network of a single dtype uses; none for one of several dtypes."""
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return {"cpu", *(p.device.type for p in model.parameters())} - {"meta"} if len(types) == 1 else ()
+
+
 @contextlib.contextmanager
 def own_precision(model: nn.Module) -> Iterator[None]:
     """Disable autocast if the network has a single dtype; networks of mixed dtypes may need it."""
-    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    devices = {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}
     with contextlib.ExitStack() as stack:
-        for device in devices if len(types) == 1 else ():
+        for device in _devices_of_one_precision(model):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -418,30 +439,50 @@ def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
     return outputs
 
 
-def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> None:
+@contextlib.contextmanager
+def empty_caches(network: nn.Module) -> Iterator[bool]:
+    """Empty the caches that `find_caches` recorded, and fill them again at the end; yields True if any is filled."""
+    kept, _ = _caches.get(network, ([], []))
+    filled = any(each.shapes() for each in kept)
+    restore = [each.forget() for each in kept] if filled else []
+    try:
+        yield filled
+    finally:
+        for undo in restore:
+            undo()
+
+
+def forget_caches(
+    network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]
+) -> list[str]:
     """Empty the caches that `find_caches` recorded if a forward now fills any of them with tensors of other shapes.
 
     Args:
         network: the network at its new widths.
         probe: the positional inputs given to `find_caches`.
         failures: exceptions of a forward pass that the new widths may cause; the caches then stay empty.
+
+    Returns:
+        Names of what stays empty: attributes, or indices in a container.
     """
     kept, shapes = _caches.get(network, ([], []))
+    names = [str(key) for each in kept if each.shapes() for key in each.changed]
     restore = [each.forget() for each in kept]
     if not kept or shapes is None:
-        return
+        return names
     try:
         with without_side_effects(network):
             _run(network, probe)
             now = [each.shapes() for each in kept]
     except failures:
         # The next check reports it.
-        return
+        return names
     if now == shapes:
         for undo in restore:
             undo()
-    else:
-        _caches[network] = kept, None
+        return []
+    _caches[network] = kept, None
+    return names
 
 
 def _run(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:

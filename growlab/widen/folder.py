@@ -145,6 +145,11 @@ def _exact_plan(
         way, error = alone.exact_way()
         if way is None:
             raise _not_deeper(kind.__name__, error)
+    if getattr(config, "alibi", False) and divides_its_stream(config) and {*parts} & {"heads", "stream"}:
+        raise UserError(
+            f"{kind.__name__} with ALiBi keeps its heads and their stream: the number of heads sets the slopes of its "
+            "positions, and their size divides these; give --parts mlp, or leave --width out."
+        )
     refusal = inexact or failed
     assert refusal is not None
     raise refusal

@@ -68,12 +68,22 @@ def resized(config: Any, width: float, parts: Collection[str]) -> Any:
     before = {name: size for part in parts for name, size in sizes(config, NAMES[part]).items()}
     if not before:
         raise UserError(
-            f"the configuration of {config.model_type} has no size of {', '.join(parts)} to change."
+            f"the configuration of {config.model_type} has no size of {', '.join(parts)} to change{_inside(config)}."
         )
     for name, size in _times(before, width, "widths").items():
         setattr(target, name, size)
     _keep_head_dimension(config, target, parts)
     return target
+
+
+def _inside(config: Any) -> str:
+    """Say that the sizes of a model of several, such as text and images, are in the configurations of these."""
+    names = [name for name in getattr(config, "sub_configs", ()) if getattr(config, name, None) is not None]
+    return (
+        f": sizes are in its {' and '.join(names)}; save one of its models alone and give that folder"
+        if names
+        else ""
+    )
 
 
 def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
@@ -129,7 +139,7 @@ def deepened(config: Any, depth: float) -> Any:
     target = copy.deepcopy(config)
     before = sizes(config, LAYERS)
     if not before:
-        raise UserError(f"the configuration of {config.model_type} has no number of layers.")
+        raise UserError(f"the configuration of {config.model_type} has no number of layers{_inside(config)}.")
     after = _times(before, depth, "depths")
     counts = {before[name]: after[name] for name in before}
     for name, size in after.items():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
+from growlab.grower import Grower
 from growlab.growth import (
     FixedSize,
     GrownTensors,
@@ -462,6 +463,31 @@ def test_inside_autocast_an_event_is_as_exact_as_outside(method) -> None:
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-5
         found.append(network.state_dict())
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+class Autocast(nn.Module):
+    """It enters autocast in its forward, and may need it for a product of two types."""
+
+    def __init__(self, casts: bool = False) -> None:
+        super().__init__()
+        self.casts = casts
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = torch.relu(self.a(x))
+            return self.b(x.to(torch.bfloat16) if self.casts else x).float()
+
+
+def test_autocast_in_a_forward_does_not_count_as_an_error() -> None:
+    torch.manual_seed(0)
+    network, x = Autocast(), torch.randn(8, 6)
+    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    for epoch in (1, 2):
+        (event,) = grower.step(epoch=epoch)
+        assert event.parity_error_eval <= 1e-6
+    mixed = Autocast(casts=True)
+    torch.testing.assert_close(observe(mixed, x).eval, mixed(x), rtol=0.05, atol=0.02)
 
 
 def test_weights_of_several_types_may_need_autocast() -> None:

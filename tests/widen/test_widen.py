@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from growlab.base.errors import UserError
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of, small_model
 from growlab.widen.__main__ import main
 from growlab.widen.folder import RECEIPT
-from growlab.widen.sizes import _for_more_layers
+from growlab.widen.sizes import PARTS, _for_more_layers, deepened, widened
 
 transformers = pytest.importorskip("transformers")
 # What is told is read off stderr, where saving a model would draw its bar.
@@ -187,6 +188,24 @@ def test_what_cannot_be_exact_is_refused_with_what_can(
     told = refusal(capsys, tmp_path / "old", "--width", 2, "--parts", "heads", "-o", tmp_path / "new")
     assert "divides its stream among its heads" in told
     assert main([str(tmp_path / "old"), "--width", "1.5", "--parts", "mlp", "-o", str(tmp_path / "new")]) == 0
+
+
+def test_heads_whose_positions_are_divided_by_their_size_are_refused_for_that_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
+    config = transformers.FalconConfig(alibi=True, **sizes)
+    transformers.FalconForCausalLM(config).save_pretrained(tmp_path / "old")
+    told = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
+    assert "sets the slopes" in told and "--parts mlp" in told
+    assert main([str(tmp_path / "old"), "--width", "2", "--parts", "mlp", "-o", str(tmp_path / "new")]) == 0
+
+
+def test_a_model_of_several_is_refused_with_the_place_of_its_sizes() -> None:
+    config = transformers.Llama4Config()
+    for change in (lambda: widened(config, 2, PARTS), lambda: deepened(config, 2)):
+        with pytest.raises(UserError, match="sizes are in its text_config and vision_config"):
+            change()
 
 
 def test_what_becomes_no_wider_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,3 +281,38 @@ def test_a_network_in_float64_is_observed_in_float64() -> None:
     assert relative_error(exact, evaluate(norm, x)) <= 1e-15
     with torch.no_grad():
         assert relative_error(exact, norm(x)) > 1e-9
+
+
+class Captioned(nn.Module):
+    """Features of an image take the places of some tokens, as in models of text and images."""
+
+    def __init__(self, whole_rows: bool = True) -> None:
+        super().__init__()
+        self.words, self.image = nn.Embedding(11, 8), nn.Linear(6, 8)
+        self.norm, self.head = RootMeanSquare(8), nn.Linear(8, 3)
+        self.whole_rows = whole_rows
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        x, picked = self.words(tokens), (tokens == 5)[..., None]
+        mask = picked.expand_as(x) if self.whole_rows else picked & (torch.arange(x.shape[-1]) < 3)
+        return self.head(self.norm(x.masked_scatter(mask.to(x.device), self.image(image).to(x.dtype))))
+
+
+def test_streams_grow_through_rows_that_are_scattered_among_others() -> None:
+    torch.manual_seed(0)
+    tokens = torch.tensor([[5, 5, 1, 2], [3, 5, 5, 4]])
+    inputs = (tokens, torch.randn(4, 6, dtype=torch.float64))
+    network, fresh = Captioned().double(), Captioned().double()
+    grower = Grower(network, inputs, method=Net2Net(), trigger={0: 0.5, 1: 1.0}, anneal_steps=1)
+    grower.follow(optimizer := torch.optim.SGD(network.parameters(), lr=0.01))
+    assert grower.full_graph.full_widths == {"image": 8}
+    before = network(*inputs).detach()
+    grower.step(epoch=1)
+    assert relative_error(before, network(*inputs).detach()) <= 1e-6
+    for _ in range(2):
+        network(*inputs).square().mean().backward()
+        optimizer.step()
+    fresh.load_state_dict(grower.finish().state_dict())
+    assert relative_error(fresh(*inputs).detach(), network(*inputs).detach()) <= 1e-6
+    fixed = trace(Captioned(whole_rows=False).double(), inputs).fixed
+    assert fixed["words"] == "used by masked_scatter"

@@ -56,6 +56,26 @@ def index(record: Record, node: Any, args: Arguments) -> Value:
     return Value(shape, (*before, *map(fixed, middle), *behind), x.scale)
 
 
+@rule("masked_scatter", "masked_scatter_")
+def masked_scatter(record: Record, node: Any, args: Arguments) -> Value:
+    """Rows at the places of a mask, such as features of an image among those of tokens: the last dimension passes.
+
+    The mask must be the same for all of its channels, else channels of the source would come to lie elsewhere.
+    """
+    x, source = args["self"], args["source"]
+    mask = node.args[1]
+    while operation_of(mask) in ("to", "_to_copy", "clone", "contiguous", "alias", "detach"):
+        mask = mask.args[0]
+    by_row = operation_of(mask) in ("expand", "expand_as", "broadcast_to")
+    if not by_row or shape_of(mask.args[0])[-1:] != (1,) or source.shape[-1:] != x.shape[-1:]:
+        return keep_full_width(record, node, args)
+    record.freeze_all((*x.axes[:-1], *source.axes[:-1]), "rows to pick")
+    record.atoms.unify(x.axes[-1], source.axes[-1], f"scattered among channels {STAYING}")
+    record.atoms.unify(x.axes[-1], args["mask"].axes[-1], f"scattered among channels {STAYING}")
+    scale = record.scales.union(x.scale, source.scale)
+    return Value(x.shape, (*x.axes[:-1], record.atoms.resolve(x.axes[-1])), scale)
+
+
 def _picked(node: Any, indices: Any) -> list[int]:
     """Return the indexed dimensions, of which a mask has as many as its own; [] if they are not adjacent."""
     picked, dim = list[int](), 0
