@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from growlab import Grower
 from growlab.lab.networks import CifarResNet
 from growlab.optim import SGD, Adam, NormRatio
-from growlab.parts.averages import Averages
 from tests.benchmarks.ratios import llama, logits, tokens
 
 DEVICE = os.environ.get("GROWLAB_TEST_DEVICE", "cuda")
@@ -169,6 +168,8 @@ def test_checkpoints_move_between_devices(there: bool) -> None:
 
 
 def test_averages_grow_along() -> None:
+    from growlab.parts.averages import Averages
+
     averages = Averages(decay=0.5)
     grower, _ = grown("resnet", parts=[averages])
     (average,) = grower.copies().values()

@@ -17,8 +17,6 @@ from growlab import At, Grower, Never
 from growlab.base.files import write_json
 from growlab.lab.networks import CifarResNet
 from growlab.optim import SGD
-from growlab.parts.depth import Depth
-from growlab.parts.resolution import Resolution
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS = ("full", "smaller", "grown in depth", "grown in images")
@@ -60,8 +58,12 @@ def made(way: str, width: int) -> tuple[nn.Module, dict[str, Any]]:
     network = CifarResNet(blocks, num_classes=10, channels=channels)
     late = At({0: 1.0, GROWN_AT: 1.0}, unit="cost")
     if way == "grown in depth":
+        from growlab.parts.depth import Depth
+
         return network, {"trigger": late, "parts": [Depth()]}
     if way == "grown in images":
+        from growlab.parts.resolution import Resolution
+
         return network, {"trigger": late, "parts": [Resolution([24, 32])]}
     return network, {"trigger": Never()}
 
