@@ -36,8 +36,8 @@ class Controller(Trigger):
     branch of the winner counts as training, that of the loser is undone, the growth event included. For budgets between
     those for which `growlab.plan.advise` is sure of a smaller and of the full network.
 
-    The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; a loop of your
-    own calls `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or its rate.
+    The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your
+    own loop call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or its rate.
 
     Args:
         width: of the smaller network, of every width group; parts may leave out blocks as well.
