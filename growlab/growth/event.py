@@ -304,8 +304,8 @@ def _forgetful(model: nn.Module, before: Outputs, emptied: Sequence[str]) -> Out
         return before
     if relative_error(before.eval, before.forgetful.eval) > rounding(model, before.eval):
         log.warning(
-            "the forward of %s keeps state between calls (%s), which does not fit the new widths: it begins anew at "
-            "this growth event; in a buffer of the network it would grow along",
+            "the forward of %s keeps state between calls (%s), which does not fit the new widths: it is reset at "
+            "this growth event; kept in a buffer of the network it would grow too",
             type(model).__name__,
             ", ".join(dict.fromkeys(emptied)),
         )

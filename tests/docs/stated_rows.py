@@ -561,7 +561,7 @@ def table_10() -> list[tuple[str, str, Callable[[], tuple[str, ...]]]]:
             lines.append(
                 (
                     ROWS,
-                    f"| `{folder}_{end}` | `experiment=resnet20_cifar10_{folder}{settings}` | {{}} |",
+                    f"| `{folder}_{end}` | `experiment=papers/resnet20_cifar10_{folder}{settings}` | {{}} |",
                     lambda row=row: two(printed("Table 10", "resnet20", row)),
                 )
             )
@@ -827,7 +827,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
             for value in by_budget(TEXT, arm, "0.03", "0.1")
         ),
     ),
-    (OPTIMIZERS, "{} is the most in the runs on digits and CIFAR-10.", largest_factor),
+    (OPTIMIZERS, "{} is the largest in the runs on digits and CIFAR-10.", largest_factor),
     (
         TRANSLATION,
         "where the paper has {} without",
