@@ -1,18 +1,39 @@
-"""Networks that are sharded or replicated by torch's composable functions once a Grower has them are refused."""
+"""Networks that processes share out: growth of those that `shard=` cuts equals one process's; others are refused."""
 
+import copy
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from growlab import Grower, PairGrowth, UserError
+from growlab import (
+    Bert2Bert,
+    GradMax,
+    Grower,
+    HyperCloning,
+    Lemon,
+    Net2Net,
+    PairGrowth,
+    ParityError,
+    RandomGrowth,
+    UserError,
+    VarianceTransfer,
+)
+from growlab.base.pieces import is_piece, reshard, whole
+from growlab.growth import GrowthMethod
+from growlab.optim import SGD
+from growlab.parts import Averages, Depth
+from tests.command_line import CommandLine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 X = torch.randn(6, 4)
@@ -53,3 +74,304 @@ def test_it_is_refused_at_once(way: str, mesh: Any) -> None:
     with pytest.raises(UserError, match=expected):
         Grower(network, X, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
     assert grower.events == []
+
+
+class Language(nn.Module):
+    """A tiny language model of two blocks, whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 16)
+        self.blocks = nn.Sequential(
+            *(Block(nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)) for _ in "ab")
+        )
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 12, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.blocks(self.table(x))))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module, into: nn.Module, out: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = norm, into, out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.out(torch.relu(self.into(self.norm(x))))
+        return out
+
+
+def convolutional() -> nn.Module:
+    def block(i: int, o: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+
+    return nn.Sequential(
+        nn.Sequential(block(3, 8), block(8, 8)), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    )
+
+
+# Network, batches [steps, B, ...], and the modules that are sharded one by one.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Any], list[nn.Module]]]] = {
+    "language": (Language, torch.arange(8 * 4 * 5).view(8, 4, 5) % 12, lambda net: list(net.blocks)),
+    "convolutional": (
+        convolutional,
+        torch.linspace(-1, 1, 8 * 4 * 3 * 36).view(8, 4, 3, 6, 6).sin(),
+        lambda net: list(net[0]),
+    ),
+}
+ADAM: dict[str, Any] = {"cls": torch.optim.AdamW, "lr": 1e-3}
+MOMENTUM: dict[str, Any] = {"cls": torch.optim.SGD, "lr": 1e-2, "momentum": 0.9}
+CASES: dict[str, tuple[str, Callable[[], GrowthMethod], dict[str, Any]]] = {
+    "variance transfer": ("language", VarianceTransfer, ADAM),
+    "multipliers": ("language", lambda: VarianceTransfer(multipliers="compensate"), ADAM),
+    "constraint": ("convolutional", lambda: VarianceTransfer("constraint", noise_std=0.01), MOMENTUM),
+    "pairs": ("convolutional", PairGrowth, ADAM),
+    "net2net": ("language", Net2Net, MOMENTUM),
+    "cloning": ("language", lambda: HyperCloning("diagonal", noise_std=0.1), ADAM),
+    "lemon": ("language", Lemon, ADAM),
+    "bert2bert": ("language", Bert2Bert, ADAM),
+    "random": ("convolutional", RandomGrowth, MOMENTUM),
+    "depth": ("language", VarianceTransfer, {**ADAM, "parts": lambda: [Depth("auto", "stack")]}),
+}
+
+
+def by_fsdp(network: nn.Module, blocks: list[nn.Module], mesh: Any = None) -> None:
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+
+
+def by_tensors(network: nn.Module, blocks: list[nn.Module], mesh: Any) -> None:
+    for block in blocks:
+        parallelize_module(block, mesh, {"into": ColwiseParallel(), "out": RowwiseParallel()})
+
+
+def by_both(network: nn.Module, blocks: list[nn.Module], sizes: tuple[int, int]) -> None:
+    mesh = mesh_of(sizes)
+    by_tensors(network, blocks, mesh["b"])
+    by_fsdp(network, blocks, mesh["a"])
+
+
+def wrapped(network: Any, blocks: list[nn.Module]) -> None:
+    for index, block in enumerate(blocks):
+        block.compile(backend="eager")
+        network.blocks[index] = checkpoint_wrapper(block)
+        fully_shard(network.blocks[index])
+    fully_shard(network)
+
+
+@cache
+def mesh_of(sizes: tuple[int, int]) -> Any:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
+
+
+WAYS_TO_SHARD: dict[str, Callable[[Any, list[nn.Module]], None]] = {
+    "fsdp": by_fsdp,
+    "replicated": lambda net, blocks: by_fsdp(net, blocks, mesh_of((2, 1))),
+    "tensors": lambda net, blocks: by_tensors(net, blocks, mesh_of((1, 2))["b"]),
+    "both, cut by tensors": lambda net, blocks: by_both(net, blocks, (1, 2)),
+    "both, cut by fsdp": lambda net, blocks: by_both(net, blocks, (2, 1)),
+    "wrapped": wrapped,
+}
+
+
+class Run:
+    """A network that trains for two steps in each of three stages, over processes or whole."""
+
+    def __init__(self, case: str, sharded: bool, way: str = "fsdp", **settings: Any) -> None:
+        self.way, self.split = way, way in ("fsdp", "replicated", "wrapped")
+        name, method, optimizer = CASES[case]
+        make, self.data, self.blocks = NETWORKS[name]
+        torch.manual_seed(0)
+        self.network, self.sharded = make().double(), sharded
+        self.data = self.data.double() if self.data.is_floating_point() else self.data
+        shard = self.shard if sharded else None
+        about: dict[str, Any] = {
+            "method": method(),
+            "trigger": {0: 0.25, 1: 0.5, 2: 1.0},
+            "anneal_steps": 1,
+            "verbose": False,
+            "parts": optimizer.get("parts", tuple)(),
+        }
+        self.grower = Grower(self.network, self.data[0], shard=shard, **{**about, **settings})
+        kind, arguments = optimizer["cls"], {k: v for k, v in optimizer.items() if k not in ("cls", "parts")}
+        self.optimizer = kind(self.network.parameters(), **arguments)
+        self.grower.follow(self.optimizer, state="inherit")
+        self.steps = 0
+
+    def shard(self, network: nn.Module) -> None:
+        WAYS_TO_SHARD[self.way](network, self.blocks(network))
+
+    def stage(self, epoch: int) -> dict[str, Tensor]:
+        """Train for a stage; return all tensors after the event and after the steps."""
+        self.grower.step(epoch=epoch)
+        found = {f"{name} at first": tensor for name, tensor in self.tensors().items()}
+        for _ in range(2):
+            batch = self.data[self.steps]
+            if (
+                self.sharded
+                and self.split
+                and not any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules())
+            ):
+                batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
+            self.optimizer.zero_grad()
+            self.network(batch).square().mean().backward()
+            self.optimizer.step()
+            self.steps += 1
+        return found | self.tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters, buffers and moments, whole."""
+        reshard(self.network)
+        names = {p: name for name, p in self.network.named_parameters()}
+        state = self.optimizer.state.items()
+        found = {f"{key} of {names[p]}": t for p, entries in state for key, t in entries.items()}
+        found |= {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
+        return {
+            name: whole(tensor.detach()).clone()
+            for name, tensor in found.items()
+            if isinstance(tensor, Tensor)
+        }
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor], bound: float) -> list[str]:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return [name for name in one if not close(one[name].double(), other[name].double(), bound)]
+
+
+def close(one: Tensor, other: Tensor, bound: float) -> bool:
+    """True if the largest difference is within a bound, relative to the largest entry if that is above 1."""
+    return not one.numel() or float((one - other).abs().max()) <= bound * max(1.0, float(other.abs().max()))
+
+
+def equals_one_process(case: str, way: str = "fsdp") -> None:
+    run, plain = Run(case, True, way), Run(case, False)
+    identities = (run.network, run.optimizer, run.optimizer.param_groups[0])
+    for epoch in range(3):
+        found, expected = run.stage(epoch), plain.stage(epoch)
+        # A copied block's gradients are sums of larger ones.
+        assert differences(found, expected, 1e-11 if case == "depth" else 1e-12) == []
+    assert [e.parity_error_eval < 1e-12 for e in run.grower.events] == [
+        e.parity_error_eval < 1e-12 for e in plain.grower.events
+    ]
+    assert any(map(is_piece, run.network.parameters()))
+    assert identities == (run.network, run.optimizer, run.optimizer.param_groups[0])
+    plain_state = {name: whole(t).clone() for name, t in run.grower.plain_state_dict().items()}
+    finished = plain.grower.finish()
+    assert differences(plain_state, dict(finished.state_dict()), 1e-12) == []
+    run.grower.finish()
+    reshard(run.network)
+    assert (
+        differences(
+            {name: whole(t) for name, t in run.network.state_dict().items()},
+            dict(finished.state_dict()),
+            1e-12,
+        )
+        == []
+    )
+    assert run.network(run.data[0]).allclose(finished(run.data[0]), rtol=0, atol=1e-12)
+
+
+def failed_event_leaves_everything(kind: str) -> None:
+    run, undisturbed = Run("variance transfer", True), Run("variance transfer", True)
+    for epoch in (0, 1):
+        run.stage(epoch)
+        undisturbed.stage(epoch)
+    before, parameters = run.tensors(), list(run.network.parameters())
+    method, grow = run.grower.method, type(run.grower.method).grow
+
+    def wrong(expansion: Any) -> Any:
+        grown = grow(method, expansion)
+        return type(grown)(**{**vars(grown), "output_factor": 2.0})
+
+    def fail() -> None:
+        raise RuntimeError("stop")
+
+    if kind == "parity":
+        method.grow = wrong  # type: ignore[method-assign]
+        with pytest.raises(ParityError):
+            run.grower.step(epoch=2)
+        del method.grow
+    else:
+        with pytest.raises(RuntimeError, match="stop"):
+            run.grower.step(epoch=2, then=fail)
+    assert differences(run.tensors(), before, 0.0) == []
+    assert all(one is other for one, other in zip(run.network.parameters(), parameters, strict=True))
+    assert differences(run.stage(2), undisturbed.stage(2), 0.0) == []
+
+
+def resumed_equals_undisturbed(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    run, resumed = Run("multipliers", True), Run("multipliers", True)
+    for epoch in (0, 1):
+        run.stage(epoch)
+    model, optimizer = get_state_dict(run.network, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp")
+    state = copy.deepcopy(run.grower.state_dict())
+    resumed.grower.load_state_dict(state)
+    resumed.steps = run.steps
+    model, optimizer = get_state_dict(resumed.network, resumed.optimizer)
+    content = {"model": model, "optimizer": optimizer}
+    dcp.load(content, checkpoint_id=folder / "dcp")
+    set_state_dict(
+        resumed.network,
+        resumed.optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
+    )
+    assert differences(resumed.tensors(), run.tensors(), 0.0) == []
+    assert differences(resumed.stage(2), run.stage(2), 0.0) == []
+
+
+def checked(rank: int, folder: Path, names: list[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for name in names:
+        if name in CASES:
+            equals_one_process(name)
+        elif name in WAYS_TO_SHARD:
+            equals_one_process("variance transfer", name)
+        elif name == "resumed":
+            resumed_equals_undisturbed(folder)
+        else:
+            failed_event_leaves_everything(name)
+    dist.destroy_process_group()
+
+
+def test_growth_on_two_ranks_equals_that_of_one_process(cli: CommandLine, tmp_path: Path) -> None:
+    cli.on_two_ranks(checked, tmp_path, ["variance transfer", "parity"])
+
+
+@pytest.mark.slow
+def test_methods_roll_back_and_checkpoints_on_two_ranks(cli: CommandLine, tmp_path: Path) -> None:
+    cli.on_two_ranks(checked, tmp_path, [*CASES, *WAYS_TO_SHARD, "then", "resumed"])
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "data": ("GradMax computes new weights from data", {"method": GradMax()}),
+    "averages": ("ema changes or copies whole tensors", {"parts": [Averages(0.9)]}),
+    "nothing": ("left every parameter whole", {"shard": lambda network: None}),
+    "no function": ("must be a function", {"shard": "fsdp"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_sharded_network_cannot_do_is_refused_at_once(case: str, mesh: Any) -> None:
+    expected, settings = REFUSED[case]
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    about = {"method": PairGrowth(), "trigger": {0: 0.5, 1: 1.0}, "shard": fully_shard, **settings}
+    with pytest.raises(UserError, match=expected):
+        Grower(network, X, **about)
+
+
+def test_optimizers_with_regions_and_averages_are_refused(mesh: Any) -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    average = copy.deepcopy(network)
+    grower = Grower(network, X, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, shard=fully_shard)
+    with pytest.raises(UserError, match="rates for regions"):
+        grower.follow(SGD(network.parameters(), lr=0.1))
+    with pytest.raises(UserError, match="averages of a sharded network"):
+        grower.follow(average)

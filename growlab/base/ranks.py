@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import whole
 
 # Words of a block have different weights, which repeat from block to block; each block has another factor.
 _BLOCK = 1 << 16
@@ -133,7 +134,7 @@ def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
     for name, value in content:
         names.append(name)
         if isinstance(value, Tensor):
-            sums.append(_checksum(value.detach()))
+            sums.append(_checksum(whole(value.detach())))
         else:
             text = torch.frombuffer(bytearray(repr(value), "utf-8"), dtype=torch.uint8)
             sums.append(_checksum(text))

@@ -26,11 +26,11 @@ from growlab.grower.network import (
     not_fresh,
     same_classes,
     see_through,
-    see_whole,
     trace_for_growth,
     vocabulary,
 )
-from growlab.grower.part import BlockPart, Part, Replaced, WidthPart, checked_parts
+from growlab.grower.part import BlockPart, Part, WidthPart, checked_parts, widen_parts
+from growlab.grower.sharding import Shard, Sharding, check_follower, check_sharding
 from growlab.grower.trained import (
     Layers,
     Newborn,
@@ -105,6 +105,9 @@ class Grower(LoadingNetwork):
         graph: returned by `trace_for_growth` for this network; None: the network is traced here.
         trace: the submodule to grow, or its name, if the network cannot be traced as a whole: the others keep their
             widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
+        shard: function that shards the network in place: calls of torch's `fully_shard` on its blocks and itself,
+            `parallelize_module`, or both. The Grower calls it on the seed and again at each event, which grows one
+            tensor at a time; make optimizers afterwards. See the guide page on sharded networks.
         verbose: log events.
 
     Attributes:
@@ -131,6 +134,7 @@ class Grower(LoadingNetwork):
         anneal_steps: int | Callable[["Grower"], int] | None = None,
         graph: WidthGraph | None = None,
         trace: str | nn.Module | None = None,
+        shard: Shard | None = None,
         verbose: bool = True,
     ) -> None:
         self.network: nn.Module = getattr(network, "_orig_mod", network)
@@ -145,6 +149,8 @@ class Grower(LoadingNetwork):
         self._annealing, self.trained = (0, _ANNEAL_STEPS), False
         self._modules, self._units, self._checked = list[nn.Module](), set[str](), list[Any]()
         self._regions: dict[str, Regions] | None = None
+        self.sharding: Sharding | None = None
+        check_sharding(shard, method, self.parts)
         traced = graph is None
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.
@@ -176,6 +182,8 @@ class Grower(LoadingNetwork):
             self.graph = part.shrink_to(self.network, self.graph, fraction)
         with as_user_errors():
             self.state = make_seed(self.network, self.graph, method, self.seed_widths, seed)
+        if shard is not None:
+            self.sharding = Sharding(self.network, shard)
         self.followers = Followers(self)
         self.followers.forget(past)
         for part in self.parts:
@@ -269,7 +277,7 @@ class Grower(LoadingNetwork):
             UserError: a follower is of another kind or has other tensors, `state` is unknown, or the network has been
                 sharded since.
         """
-        see_whole(self.network, self.full_graph)
+        self._make_ready()
         with as_user_errors():
             check_inheritance(state)
         self._modules += self._attach(followers, state, announced)
@@ -280,6 +288,7 @@ class Grower(LoadingNetwork):
         """Attach optimizers, and modules that average the network; return those copies of it that are new."""
         modules: list[nn.Module] = []
         for one in given:
+            check_follower(one, self.sharding)
             if isinstance(one, nn.Module):
                 for copy in copies_in(one, self.network):
                     if not any(copy is known for known in (*self.copies().values(), *modules)):
@@ -379,7 +388,7 @@ class Grower(LoadingNetwork):
             if idle and self.trigger.next(self) is None:
                 return []
             if not isinstance(self.trigger, Never):
-                self._checked = see_whole(self.network, self.full_graph)
+                self._checked = self._make_ready()
             events = self._grow_as_asked(then)
         except BaseException:
             self.clock, self._units = before
@@ -411,7 +420,7 @@ class Grower(LoadingNetwork):
                 f"growth cannot end yet: normalisations over channels that grew need {left} more optimizer steps to "
                 "become plain; train on, lower anneal_steps, or call provide(total_steps=...) before training."
             )
-        see_through(self.network, self.full_graph)
+        self._make_ready()
         for part in self.parts:
             part.finish(self)
         copies = tuple(self.copies().values())
@@ -577,9 +586,8 @@ class Grower(LoadingNetwork):
         copies = self.copies()
         for network in (self.network, *copies.values()):
             ranks.broadcast_buffers(network)
-        notes = merged(
-            *(part.before_growth(self, widths) for part in (self.parts if asker is None else (asker,)))
-        )
+        parts = self.parts if asker is None else (asker,)
+        notes = merged(*(part.before_growth(self, widths) for part in parts))
         data = self.measurement(method.batches, method.name) if method.batches else None
         seconds.note("data")
         enlarge = partial(
@@ -591,12 +599,13 @@ class Grower(LoadingNetwork):
             agree=ranks.agreed,
             average=ranks.averaged,
             normalised=self.followers.normalised(),
+            rebuilding=self.rebuilding,
         )
         past, averaged = GrowthState.from_dict(self.state.as_dict()), tensors_of(self.network, self.graph)
         with as_user_errors():
             event = enlarge(self.network, self.graph, method, self.state, data=data)
             self.state.unscheduled += asker is not None
-            replaced, carry = self._widen_parts(self.network, self.state, widths, event.replaced, event.carry)
+            replaced, carry = widen_parts(self, self.parts, self.network, self.state, widths, event)
             seconds.note("grow")
             self._regions = None
             with own_precision(self.network):
@@ -676,23 +685,11 @@ class Grower(LoadingNetwork):
             event = along()
         except ParityError as error:
             raise ParityError(f"{name}, an average of the network: {error}") from error
-        self._widen_parts(copy, state, widths, event.replaced, event.carry)
+        widen_parts(self, self.parts, copy, state, widths, event)
         return {
             f"{name}_parity_error_eval": event.parity_error_eval,
             f"{name}_parity_error_train": event.parity_error_train,
         }
-
-    def _widen_parts(
-        self, network: nn.Module, state: GrowthState, widths: Widths, replaced: Replaced, carry: Carry
-    ) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
-        """Widen the parts' own groups; for followers it is one event with the method's."""
-        own: dict[str, tuple[Tensor, Tensor]] = {}
-        for part in self.parts:
-            if isinstance(part, WidthPart) and any(widths[g] != state.widths[g] for g in part.groups):
-                own |= part.widen(self, network, state, widths)
-        # The method's event may have replaced a tensor already.
-        own = {name: (replaced.get(name, pair)[0], pair[1]) for name, pair in own.items()}
-        return {**replaced, **own}, carry.extended(dict(widths)) if own else carry
 
 
 def _num_params(network: nn.Module) -> int:

@@ -1,6 +1,7 @@
 """Save and load checkpoints of a growing network, restoring structure and widths."""
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import gathered
 from growlab.grower.forecast import Forecast
-from growlab.grower.network import plain_tensors, see_through
+from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
+from growlab.grower.sharding import Sharding
 from growlab.grower.triggers import Clock, GrowingNetwork, Widths
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
@@ -31,10 +34,24 @@ class LoadingNetwork(GrowingNetwork):
     _units: set[str]
     _annealing: tuple[int, int]
     _regions: dict[str, Regions] | None
+    sharding: Sharding | None
 
     @property
     def _block_parts(self) -> Iterator[BlockPart]:
         return (part for part in self.parts if isinstance(part, BlockPart))
+
+    def _make_ready(self) -> list[Any]:
+        """Give parameters the names that they were traced by; see `see_whole`."""
+        return see_whole(self.network, self.full_graph, self.sharding is not None)
+
+    @contextmanager
+    def rebuilding(self) -> Iterator[None]:
+        """Make a context in which the network's parameters can be replaced, also if it is sharded."""
+        try:
+            with nullcontext() if self.sharding is None else self.sharding.taken_off():
+                yield
+        finally:
+            see_through(self.network, self.full_graph)
 
     def graph_at(self, state: GrowthState) -> WidthGraph:
         """Width graph of the network in a state."""
@@ -157,6 +174,11 @@ class LoadingNetwork(GrowingNetwork):
             known = self._state_of_tensors(tensors, own, widths)
         if known is None or known is own:
             return
+        if self.sharding is not None and not self._has_structure_of(known):
+            raise UserError(
+                "a sharded network cannot change its widths while it loads: call the Grower's load_state_dict before "
+                "the network's."
+            )
         if network is self.network:
             self._set_state(known)
         else:
@@ -197,19 +219,27 @@ class LoadingNetwork(GrowingNetwork):
         self._regions = None
         self.followers.exchange(past)
 
+    def _has_structure_of(self, state: GrowthState) -> bool:
+        """Return True if the network has the widths and the blocks of a state."""
+        return (self.state.widths, set(self.state.blocks)) == (state.widths, set(state.blocks))
+
     @torch.inference_mode(False)
     def resize_to(self, network: nn.Module, state: GrowthState) -> None:
         """Resize the network, or a copy of it, to the structure and widths of a state."""
-        tensors = tensors_of(network, self.graph)
+        tensors = gathered(tensors_of(network, self.graph))
         now = {**self.state.widths, **self.graph.widths_of({name: t.shape for name, t in tensors.items()})}
-        changed = {
-            name: resized(tensor, self.graph.axes[name], now, state.widths)
-            for name, tensor in tensors.items()
-            if self.graph.changes(name, now, state.widths)
-        }
         constants = {**self.state.constants, **state.constants}
-        for name in changed.keys() & unchanged(self.graph, self.state.constants, tensors, now).keys():
-            changed[name] = at_widths(self.graph, name, constants[name], state.widths, changed[name])
-        replace_tensors(network, self.graph, changed)
-        for part in self._block_parts:
-            part.restore(network, state)
+        still = unchanged(self.graph, self.state.constants, tensors, now)
+
+        def changed() -> Iterator[tuple[str, Tensor]]:
+            for name in tensors:
+                if self.graph.changes(name, now, state.widths):
+                    new = resized(tensors[name], self.graph.axes[name], now, state.widths)
+                    if name in still:
+                        new = at_widths(self.graph, name, constants[name], state.widths, new)
+                    yield name, new
+
+        with nullcontext() if self._has_structure_of(state) else self.rebuilding():
+            replace_tensors(network, self.graph, changed())
+            for part in self._block_parts:
+                part.restore(network, state)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from growlab import growth
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
+from growlab.base.pieces import is_piece, reshard
 from growlab.base.settings import whole
 from growlab.grower.part import Part
 from growlab.growth import GrowthMethod
@@ -162,18 +163,37 @@ def check_whole(network: nn.Module) -> None:
         )
     for module in network.modules():
         kind: Any = type(module)
-        how = _distributed(kind)
-        if how == "sharded" or any(hasattr(p, "device_mesh") for p in module._parameters.values()):
-            raise UserError(
-                f"{type(network).__name__} is sharded: FSDP and tensor parallelism cut parameters into pieces once, "
-                "and growth would have to cut them again; train with DistributedDataParallel."
-            )
-        if how:
-            raise UserError(
-                f"{type(network).__name__} is replicated by torch.distributed._composable.replicate, which keeps "
-                "the parameters that growing replaces: wrap it in DistributedDataParallel, and call "
-                "growlab.grower.renew after events."
-            )
+        reason = _distributed(kind)
+        parameters = module._parameters.values()
+        if not reason and any(map(is_piece, parameters)):
+            reason = _SHARDED
+        if any(hasattr(p, "ds_id") for p in parameters):
+            reason = _ZERO
+        if reason:
+            raise UserError(f"{type(network).__name__} {reason}.")
+
+
+_SHARDED = (
+    "is sharded: give Grower the network before, and the function that calls fully_shard or parallelize_module as "
+    "shard=, since growth has to cut parameters again"
+)
+_ZERO = (
+    "is of DeepSpeed, whose ZeRO stages share parameters out in flat buffers, which growth cannot resize: shard it "
+    "with torch's fully_shard, see shard= of Grower"
+)
+# What modules of classes with such names are.
+_REFUSED = {
+    "fully_sharded_data_parallel.FullyShardedDataParallel": "is sharded by FSDP1, whose flat parameters growth cannot "
+    "resize: use torch's fully_shard, see shard= of Grower",
+    "fsdp.FSDPModule": _SHARDED,
+    "_fully_shard.FSDPModule": _SHARDED,
+    "torch.distributed._composable.replicate": "is replicated by torch.distributed._composable.replicate, which keeps "
+    "the parameters that growing replaces: wrap it in DistributedDataParallel, and call growlab.grower.renew after "
+    "events",
+    "torch.distributed.pipelining": "is a stage of a pipeline, and growth has to see the whole network: shard it with "
+    "torch's fully_shard, see shard= of Grower",
+    "deepspeed.": _ZERO,
+}
 
 
 def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
@@ -186,12 +206,10 @@ def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
 
 @cache
 def _distributed(kind: Any) -> str:
-    """Return "sharded" or "replicated" for modules of torch's distributed classes, else ""."""
+    """Reason to refuse modules of a class that processes share out, else ""."""
     bases = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-    if any("FullyShardedDataParallel" in base or base.endswith("fsdp.FSDPModule") for base in bases):
-        return "sharded"
-    replicated = "torch.distributed._composable.replicate"
-    return "replicated" if any(base.startswith(replicated) for base in bases) else ""
+    found = (why for name, why in _REFUSED.items() for base in bases if name in base)
+    return next(found, "")
 
 
 def _check_memory(network: nn.Module) -> None:
@@ -360,9 +378,13 @@ def see_through(network: nn.Module, graph: WidthGraph) -> None:
         vars(new)["named_modules"] = MethodType(named_modules, new)
 
 
-def see_whole(network: nn.Module, graph: WidthGraph) -> list[tuple[nn.Module, type, list[type]]]:
-    """Refuse sharded networks as `check_whole`, see through wrappers, and return what `same_classes` compares."""
-    check_whole(network)
+def see_whole(
+    network: nn.Module, graph: WidthGraph, sharded: bool = False
+) -> list[tuple[nn.Module, type, list[type]]]:
+    """See through wrappers, and return what `same_classes` compares; refuse networks that others have sharded."""
+    if not sharded:
+        check_whole(network)
+    reshard(network)
     see_through(network, graph)
     return [(module, type(module), [*map(type, module._parameters.values())]) for module in network.modules()]
 

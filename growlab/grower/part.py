@@ -11,7 +11,7 @@ from growlab.base.described import Described
 from growlab.base.errors import UserError
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState
-from growlab.widths import WidthGraph
+from growlab.widths import Carry, WidthGraph
 
 #: Old and new tensor by name.
 Replaced = Mapping[str, tuple[Tensor, Tensor]]
@@ -29,6 +29,7 @@ class Part(Described):
         follows_norms: like a growth method's attribute, for the part's groups.
         num_copies: copies of the network that the part keeps, for estimates of memory.
         one_group: the part adds parameters, so optimizers must have a single group.
+        shards: it can accompany a sharded network, although it changes tensors.
     """
 
     name: str = ""
@@ -38,6 +39,7 @@ class Part(Described):
     follows_norms: bool = False
     num_copies: int = 0
     one_group: bool = False
+    shards: bool = False
 
     # Before training ---------------------------------------------------------------------------------------
 
@@ -199,3 +201,30 @@ def checked_parts(parts: Any) -> tuple[Part, ...]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two parts are called {twice}, the key of their states: give one another name.")
     return tuple(parts)
+
+
+def widen_parts(
+    grower: GrowingNetwork,
+    parts: Sequence[Part],
+    network: nn.Module,
+    state: GrowthState,
+    widths: Widths,
+    event: GrowthEvent,
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
+    """Let parts widen their own groups after the method's event; return both as one event, for optimizers.
+
+    Args:
+        grower: of the network.
+        parts: all of its parts.
+        network: it, or an average of it.
+        state: of that network.
+        widths: of all groups, to come.
+        event: the method's.
+    """
+    own: dict[str, tuple[Tensor, Tensor]] = {}
+    for part in parts:
+        if isinstance(part, WidthPart) and any(widths[g] != state.widths[g] for g in part.groups):
+            own |= part.widen(grower, network, state, widths)
+    # The method's event may have replaced a tensor already.
+    own = {name: (event.replaced.get(name, pair)[0], pair[1]) for name, pair in own.items()}
+    return {**event.replaced, **own}, event.carry.extended(dict(widths)) if own else event.carry

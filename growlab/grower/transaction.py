@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from growlab.grower.part import Part
+from growlab.grower.sharding import known_sharding
 from growlab.grower.triggers import GrowingNetwork
 from growlab.growth import GrowthEvent
 from growlab.widths.replaced import note_restored
@@ -46,13 +47,14 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
     """
     networks = [grower.network, *grower.copies().values()]
     snapshot = _Snapshot([grower, *grower.optimizers, *networks], _libraries(grower, parts))
-    draws = states_of_draws(grower.network)
+    draws, sharded = states_of_draws(grower.network), known_sharding(networks)
     try:
         with snapshot.watching():
             yield
     except BaseException:
         grown = [dict(network.named_parameters()) for network in networks]
         snapshot.restore()
+        sharded()
         draws()
         for network, new in zip(networks, grown, strict=True):
             old = network.named_parameters()

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from growlab.base.pieces import OneByOne
 from growlab.widths import WidthGraph, grid
 
 
@@ -69,7 +70,7 @@ def at_widths(
     return result
 
 
-def with_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors as the forward applies them, offset included, which a growth method scales and draws.
 
     Args:
@@ -80,20 +81,25 @@ def with_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, T
     return _moved(graph, tensors, 1)
 
 
-def without_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors as the network stores them: the inverse of `with_offset`, in float64."""
     return _moved(graph, tensors, -1)
 
 
-def _moved(graph: WidthGraph, tensors: Mapping[str, Tensor], sign: int) -> dict[str, Tensor]:
-    moved = dict(tensors)
+def _moved(graph: WidthGraph, tensors: Mapping[str, Tensor], sign: int) -> Mapping[str, Tensor]:
+    moved = dict[str, Tensor]()
     for name in graph.offsets.keys() & tensors.keys():
         precise = torch.float32 if tensors[name].device.type == "mps" else torch.float64
         moved[name] = tensors[name].to(precise) + sign * graph.offsets[name]
-    return moved
+    if not isinstance(tensors, OneByOne):
+        return {**tensors, **moved}
+    like = None if tensors.like is None else {**tensors.like, **moved}
+    return OneByOne(tensors, lambda name: moved[name] if name in moved else tensors[name], like)
 
 
-def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def padding_kept(
+    model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     """Return the new tensors with padding rows set to zero where they were zero before.
 
     No gradient reaches such a row, so entries that an event drew there would stay in the network as noise. A row that
@@ -105,12 +111,19 @@ def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, 
         new: tensors that will replace them or be added to them, by name.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kept = dict(new)
-    for module in model.modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.padding_idx is None:
-            continue
-        name = names.get(id(module.weight), "")
-        if name in new and new[name] is not old[name] and not bool(old[name][module.padding_idx].any()):
-            kept[name] = new[name].detach().clone()
-            kept[name][module.padding_idx] = 0
-    return kept
+    rows = {
+        names.get(id(module.weight), ""): module.padding_idx
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.padding_idx is not None
+    }
+    if rows.keys().isdisjoint(new):
+        return new
+
+    def padded(name: str) -> Tensor:
+        if name not in rows or new[name] is old[name] or bool(old[name][rows[name]].any()):
+            return new[name]
+        kept = new[name].detach().clone()
+        kept[rows[name]] = 0
+        return kept
+
+    return OneByOne(new, padded)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import gathered, placed
 from growlab.growth import constants
 from growlab.growth.constants import padding_kept, with_offset, without_offset
 from growlab.growth.measurement import Measurement
@@ -51,6 +52,8 @@ _TERM = 0.01
 Agree = Callable[[list[float]], list[float]]
 #: The same of tensors.
 Average = Callable[[Tensor], Tensor]
+#: Makes a context in which a network's parameters can be replaced.
+Rebuilding = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -140,8 +143,9 @@ def grow(
     averaged_event: "GrowthEvent | None" = None,
     average: Average = _alone,
     normalised: frozenset[str] = frozenset(),
+    rebuilding: Rebuilding = contextlib.nullcontext,
 ) -> GrowthEvent:
-    """Widen a network in place by one stage, or narrow it where the method can.
+    """Widen a network in place by one stage, or narrow it where the method can; an error leaves all as it was.
 
     Args:
         model: the network at `state.widths`.
@@ -158,6 +162,7 @@ def grow(
         averaged_event: if `model` is an average, the event of the averaged network.
         average: maps a tensor of this process's statistics to the mean over all processes; called as `agree` is.
         normalised: parameters whose optimizer normalises gradients, by name.
+        rebuilding: makes a context in which parameters are replaced, for networks that are sharded.
 
     Returns:
         The event, whose `replaced` an optimizer needs to follow.
@@ -165,25 +170,22 @@ def grow(
     Raises:
         ParityError: the outputs changed by more than the method allows.
         ValueError: a group would shrink, and the method cannot.
-
-    If anything is raised, network and state are unchanged.
     """
     _check_widths(method, state, new_widths)
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
-    kept = tensors_of(model, graph)
+    kept = gathered(tensors_of(model, graph))
     still = constants.unchanged(graph, state.constants, kept if averaged is None else averaged, state.widths)
     old, averaged = with_offset(graph, kept), None if averaged is None else with_offset(graph, averaged)
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, averaged, gradients or {})
-    watched = method.observe(model, graph, probe)
     known = {} if averaged_event is None else averaged_event.observed
     new = None if averaged_event is None else _new_tensors(graph, averaged_event)
-    context = GrowthContext(*about, watched, known, data, new, state.multipliers, normalised, still)
-    growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
-    growth = replace(growth, tensors=padding_kept(model, context.old, growth.tensors))
+    seen = (method.observe(model, graph, probe), known, data, new)
+    context = GrowthContext(*about, *seen, state.multipliers, normalised, still)
+    growth = _grown(model, method, context)
     later = _later(state, method, context, growth)
-    with _replaced(model, graph, state, _changed(context, growth)) as replaced:
+    with _replaced(model, graph, state, _changed(context, growth), rebuilding) as replaced:
         weighted_norms = restore(model, graph, later)
         checking = time.perf_counter()
         parity = _checked(model, method, context, growth, before, probe, agree, average)
@@ -207,31 +209,38 @@ def grow(
     )
 
 
-def _changed(context: GrowthContext, growth: GrownTensors) -> dict[str, Tensor]:
-    """New tensors of an event: also those that stay as they are, but whose gradient the event rescales.
+def _grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
+    growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
+    return replace(growth, tensors=padding_kept(model, context.old, growth.tensors))
+
+
+def _changed(context: GrowthContext, growth: GrownTensors) -> Iterator[tuple[str, Tensor]]:
+    """Names and new tensors of an event: also those that stay as they are, but whose gradient the event rescales.
 
     These are weights that are multiplied otherwise from then on.
     """
-    rescaled = growth.carry.scales
-    changed = {
-        name: new for name, new in growth.tensors.items() if new is not context.old[name] or name in rescaled
-    }
-    kept = without_offset(context.graph, changed)
-    return kept | {
-        name: context.constant(name, kept[name]) for name in kept.keys() & context.constants.keys()
-    }
+    for name, new in growth.tensors.items():
+        if new is not context.old[name] or name in growth.carry.scales:
+            new = without_offset(context.graph, {name: new})[name]
+            yield name, context.constant(name, new) if name in context.constants else new
 
 
 @contextlib.contextmanager
 def _replaced(
-    model: nn.Module, graph: WidthGraph, state: GrowthState, tensors: Mapping[str, Tensor]
+    model: nn.Module,
+    graph: WidthGraph,
+    state: GrowthState,
+    tensors: Iterable[tuple[str, Tensor]],
+    rebuilding: Rebuilding,
 ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Put new tensors in the network, and after an error what it had, with the state's norms and multipliers."""
-    replaced = replace_tensors(model, graph, tensors)
+    with rebuilding():
+        replaced = replace_tensors(model, graph, tensors)
     try:
         yield replaced
     except BaseException:
-        restore_tensors(model, graph, replaced)
+        with rebuilding():
+            restore_tensors(model, graph, replaced)
         restore(model, graph, state)
         raise
 
@@ -328,7 +337,7 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
         )
 
 
-def _new_tensors(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[dict[str, Tensor], Carry]:
+def _new_tensors(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Tensor], Carry]:
     new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
     return with_offset(graph, new), averaged_event.carry
 
@@ -377,8 +386,9 @@ def _checked(
     noise_error, noise = 0.0, method.noise(context)
     if noise:
         with torch.no_grad():
-            for name, amount in padding_kept(model, tensors, noise).items():
-                tensors[name].add_(amount.to(tensors[name]))
+            tensors = tensors_of(model, context.graph)
+            for name, amount in padding_kept(model, gathered(tensors), noise).items():
+                tensors[name].add_(placed(amount, tensors[name]))
         (noise_error,) = agree([relative_error(after.eval, evaluate(model, probe))])
     return {
         "parity_error_eval": error_eval,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.described import Described
+from growlab.base.pieces import OneByOne
 from growlab.base.settings import above, at_least, one_of
 from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
@@ -252,7 +253,8 @@ class GrownTensors:
     """Result of a growth method: all tensors after the event, and the factors that the caller has to apply.
 
     Attributes:
-        tensors: every tensor of `GrowthContext.old` at the new widths; the old object itself if nothing changed.
+        tensors: every tensor of `GrowthContext.old` at the new widths; the old object itself if nothing changed. A
+            method that computes each from few others returns a `OneByOne`, which keeps an event's memory low.
         output_factor: factor on the network's outputs that restores their previous values.
         norm_scale: factor on the input of each batch normalisation whose input was rescaled, by its name.
         carry: how gradients after the event follow from those before, for optimizer state.
@@ -264,7 +266,7 @@ class GrownTensors:
         folded: names of weights whose previous multipliers are folded into `tensors`.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     output_factor: float = 1.0
     norm_scale: Mapping[str, float] = field(default_factory=dict)
     carry: Carry = field(default_factory=Carry)
@@ -370,19 +372,18 @@ class GrowthMethod(Described, ABC):
         growing = [name for name in context.graph.axes if name in names and context.graph.grows(name)]
         return {name: self.new_weights.draw(context, name) for name in growing}
 
-    def noise(self, context: GrowthContext) -> dict[str, Tensor]:
+    def noise(self, context: GrowthContext) -> Mapping[str, Tensor]:
         """Noise to add to the tensors, by name: zero at old entries; empty if `noise_std` is 0."""
         if self.noise_std == 0:
             return {}
-        noises = {}
-        for name, layer in context.layers.items():
-            if not context.changes(name):
-                continue
+
+        def noise(name: str) -> Tensor:
             noise = _normal(context.new_shape(name), context.generator(f"noise of {name}"))
-            noise *= self.noise_std * self.new_weights.std(context, layer)
+            noise *= self.noise_std * self.new_weights.std(context, context.layers[name])
             noise[grid(context.kept_runs(name))] = 0.0
-            noises[name] = noise
-        return noises
+            return noise
+
+        return OneByOne(filter(context.changes, context.layers), noise)
 
 
 class WidthDecision(ABC):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from growlab.base.pieces import replicated
 from growlab.growth.hooks import ModuleHook, check_reached
 from growlab.widths import Carry, Layer, WidthGraph
 
@@ -108,7 +109,7 @@ def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
     """Weights as the network uses them, by the parameter's name, of those whose rows it multiplies."""
     with torch.no_grad():
         known = [(name, rows, model.get_parameter(name)) for name, rows in row_multipliers(model).items()]
-        return {name: weight * rows.to(weight) for name, rows, weight in known}
+        return {name: weight * replicated(rows, weight) for name, rows, weight in known}
 
 
 def fold_multipliers(model: nn.Module) -> None:
@@ -166,7 +167,7 @@ class _Weight:
         if ready is None or ready[0].device != parameter.device or ready[0].dtype != parameter.dtype:
             with torch.inference_mode(False):
                 inverse = 1.0 / self.rows
-                self._ready = inverse.to(parameter), (self.rows - inverse).to(parameter)
+                self._ready = replicated(inverse, parameter), replicated(self.rows - inverse, parameter)
         return parameter
 
     def multiplied(self) -> Tensor:

@@ -109,7 +109,7 @@ def eps_follows(
         if scale == 1.0 or norm.weight is None or norm.running_var is None:
             continue
         weight, (kept,) = tensors[norm.weight], context.kept(norm.running_var)
-        ratio = weight.new_ones(weight.shape)
+        ratio = torch.ones(weight.shape, dtype=weight.dtype, device=weight.device)
         ratio[kept.to(ratio.device)] = eps_ratio(context.old[norm.running_var], scale, norm.eps).to(ratio)
         rescaled[tensors[norm.running_var].data_ptr()] = (scale**2, ratio)
     return (lambda: _following(model, rescaled)) if rescaled else None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growlab.base.pieces import placed
 from growlab.growth.norm_statistics import Setting
 from growlab.growth.outputs import Outputs, observe
 
@@ -158,7 +159,8 @@ def rounding_measured(
             precise = torch.promote_types(parameter.dtype, torch.float32)
             noise = torch.randn(parameter.shape, generator=source, device=parameter.device, dtype=precise)
             noise *= torch.finfo(parameter.dtype).eps / 2
-            parameter.copy_((parameter.to(precise) * (1 + noise)).to(parameter.dtype))
+            exact = parameter.to(precise)
+            parameter.copy_((exact * placed(1 + noise, exact)).to(parameter.dtype))
         try:
             rounded = observe(model, probe, setting=setting)
         finally:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import OneByOne, scalars
 from growlab.growth.method import GrownTensors, GrowthContext
 from growlab.growth.multipliers import fold_multipliers, multiplied_weights, row_multipliers
 from growlab.widths import Norm, WidthGraph, tensors_of
@@ -16,10 +17,10 @@ from growlab.widths import Norm, WidthGraph, tensors_of
 
 def rescale(
     graph: WidthGraph,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     classes: Mapping[int, float],
     weights: Mapping[str, float] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Multiply every activation by the factor of its scale class.
 
     A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a and its bias
@@ -27,14 +28,14 @@ def rescale(
 
     Args:
         graph: the width graph.
-        tensors: parameters and buffers by name.
+        tensors: parameters and buffers by name; 1.0 in the place of a weight yields its factor.
         classes: factor of each scale class; 1 where absent.
         weights: factors of weights, by name, used instead of b / a: the caller compensates for the rest.
 
     Returns:
         The tensors that change, by name, and the factor on the input of each batch normalisation, by its name.
     """
-    new: dict[str, Tensor] = {}
+    new: dict[str, Any] = {}
     norm_scale: dict[str, float] = {}
     # A shared tensor belongs to several layers, always with the same factor: it is computed, not accumulated.
     for layer in graph.layers:
@@ -83,11 +84,11 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> di
         UserError: the output does not come straight from affine layers.
     """
     new, tensors = folded(model, graph, factor), tensors_of(model, graph)
-    known = {
-        name: Folded(rows.to(tensors[name]), rows.to(tensors[name]))
-        for name, rows in row_multipliers(model).items()
-    }
-    ones = {name: parameter.new_ones(()) for name, parameter in model.named_parameters()}
+    known = {}
+    for name, rows in row_multipliers(model).items():
+        rows = rows.to(tensors[name].device, tensors[name].dtype)
+        known[name] = Folded(rows, rows)
+    ones = scalars(dict(model.named_parameters()))
     outer = rescale(graph, ones, {graph.output_class: factor})[0] if factor != 1.0 else {}
     for name, scale in outer.items():
         inner = known.get(name) or Folded(ones[name], ones[name])
@@ -150,19 +151,22 @@ def with_attention_scale(
         multiplied: names of weights that get the factor as a row multiplier in the forward (see
             `growlab.growth.multipliers`), so that their variance stays as set by the method.
     """
-    tensors, scales = dict(growth.tensors), dict(growth.carry.scales)
+    own, scales = dict[str, float](), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
     for name, factor in attention_factors(context).items():
         if name in multiplied:
             multipliers[name] = multipliers.get(name, 1.0) * factor
             scales[name] = scales.get(name, 1.0) / factor**2
             continue
-        tensors[name] = tensors[name] * factor
+        own[name] = factor
         scales[name] = scales.get(name, 1.0) / factor
         rescaled[name] = rescaled.get(name, 1.0) * factor
     factors = {"rescaled": rescaled, "multipliers": multipliers}
     report = {**growth.report, **(factors if rescaled or multipliers else {})}
-    carry = replace(growth.carry, scales=scales)
+    carry, tensors = replace(growth.carry, scales=scales), growth.tensors
+    if own:
+        past = growth.tensors
+        tensors = OneByOne(past, lambda name: past[name] * own[name] if name in own else past[name])
     return replace(growth, tensors=tensors, carry=carry, multipliers=multipliers, report=report)
 
 

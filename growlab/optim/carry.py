@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from growlab.base.pieces import is_piece, placed, replicated, whole
 from growlab.base.settings import one_of
 from growlab.optim.avagrad import AvaGrad
 from growlab.optim.lars import LARS
@@ -187,7 +188,7 @@ class _Moving:
 
     def _carried(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         name, new = self._places[id(param)]
-        power = _power(self._optimizer, key)
+        value, power = whole(value), _power(self._optimizer, key)
         chosen = self.rule if power is not None else Carry()
 
         def place(carry: Carry, tensor: Tensor, power: int = 0) -> Tensor:
@@ -199,7 +200,7 @@ class _Moving:
             return torch.zeros_like(new, dtype=value.dtype)
         moved = place(chosen, value, power or 0)
         if self._lars is not None:
-            moved = self._lars.inherited(param, new, value, moved)
+            moved = self._lars.inherited(whole(param.detach()), whole(new.detach()), value, moved)
         begins = _begins_with(self._optimizer, key, self._settings.get(param, {}))
         if key in self._positive:
             begins = float(value.mean())
@@ -207,9 +208,12 @@ class _Moving:
             known = Carry() if self._resets_new else chosen
             moved = torch.where(place(known, torch.ones_like(value)) == 0, begins, moved)
         if key in self._copies:
-            moved = _moved_along(value, param.detach(), new.detach(), partial(place, Carry()))
+            moved = _moved_along(value, whole(param.detach()), whole(new.detach()), partial(place, Carry()))
         fits = moved.dtype == value.dtype and moved.device == new.device and moved.stride() == new.stride()
-        return moved if fits else torch.empty_like(new, dtype=value.dtype).copy_(moved)
+        if fits and not is_piece(new):
+            return moved
+        result = torch.empty_like(new, dtype=value.dtype)
+        return result.copy_(placed(moved, result))
 
     def _rescaled(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         """Rescale state of a parameter that was not replaced, but whose gradient changed by a factor."""
@@ -229,10 +233,10 @@ def rescale_state(optimizer: Optimizer, factors: Mapping[Tensor, tuple[Tensor, T
     def rescaled(param: Tensor, key: str, value: Tensor) -> Tensor:
         (weight, gradient), power = factors[param], _power(optimizer, key)
         if key in copies:
-            return value * weight.to(value)
+            return value * replicated(weight, value)
         if power is None:
             return value
-        moved = value * (gradient**power).to(value)
+        moved = value * replicated(gradient**power, value)
         if isinstance(optimizer, LARS):
             moved = optimizer.inherited(param / weight, param, value, moved)
         return moved.to(value)
@@ -324,7 +328,8 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
     def note(param: Tensor, key: str, value: Tensor) -> Tensor:
         if _power(optimizer, key) is None and value.numel() and value.dtype is not torch.bool:
             one, other = (
-                (torch.view_as_real(t) if t.is_complex() else t).float() for t in (value, param.detach())
+                (torch.view_as_real(t) if t.is_complex() else t).float()
+                for t in map(whole, (value, param.detach()))
             )
             sums = (one * other).sum(), one.square().sum(), other.square().sum(), one.amin().sign().float()
             found.setdefault(key, []).append(torch.stack(sums).cpu())

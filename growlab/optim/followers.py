@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import placed, replicated, whole
 from growlab.optim.carry import (
     Inheritance,
     cannot_replace,
@@ -169,9 +170,13 @@ class Followers:
             self.update_regions(optimizer)
         for name, (old, new) in replaced.items():
             if isinstance(old, nn.Parameter) and old.grad is not None:
-                gradient = carry.carried(old.grad.to_dense(), name, graph, before, after)
+                gradient = carry.carried(whole(old.grad).to_dense(), name, graph, before, after)
                 sparse = old.grad.is_sparse
-                new.grad = _rows_of(gradient, old.grad) if sparse else torch.empty_like(new).copy_(gradient)
+                new.grad = (
+                    _rows_of(gradient, old.grad)
+                    if sparse
+                    else torch.empty_like(new).copy_(placed(gradient, new))
+                )
         for name, parameter in network.named_parameters():
             if carry.every != 1.0 and name not in replaced and parameter.grad is not None:
                 parameter.grad.mul_(carry.every)
@@ -195,7 +200,7 @@ class Followers:
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
                 # Sparse gradients do not broadcast.
-                parameter.grad = parameter.grad * gradient.expand_as(parameter)
+                parameter.grad = parameter.grad * replicated(gradient, parameter).expand_as(parameter)
 
     def exchange(self, past: Mapping[str, Tensor]) -> None:
         """Exchange the parameters of all optimizers after the network was resized to load a checkpoint.
@@ -465,7 +470,7 @@ class Compensated:
         owner = self._owner()
         multipliers = {} if owner is None else owner.divisors()
         self._before = [
-            (param, param * (1.0 - _decay(optimizer, group)), multipliers[param].to(param))
+            (param, param * (1.0 - _decay(optimizer, group)), replicated(multipliers[param], param))
             for group in optimizer.param_groups
             for param in group["params"]
             if param in multipliers

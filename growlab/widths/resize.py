@@ -4,7 +4,7 @@ The module's own bookkeeping (`in_channels`, `num_features`, ...) follows, so th
 ordinary module of its class at other widths.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import is_piece, placed
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
 from growlab.widths.memory_format import avoid_unsafe_kernels
@@ -47,7 +48,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def replace_tensors(
-    model: nn.Module, graph: WidthGraph, tensors: Mapping[str, Tensor]
+    model: nn.Module, graph: WidthGraph, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Put new tensors in the place of parameters, buffers and plain tensors of modules.
 
@@ -58,7 +59,8 @@ def replace_tensors(
     Args:
         model: changed in place.
         graph: its width graph.
-        tensors: new content by name.
+        tensors: new content by name, or pairs of both, of which each is let go before the next; that of a DTensor is
+            whole.
 
     Returns:
         Old and new tensor by name.
@@ -67,11 +69,12 @@ def replace_tensors(
         KeyError: the model has no tensor of that name.
     """
     places = dict(_named_tensor_places(model))
-    old = {name: getattr(*places[name]) for name in tensors}
-    new = {name: _like(content, old[name]) for name, content in tensors.items()}
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    new = {name: _like(content, getattr(*places[name])) for name, content in pairs}
+    replaced = {name: (getattr(*places[name]), one) for name, one in new.items()}
     _place(model, places, graph, new)
-    note_replaced((name, old[name], new[name]) for name in tensors)
-    return {name: (old[name], new[name]) for name in tensors}
+    note_replaced((name, *both) for name, both in replaced.items())
+    return replaced
 
 
 def restore_tensors(
@@ -199,10 +202,10 @@ def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
 
 
 def _like(content: Tensor, old: Tensor) -> Tensor:
-    new = content.detach().to(device=old.device, dtype=old.dtype)
+    new = placed(content, old)
     if (last := _CHANNELS_LAST.get(old.dim())) is not None and not old.is_contiguous():
         new = new.contiguous(memory_format=last)
-    if new.data_ptr() == content.data_ptr():
+    if not is_piece(new) and new.data_ptr() == content.data_ptr():
         new = new.clone()
     if not isinstance(old, nn.Parameter):
         vars(new).update(vars(old))

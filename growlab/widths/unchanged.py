@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from growlab.base.pieces import reshard
+
 # Libraries in whose plain objects a forward does not store anything.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *(
@@ -71,6 +73,8 @@ class Snapshot:
         self.listeners: list[Listener] = []
         # Id of each object by the id of its attribute dictionary.
         self._owners: dict[int, int] = {}
+        self._network = network
+        reshard(network)
         self._seen, self._waiting = set[int](), list[Any]([network])
         while self._waiting:
             thing = self._waiting.pop()
@@ -80,6 +84,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Restore everything that has changed."""
+        reshard(self._network)
         for undo, thing, state in self._undo:
             undo(thing, state)
         for content in self._tensors:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -263,6 +264,10 @@ class GrowingNetwork(ABC):
     @abstractmethod
     def regions(self) -> dict[str, Regions]:
         """Elements of each parameter by the stage that they came with, by name, on the network's device."""
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        """Make a context in which the network's parameters can be replaced, also if it is sharded."""
+        return nullcontext()
 
     def state_to_compare(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value) of all state that must be identical on every rank."""

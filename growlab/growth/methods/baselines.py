@@ -2,6 +2,9 @@
 
 from typing import Literal
 
+from torch import Tensor
+
+from growlab.base.pieces import OneByOne
 from growlab.base.settings import above, finite, one_of
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, NewWeights
 from growlab.widths import grid
@@ -70,12 +73,13 @@ class RandomGrowth(GrowthMethod):
 
     def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        tensors = {}
-        for name, old in context.old.items():
+
+        def drawn(name: str) -> Tensor:
+            old = context.old[name]
             if not context.changes(name):
-                tensors[name] = old
-                continue
+                return old
             new = self.new_weights.draw(context, name).to(old)
             new[grid(context.kept_runs(name), new.device)] = old
-            tensors[name] = new
-        return GrownTensors(tensors)
+            return new
+
+        return GrownTensors(OneByOne(context.old, drawn))

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from growlab.base.pieces import OneByOne
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.growth.methods.net2net import divided, replicas, replicate
 from growlab.widths import Layer, Part, grid
@@ -38,14 +38,16 @@ class Bert2Bert(GrowthMethod):
         """Compute every tensor at the new widths."""
         sources, counts = replicas(context)
         counts, carry = divided(context, sources, counts)
-        tensors = {name: replicate(context, name, sources, counts) for name in context.old}
         taken = _rows_of_the_next_block(context)
-        for name, upper in taken.items():
-            as_own = replace(context, old={**context.old, name: context.old[upper]})
-            tensors[name] = _with_old_rows(
-                context, name, tensors[name], replicate(as_own, name, sources, counts)
-            )
-        return GrownTensors(tensors, carry=carry, report={"rows_of_the_next_block": taken} if taken else {})
+
+        def advanced(name: str) -> Tensor:
+            own = replicate(context, name, sources, counts)
+            if name not in taken:
+                return own
+            return _with_old_rows(context, name, own, replicate(context, name, sources, counts, taken[name]))
+
+        report = {"rows_of_the_next_block": taken} if taken else {}
+        return GrownTensors(OneByOne(context.old, advanced), carry=carry, report=report)
 
 
 def _with_old_rows(context: GrowthContext, name: str, own: Tensor, upper: Tensor) -> Tensor:

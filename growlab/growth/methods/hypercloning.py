@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from growlab.base.pieces import OneByOne
 from growlab.base.settings import one_of
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
 from growlab.growth.methods.net2net import copies, divided, replicate
@@ -63,15 +64,19 @@ class HyperCloning(GrowthMethod):
         sources = cloned(context)
         counts = {group: copies(source) for group, source in sources.items()}
         divisors, carry = divided(context, sources, counts)
-        tensors = {name: replicate(context, name, sources, divisors) for name in context.old}
-        if self.form == "diagonal":
-            tensors |= {name: _diagonal(context, name, tensor) for name, tensor in tensors.items()}
-        return GrownTensors(tensors, carry=carry)
 
-    def noise(self, context: GrowthContext) -> dict[str, Tensor]:
+        def clone(name: str) -> Tensor:
+            tensor = replicate(context, name, sources, divisors)
+            return _diagonal(context, name, tensor) if self.form == "diagonal" else tensor
+
+        return GrownTensors(OneByOne(context.old, clone), carry=carry)
+
+    def noise(self, context: GrowthContext) -> Mapping[str, Tensor]:
         """Noise that changes no output, by name: it sums to zero over the clones of each column."""
-        sources, noises = cloned(context), {}
-        for name, noise in self.plain_noise(context).items():
+        sources, plain = cloned(context), self.plain_noise(context)
+
+        def balanced(name: str) -> Tensor:
+            noise = plain[name]
             for dim, axis in enumerate(context.axes(name)):
                 if axis.role == "in":
                     positions = axis.lift(sources, context.new_widths, context.old_widths)
@@ -79,21 +84,26 @@ class HyperCloning(GrowthMethod):
                     copied = {g: torch.full_like(s, g not in context.unlike) for g, s in sources.items()}
                     copied_N = axis.spread(copied, context.new_widths, fixed=1)
                     noise = noise * copied_N.view(-1, *[1] * (noise.dim() - dim - 1))
-            noises[name] = noise
-        return noises
+            return noise
 
-    def plain_noise(self, context: GrowthContext) -> dict[str, Tensor]:
+        return OneByOne(plain, balanced)
+
+    def plain_noise(self, context: GrowthContext) -> Mapping[str, Tensor]:
         """Uncorrected noise on all entries of weights whose columns grow, by name."""
         if self.noise_std == 0:
             return {}
-        noises = {}
-        for name, layer in context.layers.items():
-            if not any(_grows(axis, context) for axis in context.axes(name) if axis.role == "in"):
-                continue
+
+        def noise(name: str) -> Tensor:
             source = context.generator(f"noise of {name}")
             noise = torch.randn(context.new_shape(name), generator=source, dtype=torch.float32).double()
-            noises[name] = noise * self.noise_std * self.new_weights.std(context, layer)
-        return noises
+            return noise * self.noise_std * self.new_weights.std(context, context.layers[name])
+
+        wider = (
+            name
+            for name in context.layers
+            if any(_grows(axis, context) for axis in context.axes(name) if axis.role == "in")
+        )
+        return OneByOne(wider, noise)
 
 
 def cloned(context: GrowthContext) -> dict[str, Tensor]:

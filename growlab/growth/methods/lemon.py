@@ -1,8 +1,9 @@
-"""LEMON, lossless model expansion (Wang et al., ICLR 2024)."""
+"""LEMON, lossless model context (Wang et al., ICLR 2024)."""
 
 import torch
 from torch import Tensor
 
+from growlab.base.pieces import OneByOne
 from growlab.base.settings import finite
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
 from growlab.growth.methods.hypercloning import cloned
@@ -60,7 +61,7 @@ class Lemon(GrowthMethod):
         shares = {group: self._shares(context, group, source) for group, source in sources.items()}
         divisors = {group: 1.0 / share for group, share in shares.items()}
         divisors, carry = divided(context, sources, divisors)
-        tensors = {name: replicate(context, name, sources, divisors) for name in context.old}
+        tensors = OneByOne(context.old, lambda name: replicate(context, name, sources, divisors))
         return GrownTensors(tensors, carry=carry)
 
     def _shares(self, context: GrowthContext, group: str, source: Tensor) -> Tensor:

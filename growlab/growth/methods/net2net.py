@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from growlab.base.pieces import OneByOne
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.widths import Carry
 
@@ -34,7 +35,7 @@ class Net2Net(GrowthMethod):
         """Compute every tensor at the new widths."""
         sources, counts = replicas(context)
         divisors, carry = divided(context, sources, counts)
-        tensors = {name: replicate(context, name, sources, divisors) for name in context.old}
+        tensors = OneByOne(context.old, lambda name: replicate(context, name, sources, divisors))
         return GrownTensors(tensors, carry=carry)
 
 
@@ -87,7 +88,11 @@ def divided(
 
 
 def replicate(
-    context: GrowthContext, name: str, sources: Mapping[str, Tensor], counts: Mapping[str, Tensor]
+    context: GrowthContext,
+    name: str,
+    sources: Mapping[str, Tensor],
+    counts: Mapping[str, Tensor],
+    upper: str | None = None,
 ) -> Tensor:
     """A tensor at the new widths, where each channel is a copy of an old one.
 
@@ -96,8 +101,9 @@ def replicate(
         name: of the tensor.
         sources: for each group, the old channel that each channel copies, [new width].
         counts: what columns are divided by: for each channel, the number of copies, [new width].
+        upper: name of a tensor of the same shape that is copied in its place.
     """
-    tensor = context.old[name]
+    tensor = context.old[upper or name]
     if not context.changes(name):
         return tensor
     for dim, axis in enumerate(context.axes(name)):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from growlab.base.pieces import OneByOne
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
 from growlab.widths import Axis, as_run, grid
 
@@ -30,7 +31,8 @@ class PairGrowth(GrowthMethod):
 
     def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
-        return GrownTensors({name: self.expand(context, name, old) for name, old in context.old.items()})
+        old = context.old
+        return GrownTensors(OneByOne(old, lambda name: self.expand(context, name, old[name])))
 
     def expand(self, context: GrowthContext, name: str, old: Tensor) -> Tensor:
         """Return one tensor at the new widths, with `old` (rescaled or not) at the old positions."""

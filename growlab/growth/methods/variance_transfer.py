@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from growlab.base.pieces import OneByOne, scalars
 from growlab.base.settings import flag, one_of
 from growlab.growth.method import GrownTensors, GrowthContext, NewWeights, WeightRule
 from growlab.growth.methods.pairs import PairGrowth
@@ -130,10 +131,16 @@ class VarianceTransfer(PairGrowth):
             name: factor if name in multiplied or self.literal else needed[name]
             for name, factor in wanted.items()
         }
-        changed, norm_scale = rescale(graph, context.old, classes, stored)
-        tensors = {
-            name: self.expand(context, name, changed.get(name, old)) for name, old in context.old.items()
-        }
+        # Of weights the factor alone, so that none of them has to be there yet.
+        small = {name: context.old[name] if len(graph.axes[name]) < 2 else 1.0 for name in context.old}
+        changed, norm_scale = rescale(graph, small, classes, stored)
+
+        def expanded(name: str) -> Tensor:
+            old, new = context.old[name], changed.get(name)
+            if new is None or isinstance(new, float):
+                new = old if new is None else old * new
+            return self.expand(context, name, new)
+
         multipliers = {
             name: needed[name] / factor
             for name, factor in stored.items()
@@ -141,7 +148,7 @@ class VarianceTransfer(PairGrowth):
         }
         rescaled = {name: factor for name, factor in stored.items() if factor != 1.0}
         return GrownTensors(
-            tensors,
+            OneByOne(context.old, expanded),
             1.0 if self.literal else 1.0 / classes.get(graph.output_class, 1.0),
             norm_scale,
             Carry(scales=_gradient_scales(graph, context.old, classes, stored, multipliers)),
@@ -237,9 +244,10 @@ def _gradient_scales(
     is
     divided by its square, it is 1 / (c q^2).
     """
-    statistics = {name for norm in graph.norms for name in (norm.running_mean, norm.running_var)}
+    found = (name for norm in graph.norms for name in (norm.running_mean, norm.running_var))
+    statistics = {name for name in found if name is not None and name in tensors}
     # A scalar 1 in place of a tensor of ones: only its factor is needed.
-    ones = {name: tensor if name in statistics else tensor.new_ones(()) for name, tensor in tensors.items()}
+    ones = {**scalars(tensors), **{name: tensors[name] for name in statistics}}
     factors, _ = rescale(graph, ones, classes, stored)
     scales = {name: 1.0 / factor for name, factor in factors.items() if name not in statistics}
     for name, multiplier in multipliers.items():

@@ -5,6 +5,7 @@ its original place, so in the end the network has its original class, shapes and
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from growlab.grower.part import BlockPart
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState, constants
 from growlab.growth.constants import with_offset, without_offset
+from growlab.growth.event import Rebuilding
 from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.outputs import device_and_precision, observe, positional
 from growlab.growth.parity import compare
@@ -183,6 +185,7 @@ class Blocks:
         stage: int,
         probe: tuple[Any, ...],
         agree: Callable[[list[float]], list[float]] = list,
+        rebuilding: Rebuilding = nullcontext,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Insert and initialise a block during training, and check that the outputs are preserved.
 
@@ -198,6 +201,7 @@ class Blocks:
             stage: the stage that begins.
             probe: positional inputs for the parity check.
             agree: called with numbers on which ranks have to agree.
+            rebuilding: see `growlab.growth.grow`.
 
         Returns:
             The block's entry in the event's receipt, and the originals of its copied parameters, by name.
@@ -209,18 +213,19 @@ class Blocks:
         probe = positional(probe)
         with same_draws():
             before = observe(network, probe)
-        stood = self.put_in(network, name, widths)
-        block, graph = self.blocks[name], self.only(name)
+        block, graph, stood = self.blocks[name], self.only(name), list[nn.Module]()
         try:
-            if dict(widths) != self.full.full_widths:
-                tensors = with_offset(graph, tensors_of(network, graph))
-                still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
-                context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=still)
-                replace_tensors(network, graph, without_offset(graph, method.initialise(context)))
-            own = self._tied[name].keys() | self.constants.keys()
-            insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
-            with torch.no_grad():
-                STARTS[self.start](insertion)
+            with rebuilding():
+                stood = self.put_in(network, name, widths)
+                if dict(widths) != self.full.full_widths:
+                    tensors = with_offset(graph, tensors_of(network, graph))
+                    still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
+                    context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=still)
+                    replace_tensors(network, graph, without_offset(graph, method.initialise(context)))
+                own = self._tied[name].keys() | self.constants.keys()
+                insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
+                with torch.no_grad():
+                    STARTS[self.start](insertion)
             with same_draws():
                 after = observe(network, probe)
             allowed = (0.0, 0.0) if self.start in START_PRESERVES else None
@@ -232,8 +237,9 @@ class Blocks:
                     f"mode and {errors[1]:.2e} in train mode, more than {tolerance:.2e}; it was taken out again."
                 )
         except BaseException:
-            for path, module in zip(block.paths, stood, strict=True):
-                network.set_submodule(path, module)
+            with rebuilding():
+                for path, module in zip(block.paths, stood, strict=False):
+                    network.set_submodule(path, module)
             raise
         copied = insertion.copied if self.start in COPYING else {}
         receipt = {
@@ -395,6 +401,8 @@ class Depth(BlockPart):
             one_of(STARTS, start=start)
             one_of(("zero", "copy"), state=state)
         self._start, self._state = str(start), str(state)
+        # `identity` runs the network with the block in it, while it is put together.
+        self.shards = start != "identity"
         #: Blocks of the network; set by `prepare`.
         self.depth: Blocks
 
@@ -464,7 +472,9 @@ class Depth(BlockPart):
             if name in state.blocks:
                 continue
             now = (grower.method, state.widths, grower.seed, stage)
-            receipt, sources = self.depth.insert(grower.network, name, *now, grower.probe(), ranks.agreed)
+            receipt, sources = self.depth.insert(
+                grower.network, name, *now, grower.probe(), ranks.agreed, grower.rebuilding
+            )
             inserted.append(receipt)
             copied |= sources
             for copy in grower.copies().values():

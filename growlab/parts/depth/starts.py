@@ -1,6 +1,5 @@
 """Initialisation of inserted blocks: zero branch, identity (Net2Deeper), or copy of the previous block (stacking)."""
 
-import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from growlab.base.errors import UserError
-from growlab.growth.multipliers import fold_multipliers
+from growlab.base.pieces import whole
+from growlab.growth.multipliers import multiplied_weights
 from growlab.growth.outputs import without_side_effects
 from growlab.parts.depth.finding import Block
 from growlab.widths.inputs import call_with
@@ -148,12 +148,11 @@ def gstack(insertion: Insertion) -> None:
         )
     for path, twin in zip(insertion.block.paths, insertion.twin, strict=True):
         # The original's rows may have multipliers, which are folded into the copy.
-        source = copy.deepcopy(insertion.network.get_submodule(twin))
-        fold_multipliers(source)
-        known = _tensors(source)
+        source = insertion.network.get_submodule(twin)
+        known = {**_tensors(source), **multiplied_weights(source)}
         for name, tensor in _tensors(insertion.network.get_submodule(path)).items():
             if f"{path}.{name}" not in insertion.own:
-                tensor.copy_(known[name])
+                tensor.copy_(whole(known[name]))
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:

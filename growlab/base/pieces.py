@@ -1,0 +1,115 @@
+"""Tensors that processes share out in pieces (torch's DTensor), and tensors that are computed one at a time."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_piece(tensor: Any) -> bool:
+    """Return True for a DTensor, of which each process has a piece."""
+    return hasattr(tensor, "device_mesh")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, without gradient; the processes that share it out call this together."""
+    return tensor.detach().full_tensor() if is_piece(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def reshard(network: nn.Module) -> None:
+    """Let modules of FSDP2 have pieces again where a forward has left them whole parameters."""
+    for module in network.modules():
+        if hasattr(type(module), "reshard"):
+            module.reshard()  # type: ignore[operator]
+
+
+def placed(content: Tensor, like: Tensor) -> Tensor:
+    """Share out a tensor that every process has in full as another one is, in its dtype; nothing is sent."""
+    content = content.detach().to(device=like.device, dtype=like.dtype)
+    if not is_piece(like):
+        return content
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    piece = replicated(content, like).redistribute(mesh, placements).to_local()  # type: ignore[attr-defined]
+    if piece.untyped_storage().nbytes() > piece.nbytes or piece.data_ptr() == content.data_ptr():
+        # Else it would keep the whole tensor.
+        piece = piece.contiguous().clone()
+    shape, stride = content.shape, content.stride()
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def replicated(content: Tensor, like: Tensor) -> Tensor:
+    """Bring a factor to where a tensor is, in its dtype; for a DTensor, in full to each process."""
+    content = content.detach().to(device=like.device, dtype=like.dtype)
+    if not is_piece(like):
+        return content
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(content, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class OneByOne(Mapping[str, Tensor]):
+    """Tensors by name, each computed whenever it is asked for, so that few are in memory at a time.
+
+    Asked for the same name twice in a row it returns the same object.
+
+    Args:
+        names: of the tensors, in order.
+        compute: returns the tensor of a name, the same values each time.
+        like: a tensor of each one's dtype and device, by name, if that is wanted without computing them.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        compute: Callable[[str], Tensor],
+        like: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._names, self._compute, self.like = dict.fromkeys(names), compute, like
+        self._given = dict[str, Tensor]()
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._given:
+            return self._given[name]
+        if name not in self._names:
+            raise KeyError(name)
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = name, self._compute(name)
+        return self._last[1]
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        self._names[name], self._given[name] = None, tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Whole tensors in the place of pieces; those of two and more dimensions one at a time, whenever asked for."""
+    if not any(map(is_piece, tensors.values())):
+        return tensors
+    small = {name: whole(tensor) for name, tensor in tensors.items() if tensor.dim() < 2}
+    return OneByOne(tensors, lambda name: small[name] if name in small else whole(tensors[name]), tensors)
+
+
+def scalars(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A single 1 of each tensor's dtype, on its device."""
+    like = tensors if not isinstance(tensors, OneByOne) or tensors.like is None else tensors.like
+    return {name: torch.ones((), dtype=like[name].dtype, device=like[name].device) for name in tensors}
+
+
+def same_placement(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are shared out in the same way, or both are not."""
+    about = [(getattr(each, "device_mesh", None), getattr(each, "placements", None)) for each in (one, other)]
+    return about[0] == about[1]
