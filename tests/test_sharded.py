@@ -133,7 +133,8 @@ CASES: dict[str, tuple[str, Callable[[], GrowthMethod], dict[str, Any]]] = {
     "lemon": ("language", Lemon, ADAM),
     "bert2bert": ("language", Bert2Bert, ADAM),
     "random": ("convolutional", RandomGrowth, MOMENTUM),
-    "depth": ("language", VarianceTransfer, {**ADAM, "parts": lambda: [Depth("auto", "stack")]}),
+    # Adam would divide gradients of a block that begins at zero by numbers as small as rounding.
+    "depth": ("language", VarianceTransfer, {**MOMENTUM, "parts": lambda: [Depth("auto", "stack")]}),
 }
 
 
@@ -251,8 +252,7 @@ def equals_one_process(case: str, way: str = "fsdp") -> None:
     identities = (run.network, run.optimizer, run.optimizer.param_groups[0])
     for epoch in range(3):
         found, expected = run.stage(epoch), plain.stage(epoch)
-        # A copied block's gradients are sums of larger ones.
-        assert differences(found, expected, 1e-11 if case == "depth" else 1e-12) == []
+        assert differences(found, expected, 1e-12) == []
     assert [e.parity_error_eval < 1e-12 for e in run.grower.events] == [
         e.parity_error_eval < 1e-12 for e in plain.grower.events
     ]
