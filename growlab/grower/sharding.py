@@ -44,7 +44,9 @@ class Sharding:
         self._changes: list[tuple[nn.Module, _Look, _Look]] = []
         if ranks.several():
             ranks.compare(
-                ranks.network_state(network, ()), "before it was sharded", "seed all processes alike."
+                ranks.network_state(network, ()),
+                "before it was sharded",
+                ", and give all processes the same seed",
             )
         self._put_on()
         if not any(is_piece(parameter) for parameter in network.parameters()):
