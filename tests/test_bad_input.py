@@ -56,7 +56,6 @@ TABLE = {
     "report nowhere": "nowhere",
     "reproduce nope": "nope",
     "widen nowhere --width 2 -o out": "no config.json",
-    "plan": "schedule.budget=N",
     "plan ckpt_path=last": "ckpt_path is of runs",
 }
 # All of them in one process, as if each were called from a shell.

@@ -16,7 +16,7 @@ NETWORK = (
 def test_the_report_says_what_to_add_and_it_works(capsys):
     arguments = ["tests.widths.unknown:network", "--input-shape", "1,3,3"]
     assert main(arguments) == 1
-    message = capsys.readouterr().out
+    message = " ".join(capsys.readouterr().out.split())
     assert re.search(r'aten\.put\.default in module 4 .*unknown\.py", line 11', message)
     hint = re.search(r"--keep-full \w+", message).group().split()
     assert main([*arguments, *hint, "--json"]) == 0

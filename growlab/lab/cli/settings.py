@@ -36,6 +36,9 @@ def in_short(cfg: DictConfig, typed: Collection[str] = ()) -> str:
     left = [name for name, part in parts.items() if left_out(part)]
     hidden = ["parts", *left]
     shown = _shown({key: value for key, value in config.items() if key not in hidden}, "", typed)
+    # Growlab's own parts have their settings at the top.
+    if own := {name: part for name, part in parts.items() if name not in {*left, *config}}:
+        shown["parts"] = own
     more = len(list(_leaves(config))) - len(list(_leaves(shown)))
     return (
         OmegaConf.to_yaml(OmegaConf.create(shown))
