@@ -92,8 +92,7 @@ class Grower(LoadingNetwork):
         network: at full width; its class, modules and parameter names stay the same.
         example: an input [B, ...] with B >= 2, a tuple of positional inputs, or a dict of inputs: used to trace the
             network, and to compare the outputs before and after each event.
-        method: initialises new entries and rescales old ones: a growth method, or its name on the command line such
-            as
+        method: initialises new entries and rescales old ones: a growth method, or its name on the command line such as
             "ours"; None: `VarianceTransfer()`.
         trigger: decides the next widths and when to grow: a `growlab.Trigger`, a schedule, or a dict of epoch to
             width; None: {0: 0.25, 10: 0.5, 20: 1.0}.

@@ -32,8 +32,7 @@ def prune(
 ) -> dict[str, Tensor]:
     """Remove channels from a network in place, which leaves an ordinary network of its class with smaller widths.
 
-    The pruned network computes what the network with the removed channels masked computes: consumers do not read
-    them,
+    The pruned network computes what the network with the removed channels masked computes: consumers do not read them,
     and statistics of layer, RMS and group normalisations run over the channels that are kept.
 
     Args:
@@ -42,12 +41,10 @@ def prune(
         keep: channels to keep, by group, or one fraction for all groups; other groups stay whole. A channel
             of a group of attention heads is a head, with the key head that it shares.
         score: how channels are ranked where `keep` is a number: "l1", the sum of absolute weights that produce or
-            consume the channel (Li et al. 2017); "taylor", the sum of |weight * gradient| over them, with the
-            gradients
+            consume the channel (Li et al. 2017); "taylor", the sum of |weight * gradient| over them, with the gradients
             in `.grad` (Molchanov et al. 2019); "random"; or custom scores, [channels] by group.
         optimizer: is pruned too: same object and groups, state of the kept channels.
-        example: an input of the network; if given, pruned and masked outputs are compared, and the network stays as
-            it
+        example: an input of the network; if given, pruned and masked outputs are compared, and the network stays as it
             is if they differ.
         seed: of random scores.
 

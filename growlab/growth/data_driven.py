@@ -75,8 +75,7 @@ class DataDriven(GrowthMethod):
 
         Returns:
             The tensors; and a reason for each group that the data show to be unsupported. If there are any, this
-            method
-            is called again without them.
+            method is called again without them.
         """
 
     def grow(self, context: GrowthContext) -> GrownTensors:
@@ -246,8 +245,7 @@ def upright(rows: Tensor) -> Tensor:
 def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
     """Return every tensor at the new widths with new channels disconnected: no inputs and no effect.
 
-    Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter,
-    a
+    Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter, a
     bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
     zero = {

@@ -448,8 +448,7 @@ def finish(
 ) -> dict[str, Folded]:
     """Turn a grown network into an ordinary one, in place; it computes the same function without growlab's hooks.
 
-    The output factor is folded into the last layers, row multipliers into the weights, and the changes of the
-    method's
+    The output factor is folded into the last layers, row multipliers into the weights, and the changes of the method's
     `prepare` are undone. Weighted normalisations have no plain equivalent of the same shapes, so they have to be
     annealed while the network still trains (`anneal_norms`). A second call does nothing.
 

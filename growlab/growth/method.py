@@ -202,10 +202,8 @@ class NewWeights:
     def draw(self, context: GrowthContext, name: str) -> Tensor:
         """Return a tensor of the new shape with every entry initialised as new: drawn, or a norm's or bias's default.
 
-        New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors
-        of
-        other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries and
-        clamped
+        New biases of a recurrent layer's gate are the mean of its old ones: a forget gate's bias is often 1. Tensors of
+        other kinds (bare parameters and buffers) are drawn with the mean and deviation of their old entries and clamped
         to their range, since a forward may take their root. For complex numbers this is done for real and imaginary
         parts separately.
         """
@@ -389,8 +387,7 @@ class GrowthMethod(Described, ABC):
 class WidthDecision(ABC):
     """Mixin of growth methods that choose widths themselves during training, instead of a schedule.
 
-    A run calls it at its boundaries. Its decision must depend on its arguments alone: ranks use rank 0's decision,
-    and
+    A run calls it at its boundaries. Its decision must depend on its arguments alone: ranks use rank 0's decision, and
     a resumed run calls it again.
     """
 

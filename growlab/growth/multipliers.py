@@ -5,8 +5,7 @@ row by m_i = 1 / c again, so that the layer computes
 
     y_i = m_i W_i x + b_i
 
-Stored weights then have the variance of their fan-in, and activations stay what they were. Rows that an event adds
-have
+Stored weights then have the variance of their fan-in, and activations stay what they were. Rows that an event adds have
 m_i = 1. Multipliers are no part of the network's parameters, buffers or classes: hooks on the modules that apply the
 weights multiply them, and `fold_multipliers` writes m_i W_i into the weights for good. They are an entry of the
 `state_dict`, so that a network which is not finished does not load into a plain one unnoticed.

@@ -5,11 +5,9 @@ adapted:
 their activations grow from layer to layer, and in a deep network they drown the output. So they get the statistics of
 the probe batch.
 
-A channel of batch variance v that is rescaled by c comes out multiplied by sqrt(c^2 (v + eps) / (c^2 v + eps)) in
-train
+A channel of batch variance v that is rescaled by c comes out multiplied by sqrt(c^2 (v + eps) / (c^2 v + eps)) in train
 mode. If v is large against eps, that factor is 1 up to rounding; in a dead channel it is c. No bound is tight, and
-changes add up if one normalisation is applied several times. With c^2 eps in place of eps, a rescaled network
-computes
+changes add up if one normalisation is applied several times. With c^2 eps in place of eps, a rescaled network computes
 what it did before, so that train mode is as exact a check as eval mode. The change caused by eps itself is measured
 separately.
 """

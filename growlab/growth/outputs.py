@@ -416,8 +416,7 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
 def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
     """Run a network in eval and train mode and record which caches this fills, for `forget_caches` to empty.
 
-    A cache is an attribute that was empty before the run and is a tensor after it. Other attributes of its module
-    that
+    A cache is an attribute that was empty before the run and is a tensor after it. Other attributes of its module that
     the first run changes and a second one does not, such as the filled length of a table, belong to it.
 
     Args:

@@ -59,8 +59,7 @@ def compare(
 ) -> Parity:
     """Compare a network's outputs before and after a change.
 
-    Where an error is above the usual bound on rounding, what rounding does to this network is measured, and whether
-    it
+    Where an error is above the usual bound on rounding, what rounding does to this network is measured, and whether it
     puts out the same twice, which takes twice as long as both outputs.
 
     Args:
@@ -141,8 +140,7 @@ def rounding_measured(
     """Relative output errors in eval and train mode that rounding explains in this network.
 
     Measured by what the output changes where each parameter is off by half a unit in its last place, times a standard
-    normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early
-    in
+    normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early in
     training, eval mode may put out no more than rounding; then train mode alone can tell.
 
     Args:

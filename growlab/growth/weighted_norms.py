@@ -5,14 +5,12 @@ have others. With a weight w_j per channel,
 
     mean = sum_j w_j x_j / sum_j w_j,    variance = sum_j w_j (x_j - mean)^2 / sum_j w_j
 
-they are what they were if new channels have weight 0, or if the copies of a channel share its weight. Where
-the code takes a Euclidean norm or a sum of squares instead, it is sum_j w_j x_j^2, or n times their weighed mean
-where
-what it is multiplied by follows the number n of channels (`x / x.norm() * x.shape[-1] ** 0.5`). The weights then
-go to 1, over the first part of a stage: at the end it is the plain normalisation again. Weights other than 1 are no
-part of the network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry
-of
-the `state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
+they are what they were if new channels have weight 0, or if the copies of a channel share its weight. Where the code
+takes a Euclidean norm or a sum of squares instead, it is sum_j w_j x_j^2, or n times their weighed mean where what it
+is multiplied by follows the number n of channels (`x / x.norm() * x.shape[-1] ** 0.5`). The weights then go to 1, over
+the first part of a stage: at the end it is the plain normalisation again. Weights other than 1 are no part of the
+network's parameters, buffers or classes: hooks on the normalising modules apply them. They are an entry of the
+`state_dict`, so that a network which is not plain yet does not load into a plain one unnoticed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,8 +1,7 @@
 """`python -m growlab widen FOLDER --width 1.5 --depth 2 -o OUT`: enlarge a saved model without changing its outputs.
 
 FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and computes the same. A
-name and a state_dict's file, `torchvision/resnet18 weights.pt` or `timm/NAME weights.safetensors`, are widened too;
-OUT
+name and a state_dict's file, `torchvision/resnet18 weights.pt` or `timm/NAME weights.safetensors`, are widened too; OUT
 is then loaded by `growlab.widen.load_widened`. Exit code 2: the model cannot be read, or cannot be widened so.
 """
 

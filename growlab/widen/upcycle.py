@@ -1,8 +1,7 @@
 """`growlab upcycle FOLDER -o OUT --experts 8 --top-k 2`: turn a dense language model into a mixture of experts.
 
 FOLDER was written by `save_pretrained` of transformers: Llama or Mistral become Mixtral; Qwen2 and Qwen3 become
-Qwen2-MoE and Qwen3-MoE. Every expert begins as a copy of the dense MLP and the weights of the chosen experts sum to
-1,
+Qwen2-MoE and Qwen3-MoE. Every expert begins as a copy of the dense MLP and the weights of the chosen experts sum to 1,
 so OUT computes what FOLDER computes (Komatsuzaki et al. 2023, sparse upcycling). `--more-experts 2` multiplies the
 experts of a mixture, and the number chosen per token with them. Exit code 2: the model cannot be read, or cannot be
 changed so.
@@ -53,8 +52,7 @@ Read = Callable[[str], Tensor]
 def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.02, seed: int = 0) -> Any:
     """Return a mixture of experts that computes what a dense model of transformers computes, up to 1e-6.
 
-    Every expert is a copy of the dense MLP; routers are drawn. A shared expert (Qwen2-MoE) is as wide as the dense
-    MLP
+    Every expert is a copy of the dense MLP; routers are drawn. A shared expert (Qwen2-MoE) is as wide as the dense MLP
     and begins with an output of zero.
 
     Args:
@@ -76,8 +74,7 @@ def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.
 def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> Any:
     """Return a mixture of `by` times as many experts, and as many times the experts per token, of the same outputs.
 
-    Copies of an expert get the same routing weight. Noise that sums to zero over them is added to their last layers,
-    so
+    Copies of an expert get the same routing weight. Noise that sums to zero over them is added to their last layers, so
     that the outputs stay the same and training separates the copies.
 
     Args:

@@ -8,10 +8,8 @@ normalisation two ways are exact:
 - **Copies** at a whole factor k: each channel k times, its consumers divided by k. Statistics stay the same.
 - **Padding** at any factor D'/D, if every reader of the stream is a normalisation with a gain: all writes to it are
 multiplied by s = sqrt(D'/D), new channels carry the mean of the old ones (zeros under RMS normalisation), so the
-  variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang
-  et
-  al. 2023, with a scale that keeps the weight of eps). Normalised, new channels are zero, and their consumers are
-  free.
+  variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang et
+  al. 2023, with a scale that keeps the weight of eps). Normalised, new channels are zero, and their consumers are free.
   A normalisation that itself writes to the stream (Gemma 2's behind attention and MLP) keeps its gain.
 
 If the code multiplies embeddings by a function of its width (Gemma: the square root), their tables are divided by the

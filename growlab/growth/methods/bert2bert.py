@@ -22,8 +22,7 @@ class Bert2Bert(GrowthMethod):
     (Section 3.3, AKI). A bias follows its weight's rows. Embeddings, norm parameters, layers of the last block and
     layers without a counterpart in a next block take their own rows, which is the paper's FPI.
 
-    **Preserves** nothing exactly: units of the next block read the stream of this one. The change is small if
-    adjacent
+    **Preserves** nothing exactly: units of the next block read the stream of this one. The change is small if adjacent
     blocks compute similar functions, which is the paper's argument; the receipt shows it. Without counterparts the
     method is `Net2Net`, exact.
     **Gradients** do not follow from the old network's. Optimizer state is mapped as for `Net2Net`.

@@ -24,8 +24,7 @@ _ROUNDINGS = 100.0
 class FireFly(DataDriven):
     """Over-grow with many small candidate neurons, and keep those that lower the loss most to first order.
 
-    Candidates of a group are a split of each neuron, theta +- e d, each half with half of the outgoing weights, and
-    new
+    Candidates of a group are a split of each neuron, theta +- e d, each half with half of the outgoing weights, and new
     neurons with drawn rows a and columns e b (Eq. 3). First d, a and b descend on the loss with e fixed (step one of
     Algorithm 1), `steps` steps at fixed lengths: |d| = |theta|, columns b of the mean length of old ones. Then each
     candidate is scored by the integral of dL/de from 0 to e, by the midpoint rule: the predicted decrease of the loss
@@ -43,8 +42,7 @@ class FireFly(DataDriven):
         steps: number of descent steps, one pass each.
         rate: length of a step relative to the vector that it moves, falling linearly to 0.
         epsilon: size e of the candidates.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises
-            an
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
             error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.

@@ -34,22 +34,17 @@ class GradMax(DataDriven):
     vectors u_1, ..., u_k of G (Eq. 11), each as long as `scale` times the mean of the old ones: of all Z with
     orthogonal columns of these lengths c it has the largest gradient, c sqrt(sigma_1^2 + ... + sigma_k^2).
 
-    Such a normalisation would amplify these channels by 1 / sqrt(eps) in the first step. There the outgoing weights
-    are
+    Such a normalisation would amplify these channels by 1 / sqrt(eps) in the first step. There the outgoing weights are
     zero, and the incoming ones maximise the norm of the outgoing ones' gradient, by `steps` steps of normalised
     gradient ascent from drawn weights of the usual length ("GradMaxOpt"); `zero="fan_out"` does so everywhere.
 
-    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So if the grown network does
-    not
-    show the predicted gradient, they rest next to zero: their biases are 2^-100, or without a bias their rows have
-    that
+    torch's ReLU has the derivative 0 at 0, where the new channels would stay for ever. So if the grown network does not
+    show the predicted gradient, they rest next to zero: their biases are 2^-100, or without a bias their rows have that
     length. In half precision it is 2^-23.
 
     **Preserves** exactly, in eval and train mode; in half precision up to rounding.
-    **Departs from the paper**: G is measured, not put together from hooks: for each outgoing entry a candidate with a
-    1
-    there is added to the network, and the gradient of its incoming weights is a row of G. So it is defined for
-    several
+    **Departs from the paper**: G is measured, not put together from hooks: for each outgoing entry a candidate with a 1
+    there is added to the network, and the gradient of its incoming weights is a row of G. So it is defined for several
     producers and consumers (residual streams), and for pooling, flattening and depthwise convolutions in between, as
     long as zero inputs give zero channels. Ascent keeps the best weights of each channel.
 
@@ -60,8 +55,7 @@ class GradMax(DataDriven):
         scale: length of a new channel's outgoing weights relative to the mean of the old ones.
         steps: number of ascent steps, two passes each.
         rate: length of an ascent step relative to the weights, falling linearly to 0.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises
-            an
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
             error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.

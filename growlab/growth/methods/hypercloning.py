@@ -26,15 +26,12 @@ class HyperCloning(GrowthMethod):
     (Figure 2, noisy forms). Its mean over the clones of a channel is subtracted, so that it changes no output.
 
     **Preserves** exactly, in eval and train mode, noise included. Layer and RMS normalisation stay plain at whole n.
-    **Gradients** follow exactly without noise: clones share the gradient of their channel's activation equally, so
-    that
+    **Gradients** follow exactly without noise: clones share the gradient of their channel's activation equally, so that
     rows are copied and divided by n, columns copied. In a diagonal weight this applies to its blocks; off-diagonal
     zeros take the same share, which is their gradient.
-    **Departs from the paper**: widths need not be multiples: channel j is a clone of j mod D, divided by the number
-    of
+    **Departs from the paper**: widths need not be multiples: channel j is a clone of j mod D, divided by the number of
     its clones; statistics over channels are then weighted for a while (`weighted_norms`). A weight whose rows and
-    columns do not grow by the same whole n is cloned symmetrically. Where channels differ by constants, clones get
-    zero
+    columns do not grow by the same whole n is cloned symmetrically. Where channels differ by constants, clones get zero
     outgoing weights, as in `Net2Net`.
     **Is** `Net2Net` with clones in order in place of drawn ones, but for the diagonal form and the noise.
 

@@ -17,18 +17,15 @@ class Lemon(GrowthMethod):
 
         W'[i, j] = a(j) W[pi(i), pi(j)],    sum over the copies j of a channel of a(j) = 1,    all a(j) different
 
-    (Section 4.1 and Figure 3: alpha + beta = 1, alpha unlike beta). Rows, biases, norm parameters, statistics and
-    whole
+    (Section 4.1 and Figure 3: alpha + beta = 1, alpha unlike beta). Rows, biases, norm parameters, statistics and whole
     heads are copied. Copies get unequal gradients a(j) g, so no noise is needed.
 
-    **Preserves** exactly, in eval and train mode, residual streams included, at any widths. Layer and RMS
-    normalisation
+    **Preserves** exactly, in eval and train mode, residual streams included, at any widths. Layer and RMS normalisation
     with a whole number of copies computes the same with plain statistics.
     **Gradients** follow exactly: rows are copied and multiplied by a, columns copied.
     **Departs from the paper**: shares are drawn once for a whole width group. Where a stream under layer or RMS
     normalisation does not grow by a whole factor, the paper fills the rest with the mean of the channels, or with
-    zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`),
-    and
+    zeros, and changes gain and eps; here copies are weighted by their shares in the statistics (`weighted_norms`), and
     the first part of a stage anneals the weights to 1. For a saved model `growlab.widen` follows the paper. Where
     channels differ by constants, old channels keep the whole share, as in `Net2Net`.
 

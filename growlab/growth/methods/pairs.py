@@ -20,8 +20,7 @@ class PairGrowth(GrowthMethod):
 
     (Eqs. 2-4, Fig. 2). A normalisation over channels gives new ones no weight in its statistics at first, so their
     activations are not bounded, and a gate squares them from block to block: there all rows get +Z, -Z, and new
-    channels depend on old ones alone. The twins carry equal activations through element-wise functions, pooling,
-    batch
+    channels depend on old ones alone. The twins carry equal activations through element-wise functions, pooling, batch
     normalisation and residual sums, so their contributions cancel. If the number is odd, the last channel gets zero
     outgoing weights in old rows, and so does each new one where channels differ by constants (`GrowthContext.unlike`).
     Twins differ from the first update on: their consumers' signs give them opposite gradients.

@@ -19,8 +19,7 @@ from growlab.widths import Carry
 class Splitting(DataDriven):
     """Split the neurons whose splitting lowers the loss most, along the steepest directions.
 
-    Splitting a neuron theta into theta + e v and theta - e v, each with half of the outgoing weights, changes the
-    loss
+    Splitting a neuron theta into theta + e v and theta - e v, each with half of the outgoing weights, changes the loss
     by
 
         e^2 / 2 v^T S v + o(e^2),      S = E[dL/dsigma nabla^2 sigma(theta)]      (Theorem 2.2)
@@ -206,8 +205,7 @@ def _unchanged(context: GrowthContext) -> GrowthContext:
 class Split:
     """Network in which some channels have a copy behind all others; the two share the outgoing weights equally.
 
-    Tensors before the split are called plain here. Where a plain row of a split channel moves by +d in the original
-    and
+    Tensors before the split are called plain here. Where a plain row of a split channel moves by +d in the original and
     by -d in the copy, all such moves together are a tensor of the plain shape, `moves`.
 
     Attributes:

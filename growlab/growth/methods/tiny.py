@@ -37,8 +37,7 @@ class Tiny(DataDriven):
     ignores that the consumer's patches overlap (exact for 1x1).
 
     `ridge` times the mean of the diagonal is added to the diagonals of S and E[b b^T], so that |alpha_k|^2 is at most
-    d_k / (ridge * mean of the diagonal). Without it a nearly singular S (small or nearly equal neurons) gives weights
-    a
+    d_k / (ridge * mean of the diagonal). Without it a nearly singular S (small or nearly equal neurons) gives weights a
     hundred times as long as old ones, and the next steps diverge.
 
     **Preserves** nothing exactly: the function changes with gamma, to the lowest loss that the line search finds; the
@@ -48,11 +47,9 @@ class Tiny(DataDriven):
     neurons beyond the rank of N (at most 10 for a layer with 10 outputs): their incoming weights are drawn and their
     outgoing weights are zero.
     **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one entry
-    and whose incoming weights are zero, so that it includes pooling and flattening in between. A batch normalisation
-    of
+    and whose incoming weights are zero, so that it includes pooling and flattening in between. A batch normalisation of
     new channels starts as the identity on the batches; an instance normalisation approximately, since its statistics
-    are per sample. All layers change at once, with one gamma. The ridge, the held-out batches and drawn neurons are
-    not
+    are per sample. All layers change at once, with one gamma. The ridge, the held-out batches and drawn neurons are not
     in the paper.
 
     Args:
@@ -63,8 +60,7 @@ class Tiny(DataDriven):
         amplitudes: values of gamma for the line search, in any order. Above 1 new neurons overshoot the functional
             gradient, and training may diverge.
         ridge: added to the diagonal of second moments, relative to its mean.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises
-            an
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
             error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.

@@ -43,8 +43,7 @@ class VarianceTransfer(PairGrowth):
       it:
       not exactly. `finish` writes m_i W_i into the weights at the end.
 
-    **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m
-    W
+    **Steps.** A multiplier m = 1 / c lets an optimizer that normalises gradients (Adam, Lion, Muon) move the weight m W
     that the network uses m times as far as before the event: after growth by four, twice in hidden layers, four times
     in the last one. SGD moves it as before (see `growlab.growth.multipliers`). `multipliers` chooses among
 
@@ -70,8 +69,7 @@ class VarianceTransfer(PairGrowth):
 
     **Preserves** exactly in eval mode; in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v)
     with batch variance v. Up to `output_factor` without multipliers; nothing if `literal`.
-    **Departs from the paper**: multipliers (what they do to steps: see `growlab.growth.multipliers`) and the fold
-    into
+    **Departs from the paper**: multipliers (what they do to steps: see `growlab.growth.multipliers`) and the fold into
     the norm's weight. Theorem A.1 itself asks for sqrt(1 / (C Var[W])), which is 1 for weights at their
     initialisation: that is the multiplied weight; Table 1's sqrt(C / C') is the stored one.
 
@@ -240,8 +238,7 @@ def _gradient_scales(
 ) -> dict[str, Tensor]:
     """Factor on the gradient of each rescaled parameter.
 
-    With w' = c w and the same loss it is 1 / c. With a multiplier that becomes q times as large, and a gradient that
-    is
+    With w' = c w and the same loss it is 1 / c. With a multiplier that becomes q times as large, and a gradient that is
     divided by its square, it is 1 / (c q^2).
     """
     found = (name for norm in graph.norms for name in (norm.running_mean, norm.running_var))

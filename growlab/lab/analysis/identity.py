@@ -79,8 +79,7 @@ def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: s
 def row_overrides(overrides: Iterable[str], optimizer: str = "") -> tuple[str, ...]:
     """Hydra overrides that distinguish a run's method, sorted, in one spelling each.
 
-    Seed, places, hardware, loggers and the fields of `Group` are left out. Settings that change the training are
-    kept,
+    Seed, places, hardware, loggers and the fields of `Group` are left out. Settings that change the training are kept,
     such as `trainer.gradient_clip_val`, and so is `compile`: compiled and eager seconds must not share a row.
     """
     overrides = list(overrides)

@@ -1,10 +1,9 @@
 """Records over steps: norms and rate factors of regions (`rates.csv`), and statistics of layers (`layers.csv`).
 
 Those of layers are the figures of Chang et al. 2020, Section 5.1 and Appendix B.1, without biases (in brackets: with
-them): activations before training 1 (18), over it 7 (19), at its end 8 (20); gradients 9, 10, 11 (21, 22, 23);
-outputs
-of the hypernetwork's last layer, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16
-(27, 28, 29); loss and accuracy 3 (17).
+them): activations before training 1 (18), over it 7 (19), at its end 8 (20); gradients 9, 10, 11 (21, 22, 23); outputs
+of the hypernetwork's last layer, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16 (27, 28,
+29); loss and accuracy 3 (17).
 """
 
 import difflib

@@ -113,8 +113,7 @@ class Incremental:
     ) -> np.ndarray:
         """Positions of a stage's images; those of the stage before are among them.
 
-        Training images that would make a last batch of less than an eighth of the others wait for the next stage:
-        over
+        Training images that would make a last batch of less than an eighth of the others wait for the next stage: over
         a single image batch normalisation has no statistics.
 
         Args:

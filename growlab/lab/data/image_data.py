@@ -60,8 +60,7 @@ class ImageData(RunData):
         batch_size: images in a training batch over all ranks; B_base of Eq. 8 of the growth schedule.
         eval_batch_size: most images in a validation or test batch over all ranks.
         seed: of order and augmentation.
-        validation: "none"; "split": the data's own validation set where it has one as well as a test set, else part
-            of
+        validation: "none"; "split": the data's own validation set where it has one as well as a test set, else part of
             the training set; "test": the test set, watched under this name and not selected on, so that all training
             images are trained on.
         validation_fraction: part of the training set that "split" takes, the same part of each class.
@@ -92,8 +91,7 @@ class ImageData(RunData):
             schedules, budgets and validation are finer than a pass.
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
         num_workers: processes that read images which are not in memory; None = one a core, at most 16.
-        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read in row groups,
-            and
+        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read in row groups, and
             as many are kept in memory, encoded.
         channels_last: memory layout of the batches.
 

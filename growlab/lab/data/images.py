@@ -273,8 +273,7 @@ class EncodedImages:
     def levels(self) -> tuple[float, float] | None:
         """Values that become 0 and 255 of images with more than 8 bits a channel; None without such images.
 
-        For integers 0 and the largest number of as many bits as a few images use (4095 of a microscope's 12); for
-        real
+        For integers 0 and the largest number of as many bits as a few images use (4095 of a microscope's 12); for real
         numbers 0 and 1 or 0 and 255 where these enclose them; else the least and the largest of a few images.
         """
         if self.frame_of is not None:

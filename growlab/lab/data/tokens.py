@@ -43,10 +43,9 @@ _NAMES = {"val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 class TokenData(WindowData):
     """Text files for causal language modelling over tokens of a byte-level tokenizer.
 
-    Documents are packed: they follow each other with an end of text between, and a window of `context` tokens may
-    begin in one and end in another. A training epoch has every window once (or a part of them, with `epoch_parts`),
-    in
-    an order of (seed, epoch) alone. Every token of validation and test is predicted once.
+    Documents are packed: they follow each other with an end of text between, and a window of `context` tokens may begin
+    in one and end in another. A training epoch has every window once (or a part of them, with `epoch_parts`), in an
+    order of (seed, epoch) alone. Every token of validation and test is predicted once.
 
     Token ids are in the cache folder, under a key of the files' content and of the settings.
 

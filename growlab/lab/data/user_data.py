@@ -356,13 +356,11 @@ def _opened(source: Any) -> Any:
 class CustomData(RunData):
     """A user's own data: a LightningDataModule, DataLoader, Dataset or data set of Hugging Face's `datasets`.
 
-    Samples are (inputs..., target), or mappings, see `columns`. A batch is (inputs..., target):
-    numbers in float32, images of bytes ([C, H, W] of uint8) in 0..1, whole targets int64. Order and what transforms
-    draw are functions of (seed, epoch, sample), so a resumed run and a run on another number of ranks see the same.
-    Of
-    a LightningDataModule its loaders' data sets, `collate_fn`, samplers and `drop_last` are taken, and its hooks
-    around
-    the transfer of a batch to the device.
+    Samples are (inputs..., target), or mappings, see `columns`. A batch is (inputs..., target): numbers in float32,
+    images of bytes ([C, H, W] of uint8) in 0..1, whole targets int64. Order and what transforms draw are functions of
+    (seed, epoch, sample), so a resumed run and a run on another number of ranks see the same. Of a LightningDataModule
+    its loaders' data sets, `collate_fn`, samplers and `drop_last` are taken, and its hooks around the transfer of a
+    batch to the device.
 
     Args:
         source: the data; a folder that `datasets.save_to_disk` wrote; or a mapping of train, val and test to data

@@ -201,8 +201,7 @@ class CausalTransformer(nn.Module):
 class TransformerLayer(nn.Module):
     """A layer of the encoder, or of the decoder if it attends to a source: Vaswani et al. 2017, Section 3.
 
-    Layer normalisation follows each residual connection, or precedes each branch if `norm_first`. The arguments
-    are
+    Layer normalisation follows each residual connection, or precedes each branch if `norm_first`. The arguments are
     those of `EncoderDecoder`.
     """
 

@@ -29,9 +29,8 @@ _NOT_IN_NAMES = (*(f"{name}{end}" for name in (*FREE, "data.root") for end in ".
 class WandbRecords(Callback):
     """Logs growth events and spectra (as tables), figures and the checkpoint to Weights & Biases.
 
-    TensorBoard receives the figures. Without either logger it does nothing. Spectra are singular values of every
-    weight at
-    the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
+    TensorBoard receives the figures. Without either logger it does nothing. Spectra are singular values of every weight
+    at the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
 
     Args:
         loggers: those of the run.

@@ -254,8 +254,7 @@ class CharacterPrediction(TokenPrediction):
 class SubwordPrediction(TokenPrediction):
     """Cross-entropy of the next token, and what it comes to in bits for each byte of the text.
 
-    Losses per token cannot be compared between tokenizers, bits per byte can: the negative log2 likelihood of the
-    text
+    Losses per token cannot be compared between tokenizers, bits per byte can: the negative log2 likelihood of the text
     over its length in UTF-8.
 
     Examples:

@@ -176,8 +176,7 @@ class Planning:
 
     Args:
         settings: arguments of `make_schedule` but the batch size; `equal_flops`: a fixed-size run trains for as many
-            epochs as cost what growing by this schedule costs; and `budget`: the run trains for as many epochs as
-            cost
+            epochs as cost what growing by this schedule costs; and `budget`: the run trains for as many epochs as cost
             at most that many epochs of the fixed full network.
         method: one of fixed size never grows; one that decides widths is asked.
         demand: asks for growth in place of the schedule.

@@ -340,8 +340,7 @@ def draw(run_dir: Path) -> Path:
     """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
 
     A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
-    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and
-    named
+    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
     above the legend, as are those that diverged and so have no line. The loss before the first step, which would hide
     everything else, stands in the legend.
     """

@@ -1,7 +1,6 @@
 """Changes that preserve a trained isotropic network: added and removed neurons, diagonal layers, other bases.
 
-Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal
-little
+Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal little
 (Section 3, Eqs. 27-30), every other layer can be a vector (Section 2.3, Eq. 19), and a network in another basis
 computes the same but learns differently under an optimizer with a state for each entry (Appendix D).
 """
