@@ -22,12 +22,32 @@ TOKENS = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3
 TEXT = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 
-def llama(width: int, layers: int, head: int = 8) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+def decoder(kind: str, width: int, layers: int, head: int = 8, mlp: int = 2, **more: Any) -> Any:
+    """A small decoder of transformers; `mlp` is the hidden layer's width over the stream's."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=width, intermediate_size=mlp * width, num_hidden_layers=layers,
         num_attention_heads=width // head, num_key_value_heads=width // head, head_dim=head, use_cache=False,
+        **more,
     )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).double()
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+
+
+def llama(width: int, layers: int, head: int = 8) -> Any:
+    return decoder("Llama", width, layers, head, mlp=3).double()
+
+
+def qwen3(width: int, layers: int) -> Any:
+    return decoder("Qwen3", width, layers).double()
+
+
+def gemma3(width: int, layers: int) -> Any:
+    attention = {"sliding_window": 8, "layer_types": ["full_attention"] * layers}
+    return decoder("Gemma3Text", width, layers, **attention).double()
+
+
+def mixtral(width: int, layers: int) -> Any:
+    # Its grouped products do without float64.
+    return decoder("Mixtral", width, layers, num_local_experts=4, num_experts_per_tok=2)
 
 
 def gpt2(width: int, layers: int) -> Any:
@@ -38,39 +58,12 @@ def gpt2(width: int, layers: int) -> Any:
     return transformers.GPT2LMHeadModel(config).double()
 
 
-def qwen3(width: int, layers: int) -> Any:
-    config = transformers.Qwen3Config(
-        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 8, num_key_value_heads=width // 8, head_dim=8, use_cache=False,
-    )  # fmt: skip
-    return transformers.Qwen3ForCausalLM(config).double()
-
-
 def vit(width: int, layers: int) -> Any:
     config = transformers.ViTConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=width // 8,
         image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return transformers.ViTForImageClassification(config).double()
-
-
-def gemma3(width: int, layers: int) -> Any:
-    config = transformers.Gemma3TextConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 8, num_key_value_heads=width // 8, head_dim=8, use_cache=False, sliding_window=8,
-        layer_types=["full_attention"] * layers,
-    )  # fmt: skip
-    return transformers.Gemma3ForCausalLM(config).double()
-
-
-def mixtral(width: int, layers: int) -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 8, num_key_value_heads=width // 8, head_dim=8, use_cache=False,
-        num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    # Its grouped products do without float64.
-    return transformers.MixtralForCausalLM(config)
 
 
 def convnext(width: int, layers: int) -> Any:

@@ -258,8 +258,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         if not extra and (grower.parts or _multiplied(grower)):
             raise UserError(
                 f"{path} is missing or of another run, and training cannot be resumed without it: resume from a "
-                f"checkpoint "
-                "in the Trainer's output_dir, or give its folder as TrainingArguments(resume_from_checkpoint=...) too."
+                "checkpoint in the Trainer's output_dir, or give its folder as "
+                "TrainingArguments(resume_from_checkpoint=...) too."
             )
         put_back(grower.network, extra.get("kept", {}))
 

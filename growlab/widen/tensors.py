@@ -117,8 +117,7 @@ def _header(path: Path) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
             if entry["dtype"] not in types:
                 raise UserError(
                     f"{path} contains numbers of the type {entry['dtype']}, which cannot be widened exactly; save "
-                    f"the "
-                    "model in bfloat16 or float32."
+                    "the model in bfloat16 or float32."
                 )
             shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
             dtype = types[entry["dtype"]]
@@ -142,8 +141,7 @@ def _unpickled(path: Path) -> Mapping[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} is damaged or contains objects other than tensors, which growlab does not load: loading them "
-            f"could "
-            "run code; save the model as safetensors."
+            "could run code; save the model as safetensors."
         ) from error
     except Exception as error:  # what damaged files raise is not one family
         raise UserError(

@@ -1,4 +1,4 @@
-"""Draws the figures of notebooks/results anew, from the rows beside them, and the docs' drawings: `make figures`.
+"""Redraws the figures of notebooks/results from the rows beside them, and the docs' drawings: `make figures`.
 
 `notebooks/results/figures.yaml` says which figure each is and of which folders. The docs show them as SVG (`drawn`).
 """
@@ -23,7 +23,7 @@ from growlab.lab.analysis.results import load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
-# Figures of studies, which their runs draw: the module that draws each anew from the tables in its folder.
+# Figures of studies, which their runs draw: the module that redraws each from the tables in its folder.
 OF_RUNS = {
     "hyperfan_continual_regression/losses.png": "growlab.recipes.papers.studies.continual_regression",
     "hyperfan_continual_regression_lookahead/losses.png": "growlab.recipes.papers.studies.continual_regression",
@@ -67,7 +67,7 @@ def kept() -> Iterator[Kept]:
 
 
 def drawn(one: Kept) -> Path:
-    """The figure as SVG, below build/figures: drawn anew where its rows or growlab's figures are newer.
+    """The figure as SVG, below build/figures: redrawn where its rows or growlab's figures are newer.
 
     Its letters are paths: a reader may not have the font.
     """

@@ -1,12 +1,12 @@
 """A Llama that torch's FSDP2 has sharded over one device grows by `Grower(shard=...)`."""
 
 import argparse
-import inspect
 import os
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from growlab import Grower
 from growlab.base.files import write_json
@@ -19,12 +19,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--write", type=Path, required=True)
     given = parser.parse_args()
-    if "shard" not in inspect.signature(Grower).parameters:
-        print("skipped: Grower has no argument `shard`")
-        write_json(given.write, {"skipped": "Grower has no argument `shard`"})
-        return
-    from torch.distributed.fsdp import fully_shard
-
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     os.environ.setdefault("MASTER_PORT", "29519")
     dist.init_process_group("nccl" if given.device == "cuda" else "gloo")

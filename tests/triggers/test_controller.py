@@ -180,7 +180,10 @@ def test_an_error_in_a_branch_leaves_everything_as_it_was(trained: tuple[bool, L
     [
         (lambda: Controller(at=0.1), "at=0.1 of a Controller must lie between"),
         (lambda: Controller(branch=0.1), "branch=0.1 of a Controller must be"),
-        (lambda: Controller(batches=1), "needs batches=2"),
+        (lambda: Controller(batches=1), "batches must be at least 2, not 1"),
+        (lambda: Controller(max_steps=3.5), "max_steps must be an integer, not 3.5"),
+        (lambda: Controller(total_steps=0), "total_steps must be at least 1, not 0"),
+        (lambda: Controller(at="0.3"), "at must be"),
         (lambda: Controller(width=2), "a width of 2 is no fraction"),
     ],
 )
@@ -229,7 +232,7 @@ def fit(folder: Path, resume: Path | None = None) -> tuple[Module, Controller]:
     """Train for an epoch of 40 steps, behind which a checkpoint is saved, and 20 steps of another."""
     trigger = Controller(1 / 12, branch=0.03, total_steps=120)
     module, growth = Module(), growlab.Growth("network", method=PairGrowth(), trigger=trigger, verbose=False)
-    # Always the same batch: Lightning begins an epoch anew that ended where it is resumed.
+    # Always the same batch: Lightning repeats an epoch that ended where it is resumed.
     x, y = (column.repeat(40, 1) for column in batches(1, True)[0])
     saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=-1)
     trainer = lightning.Trainer(

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from growlab.base import ranks
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import finite, not_none, whole
 from growlab.grower.cost import forward_flops
 from growlab.grower.triggers.at import At
 from growlab.grower.triggers.trigger import Declined, GrowingNetwork, Trigger, Widths
@@ -69,14 +70,17 @@ class Controller(Trigger):
         batches: int = 8,
         max_steps: int = 500,
     ) -> None:
+        with as_user_errors():
+            finite(at=at, branch=branch)
+            whole(2, batches=batches)
+            whole(_LEAST_STEPS, max_steps=max_steps)
+            whole(1, **not_none(total_steps=total_steps))
         if not 0.25 <= at <= 0.45:
             raise UserError(
                 f"at={at} of a Controller must lie between 0.25 and 0.45: before the rate decays."
             )
         if not 0 < branch <= 0.03:
             raise UserError(f"branch={branch} of a Controller must be above 0 and at most 0.03.")
-        if batches < 2 or max_steps < _LEAST_STEPS:
-            raise UserError(f"a Controller needs batches=2 and max_steps={_LEAST_STEPS}, or more of them.")
         self._sizes = At({0: width, 1: 1.0})
         self.resizes = self._sizes.resizes
         self.at, self.branch, self.total_steps = at, branch, total_steps

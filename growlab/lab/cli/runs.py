@@ -50,18 +50,13 @@ def resumed(argv: Sequence[str]) -> list[str]:
     )
     arguments = parser.parse_args(argv)
     sweep = arguments.folder / "multirun.yaml"
-    options, given = _command(sweep if sweep.is_file() else arguments.folder / ".hydra" / "hydra.yaml")
     if sweep.is_file():
-        where = ["-m", f"hydra.sweep.dir={quoted(arguments.folder)}"]
+        options, given = _command(sweep)
+        options, where = [*options, "-m"], [f"hydra.sweep.dir={quoted(arguments.folder)}"]
     else:
+        options, given = _command(arguments.folder / ".hydra" / "hydra.yaml")
         where = [LAST, in_folder(arguments.folder)]
-    return [
-        *options,
-        *where[: int(sweep.is_file())],
-        *given,
-        *arguments.overrides,
-        *where[int(sweep.is_file()) :],
-    ]
+    return [*options, *given, *arguments.overrides, *where]
 
 
 def _command(file: Path) -> tuple[list[str], list[str]]:

@@ -89,8 +89,7 @@ def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
     if other := _other_settings(cfg, run_dir):
         raise UserError(
             f"{run_dir} contains the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or "
-            f"remove "
-            "that folder."
+            "remove that folder."
         )
     return (run_dir / "config.yaml").exists()
 

@@ -162,8 +162,7 @@ def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
     names = " and ".join(sorted({row.metric.name for row in rows}))
     parts = [
         f"{names[:1].upper() + names[1:]}: test, mean ± sample standard deviation (number of seeds). "
-        "Cost: training FLOPs in percent of "
-        "the fixed-size network's. Bold: the best grown method of each network."
+        "Cost: training FLOPs in percent of the fixed-size network's. Bold: the best grown method of each network."
     ]
     if found:
         tables = ", ".join(sorted({one.table for one in found}, key=lambda t: int(t.split()[1])))
