@@ -35,7 +35,7 @@ class _Aged(Regional):
             inherited = region.norms(state["exp_avg_sq"]) > 0
             newborn = int(state["step"])
             oldest = min(starts.values(), default=0)
-            stages = region.stages.tolist()
+            stages = region.stage_list
             state["region_start"] = {
                 stage: starts.get(stage, oldest if has_moments else newborn)
                 for stage, has_moments in zip(stages, inherited.tolist(), strict=True)
@@ -49,7 +49,7 @@ class _Aged(Regional):
         state = self.state.get(param, {})
         step = int(state["step"]) if "step" in state else 0
         starts = state.get("region_start", {})
-        return torch.tensor([step - starts.get(stage, 0) for stage in regions.stages.tolist()])
+        return torch.tensor([step - starts.get(stage, 0) for stage in regions.stage_list])
 
     def _is_regional(self, param: Tensor) -> bool:
         if super()._is_regional(param):
@@ -65,7 +65,7 @@ class _Aged(Regional):
             return
         for param in params:
             if param in self._regions and "region_start" not in self.state[param]:
-                stages = self._regions[param].stages.tolist()
+                stages = self._regions[param].stage_list
                 self.state[param]["region_start"] = dict.fromkeys(stages, 0)
 
     def _step_plain(self, group: dict[str, Any]) -> None:
@@ -120,12 +120,17 @@ class _Aged(Regional):
 
     def _starts(self, params: list[Tensor], num_regions: int, device: torch.device) -> Tensor:
         """Step at which each region was added, [P, K], padded with 0."""
-        rows = []
-        for param in params:
-            starts = self.state[param].get("region_start", {})
-            row = [starts.get(stage, 0) for stage in self._regions[param].stages.tolist()]
-            rows.append(row + [0] * (num_regions - len(row)))
-        return handed_over(torch.tensor(rows, dtype=torch.float64), device)
+        starts = [self.state[param].get("region_start", {}) for param in params]
+        known = self._kept.get(params[0])
+        if known is None or known[0] != (starts, num_regions, device):
+            stages = [self._regions[param].stage_list for param in params]
+            rows = [
+                [own.get(stage, 0) for stage in all_of] for own, all_of in zip(starts, stages, strict=True)
+            ]
+            padded = [row + [0] * (num_regions - len(row)) for row in rows]
+            moved = handed_over(torch.tensor(padded, dtype=torch.float64), device)
+            known = self._kept[params[0]] = ([dict(own) for own in starts], num_regions, device), moved
+        return known[1]
 
 
 class Adam(_Aged, torch.optim.Adam):

@@ -100,7 +100,7 @@ class AvaGrad(Regional):
                 keys.append([(own, 0)])
                 sums, numbers = [rate.double().square().sum()], [rate.numel()]
             else:
-                keys.append([(own, stage) for stage in regions.stages.tolist()])
+                keys.append([(own, stage) for stage in regions.stage_list])
                 sums = list(regions.sums(rate.double().square()).unbind(0))
                 counts_K = regions.counts
                 inner = rate.numel() // int(counts_K.sum())

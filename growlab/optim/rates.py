@@ -50,20 +50,28 @@ class _Bounded:
             )
         self.max_factor = float(max_factor)
         self._calls, self._warned = 0, False
+        self._copied: Tensor | None = None
 
     def _bounded(self, factors_K: Tensor) -> Tensor:
-        # Reading a number back stalls a GPU.
-        self._calls += 1
-        if not self._warned and (factors_K.device.type == "cpu" or self._calls % _LOOK_EVERY == 1):
-            largest = float(factors_K.nan_to_num(0.0).max()) if factors_K.numel() else 0.0
-            if largest > self.max_factor:
-                self._warned = True
-                warnings.warn(
-                    f"{type(self).__name__} asks for {largest:.3g} times the base rate in a region of a weight and "
-                    f"is limited to max_factor={self.max_factor:g}: the weight's regions differ much in norm.",
-                    stacklevel=3,
-                )
+        if not self._warned and (largest := self._largest(factors_K)) > self.max_factor:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__} asks for {largest:.3g} times the base rate in a region of a weight and "
+                f"is limited to max_factor={self.max_factor:g}: the weight's regions differ much in norm.",
+                stacklevel=3,
+            )
         return factors_K.clamp(max=self.max_factor)
+
+    def _largest(self, factors_K: Tensor) -> float:
+        """Return the largest factor; on a GPU, which would have to be waited for, mostly 0 or an earlier one."""
+        self._calls += 1
+        on_cpu = factors_K.device.type == "cpu"
+        if not factors_K.numel() or not (on_cpu or self._calls % _LOOK_EVERY == 1):
+            return 0.0
+        earlier = self._copied
+        # The copy is read at the next look, when it has long arrived.
+        self._copied = factors_K.nan_to_num(0.0).max().to("cpu", non_blocking=self._calls > 1)
+        return float(self._copied if on_cpu or earlier is None else earlier)
 
 
 class NormRatio(_Bounded):

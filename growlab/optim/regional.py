@@ -4,8 +4,8 @@ On a CPU an optimizer's step is memory-bound: the arithmetic is done piece by pi
 norm for the next step is computed before it leaves. Rows of a weight that were added at the same stage are contiguous
 and have the same rates along the columns: such a run of rows, as a matrix, is a piece, and its rates are one row
 vector. If runs are short, a piece consists of several, its rates are a matrix, and its squares are summed by a product
-with a one-hot matrix. Elsewhere (GPUs, other memory layouts) a piece is a whole weight and its rates a matrix that
-broadcasts, which takes the fewest operations.
+with a one-hot matrix. Elsewhere (GPUs, other memory layouts) a piece is a whole weight and its rates a tensor of its
+size, so that a step takes the same few kernels for any number of weights: see `growlab.optim.flat`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from growlab.optim.flat import Flat, layout_key
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
 from growlab.optim.settings import check_settings
@@ -68,12 +69,23 @@ class Regional(torch.optim.Optimizer):
         self._regions: dict[Tensor, Regions] = {}
         self._scales: dict[Tensor, float] = {}
         self._pieces: dict[Tensor, Pieces] = {}
+        # By the first of the weights.
+        self._flat: dict[Tensor, Flat] = {}
+        # Likewise, what subclasses keep until regions change.
+        self._kept: dict[Tensor, Any] = {}
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_rule", "_spares_one", "_regions", "_scales", "_step_supports_amp_scaling", "output_fan_in")
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
-        return {**super().__getstate__(), **state, "_pieces": {}, "_square_sums": {}}
+        return {
+            **super().__getstate__(),
+            **state,
+            "_pieces": {},
+            "_flat": {},
+            "_kept": {},
+            "_square_sums": {},
+        }
 
     @property
     def rule(self) -> RateRule | None:
@@ -120,7 +132,7 @@ class Regional(torch.optim.Optimizer):
                 raise ValueError("complex parameters have no regional rates; leave them out of the regions")
         self._regions = {p: region.to(p.device) for p, region in regions.items() if not p.is_complex()}
         self._scales = dict(scales or {})
-        self._pieces, self._square_sums = {}, {}
+        self._pieces, self._flat, self._kept, self._square_sums = {}, {}, {}, {}
 
     def factors(self, param: Tensor) -> Tensor | None:
         """Current rate factor of each region of a weight, [K]; None for vectors and others at the base rate."""
@@ -151,10 +163,10 @@ class Regional(torch.optim.Optimizer):
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
         plain: list[Tensor] = []
-        regional: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        regional: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for param in params:
             if self._is_regional(param):
-                regional.setdefault((param.device, param.dtype), []).append(param)
+                regional.setdefault((param.device, param.dtype, self._is_cut(param)), []).append(param)
             else:
                 plain.append(param)
         if plain:
@@ -194,14 +206,14 @@ class Regional(torch.optim.Optimizer):
         regions = self._regions.get(param)
         if regions is None or self._rule is None or not regions.has_rates(param):
             return False
-        if self._scales.get(param, 1.0) != 1.0 or not self._spares_one:
+        if not self._spares_one or (self._scales and self._scales.get(param, 1.0) != 1.0):
             return True
         return regions.num_regions > 1 and not isinstance(self._rule, BaseRate)
 
     def _factors(self, params: Sequence[Tensor]) -> Tensor:
         """Rate factors of regions, [P, K]; rows of parameters with fewer regions are padded."""
         assert self._rule is not None
-        norms_PK = pad_sequence([self._squares(p) for p in params], batch_first=True).sqrt_()
+        norms_PK = self._squares(params).sqrt_()
         device = norms_PK.device
         unrated = [i for i, p in enumerate(params) if not self._regions[p].has_rates(p)]
         if unrated:
@@ -225,25 +237,27 @@ class Regional(torch.optim.Optimizer):
         """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
 
         Args:
-            params: weights with regions, of the same dtype and device.
+            params: weights with regions, of the same dtype and device; all are cut, or none.
             tensors: gradients and state, each a list in the order of `params`.
             values_PK: values per region; passed to `update` as rows that broadcast with the pieces.
             update: works in place on the pieces of the weights and of the state.
         """
+        values_PK = [values.to(params[0].device, params[0].dtype) for values in values_PK]
+        if not self._is_cut(params[0]):
+            flat = self._flattened(params)
+            update(params, *tensors, *[flat.spread(values) for values in values_PK])
+            return
         cuts = [self._cut(p) for p in params]
         lists: list[list[Tensor]] = []
         for entries in (params, *tensors):
             lists.append([piece for cut, t in zip(cuts, entries, strict=True) for piece in cut.cut(t)])
         for values in values_PK:
-            values = values.to(params[0].device, params[0].dtype)
             lists.append(
                 [row for cut, row_K in zip(cuts, values.unbind(0), strict=True) for row in cut.rates(row_K)]
             )
-        watched = not isinstance(self._rule, BaseRate) and not any(cut.whole for cut in cuts)
+        watched = not isinstance(self._rule, BaseRate)
         sum_rows = [row for cut in cuts for row in cut.sum_rows] if watched else []
-        elements = [n for cut in cuts for n in cut.elements]
-        # On a GPU the number of launches matters, not the cache.
-        for part in batches(elements) if params[0].device.type == "cpu" else [slice(None)]:
+        for part in batches([n for cut in cuts for n in cut.elements]):
             update(*(pieces[part] for pieces in lists))
             if watched:
                 add_squares(lists[0][part], sum_rows[part])
@@ -264,20 +278,40 @@ class Regional(torch.optim.Optimizer):
     def _cut(self, param: Tensor) -> "Pieces":
         pieces = self._pieces.get(param)
         if pieces is None or not pieces.matches(param):
-            whole = bool(self.defaults.get("differentiable", False))
             regions = self._regions[param].to(param.device)
-            pieces = self._pieces[param] = Pieces(param, regions, whole)
+            pieces = self._pieces[param] = Pieces(param, regions)
         return pieces
 
-    def _squares(self, param: Tensor) -> Tensor:
-        """Sums of squares of a parameter's regions, [K].
+    def _is_cut(self, param: Tensor) -> bool:
+        """Return True if steps run over pieces of the parameter, False if they run over many whole ones at a time."""
+        if param.device.type != "cpu" or self.defaults.get("differentiable", False):
+            return False
+        return not self._cut(param).whole
 
-        Sums from the end of the last step are reused while the parameter's version counter and storage are the same.
-        Writes through `.data` are not counted and take effect one step later.
+    def _flattened(self, params: Sequence[Tensor]) -> Flat:
+        flat = self._flat.get(params[0])
+        if flat is None or not flat.matches(params):
+            regions = [self._regions[p].to(p.device) for p in params]
+            flat = self._flat[params[0]] = Flat(params, regions)
+        return flat
+
+    def _squares(self, params: Sequence[Tensor]) -> Tensor:
+        """Sums of squares of parameters' regions, [P, K], padded with 0.
+
+        On a CPU, sums from the end of the last step are reused while the parameter's version counter and storage are
+        the same. Writes through `.data` are not counted and take effect one step later.
         """
         if isinstance(self._rule, BaseRate):
-            dtype = torch.promote_types(param.dtype, torch.float32)
-            return torch.ones(self._regions[param].num_regions, dtype=dtype, device=param.device)
+            most = max(self._regions[p].num_regions for p in params)
+            dtype = torch.promote_types(params[0].dtype, torch.float32)
+            return torch.ones(len(params), most, dtype=dtype, device=params[0].device)
+        if not any(map(self._is_cut, params)):
+            return self._flattened(params).square_sums(params)
+        return pad_sequence([self._own_squares(p) for p in params], batch_first=True)
+
+    def _own_squares(self, param: Tensor) -> Tensor:
+        if not self._is_cut(param):
+            return self._flattened([param]).square_sums([param])[0]
         known = self._square_sums.get(param)
         if known is not None and known[0] == param._version and known[1] == param.data_ptr():
             return known[2]
@@ -295,12 +329,14 @@ class Pieces:
         tensor: the parameter; only its shape, strides and device are read, so the partition is valid while they are the
             same.
         regions: its regions.
-        whole: use a single piece.
+
+    Attributes:
+        whole: the layout, or the number of runs of rows, does not suit pieces; it is not partitioned.
     """
 
-    def __init__(self, tensor: Tensor, regions: Regions, whole: bool = False) -> None:
+    def __init__(self, tensor: Tensor, regions: Regions) -> None:
         self.key = layout_key(tensor)
-        self.regions, self.dim = regions, tensor.dim()
+        self.regions = regions
         rows = regions.rows_O.tolist()
         num_columns = tensor.numel() // len(rows)
         starts = [i for i, birth in enumerate(rows) if i == 0 or birth != rows[i - 1]]
@@ -310,10 +346,9 @@ class Pieces:
             and tensor.is_contiguous(memory_format=torch.channels_last)
             and regions.num_column_axes == 1
         )
-        self.whole = whole or tensor.device.type != "cpu" or not fits or len(starts) > _MAX_RUNS
+        self.whole = not fits or len(starts) > _MAX_RUNS
         self.sizes: list[int] = []
         if self.whole:
-            self.elements = [tensor.numel()]
             return
         longest = max(1, BLOCK_ELEMENTS // num_columns)
         together = tensor.numel() < _SHORT_RUN * len(starts)
@@ -357,16 +392,12 @@ class Pieces:
 
     def cut(self, tensor: Tensor) -> Sequence[Tensor]:
         """Cut a tensor with the parameter's strides into views, one per piece."""
-        if self.whole:
-            return (tensor,)
         if self.channels_last:
             tensor = tensor.permute(0, 2, 3, 1)
         return tensor.reshape(len(self.regions.rows_O), -1).split(self.sizes)
 
     def rates(self, values_K: Tensor) -> Sequence[Tensor]:
         """Spread one value per region over the elements of each piece, in shapes that broadcast."""
-        if self.whole:
-            return (self.regions.spread(values_K, self.dim),)
         table = self._spread(values_K[self.index_RI])
         if len(self._runs) == len(table):
             return table.unbind(0)
@@ -397,8 +428,6 @@ class Pieces:
 
     def square_sums(self, tensor: Tensor) -> Tensor:
         """Sum of squares of each region of the tensor: [K]."""
-        if self.whole:
-            return self.regions.square_sums(tensor)
         for piece, row in zip(self.cut(tensor.detach()), self.sum_rows, strict=True):
             add_squares([piece], [row])
         return self.take_sums()
@@ -434,11 +463,6 @@ def batches(elements: Sequence[int]) -> Iterator[slice]:
         total += number
     if total:
         yield slice(start, len(elements))
-
-
-def layout_key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.device]:
-    """Key of a partition: the tensor's shape, strides and device."""
-    return tensor.shape, tensor.stride(), tensor.device
 
 
 def handed_over(tensor: Tensor, device: torch.device) -> Tensor:

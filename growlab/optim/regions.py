@@ -36,6 +36,11 @@ class Regions:
         return torch.unique(torch.maximum(self.rows_O.unique()[:, None], self.columns_I.unique()[None, :]))
 
     @cached_property
+    def stage_list(self) -> list[int]:
+        """Stages that occur, ascending; read from the device once."""
+        return self.stages.tolist()
+
+    @cached_property
     def index_OI(self) -> Tensor:
         """Index into `stages` of each (row, column): int64 [O, I]."""
         return self.index_of(self.rows_O)

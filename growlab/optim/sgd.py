@@ -82,12 +82,11 @@ class SGD(Regional, torch.optim.SGD):
         one_dtype = all(t.dtype == params[0].dtype for entries in tensors for t in entries)
         fused = (
             group["fused"]
-            and params[0].device.type == "cpu"
+            and self._is_cut(params[0])
             and params[0].dtype in _FUSED_DTYPES
             and one_dtype
             and group["momentum"] != 0
             and not (group["nesterov"] or group["differentiable"])
-            and not any(self._cut(p).whole for p in params)
         )
         update = _fused_update if fused else _update
         self._sweep(params, tensors, [rates_PK], lambda *pieces: update(group, *pieces))

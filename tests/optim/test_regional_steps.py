@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions
 
@@ -149,6 +150,39 @@ def test_blocks_are_whole_weights_up_to_the_rounding_of_sums(rule, monkeypatch):
     ours = train(make, dtype=torch.float64)
     monkeypatch.setattr("growlab.optim.regional._MAX_RUNS", 0)
     assert_same(ours, train(make, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations that compute or copy something."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_off_the_cpu_a_step_has_as_many_operations_for_many_weights_as_for_few(setting, monkeypatch):
+    cls, options = SETTINGS[setting]
+    # What a CPU does not cut is updated as everything is on a GPU.
+    monkeypatch.setattr("growlab.optim.regional._MAX_RUNS", 0)
+    numbers = []
+    for copies in (1, 3):
+        params, regions = [], {}
+        for _ in range(copies):
+            more, own = start(torch.float32)
+            params += more
+            regions |= own
+        optimizer = cls(params, lr=0.03, rule=NormRatio(), fused=True, **options)
+        optimizer.set_regions(regions)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            with Counted() as counted:
+                optimizer.step()
+        numbers.append(counted.number)
+    assert numbers[0] == numbers[1] <= 60
 
 
 def test_norms_left_by_a_step_are_those_of_the_weights():
