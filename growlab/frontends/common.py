@@ -18,6 +18,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.grower import Grower
 from growlab.grower.network import as_method, check_arguments
 from growlab.grower.part import Part, checked_parts
+from growlab.grower.sharding import Shard
 from growlab.grower.trained import Once, with_small
 from growlab.grower.triggers import At, Trigger, as_trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule
@@ -89,7 +90,13 @@ class GrowthCallback(Described):
         self._method = None if method is None else as_method(method)
 
     def _make(
-        self, network: nn.Module, example: Example, trigger: Trigger, prefix: str, trains: bool = True
+        self,
+        network: nn.Module,
+        example: Example,
+        trigger: Trigger,
+        prefix: str,
+        trains: bool = True,
+        shard: Shard | None = None,
     ) -> Grower:
         """Make the Grower of a network.
 
@@ -99,12 +106,14 @@ class GrowthCallback(Described):
             trigger: decides which widths come next; unused for a network that starts from a trained one.
             prefix: of the network's names in its module's state_dict.
             trains: False: the network is only evaluated.
+            shard: see `growlab.Grower`.
         """
+        settings = {**self._settings, "shard": shard}
         if self._start is None or not trains:
-            return Grower(network, example, method=self._method, trigger=trigger, **self._settings)
+            return Grower(network, example, method=self._method, trigger=trigger, **settings)
         small, self._trained_optimizer = trained(self._start, network, prefix)
         return Grower.from_trained(
-            small, network, example, method=self._method, trigger=self._begins, **self._settings
+            small, network, example, method=self._method, trigger=self._begins, **settings
         )
 
     @property

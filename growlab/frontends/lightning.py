@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from growlab.frontends.common import GrowthCallback, continue_optimizer, metrics
 from growlab.frontends.saving import Saving, averages, hold_plain_networks, put_back_networks, shapes_of
 from growlab.grower import Grower
 from growlab.grower.part import Part, WidthPart
+from growlab.grower.sharding import Shard, ShardWithin
 from growlab.grower.triggers import At, Clock, Never, Trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 # Key of the weights to continue training with, where the checkpoint's state_dict is a plain network's.
 _KEPT = "kept"
+# File of a distributed checkpoint with all but tensors.
+_REST = "meta.pt"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 _PROBE = 8  # samples that growth is checked on
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -74,7 +77,7 @@ class Growth(GrowthCallback, Callback):
 
     The network becomes a seed before the optimizers are made, grows before batches chosen by the trigger, and ends as
     the ordinary network. Optimizers, learning rate schedules and other callbacks stay the same; checkpoints restore
-    their widths.
+    their widths. With `ModelParallelStrategy` it calls the module's `configure_model` to shard the network.
 
     Args:
         network: name of the submodule to grow, "" for the module itself; None: the only one with parameters. With a
@@ -102,8 +105,8 @@ class Growth(GrowthCallback, Callback):
         events: all growth events so far.
 
     Raises:
-        UserError: an argument is invalid, the submodule does not exist or cannot be traced, or the strategy shards
-            parameters.
+        UserError: an argument is invalid, the submodule does not exist or cannot be traced, or the strategy is not
+            supported.
         ValueError: `grower` is given together with a method or a trigger.
 
     Examples:
@@ -139,6 +142,8 @@ class Growth(GrowthCallback, Callback):
         self._is_seed, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
         self._put_back_batches: Callable[[], None] = lambda: None
+        self._put_back_sharding: Callable[[], None] = lambda: None
+        self._shard: Shard | None = None
 
     @property
     def state_key(self) -> str:
@@ -151,10 +156,15 @@ class Growth(GrowthCallback, Callback):
         """Trace the network, and make it a seed for training."""
         strategy = trainer.strategy
         # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
-        if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy:
+        sharded = isinstance(strategy, ModelParallelStrategy)
+        if (
+            not isinstance(strategy, SingleDeviceStrategy)
+            and type(strategy) is not DDPStrategy
+            and not sharded
+        ):
             raise UserError(
-                f"{type(strategy).__name__} does not go with growth, which needs every parameter whole on each device; "
-                "take strategy='ddp'."
+                f"{type(strategy).__name__} does not go with growth: take strategy='ddp', or ModelParallelStrategy for "
+                "a sharded network."
             )
         if starts_by_copies(strategy):
             raise UserError(
@@ -163,7 +173,9 @@ class Growth(GrowthCallback, Callback):
             )
         if self._is_given:
             return
-        if is_overridden("configure_model", pl_module):
+        if sharded:
+            self._take_over(strategy, pl_module)
+        elif is_overridden("configure_model", pl_module):
             # Lightning calls it next, and asks that a second call does nothing.
             pl_module.configure_model()
         self._open(pl_module, stage, partial(self._seen, trainer, pl_module, stage))
@@ -176,6 +188,29 @@ class Growth(GrowthCallback, Callback):
                 self._put_back_batches()
             self._saving = Saving(pl_module, partial(self._on_save, pl_module))
             self._put_back_batches = change_batch_sizes(trainer, self._trigger)
+
+    def _take_over(self, strategy: ModelParallelStrategy, module: LightningModule) -> None:
+        """Call `configure_model` in Lightning's place, and read a checkpoint's widths before its weights."""
+        self._put_back_sharding()
+        configure, load = module.configure_model, strategy.load_checkpoint
+        self._shard = ShardWithin(module, configure)
+
+        def load_checkpoint(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+            assert self.grower is not None
+            place = Path(strategy.broadcast(path))
+            rest = place / _REST if place.is_dir() else place
+            saved = torch.load(rest, "cpu", mmap=True, weights_only=weights_only).get("callbacks", {})
+            if self.state_key in saved:
+                self.grower.load_state_dict(saved[self.state_key])
+            return load(path, weights_only)
+
+        def put_back() -> None:
+            del module.configure_model, strategy.load_checkpoint
+            self._put_back_sharding = lambda: None
+
+        module.configure_model = lambda: None
+        strategy.load_checkpoint = load_checkpoint
+        self._put_back_sharding = put_back
 
     def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
         network = self._find(module, self._network)
@@ -195,7 +230,7 @@ class Growth(GrowthCallback, Callback):
         # What is only evaluated keeps the weights that it has.
         trigger = self._trigger if stage == "fit" else Never()
         path, self._is_seed = next(n for n, m in module.named_modules() if m is network), stage == "fit"
-        self.grower = self._make(network, example, trigger, path and f"{path}.", self._is_seed)
+        self.grower = self._make(network, example, trigger, path and f"{path}.", self._is_seed, self._shard)
         for name in self._copies:
             copy = self._find(module, name)
             self._follow(self.grower, copy)
@@ -284,6 +319,7 @@ class Growth(GrowthCallback, Callback):
             self._saving.remove()
             self._saving = None
         self._put_back_batches()
+        self._put_back_sharding()
         if stage == "fit" and not self._ended and trainer.global_step:
             self._finish(self.grower)
         elif stage != "fit" or not self._ended:
@@ -304,7 +340,8 @@ class Growth(GrowthCallback, Callback):
 
     def _on_save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert self.grower is not None
-        kept = hold_plain_networks(self.grower, module, checkpoint)
+        # A checkpoint of pieces is loaded by the widths that the callback's state has, as a growing network's.
+        kept = {} if self._shard is not None else hold_plain_networks(self.grower, module, checkpoint)
         if "callbacks" in checkpoint:
             checkpoint["callbacks"][self.state_key][_KEPT] = kept
 

@@ -6,6 +6,7 @@ each process has. New tensors are computed whole and cut one at a time.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,25 @@ from growlab.optim.regional import Regional
 
 #: Shards a network in place: `fully_shard` on its blocks and itself, `parallelize_module`, wrappers around blocks.
 Shard = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class ShardWithin:
+    """A `Shard` that also changes a module around the network, such as Lightning's `configure_model`.
+
+    Attributes:
+        module: contains the network.
+        shard: shards it.
+    """
+
+    module: nn.Module
+    shard: Callable[[], Any]
+
+    def __call__(self, network: nn.Module) -> Any:
+        """Shard the module."""
+        return self.shard()
+
+
 # torch has no public undo of `fully_shard`: of which modules it knows is written here.
 _KNOWN: Any = _composable_state._module_state_mapping
 _Places = Mapping[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
@@ -39,6 +59,7 @@ class Sharding:
     """
 
     def __init__(self, network: nn.Module, shard: Shard) -> None:
+        network = shard.module if isinstance(shard, ShardWithin) else network
         self._network, self._shard = network, shard
         # Class and attributes of each module before and after it.
         self._changes: list[tuple[nn.Module, _Look, _Look]] = []
