@@ -110,8 +110,9 @@ def stage_epochs(
     rest = total_epochs - sum(epochs)
     if rest < 1:
         raise ValueError(
-            f"the first {num_stages - 1} stages take {sum(epochs)} of {total_epochs} epochs and leave none for "
-            "the last; lower initial_epochs, epoch_growth_rate or num_stages."
+            # As a ratio: a run with a budget asks for its schedule before it knows its number of epochs.
+            f"the first {num_stages - 1} stages take {sum(epochs) / total_epochs:.3g} times the run's epochs and leave "
+            "none for the last; lower initial_epochs, epoch_growth_rate or num_stages."
         )
     return [*epochs, rest]
 

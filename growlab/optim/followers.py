@@ -159,6 +159,8 @@ class Followers:
             ValueError: an optimizer has state that cannot follow.
         """
         network, graph = self._run.network, self._run.graph
+        _drop_overwritten(old for old, _ in replaced.values())
+        _drop_overwritten(network.parameters())
         own = {id(old) for old, _ in replaced.values()} | {id(p) for p in network.parameters()}
         done = dict[int, tuple[Any, Any]]()
         for optimizer in self.optimizers:
@@ -197,6 +199,7 @@ class Followers:
         # Wrappers share the state of what they wrap.
         for optimizer in {id(one.state): one for one in self.optimizers if hasattr(one, "state")}.values():
             rescale_state(optimizer, own)
+        _drop_overwritten(own)
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
                 # Sparse gradients do not broadcast.
@@ -317,6 +320,18 @@ class Followers:
         # A wrapper without hooks does not report its steps.
         hooked = (one for one in reversed(self.optimizers) if _STEP_HOOKS in vars(one))
         return next((one for one in hooked if _has_any(one, self._run.network.parameters())), None)
+
+
+def _drop_overwritten(parameters: Iterable[Tensor]) -> None:
+    """Remove gradients that a later run of a CUDA graph has overwritten, which torch refuses to read or add to."""
+    for parameter in parameters:
+        try:
+            if parameter.grad is not None:
+                parameter.grad.data_ptr()
+        except RuntimeError as error:
+            # Sparse gradients have no pointer either, but are not lost.
+            if "CUDAGraphs" in str(error):
+                parameter.grad = None
 
 
 def _rows_of(gradient: Tensor, sparse: Tensor) -> Tensor:

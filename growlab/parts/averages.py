@@ -70,8 +70,10 @@ class Averages(Part):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         if self._average is not None:
-            # In the saved precision, to which the network may be converted later.
-            _go_along(self._average, state)
+            own = named_tensors(self._average)
+            # In the saved precision, to which the network may be converted later, and where it is: a checkpoint for a
+            # GPU may have been read to the CPU.
+            _go_along(self._average, {n: t.to(own[n].device) for n, t in state.items() if n in own})
             self._average.load_state_dict(state)
 
 

@@ -42,13 +42,23 @@ class Step:
 def steps(device: str, small: bool, out: Path) -> list[Step]:
     """All steps, 480 seconds together, in the order in which their results matter."""
     size = ("--small",) * small
-    pytest = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+    pytest = (
+        "pytest",
+        "-m",
+        "gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "--continue-on-collection-errors",
+    )
     few = ("-k", FEW) if small else ()
     # Those that need a device are collected without one.
     others = ("--collect-only",) if device == "cpu" else ()
     where = ("--device", device, *size, "--write")
-    measures = "event,optimizer" if small else "event,trace,loop,optimizer,callback"
-    measured = ("-k", measures, "--repeats", "1" if small else "3", *where, str(out / "ratios.json"))
+    measures = "event,optimizer" if small else "event,callback,optimizer,loop,trace"
+    measured = ("-k", measures, "--repeats", "1" if small else "2", *where, str(out / "ratios.json"))
     return [
         Step("engine", (*pytest, *few, ENGINE, f"--junitxml={out / 'engine.xml'}"), 100),
         Step("ratios", ("tests.benchmarks", *measured), 110),

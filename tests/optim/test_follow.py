@@ -591,3 +591,19 @@ class TestForgotten:
         run.grow()
         other.steps(1)
         run.steps(1)
+
+
+def test_gradients_that_a_cuda_graph_has_overwritten_are_gone_after_an_event() -> None:
+    net, x = network(), torch.randn(2, 3, 4, 4)
+    grower = Grower(net, x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, verbose=False)
+    grower.follow(torch.optim.SGD(net.parameters(), lr=0.1))
+    grower.step(epoch=0)
+    net(x).sum().backward()
+    lost, kept = net[0].weight.grad, net[4].weight.grad.clone()
+    # What torch does to the outputs of a graph when it runs once more.
+    torch._C._set_storage_access_error_msg(
+        lost, "accessing tensor output of CUDAGraphs that has been overwritten"
+    )
+    grower.step(epoch=1)
+    assert net[0].weight.grad is None
+    assert net[4].weight.grad.shape == net[4].weight.shape != kept.shape and net[4].weight.grad.any()

@@ -219,7 +219,8 @@ class Task(LightningModule):
             UserError: naming the step and the tensor.
         """
         tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
-        finite = torch.stack([tensor.isfinite().all() for tensor in tensors.values()])
+        # The factors of hooks, which are entries too, are kept on the CPU.
+        finite = torch.stack([tensor.isfinite().all().to(self.device) for tensor in tensors.values()])
         finite = stacked(finite).all(0)
         if not bool(finite.all()):
             first = next(n for n, fine in zip(tensors, finite.tolist(), strict=True) if not fine)
