@@ -134,9 +134,12 @@ class CommandLine:
 
     def on_two_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function of a rank and further arguments in two processes."""
-        program = _TWO_RANKS.format(pickle.dumps((function, arguments)))
-        outcome = self(cwd=ROOT, program=program)
+        outcome = self.on_ranks(2, function, *arguments)
         assert outcome.code == 0, outcome.err
+
+    def on_ranks(self, number: int, function: Callable[..., None], *arguments: Any) -> Outcome:
+        """Call a function of a rank and further arguments in processes that start together."""
+        return self(cwd=ROOT, program=_RANKS.format(pickle.dumps((function, arguments)), number))
 
     def close(self) -> None:
         """Disconnect."""
@@ -161,7 +164,7 @@ def join(rank: int, folder: Path) -> None:
     os.environ.update(TORCHELASTIC_RUN_ID="x")
 
 
-_TWO_RANKS = """
+_RANKS = """
 import pickle, torch
-torch.multiprocessing.start_processes(*pickle.loads({!r}), nprocs=2, start_method="fork")
+torch.multiprocessing.start_processes(*pickle.loads({!r}), nprocs={}, start_method="fork")
 """

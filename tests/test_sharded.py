@@ -1,6 +1,8 @@
 """Networks that processes share out: growth of those that `shard=` cuts equals one process's; others are refused."""
 
 import copy
+import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -176,6 +180,8 @@ WAYS_TO_SHARD: dict[str, Callable[[Any, list[nn.Module]], None]] = {
     "both, cut by fsdp": lambda net, blocks: by_both(net, blocks, (2, 1)),
     "wrapped": wrapped,
 }
+WAYS_OF_TWO = list(WAYS_TO_SHARD)
+WAYS_TO_SHARD["both on four"] = lambda net, blocks: by_both(net, blocks, (2, 2))
 
 
 class Run:
@@ -302,33 +308,49 @@ def failed_event_leaves_everything(kind: str) -> None:
     assert differences(run.stage(2), undisturbed.stage(2), 0.0) == []
 
 
-def resumed_equals_undisturbed(folder: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+def save(run: Run, folder: Path) -> None:
+    """Save a run by torch's asynchronous distributed checkpoint."""
+    model, optimizer = get_state_dict(run.network, run.optimizer)
+    dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp").result()
+    if dist.get_rank() == 0:
+        torch.save((run.grower.state_dict(), run.steps), folder / "grower.pt")
 
-    run, resumed = Run("multipliers", True), Run("multipliers", True)
+
+def resumed(folder: Path) -> Run:
+    """Continue what `save` has saved, maybe by another number of processes."""
+    run = Run("multipliers", True)
+    state, run.steps = torch.load(folder / "grower.pt", weights_only=True)
+    run.grower.load_state_dict(state)
+    model, optimizer = get_state_dict(run.network, run.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=folder / "dcp")
+    set_state_dict(run.network, run.optimizer, model_state_dict=model, optim_state_dict=state["optimizer"])
+    return run
+
+
+def killed_in_an_event(folder: Path) -> None:
+    run = Run("multipliers", True)
     for epoch in (0, 1):
         run.stage(epoch)
-    model, optimizer = get_state_dict(run.network, run.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "dcp")
-    state = copy.deepcopy(run.grower.state_dict())
-    resumed.grower.load_state_dict(state)
-    resumed.steps = run.steps
-    model, optimizer = get_state_dict(resumed.network, resumed.optimizer)
-    content = {"model": model, "optimizer": optimizer}
-    dcp.load(content, checkpoint_id=folder / "dcp")
-    set_state_dict(
-        resumed.network,
-        resumed.optimizer,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optimizer"],
-    )
-    assert differences(resumed.tensors(), run.tensors(), 0.0) == []
-    assert differences(resumed.stage(2), run.stage(2), 0.0) == []
+    save(run, folder)
+    run.grower.step(epoch=2, then=lambda: dist.get_rank() and os.kill(os.getpid(), signal.SIGKILL))
+    dist.barrier()
 
 
-def checked(rank: int, folder: Path, names: list[str]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def resumed_equals_undisturbed(folder: Path) -> None:
+    """Bit for bit on as many ranks, else to rounding."""
+    ranks = dist.get_world_size()
+    run, undisturbed = resumed(folder), Run("multipliers", ranks == 2)
+    for epoch in (0, 1):
+        undisturbed.stage(epoch)
+    bound = 0.0 if ranks == 2 else 1e-12
+    assert differences(run.tensors(), undisturbed.tensors(), bound) == []
+    assert differences(run.stage(2), undisturbed.stage(2), bound) == []
+
+
+def checked(rank: int, folder: Path, names: list[str], ranks: int = 2) -> None:
+    store = f"file://{folder}/store{ranks}{names[0]}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     for name in names:
         if name in CASES:
             equals_one_process(name)
@@ -336,6 +358,8 @@ def checked(rank: int, folder: Path, names: list[str]) -> None:
             equals_one_process("variance transfer", name)
         elif name == "resumed":
             resumed_equals_undisturbed(folder)
+        elif name == "killed":
+            killed_in_an_event(folder)
         else:
             failed_event_leaves_everything(name)
     dist.destroy_process_group()
@@ -347,7 +371,15 @@ def test_growth_on_two_ranks_equals_that_of_one_process(cli: CommandLine, tmp_pa
 
 @pytest.mark.slow
 def test_methods_roll_back_and_checkpoints_on_two_ranks(cli: CommandLine, tmp_path: Path) -> None:
-    cli.on_two_ranks(checked, tmp_path, [*CASES, *WAYS_TO_SHARD, "then", "resumed"])
+    cli.on_two_ranks(checked, tmp_path, [*CASES, *WAYS_OF_TWO, "then"])
+
+
+@pytest.mark.slow
+def test_four_ranks_and_a_killed_run_resumed_by_one_two_and_four(cli: CommandLine, tmp_path: Path) -> None:
+    assert cli.on_ranks(2, checked, tmp_path, ["killed"]).code
+    for number, names in {1: ["resumed"], 2: ["resumed"], 4: ["resumed", "both on four", "fsdp"]}.items():
+        outcome = cli.on_ranks(number, checked, tmp_path, names, number)
+        assert outcome.code == 0, outcome.err
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
