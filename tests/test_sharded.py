@@ -17,7 +17,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from growlab import (
@@ -50,6 +50,24 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+class ZeRODictionary(dict[str, Any]):
+    """In the place of DeepSpeed's dictionary of parameters, without DeepSpeed."""
+
+
+Stage = type("Pipe", (nn.Linear,), {"__module__": "torch.distributed.pipelining._IR"})
+
+
+def as_deepspeed_does(network: nn.Module) -> None:
+    for module in network.modules():
+        module._parameters = ZeRODictionary(module._parameters)
+        for parameter in module.parameters(recurse=False):
+            parameter.ds_id = 0  # type: ignore[attr-defined]
+
+
+def in_fsdp1(network: Any) -> None:
+    network[0] = FullyShardedDataParallel(network[0], device_id=torch.device("cpu"))
+
+
 WAYS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "fully_shard": ("is sharded", lambda network, mesh: fully_shard(network, mesh=mesh)),
     "fully_shard of a part": ("is sharded", lambda network, mesh: fully_shard(network[0], mesh=mesh)),
@@ -57,6 +75,9 @@ WAYS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
         "is sharded",
         lambda network, mesh: parallelize_module(network, mesh, {"0": ColwiseParallel()}),
     ),
+    "FSDP1": ("is sharded by FSDP1", lambda network, _: in_fsdp1(network)),
+    "DeepSpeed": ("is of DeepSpeed", lambda network, _: as_deepspeed_does(network)),
+    "pipeline": ("is a stage of a pipeline", lambda network, _: setattr(network[0], "__class__", Stage)),
     "replicate": ("is replicated", lambda network, _: replicate(network)),
     "replicate of a part": ("is replicated", lambda network, _: replicate(network[0])),
 }
@@ -407,3 +428,29 @@ def test_optimizers_with_regions_and_averages_are_refused(mesh: Any) -> None:
         grower.follow(SGD(network.parameters(), lr=0.1))
     with pytest.raises(UserError, match="averages of a sharded network"):
         grower.follow(average)
+    zero = type("DeepSpeedZeroOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime.zero.stage3"})
+    with pytest.raises(UserError, match="shares parameters out"):
+        grower.follow(zero(network.parameters(), lr=0.1))
+
+
+def test_a_trained_network_grows_into_a_sharded_one(mesh: Any) -> None:
+    """It equals growth of the whole one, with Adam's moments."""
+    grown = []
+    for shard in (None, fully_shard):
+        torch.manual_seed(0)
+        small, wide = (nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 2)) for n in (8, 16))
+        optimizer = torch.optim.AdamW(small.parameters())
+        small(X).square().mean().backward()
+        optimizer.step()
+        expected = small(X)
+        grower = Grower.from_trained(small, wide, X, optimizer=optimizer, shard=shard)
+        grower.step(epoch=0)
+        torch.testing.assert_close(wide(X), expected)
+        optimizer.zero_grad()
+        wide(X).square().mean().backward()
+        optimizer.step()
+        reshard(wide)
+        assert any(map(is_piece, wide.parameters())) == (shard is not None)
+        moments = [entries["exp_avg"] for entries in optimizer.state.values()]
+        grown.append([whole(tensor.detach()).clone() for tensor in (*wide.parameters(), *moments)])
+    torch.testing.assert_close(*grown)

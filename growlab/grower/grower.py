@@ -294,7 +294,10 @@ class Grower(LoadingNetwork):
                         see_through(copy, self.full_graph)
                         attach(copy, self.graph, self.state, self.resize_for_loading, self.probe())
                         modules.append(copy)
-            elif any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(one).__mro__):
+            elif any(
+                kind.__name__ == "ZeroRedundancyOptimizer" or kind.__module__.startswith("deepspeed.")
+                for kind in type(one).__mro__
+            ):
                 raise UserError(
                     f"{type(one).__name__} shares parameters out among processes once, by their size: growth "
                     "would have to share them out again; give each process an ordinary optimizer."

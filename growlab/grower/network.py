@@ -199,9 +199,13 @@ _REFUSED = {
 def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
     """Return True if modules and parameters have the classes that `see_whole` has found: sharding changes them."""
     return bool(known) and all(
-        type(module) is kind and [*map(type, module._parameters.values())] == kinds
-        for module, kind, kinds in known
+        type(module) is kind and _kinds(module) == kinds for module, kind, kinds in known
     )
+
+
+def _kinds(module: nn.Module) -> list[type]:
+    """Classes of a module's parameters, and of their dictionary, which DeepSpeed replaces."""
+    return [type(module._parameters), *map(type, module._parameters.values())]
 
 
 @cache
@@ -386,7 +390,7 @@ def see_whole(
         check_whole(network)
     reshard(network)
     see_through(network, graph)
-    return [(module, type(module), [*map(type, module._parameters.values())]) for module in network.modules()]
+    return [(module, type(module), _kinds(module)) for module in network.modules()]
 
 
 def look_at_wrappers(network: nn.Module) -> None:

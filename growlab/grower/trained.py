@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base.errors import UserError
+from growlab.base.pieces import is_piece, placed
 from growlab.grower.network import trace_for_growth
 from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
@@ -266,9 +267,12 @@ def adopt(
         UserError: tensors are missing, or the outputs differ.
     """
     network: nn.Module = grower.network
-    tensors = small if isinstance(small, Mapping) else small.state_dict()
+    tensors, own = small if isinstance(small, Mapping) else small.state_dict(), network.state_dict()
+    given = {names[name]: tensor for name, tensor in tensors.items()}
+    pieces = {name for name in given if is_piece(own.get(name))}
     missing, unexpected = network.load_state_dict(
-        {names[name]: tensor for name, tensor in tensors.items()}, strict=False
+        {name: placed(given[name], own[name]) if name in pieces else given[name] for name in given},
+        strict=False,
     )
     if missing or unexpected:
         what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the large one lacks"
@@ -289,6 +293,10 @@ def adopt(
                     "the optimizer that trained it."
                 )
             replace_parameters(optimizer, old)
+            for parameter in filter(is_piece, old.values()):
+                entries = optimizer.state.get(parameter, {})
+                moments = {k: t for k, t in entries.items() if getattr(t, "shape", None) == parameter.shape}
+                entries |= {key: placed(tensor, parameter) for key, tensor in moments.items()}
             rescale_state(optimizer, {new[name]: factor for name, factor in factors.items()})
     grower.follow(*optimizers, state=state)
 
