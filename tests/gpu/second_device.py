@@ -3,7 +3,9 @@
 import contextlib
 import functools
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils import cpp_extension
@@ -27,6 +29,21 @@ def register() -> None:
     }
     torch._register_device_module("second_device", types.SimpleNamespace(**functions))
     torch.utils.generate_methods_for_privateuse1_backend()
+    torch.nn.Module.to = _keeping_ties(torch.nn.Module.to)
+
+
+def _keeping_ties(to: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """Let `Module.to` keep parameters, and ties between them, as it does on its way to CUDA."""
+
+    @functools.wraps(to)
+    def moved(*args: Any, **kwargs: Any) -> torch.nn.Module:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return to(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
+    return moved
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 
 import copy
 import io
+import math
 import os
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab import Grower
+from growlab import Grower, parts
 from growlab.lab.networks import CausalTransformer, CifarResNet
 from growlab.optim import SGD, Adam, NormRatio
 from tests.benchmarks.ratios import llama, logits, tokens
@@ -45,7 +46,7 @@ BOTH = (DEVICE, "cpu")
 
 def resnet() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return CifarResNet(1, num_classes=10, channels=(4, 8, 16)), torch.randn(4, 3, 16, 16)
+    return CifarResNet(2, num_classes=10, channels=(4, 8, 16)), torch.randn(4, 3, 16, 16)
 
 
 def mlp() -> tuple[nn.Module, Tensor]:
@@ -188,12 +189,23 @@ def test_checkpoints_move_between_devices(there: bool) -> None:
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-3, atol=1e-4)
 
 
-def test_averages_grow_along() -> None:
-    from growlab.parts.averages import Averages
+PARTS = {
+    "averages": lambda: parts.Averages(decay=0.5),
+    "depth": parts.Depth,
+    "images": lambda: parts.Resolution([8, 16]),
+    "warm-up": lambda: parts.Warmup(3),
+    "freezing": parts.Freeze,
+}
 
-    averages = Averages(decay=0.5)
-    grower, _ = grown("resnet", parts=[averages])
-    (average,) = grower.copies().values()
-    shapes = ({n: p.shape for n, p in each.named_parameters()} for each in (average, grower.network))
-    assert next(shapes) == next(shapes)
-    assert all(p.device.type == DEVICE for p in average.parameters())
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_grow_along(part: str) -> None:
+    grower, losses = grown("resnet", parts=[PARTS[part]()])
+    assert all(map(math.isfinite, losses))
+    for average in grower.copies().values():
+        shapes = ({n: p.shape for n, p in each.named_parameters()} for each in (average, grower.network))
+        assert next(shapes) == next(shapes)
+        # From a checkpoint that was read to the CPU too.
+        (own,) = grower.parts
+        own.load_state_dict({name: tensor.cpu() for name, tensor in own.state_dict().items()})
+        assert all(tensor.device.type == DEVICE for tensor in average.parameters())
