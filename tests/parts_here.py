@@ -16,6 +16,7 @@ _NAMED = {
     "isotropic": ("=isotropic", "isotropic.", "gain_weights."),
     "osgd": ("osgd.", "=table14"),
     "resolution": ("resolution.",),
+    "setting": ("setting.",),
 }
 
 

@@ -51,6 +51,8 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
         **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),
         **{aten.addmv: _by_vector_added, aten.addbmm: _sum_of_products, aten._trilinear: _trilinear},
+        # Tokens sorted by expert, by a matrix each.
+        aten._grouped_mm: _grouped,
         **dict.fromkeys(
             (
                 aten._scaled_dot_product_flash_attention_for_cpu,
@@ -90,6 +92,10 @@ def _sum_of_products(_: Tensor, one: Tensor, other: Tensor, *__: Any, **___: Any
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Scores and weighted sums; several heads may share keys and values."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _grouped(tokens: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * tokens.numel() * matrices.shape[-1]
 
 
 def _trilinear(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -181,6 +181,32 @@ class BlockPart(Part):
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
         """Change a network, or an average of it, to the structure of a state, before it loads tensors."""
+
+
+_Value = TypeVar("_Value")
+
+
+def value_at(values: Sequence[_Value], fraction_grown: float) -> _Value:
+    """Return the value at a fraction of growth, of values that are reached evenly."""
+    # A fraction of growth may be slightly below its exact value by rounding.
+    return values[int(fraction_grown * (len(values) - 1) + 1e-9)]
+
+
+def check_fraction_known(grower: GrowingNetwork, what: str) -> None:
+    """Check that the trigger knows the fraction of growth at each stage.
+
+    Args:
+        grower: of the network.
+        what: needs it, for the message.
+
+    Raises:
+        UserError: it does not.
+    """
+    if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
+        raise UserError(
+            f"{what} need a trigger that knows how far growth has come: take a schedule of stages or a demand, and a "
+            "growth method that follows it."
+        )
 
 
 def checked_parts(parts: Any) -> tuple[Part, ...]:

@@ -46,7 +46,10 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
     only tensors written to in place are copied, just before.
     """
     networks = [grower.network, *grower.copies().values()]
-    snapshot = _Snapshot([grower, *grower.optimizers, *networks], _libraries(grower, parts))
+    # Parts may set attributes of a model's config, whose class is of another library.
+    configs = [getattr(module, "config", None) for network in networks for module in network.modules()]
+    libraries = _libraries(grower, parts) | {type(one).__module__.partition(".")[0] for one in configs}
+    snapshot = _Snapshot([grower, *grower.optimizers, *networks], libraries)
     draws, sharded = states_of_draws(grower.network), known_sharding(networks)
     try:
         with snapshot.watching():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from growlab.parts.newborn import Freeze, Warmup
     from growlab.parts.osgd import OldGradient
     from growlab.parts.resolution import Resolution
+    from growlab.parts.setting import Setting
 
 __all__ = [
     "Averages",
@@ -29,6 +30,7 @@ __all__ = [
     "OldGradient",
     "Part",
     "Resolution",
+    "Setting",
     "Warmup",
     "available",
 ]
@@ -45,6 +47,7 @@ _HOMES = {
     "IsotropicLayers": "isotropic",
     "OldGradient": "osgd",
     "Resolution": "resolution",
+    "Setting": "setting",
     "Warmup": "newborn",
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.grower.part import Part
+from growlab.grower.part import Part, check_fraction_known, value_at
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger
 from growlab.growth import GrowthEvent
 from growlab.growth.outputs import evaluate
@@ -68,8 +68,7 @@ class Resolution(Part):
 
     def size_at(self, fraction_grown: float) -> int:
         """Return the size of training inputs at a fraction of growth."""
-        # A fraction of growth may be slightly below its exact value by rounding.
-        return self._sizes[int(fraction_grown * (len(self._sizes) - 1) + 1e-9)]
+        return value_at(self._sizes, fraction_grown)
 
     def applies(self, trigger: Trigger) -> bool:
         """Return True if the network grows, or a single size is given."""
@@ -118,11 +117,8 @@ class Resolution(Part):
 
     def check(self, grower: GrowingNetwork) -> None:
         """Check that the trigger knows the fraction of growth, if there are several sizes."""
-        if len(self._given) > 1 and grower.trigger.fraction_grown(0, grower.seed_widths) is None:
-            raise UserError(
-                "sizes of several stages need a trigger that knows how far growth has come: take a schedule of stages "
-                "or a demand, and a growth method that follows it."
-            )
+        if len(self._given) > 1:
+            check_fraction_known(grower, "sizes of several stages")
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Start at the first size; a network that does not grow trains at the last."""

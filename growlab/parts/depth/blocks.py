@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import one_of
-from growlab.grower.part import BlockPart
+from growlab.grower.part import BlockPart, check_fraction_known
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState, constants
 from growlab.growth.constants import with_offset, without_offset
@@ -437,11 +437,7 @@ class Depth(BlockPart):
 
     def check(self, grower: GrowingNetwork) -> None:
         """Check that the trigger knows the fraction of growth at each stage."""
-        if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
-            raise UserError(
-                "blocks that come in later need a trigger that knows how far growth has come: take a schedule of "
-                "stages or a demand, and a growth method that follows it."
-            )
+        check_fraction_known(grower, "blocks that come in later")
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Record the blocks of the seed network: none if it grows, a fraction in a baseline of reduced depth."""

@@ -1,0 +1,142 @@
+"""Growth of computation at kept weights: a setting of modules that takes another value at each stage."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from growlab.base import ranks
+from growlab.base.errors import UserError
+from growlab.grower.part import Part, check_fraction_known, value_at
+from growlab.grower.triggers import GrowingNetwork, Trigger
+from growlab.grower.triggers.at import Never
+from growlab.growth import GrowthEvent
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
+from growlab.widths import WidthGraph
+
+
+class Setting(Part):
+    """Sets an attribute of modules, or of a model's `config`, to a value for each stage, in training and evaluation.
+
+    For what costs computation but no weights: the window of attention, the number of times that a shared block is
+    applied, the number of active experts per token. The last value is the network's own, so that the grown network is
+    the ordinary one. The step's FLOPs are counted at each value: kernels that compute all positions and mask those
+    outside of a window cost the same with any window.
+
+    Outputs change with the value; the event's receipt has the new value under the part's name, and the largest change
+    of an output on the probe batch, relative to the largest output, under `NAME_output_change`.
+
+    Args:
+        names: attribute with the name of its module in front, in which `*` stands for any characters, such as
+            "layers.*.attention.window"; "*.sliding_window" for all of that name, also of a `config`, which models of
+            transformers read; or a list of such names, which all take the value.
+        values: one per stage if there are as many as stages, else reached evenly as growth proceeds.
+        name: key of the part's state; several settings of one network need different ones.
+
+    Raises:
+        UserError: `values` is not a list of at least two.
+    """
+
+    grows = True
+    shards = True
+
+    def __init__(self, names: str | Sequence[str], values: Sequence[Any], name: str = "setting") -> None:
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) < 2:
+            raise UserError(f"values must be a list of one value a stage, such as [1,2], not {values!r}.")
+        self._names = [names] if isinstance(names, str) else list(names)
+        self._values, self.name = tuple(values), name
+        self.value = self._values[-1]
+        self._network: nn.Module | None = None
+        self._copies: Callable[[], Mapping[str, nn.Module]] = dict
+
+    def applies(self, trigger: Trigger) -> bool:
+        """Return True if the network grows: others have their own value."""
+        return not isinstance(trigger, Never)
+
+    def prepare(
+        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
+    ) -> WidthGraph:
+        """Find the attributes, and run the network at every value.
+
+        Raises:
+            UserError: a name matches nothing, the network's own value is not the last one, or it fails at a value.
+        """
+        for pattern in self._names:
+            found = [getattr(holder, attribute) for holder, attribute in _holders(network, pattern)]
+            if not found:
+                raise UserError(
+                    f"names={pattern!r} is no attribute of a module or of its config in this network."
+                )
+            if any(own != self._values[-1] for own in found):
+                raise UserError(
+                    f"values={list(self._values)} must end with the network's own {pattern}, {found[0]!r}: it "
+                    "would end as another network."
+                )
+        for value in self._values:
+            self._set(network, value)
+            try:
+                evaluate(network, example)
+            except Exception as error:
+                self._set(network, self._values[-1])
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                raise UserError(
+                    f"the network does not run with {self._names[0]}={value!r} ({reason})."
+                ) from error
+        return graph
+
+    def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
+        """Set the value for a fraction of growth."""
+        self._set(network, value_at(self._values, fraction_grown))
+        return graph
+
+    def check(self, grower: GrowingNetwork) -> None:
+        """Check that the trigger knows the fraction of growth."""
+        check_fraction_known(grower, "settings with a value for each stage")
+
+    def begin(self, grower: GrowingNetwork) -> None:
+        """Start at the seed's value."""
+        self._network, self._copies = grower.network, grower.copies
+        self._advance(grower.trigger.fraction_grown(0, grower.seed_widths))
+
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
+        """Set the new stage's value."""
+        before = evaluate(grower.network, grower.probe())
+        self._advance(grower.trigger.fraction_grown(grower.state.scheduled_stage, event.widths_after))
+        change = relative_error(before, evaluate(grower.network, grower.probe()))
+        return {self.name: self.value, f"{self.name}_output_change": ranks.agreed([change])[0]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the current value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`."""
+        self.value = state["value"]
+        self._set_all()
+
+    def _advance(self, fraction_grown: float | None) -> None:
+        if fraction_grown is not None:
+            self.value = value_at(self._values, fraction_grown)
+        self._set_all()
+
+    def _set_all(self) -> None:
+        for network in (self._network, *self._copies().values()):
+            if network is not None:
+                self._set(network, self.value)
+
+    def _set(self, network: nn.Module, value: Any) -> None:
+        for pattern in self._names:
+            for holder, attribute in _holders(network, pattern):
+                setattr(holder, attribute, value)
+
+
+def _holders(network: nn.Module, pattern: str) -> Iterator[tuple[Any, str]]:
+    """Modules, and configs of modules, with the attribute that a pattern names."""
+    path, _, attribute = pattern.rpartition(".")
+    for name, module in network.named_modules():
+        of_config = f"{name}.config".removeprefix(".")
+        for own, holder in ((name, module), (of_config, getattr(module, "config", None))):
+            if fnmatchcase(own, path) and hasattr(holder, attribute):
+                yield holder, attribute
