@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import UserError
@@ -141,7 +140,7 @@ def state_of(network: nn.Module) -> GrowthState | None:
 
 
 class ModuleHook:
-    """Runs a module's forward in a torch function mode, and has entries in the module's state_dict.
+    """Runs a module's forward in a torch function mode or another context, and has entries in the module's state_dict.
 
     It is stored in the module's dictionary, and stays with it in a deep copy.
 
@@ -155,7 +154,7 @@ class ModuleHook:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._open: list[TorchFunctionMode] = []
+        self._open: list[Any] = []
         # The second is called after an error too.
         self._handles = (
             module.register_forward_pre_hook(self._enter),
@@ -176,8 +175,8 @@ class ModuleHook:
         holders[:] = [one for one in holders if one is not self]
         _tidy(self.module)
 
-    def mode(self, inputs: tuple[Any, ...]) -> TorchFunctionMode:
-        """Return the mode in which a forward with these inputs runs."""
+    def mode(self, inputs: tuple[Any, ...]) -> Any:
+        """Return the mode, or another context, in which a forward with these inputs runs."""
         raise NotImplementedError
 
     def save(self, state: dict[str, Any], prefix: str) -> None:
@@ -190,7 +189,7 @@ class ModuleHook:
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         # No public attribute marks the replicas of `nn.DataParallel`; a test makes one.
-        if getattr(module, "_is_replica", False):
+        if "_is_replica" in module.__dict__:
             raise UserError(
                 f"torch.nn.DataParallel copies {type(module).__name__} to several devices in each step, which growth "
                 "cannot follow: use DistributedDataParallel with a process for each device."

@@ -102,9 +102,9 @@ class AvaGrad(Regional):
             else:
                 keys.append([(own, stage) for stage in regions.stage_list])
                 sums = list(regions.sums(rate.double().square()).unbind(0))
-                counts_K = regions.counts
-                inner = rate.numel() // int(counts_K.sum())
-                numbers = [n * inner for n in counts_K.tolist()]
+                pairs = regions.count_list
+                inner = rate.numel() // sum(pairs)
+                numbers = [n * inner for n in pairs]
             for key, total, number in zip(keys[-1], sums, numbers, strict=True):
                 squares[key] = squares[key] + total
                 counts[key] += number

@@ -64,6 +64,11 @@ class Regions:
             [n * torch.bincount(index_I, minlength=self.num_regions) for index_I, n in found]
         ).sum(0)
 
+    @cached_property
+    def count_list(self) -> list[int]:
+        """`counts` as a list; read from the device once."""
+        return self.counts.tolist()
+
     def has_rates(self, tensor: Tensor) -> bool:
         """Return True if the regions of a tensor have separate rates."""
         return self.rated and tensor.dim() > 1

@@ -331,3 +331,31 @@ def test_a_compiled_module_inside_grows_and_is_finished(beside: str, backend: st
     grower.finish()
     assert not any("unfinished" in name for name in network.state_dict())
     torch.testing.assert_close(network(x), before, rtol=1e-9, atol=1e-9)
+
+
+def test_layers_with_other_hooks_are_multiplied_just_as_plain_ones() -> None:
+    """Hooks find the weight itself; after an error it is there again."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+    x = torch.randn(4, 6).double()
+    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1.0: 1.0}, anneal_steps=0)
+    grower.step(epoch=1)
+    layer, weights = network[2], list(network.parameters())
+    seen: list[Tensor] = []
+
+    def step() -> list[Any]:
+        network.zero_grad()
+        out = network(x)
+        out.square().sum().backward()
+        return [out, *[weight.grad for weight in weights]]
+
+    alone = step()
+    hook = layer.register_forward_hook(lambda module, *_: seen.append(module.weight))
+    for a, b in zip(alone, step(), strict=True):
+        assert torch.equal(a, b)
+    hook.remove()
+    assert seen[0] is weights[2] and len(seen) == 1
+    assert not torch.allclose(alone[0], layer.bias + network[:2](x) @ layer.weight.T)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(x)
+    assert layer.weight is weights[2]
