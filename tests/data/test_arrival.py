@@ -145,7 +145,6 @@ def test_a_former_stage_can_be_trained_on_again() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Incremental(mode="pixels"), "classes or images, not 'pixels'"),
         (lambda: Incremental(start=0.0), "start must be above 0"),
         (lambda: Incremental(start=1.5), "at most 1, not 1.5"),
         (lambda: opened(class_schedule={1: [0]}), "from epoch 0 on"),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.images import channel_statistics
+from growlab.lab.data.images import image_statistics
 
 
 def _random_images(batch: int, height: int, width: int, channels: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ def test_normalisation_equals_the_formula_in_float64(channels, channels_last):
 
 def test_a_constant_channel_stays_finite():
     images = torch.full((2, 3, 3, 1), 51, dtype=torch.uint8)
-    mean, std = channel_statistics(images)
+    mean, std = image_statistics(images)
     assert mean == pytest.approx([0.2]) and std == pytest.approx([0.0], abs=1e-7)
     assert Normalisation(mean, [0.0]).apply(images).abs().max() < 1e-6
 
@@ -84,7 +84,7 @@ def test_a_constant_channel_stays_finite():
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
 def test_statistics_equal_numpys_in_float64(count):
     images = _random_images(count, 3, 5, 3)
-    mean, std = channel_statistics(images)
+    mean, std = image_statistics(images)
     pixels = images.numpy().reshape(-1, 3) / 255.0
     np.testing.assert_allclose(mean, pixels.mean(0), rtol=1e-12)
     np.testing.assert_allclose(std, pixels.std(0), rtol=1e-10)

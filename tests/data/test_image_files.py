@@ -436,8 +436,7 @@ def test_unusable_parquet_files_are_one_sentence(pictures, tmp_path):
         (0, "photo", [b""] * 40, "columns photo, label"),
         (1, "label", [None, *[0] * 39], "without a label"),
         (1, "label", [-1] * 40, "run from -1 to 3"),
-        (1, "label", [10**9] * 40, "run from 0 to 1000000000"),
-        (0, "img", [*[b"0"] * 4, None, *[b"0"] * 35], r"row 4 of .*train\.parquet is empty"),
+        (0, "img", [*[b"0"] * 4, None, *[b"0"] * 35], r"row 4 of .*train\.parquet is of type NoneType"),
         (0, "img", ["1.png"] * 40, r"row 0 of .*train\.parquet is of type str"),
     ):
         pq.write_table(table.set_column(number, name, pa.array(values)), train)

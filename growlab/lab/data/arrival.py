@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 
 from growlab.base.errors import UserError
-from growlab.base.settings import one_of, whole
+from growlab.base.settings import whole
 from growlab.lab.data.order import APPEARANCE, SPLIT, draws, permutation
 
 
@@ -75,13 +76,12 @@ class Incremental:
         [Fraction(1, 5), Fraction(2, 5), Fraction(3, 5), Fraction(4, 5), Fraction(1, 1)]
     """
 
-    mode: str = "classes"
+    mode: Literal["classes", "images"] = "classes"
     start: float = 0.2
     replacement: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of(("classes", "images"), mode=self.mode)
         if not 0 < self.start <= 1:
             raise ValueError(f"start must be above 0 and at most 1, not {self.start}.")
 
@@ -176,8 +176,8 @@ class Arrival:
 
     def check(self, num_classes: int) -> None:
         """Refuse classes that the data does not have."""
-        unknown = sorted({c for named in self._tasks.values() for c in named if not 0 <= c < num_classes})
-        if unknown:
+        named = {label for classes in self._tasks.values() for label in classes}
+        if unknown := sorted(named - set(range(num_classes))):
             raise UserError(
                 f"data.class_schedule names the classes {unknown}; this data has 0 to {num_classes - 1}."
             )
@@ -196,11 +196,8 @@ class Arrival:
         if self.incremental is None:
             return self.classes_at(epoch)
         starts, of, epochs = self._stages
-        return (
-            max(s for s, start in enumerate(starts) if start <= epoch * of // epochs),
-            len(starts),
-            batch_size,
-        )
+        stage = max(s for s, start in enumerate(starts) if start <= epoch * of // epochs)
+        return (stage, len(starts), batch_size)
 
     def positions(
         self, part: str, labels_N: np.ndarray, num_classes: int, key: tuple[int, ...]

@@ -196,21 +196,19 @@ def text_of_html(source: str) -> str:
 
 class _Text(HTMLParser):
     def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
+        super().__init__()
         self.found: list[str] = []
         self._unseen = 0
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self._unseen += tag in _UNSEEN
+    def handle_starttag(self, tag: str, attrs: Any, step: int = 1) -> None:
+        self._unseen = max(0, self._unseen + step * (tag in _UNSEEN))
         self.found += ["\n"] * bool(_BLOCKS.fullmatch(tag))
 
     def handle_endtag(self, tag: str) -> None:
-        self._unseen = max(0, self._unseen - (tag in _UNSEEN))
-        self.found += ["\n"] * bool(_BLOCKS.fullmatch(tag))
+        self.handle_starttag(tag, (), -1)
 
     def handle_data(self, data: str) -> None:
-        if not self._unseen:
-            self.found.append(data)
+        self.found += [data] * (not self._unseen)
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.base.settings import not_none, one_of, whole
+from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, stratified_split
 from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.image_files import open_images
@@ -20,9 +20,9 @@ from growlab.lab.data.images import (
     Fit,
     ImageArray,
     Images,
+    Interpolation,
     RandomCrop,
-    channel_statistics,
-    feature_statistics,
+    image_statistics,
     in_memory,
 )
 from growlab.lab.data.loaders import (
@@ -124,7 +124,7 @@ class ImageData(RunData):
         resize_size: int | None = None,
         crop_scale: Sequence[float] | None = None,
         crop_ratio: Sequence[float] = (3 / 4, 4 / 3),
-        interpolation: str = "bicubic",
+        interpolation: Interpolation = "bicubic",
         shift: int = 0,
         mirror: bool = False,
         mean: Sequence[float] | None = None,
@@ -142,17 +142,6 @@ class ImageData(RunData):
         whole(1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window)
         whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
         whole(0, **not_none(num_workers=num_workers))
-        one_of(("none", "split", "test"), validation=validation)
-        one_of(("raise", "skip"), on_error=on_error)
-        one_of(("channel", "feature"), standardise=standardise)
-        for key, part in (("validation_fraction", validation_fraction), ("test_fraction", test_fraction)):
-            if part is not None and not 0 < part < 1:
-                raise ValueError(f"{key} must be above 0 and below 1, not {part}.")
-        if crop_scale is not None and in_memory:
-            raise UserError(
-                "random crops (data.crop_scale) are cut from the images in their files; leave out "
-                "data.in_memory=true."
-            )
         self.name, self.root, self.download, self.on_error = name, root, download, on_error
         self.eval_batch_size, self.channels_last = eval_batch_size, channels_last
         self.validation, self.split_seed = validation, split_seed
@@ -201,13 +190,13 @@ class ImageData(RunData):
             )
             if train.frame != images[name].frame:
                 raise UserError(
-                    f"{name} images have the shape {astuple(images[name].frame)}, training images "
-                    f"{astuple(train.frame)} (height, width, channels); bring them to one size with data.image_size=N."
+                    f"{name} images have the shape {tuple(images[name].frame)}, training images "
+                    f"{tuple(train.frame)} (height, width, channels); bring them to one size with data.image_size=N."
                 )
         if self.validation == "split" and "val" not in images:
             train, images["val"] = self._split(train, "validation_fraction", self.validation_fraction)
         images["train"] = train
-        height, width, channels = astuple(train.frame)
+        height, width, channels = train.frame
         self.image_shape = (channels, height, width)
         self.num_classes = len(train.classes)
         if self.num_classes < 2:
@@ -219,16 +208,16 @@ class ImageData(RunData):
         self._arrival.check(self.num_classes)
         self._normalisation = self._normalisation_by(train, channels)
         self._images = images
-        if self.num_workers and all(self._is_in_memory(name) for name in images):
-            log.warning(
-                "data.num_workers=%d has no effect: the images are in memory, where nothing is left to read",
-                self.num_workers,
-            )
 
     def _prepared(self, images: Images) -> Images:
         """Images of one size, decoded if they are to be kept in memory."""
+        if not isinstance(images, ImageArray):
+            return in_memory(images, self.in_memory)
+        views = None if self.fit.size is None else [self.fit] * len(images)
         return (
-            images.fitted(self.fit) if isinstance(images, ImageArray) else in_memory(images, self.in_memory)
+            images
+            if views is None
+            else replace(images, images_NHWC=images.read(np.arange(len(images)), views))
         )
 
     def _is_in_memory(self, part: str) -> bool:
@@ -247,38 +236,29 @@ class ImageData(RunData):
 
     def _normalisation_by(self, train: Images, channels: int) -> Normalisation:
         """Set `mean` and `std`, and return the normalisation."""
-        given_std, mean, std = self.std is not None, self.mean, self.std
-        if mean is None or std is None:
-            known = isinstance(train, ImageArray)
+        known = isinstance(train, ImageArray)
+        if self.mean is None or self.std is None:
             sample = train.images_NHWC if known else train.read(first_balanced(train.labels, _SAMPLE))
-            found_mean, found_std = channel_statistics(sample)
-            mean, std = found_mean if mean is None else mean, found_std if std is None else std
-        self.mean, self.std = mean, std = list(map(float, mean)), list(map(float, std))
-        for key, values in (("mean", mean), ("std", std)):
-            if len(values) != channels:
-                raise UserError(
-                    f"data.{key} has {len(values)} numbers, but the images have {channels} channels."
-                )
-        if given_std and min(std) <= 0:
-            raise UserError(f"data.std={std} must be above 0: images are divided by it.")
+            mean, std = image_statistics(sample)
+            self.mean, self.std = (
+                mean if self.mean is None else self.mean,
+                std if self.std is None else self.std,
+            )
+        self.mean, self.std = mean, std = list(map(float, self.mean)), list(map(float, self.std))
+        if {len(mean), len(std)} != {channels}:
+            raise UserError(
+                f"data.mean and data.std have {len(mean)} and {len(std)} numbers, the images {channels} channels."
+            )
         if self.standardise == "channel":
             return Normalisation(mean, std)
-        if not isinstance(train, ImageArray):
+        if not known:
             raise UserError(f"data.standardise=feature works with {_STREAMED}")
-        return Normalisation(*feature_statistics(train.images_NHWC))
+        return Normalisation(*image_statistics(train.images_NHWC, "feature"))
 
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the first batches of an epoch, this rank's part of each.
-
-        Like `train_dataloader` a function of seed and epoch, and it leaves the epoch's own batches alone.
-
-        Args:
-            count: number of batches; as many as there are, if there are fewer.
-            epoch: None: the trainer's current one.
-            augmented: shift and mirror the images as training does (random crops are left out).
-        """
+        """Return the first batches of an epoch without random crops, leaving the epoch's own alone; see `RunData`."""
         epoch = self._now if epoch is None else epoch
         train, plan = self._current("train", epoch), self._plan(epoch, epoch)
         labels, batches = torch.from_numpy(train.labels), []

@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +21,7 @@ from growlab.base.errors import UserError
 from growlab.lab.data.arrival import stratified_split
 from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.lab.data.images import EncodedImages, Fit, ImageArray, Images, Source
+from growlab.lab.data.run_data import PART_NAMES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,15 +37,7 @@ _LAYOUTS = (
     "Parquet files (train*.parquet or train/*.parquet, test likewise), folders (train/<class>/*.png, "
     "test/<class>/*.png; data=folder also takes <class>/*.png)"
 )
-# Names of the folders of each part, in any case.
-_PARTS = {
-    "train": ("train", "training"),
-    "test": ("test", "testing"),
-    "val": ("val", "valid", "validation"),
-}
 _EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-# As many classes pass although most have no image: labels may be of a part of a larger set.
-_MOST_CLASSES = 100_000
 # Parquet files above this are read in row groups, in an order that needs few of them at a time.
 _HELD_BYTES = 2 << 30
 # Row groups of such files that are kept for single images.
@@ -116,7 +109,12 @@ def _open_folder(
         return {**_open_class_folders(_with_test(parts), fit, skip_damaged)}
     if splits := _find_parquet(folder):
         return {**_open_parquet(splits, fit)}
-    if without_test and _has_class_folders(folder):
+    if without_test and len(_class_folders(folder)) > 1:
+        if both := sorted(set(parts.values()) & set(_class_folders(folder))):
+            raise UserError(
+                f"{folder} has {both[0].name}/ among class folders: is it a class or a part? Put the class folders of "
+                "the training images below train/, or give that folder another name."
+            )
         return {**_open_class_folders({"train": folder}, fit, skip_damaged)}
     return {}
 
@@ -203,21 +201,19 @@ def _part_folders(root: Path) -> dict[str, Path]:
     """The folders in `root` of "train", "test" and "val" where they are there; plain spelling comes first."""
     there = [path for path in _entries(root) if path.is_dir()]
     found = {}
-    for part, names in _PARTS.items():
-        called = [path for path in there if path.name.lower() in names]
-        if called:
+    for part, names in PART_NAMES.items():
+        if called := [path for path in there if path.name.lower() in names]:
             found[part] = min(called, key=lambda p: (names.index(p.name.lower()), p.name not in names, p))
     return found
 
 
-def _has_class_folders(root: Path) -> bool:
-    classes = [path for path in _entries(root) if path.is_dir() and next(_image_names(path), None)]
-    if len(classes) > 1 and (parts := set(_part_folders(root).values()) & set(classes)):
-        raise UserError(
-            f"{root} has {min(parts).name}/ among class folders: is it a class or a part? Put the class folders of the "
-            "training images below train/, or give that folder another name."
-        )
-    return len(classes) > 1
+def _class_folders(root: Path) -> dict[Path, list[str]]:
+    """The folders in `root` that have images, by name, with the images' paths from `root`."""
+    found = {}
+    for folder in _entries(root):
+        if folder.is_dir() and (names := sorted(_image_names(folder))):
+            found[folder] = [os.path.join(folder.name, name) for name in names]
+    return found
 
 
 def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) -> dict[str, EncodedImages]:
@@ -225,20 +221,16 @@ def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) 
     sets: dict[str, EncodedImages] = {}
     classes: tuple[str, ...] = ()
     for part, folder in folders.items():
-        below = [path for path in _entries(folder) if path.is_dir()]
-        names = {
-            path.name: [os.path.join(path.name, n) for n in sorted(_image_names(path))] for path in below
-        }
-        names = {name: images for name, images in names.items() if images}
+        names = {path.name: images for path, images in _class_folders(folder).items()}
         classes = classes or tuple(names)
+        if not names:
+            raise UserError(
+                f"the class folders in {folder} have no images ({', '.join(sorted(_EXTENSIONS))})."
+            )
         if unknown := names.keys() - set(classes):
             raise UserError(
                 f"{folder / min(unknown)} has images of a class that the training set lacks; the classes are "
                 f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}."
-            )
-        if not names:
-            raise UserError(
-                f"the class folders in {folder} have no images ({', '.join(sorted(_EXTENSIONS))})."
             )
         source = _Files(folder, [name for images in names.values() for name in images])
         labels = np.repeat(
@@ -254,7 +246,8 @@ def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) 
                 raise UserError(f"{sentence}: too many for data.on_error=skip; check the files.")
             log.warning("left out: %s", sentence)
             kept = np.setdiff1d(np.arange(len(source)), damaged)
-            found = _whole(source.select(kept), labels[kept], classes, fit, sets)
+            files = _Files(folder, [os.fsdecode(source.names[position]) for position in kept])
+            found = _whole(files, labels[kept], classes, fit, sets)
         sets[part] = found
     return sets
 
@@ -271,16 +264,13 @@ class _Files(Source):
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
         # One array: a million strings would be copied into every worker process, as Python counts references.
-        self._names = np.array([os.fsencode(name) for name in names])
+        self.names = np.array([os.fsencode(name) for name in names])
 
     def __len__(self) -> int:
-        return len(self._names)
-
-    def select(self, positions: np.ndarray) -> "_Files":
-        return _Files(self.folder, [os.fsdecode(name) for name in self._names[positions]])
+        return len(self.names)
 
     def path(self, position: int) -> Path:
-        return self.folder / os.fsdecode(self._names[position])
+        return self.folder / os.fsdecode(self.names[position])
 
     def read(self, position: int) -> bytes:
         return self.path(position).read_bytes()
@@ -317,9 +307,9 @@ def _find_parquet(root: Path) -> dict[str, list[Path]]:
     The beginning of a file's name, train, test or val(idation), or its folder, as in `train/0000.parquet`, says its
     split.
     """
-    splits: dict[str, list[Path]] = {split: [] for split in _PARTS}
+    splits: dict[str, list[Path]] = {split: [] for split in PART_NAMES}
     for path in sorted(path for pattern in ("", "*/", "*/*/") for path in root.glob(f"{pattern}*.parquet")):
-        for split, names in _PARTS.items():
+        for split, names in PART_NAMES.items():
             if path.name.startswith(split) or path.parent.name.lower() in names:
                 splits[split].append(path)
                 break
@@ -329,8 +319,8 @@ def _find_parquet(root: Path) -> dict[str, list[Path]]:
             raise UserError(
                 f"Parquet files of {split} are in several folders, {' and '.join(folders)}; point data.root at one."
             )
-        counts = {int(found[1]) for path in paths if (found := re.search(r"-of-(\d{5})", path.stem))}
-        if counts and len(paths) < max(counts):
+        counts = [int(found[1]) for path in paths if (found := re.search(r"-of-(\d{5})", path.stem))]
+        if len(paths) < max(counts, default=0):
             raise UserError(
                 f"{folders[0]} lacks files of {split}: {len(paths)} of {max(counts)} are there; fetch all."
             )
@@ -355,11 +345,10 @@ def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedI
                 "same names."
             )
     low, high = (int(end(end(part) for part in labels.values())) for end in (min, max))
-    most = len(names) if names else max(_MOST_CLASSES, sum(map(len, labels.values())))
-    if low < 0 or high >= most:
+    if low < 0 or (names and high >= len(names)):
         raise UserError(
-            f"the labels in {splits['train'][0].parent} run from {low} to {high}, outside 0..{most - 1}; number the "
-            "classes from 0, and leave out or relabel other images."
+            f"the labels in {splits['train'][0].parent} run from {low} to {high}; number the classes from 0"
+            f"{f' to {len(names) - 1}' if names else ''}, and leave out or relabel other images."
         )
     classes = tuple(names or map(str, range(high + 1)))
     sets: dict[str, EncodedImages] = {}
@@ -370,7 +359,7 @@ def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedI
 
 def _columns(path: Path) -> tuple[str, str, list[str] | None]:
     """Names of the columns of images and labels, and those of the classes if the file has them."""
-    schema = _read(path, pq.read_schema)
+    schema = _readable(path, lambda: pq.read_schema(path))
     image = next((name for name in ("img", "image") if name in schema.names), None)
     label = next((name for name in ("label", "fine_label", "labels") if name in schema.names), None)
     if image is None or label is None or not pa.types.is_integer(schema.field(label).type):
@@ -386,11 +375,10 @@ def _columns(path: Path) -> tuple[str, str, list[str] | None]:
 
 
 def _labels(paths: Sequence[Path], column: str) -> np.ndarray:
-    parts = [_read(path, lambda p: pq.read_table(p, columns=[column])).column(column) for path in paths]
-    labels = np.concatenate([part.to_numpy() for part in parts])
-    if labels.size == 0 or labels.dtype.kind == "f":
+    labels = _readable(paths[0], lambda: pq.ParquetDataset(paths).read(columns=[column]).column(column))
+    if not len(labels) or labels.null_count:
         raise UserError(f"{paths[0]} has no rows or rows without a label; take them out.")
-    return labels.astype(np.int64)
+    return labels.to_numpy().astype(np.int64)
 
 
 class _Rows(Source):
@@ -405,30 +393,24 @@ class _Rows(Source):
         self.paths, self.column = list(paths), column
         # (file, row group, first row in the file) of each block.
         self._places: list[tuple[Path, int, int]] = []
-        starts = [0]
+        lengths: list[int] = []
         for path in paths:
-            metadata, row = _read(path, pq.read_metadata), 0
-            for group in range(metadata.num_row_groups):
-                self._places.append((path, group, row))
-                row += metadata.row_group(group).num_rows
-                starts.append(starts[-1] + metadata.row_group(group).num_rows)
-        self._starts, self._length = np.array(starts[:-1]), starts[-1]
+            metadata = _readable(path, partial(pq.read_metadata, path))
+            rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+            self._places += [(path, group, sum(rows[:group])) for group in range(len(rows))]
+            lengths += rows
+        self._starts, self._length = np.cumsum([0, *lengths[:-1]]), sum(lengths)
         size = sum(path.stat().st_size for path in paths)
         self.block_starts = self._starts if size > _HELD_BYTES else None
-        blocks_kept = _RECENT_BYTES * len(self._starts) // size if size > _HELD_BYTES else len(self._starts)
-        self._blocks_kept = max(1, blocks_kept)
-        self._keep_recent()
+        self._num_kept = max(1, _RECENT_BYTES * len(lengths) // size) if size > _HELD_BYTES else None
 
-    def _keep_recent(self) -> None:
-        self._recent = lru_cache(self._blocks_kept)(self.read_block)
+    @cached_property
+    def _recent(self) -> Callable[[int], list[bytes]]:
+        return lru_cache(self._num_kept)(self.read_block)
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes read for themselves.
         return {name: value for name, value in vars(self).items() if name != "_recent"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._keep_recent()
 
     def __len__(self) -> int:
         return self._length
@@ -443,20 +425,14 @@ class _Rows(Source):
 
     def read_block(self, block: int) -> list[bytes]:
         path, group, first_row = self._places[block]
-
-        def read_group(path: Path) -> list[Any]:
-            with pq.ParquetFile(path) as file:
-                return file.read_row_group(group, columns=[self.column]).column(self.column).to_pylist()
-
-        contents = [
-            value.get("bytes") if isinstance(value, dict) else value for value in _read(path, read_group)
-        ]
+        table = _readable(path, lambda: pq.ParquetFile(path).read_row_group(group, [self.column]))
+        values = table.column(self.column).to_pylist()
+        contents = [value.get("bytes") if isinstance(value, dict) else value for value in values]
         for row, content in enumerate(contents, first_row):
             if not isinstance(content, bytes):
-                kind = "empty" if content is None else f"of type {type(content).__name__}"
                 raise UserError(
-                    f"the image in row {row} of {path} is {kind}, not the bytes of an image file; write images as PNG "
-                    "or JPEG into the column."
+                    f"the image in row {row} of {path} is of type {type(content).__name__}, not the bytes of an image "
+                    "file; write images as PNG or JPEG into the column."
                 )
         return contents
 
@@ -469,11 +445,9 @@ class _Rows(Source):
         return files_fingerprint(self.paths)
 
 
-def _read(path: Path, read: Callable[[Path], T]) -> T:
+def _readable(path: Path, read: Callable[[], T]) -> T:
     try:
-        return read(path)
+        return read()
     except (OSError, pa.ArrowException) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot read {path} as Parquet ({reason}); replace the file or data.root."
-        ) from error
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"cannot read {path} as Parquet ({reason}); replace the file.") from error

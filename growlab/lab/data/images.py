@@ -4,9 +4,10 @@ import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf, log
+from math import inf
+from typing import Literal, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -14,17 +15,13 @@ import torch
 from torch import Tensor
 
 from growlab.base.errors import UserError
-from growlab.base.settings import not_none, one_of, whole
+from growlab.base.settings import not_none, whole
 from growlab.lab.data.cache import cached_array, is_cached
 from growlab.lab.data.order import CROP, draws
 
 View = Callable[[PIL.Image.Image], PIL.Image.Image]
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
-# So often torchvision draws a crop before it takes the middle of the image.
-_ATTEMPTS = 10
-# Area, aspect ratio, top and left of each attempt.
-_NUMBERS = 4
+Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 # Decoded images up to this many bytes are kept in memory by default.
 _IN_MEMORY_BYTES = 2 << 30
 # Below this many images decoding is as quick as reading a cache.
@@ -38,20 +35,18 @@ class Fit:
     Attributes:
         size: pixels of the square that comes out; None leaves images as they are.
         resize: pixels of the shorter side before the crop; None = `size`.
-        interpolation: one of `INTERPOLATIONS`.
+        interpolation: of the pixels.
 
     Raises:
         UserError: the shorter side would be shorter than the square.
-        ValueError: another value is impossible.
     """
 
     size: int | None = None
     resize: int | None = None
-    interpolation: str = "bicubic"
+    interpolation: Interpolation = "bicubic"
 
     def __post_init__(self) -> None:
         whole(1, **not_none(image_size=self.size, resize_size=self.resize))
-        one_of(INTERPOLATIONS, interpolation=self.interpolation)
         if self.resize is not None and (self.size is None or self.resize < self.size):
             raise UserError(
                 f"data.resize_size={self.resize} must be at least data.image_size, which is {self.size}: it is the "
@@ -72,20 +67,19 @@ class Fit:
 
 @dataclass(frozen=True)
 class RandomCrop:
-    """Crops of random area and aspect ratio, scaled to one size: torchvision's `RandomResizedCrop`.
+    """torchvision's `RandomResizedCrop`, seeded by (seed, epoch, index of the image).
 
-    The crop of Szegedy et al. 2015 that networks are trained with on ImageNet; the draws are a function of
-    (seed, epoch, index of the image) and the image's size alone.
+    The crop of Szegedy et al. 2015 that networks are trained with on ImageNet.
 
     Attributes:
         scale: least and largest area of a crop relative to the image's.
         ratio: least and largest width over height; its logarithm is uniform.
-        interpolation: one of `INTERPOLATIONS`.
+        interpolation: of the pixels.
     """
 
     scale: tuple[float, ...] = (0.08, 1.0)
     ratio: tuple[float, ...] = (3 / 4, 4 / 3)
-    interpolation: str = "bilinear"
+    interpolation: Interpolation = "bilinear"
 
     def __post_init__(self) -> None:
         for key, values, most in (("crop_scale", self.scale, 1.0), ("crop_ratio", self.ratio, inf)):
@@ -97,49 +91,20 @@ class RandomCrop:
 
     def views(self, indices_B: np.ndarray, seed: int, epoch: int, size: tuple[int, int]) -> list[View]:
         """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""
-        numbers = _ATTEMPTS * _NUMBERS
-        counters = indices_B[:, None] * numbers + np.arange(numbers)
-        # The upper 53 bits, the precision of float64.
-        uniform = (draws(counters.reshape(-1), CROP, seed, epoch) >> np.uint64(11)) * 2.0**-53
-        return [
-            partial(self._cut, numbers_T4=numbers_T4, size=size)
-            for numbers_T4 in uniform.reshape(-1, _ATTEMPTS, _NUMBERS)
-        ]
-
-    def box(self, height: int, width: int, numbers_T4: np.ndarray) -> tuple[int, int, int, int]:
-        """Return top, left, height and width of a crop.
-
-        Args:
-            height: of the image in pixels.
-            width: likewise.
-            numbers_T4: uniform on [0, 1): area, aspect ratio, top and left of each attempt; the first
-                attempt that fits into the image counts, else its middle is taken.
-        """
-        areas_T = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * numbers_T4[:, 0])
-        low, high = log(self.ratio[0]), log(self.ratio[1])
-        aspects_T = np.exp(low + (high - low) * numbers_T4[:, 1])
-        widths_T, heights_T = np.rint(np.sqrt(areas_T * aspects_T)), np.rint(np.sqrt(areas_T / aspects_T))
-        fits_T = (widths_T >= 1) & (heights_T >= 1) & (widths_T <= width) & (heights_T <= height)
-        if fits_T.any():
-            first = int(fits_T.argmax())
-            h, w = int(heights_T[first]), int(widths_T[first])
-            top, left = numbers_T4[first, 2] * (height - h + 1), numbers_T4[first, 3] * (width - w + 1)
-            return int(top), int(left), h, w
-        h = min(height, max(1, round(width / self.ratio[0])))
-        w = min(width, max(1, round(height * self.ratio[1])))
-        return (height - h) // 2, (width - w) // 2, h, w
-
-    def _cut(self, image: PIL.Image.Image, numbers_T4: np.ndarray, size: tuple[int, int]) -> PIL.Image.Image:
         # A slow import, that runs without random crops need not wait for.
-        from torchvision.transforms import InterpolationMode
-        from torchvision.transforms.v2 import functional as tvf
+        from torchvision.transforms import InterpolationMode, v2
 
-        box = self.box(image.height, image.width, numbers_T4)
-        return tvf.resized_crop(image, *box, list(size), InterpolationMode(self.interpolation))
+        crop = v2.RandomResizedCrop(size, self.scale, self.ratio, InterpolationMode(self.interpolation))
+        return [partial(_seeded, crop, drawn) for drawn in draws(indices_B, CROP, seed, epoch).tolist()]
 
 
-@dataclass(frozen=True)
-class Frame:
+def _seeded(transform: View, seed: int, image: PIL.Image.Image) -> PIL.Image.Image:
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed >> 1)
+        return transform(image)
+
+
+class Frame(NamedTuple):
     """The form of every image of a set: `height` x `width` pixels of `channels` (1 grey, 3 colour)."""
 
     height: int
@@ -180,12 +145,6 @@ class ImageArray:
             return self
         index = torch.from_numpy(positions).to(self.labels_N.device)
         return replace(self, images_NHWC=self.images_NHWC[index], labels_N=self.labels_N[index])
-
-    def fitted(self, fit: Fit) -> "ImageArray":
-        """Return the images brought to one size; themselves if the fit leaves images as they are."""
-        if fit.size is None:
-            return self
-        return replace(self, images_NHWC=self.read(np.arange(len(self)), [fit] * len(self)))
 
     def read(
         self,
@@ -333,7 +292,7 @@ class EncodedImages:
             contents: the encoded images, if they have been read already.
         """
         frame = self.frame
-        images_BHWC = np.empty((len(positions), *astuple(frame)), dtype=np.uint8)
+        images_BHWC = np.empty((len(positions), *frame), dtype=np.uint8)
         for number, position in enumerate(self.positions[positions].tolist()):
             image = self._open(position, None if contents is None else contents[number])
             levels = self.levels if _is_deep(image) else None
@@ -345,7 +304,7 @@ class EncodedImages:
                     f"pixels, the first one {frame.width}x{frame.height}; bring all to one size with "
                     "data.image_size=N."
                 )
-            images_BHWC[number] = np.asarray(image).reshape(astuple(frame))
+            images_BHWC[number] = np.asarray(image).reshape(frame)
         return torch.from_numpy(images_BHWC)
 
     def damaged(self) -> list[int]:
@@ -432,7 +391,7 @@ Images = ImageArray | EncodedImages
 def in_memory(images: Images, wanted: bool | None) -> Images:
     """Return the images decoded, if that is wanted or, with None, if they are few enough; else as they are."""
     if wanted is None:
-        wanted = len(images) * int(np.prod(astuple(images.frame))) <= _IN_MEMORY_BYTES
+        wanted = len(images) * int(np.prod(images.frame)) <= _IN_MEMORY_BYTES
     return images.decoded() if wanted and isinstance(images, EncodedImages) else images
 
 
@@ -441,27 +400,23 @@ def _is_deep(image: PIL.Image.Image) -> bool:
     return image.mode.startswith(("I", "F"))
 
 
-def channel_statistics(images_NHWC: Tensor) -> tuple[list[float], list[float]]:
-    """Return mean and population standard deviation of each channel on the scale 0..1, of uint8 images."""
-    N, H, W, C = images_NHWC.shape
-    total_C, squares_C = torch.zeros(2, C, dtype=torch.float64)
+def image_statistics(images_NHWC: Tensor, of_each: str = "channel") -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and population standard deviation on the scale 0..1, of uint8 images.
+
+    Args:
+        images_NHWC: the images.
+        of_each: "channel", float64 [C]; or "feature", each pixel and channel, [H, W, C].
+    """
+    total, squares = torch.zeros(2, *images_NHWC.shape[1:], dtype=torch.float64)
     # 256 * 255^2 < 2^24: the sums over 256 images are whole numbers that float32 represents exactly.
     for images in images_NHWC.split(256):
-        x = images.reshape(len(images), -1).float()
-        total_C += x.sum(0).double().view(H * W, C).sum(0).cpu()
-        squares_C += x.square_().sum(0).double().view(H * W, C).sum(0).cpu()
-    mean_C = total_C / (N * H * W)
-    std_C = (squares_C / (N * H * W) - mean_C**2).clamp(min=0).sqrt()
-    return (mean_C / 255).tolist(), (std_C / 255).tolist()
-
-
-def feature_statistics(images_NHWC: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and population standard deviation of each pixel and channel, float64 [H, W, C] on the scale 0..1."""
-    total, squares = torch.zeros(2, *images_NHWC.shape[1:], dtype=torch.float64)
-    for images in images_NHWC.split(1024):
-        x = images.double()
-        total += x.sum(0).cpu()
-        squares += x.square_().sum(0).cpu()
-    mean = total / len(images_NHWC)
-    std = (squares / len(images_NHWC) - mean**2).clamp(min=0).sqrt()
+        x = images.float()
+        total += x.sum(0).double().cpu()
+        squares += x.square_().sum(0).double().cpu()
+    count = len(images_NHWC)
+    if of_each == "channel":
+        count *= total[..., 0].numel()
+        total, squares = total.sum((0, 1)), squares.sum((0, 1))
+    mean = total / count
+    std = (squares / count - mean**2).clamp(min=0).sqrt()
     return (mean / 255).numpy(), (std / 255).numpy()

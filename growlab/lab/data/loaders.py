@@ -30,12 +30,6 @@ _MOST_WORKERS = 16
 _GRACE_SEC = 1.0
 
 
-def part_of_pass(num_batches: int, epoch: int, parts: int) -> slice:
-    """The batches that an epoch has of a pass over the samples that is divided into as many epochs as `parts`."""
-    part = epoch % parts
-    return slice(part * num_batches // parts, (part + 1) * num_batches // parts)
-
-
 @dataclass(frozen=True)
 class Steps:
     """Batches of a run whose epochs are so many steps and not passes over the data.
@@ -55,39 +49,6 @@ class Steps:
         return [number % self.repeat for number in numbers] if self.repeat else list(numbers)
 
 
-def sizes_in_part(
-    num_samples: int,
-    batch_size: int,
-    epoch: int = 0,
-    parts: int = 1,
-    drop_last: bool = False,
-    steps: Steps | None = None,
-) -> list[int]:
-    """Samples in each training batch of an epoch.
-
-    Args:
-        num_samples: in a pass over the data.
-        batch_size: global batch size.
-        epoch: counted from 0.
-        parts: epochs that a pass is divided into.
-        drop_last: leave out a last, smaller batch, unless it is the only one.
-        steps: those of each epoch where these are not parts of a pass.
-
-    Raises:
-        UserError: the pass has fewer batches than parts.
-    """
-    whole, rest = divmod(num_samples, batch_size)
-    batches = [batch_size] * whole + [rest] * bool(rest and not (drop_last and whole))
-    if steps is not None:
-        return [batches[number % len(batches)] for number in steps.numbers(epoch)]
-    if len(batches) < parts:
-        raise UserError(
-            f"data.epoch_parts={parts} leaves epochs without a batch: a pass over the training samples has "
-            f"{len(batches)} batches of {batch_size}."
-        )
-    return batches[part_of_pass(len(batches), epoch, parts)]
-
-
 @dataclass
 class EpochPlan:
     """The samples in each batch of an epoch on this rank.
@@ -102,7 +63,7 @@ class EpochPlan:
         world_size: number of processes.
         parts: epochs that a pass over the samples is divided into.
         order: positions of a pass by its number, int64 [N]; None = a permutation by (seed, number).
-        drop_last: leave out a last, smaller batch of training.
+        drop_last: leave out a last, smaller batch of training, unless it is the only one.
         steps: those of each epoch; None = parts of a pass.
     """
 
@@ -119,9 +80,7 @@ class EpochPlan:
     steps: Steps | None = None
 
     def __len__(self) -> int:
-        if not self.training:
-            return len(self.batches())
-        return len(self._numbers)
+        return len(self._numbers if self.training else self.batches())
 
     @property
     def _in_pass(self) -> int:
@@ -133,8 +92,24 @@ class EpochPlan:
         """Numbers of the epoch's batches, counted over all passes."""
         if self.steps is not None:
             return self.steps.numbers(self.epoch)
-        part, before = part_of_pass(self._in_pass, self.epoch, self.parts), self.epoch // self.parts
-        return range(before * self._in_pass + part.start, before * self._in_pass + part.stop)
+        (number, part), length = divmod(self.epoch, self.parts), self._in_pass
+        start, stop = (number * length + end * length // self.parts for end in (part, part + 1))
+        return range(start, stop)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples in each training batch of the epoch, over all ranks.
+
+        Raises:
+            UserError: the pass has fewer batches than parts.
+        """
+        if self.steps is None and self._in_pass < self.parts:
+            raise UserError(
+                f"data.epoch_parts={self.parts} leaves epochs without a batch: a pass over the training samples has "
+                f"{self._in_pass} batches of {self.batch_size}."
+            )
+        size, in_pass = self.batch_size, self._in_pass
+        return [min(size, self.num_samples - number % in_pass * size) for number in self._numbers]
 
     def pass_of(self, place: int) -> int:
         """Number of the pass over the samples that a batch of the epoch is of, by its place in the epoch."""
@@ -148,18 +123,13 @@ class EpochPlan:
         """Return the positions of the samples of each batch."""
         if not self.training:
             return evaluation_batches(self.num_samples, self.batch_size, self.rank, self.world_size)
-        passes: dict[int, list[np.ndarray]] = {}
-        found = []
-        for number, place in (divmod(number, self._in_pass) for number in self._numbers):
-            if number not in passes:
-                order = (
-                    self.order(number)
-                    if self.order
-                    else permutation(self.num_samples, ORDER, self.seed, number)
-                )
-                passes[number] = training_batches(order, self.batch_size, self.rank, self.world_size)
-            found.append(passes[number][place])
-        return found
+        order = self.order or (lambda number: permutation(self.num_samples, ORDER, self.seed, number))
+        numbers = [divmod(number, self._in_pass) for number in self._numbers]
+        passes = {
+            number: training_batches(order(number), self.batch_size, self.rank, self.world_size)
+            for number in dict(numbers)
+        }
+        return [passes[number][place] for number, place in numbers]
 
 
 @dataclass
@@ -246,12 +216,7 @@ class MemoryLoader(ResumableLoader):
 
 @dataclass
 class StreamLoader(ResumableLoader):
-    """Batches that worker processes read.
-
-    Attributes:
-        workers: read each batch.
-        finish: makes (inputs..., target) on the device of that, by the number of the batch in its epoch.
-    """
+    """Batches that `workers` read; `finish` makes (inputs..., target) of each by its number in the epoch."""
 
     workers: "WorkerPool"
     finish: Callable[[Any, int], tuple[Tensor, ...]]

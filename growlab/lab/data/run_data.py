@@ -12,10 +12,16 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.lab.data.arrival import Incremental
-from growlab.lab.data.loaders import EpochPlan, Steps, WorkerPool, sizes_in_part
+from growlab.lab.data.loaders import EpochPlan, Steps, WorkerPool
 from growlab.parts import Part
 
 Batch = tuple[Tensor, ...]
+#: Names of folders, files and splits of each part of the data, the usual one first.
+PART_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
 
 
 class RunData(LightningDataModule, ABC):
@@ -75,7 +81,7 @@ class RunData(LightningDataModule, ABC):
             UserError: a pass over the samples has fewer batches than `epoch_parts`.
         """
         number = self.num_train_at(epoch, batch_size)
-        return sizes_in_part(number, batch_size, epoch, self.epoch_parts, steps=self.steps)
+        return EpochPlan(number, batch_size, self.seed, epoch, parts=self.epoch_parts, steps=self.steps).sizes
 
     @abstractmethod
     def probe_batch(self, n: int) -> Any:

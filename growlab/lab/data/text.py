@@ -4,6 +4,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -52,11 +53,7 @@ class WindowLoader(ResumableLoader):
 
 
 def check_fractions(validation: float, test: float) -> None:
-    """Refuse parts to hold out that are empty or leave nothing to train on.
-
-    Raises:
-        UserError: naming both.
-    """
+    """Raise UserError if parts to hold out are empty or leave nothing to train on."""
     if not (validation > 0 and test > 0 and validation + test < 1):
         raise UserError(
             f"data.validation_fraction={validation} and data.test_fraction={test} must be above 0 and leave something "
@@ -97,17 +94,11 @@ class WindowData(RunData):
         self, context: int, batch_size: int, eval_batch_size: int, epoch_parts: int = 1, seed: int = 0
     ) -> None:
         super().__init__(batch_size, seed)
-        whole(
-            1,
-            context=context,
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            epoch_parts=epoch_parts,
-        )
+        whole(1, context=context, batch_size=batch_size, epoch_parts=epoch_parts)
+        whole(1, eval_batch_size=eval_batch_size)
         self.context, self.eval_batch_size, self.epoch_parts = context, eval_batch_size, epoch_parts
         self.tokens_per_sample = context
         self._tokens: dict[str, np.ndarray] = {}
-        self._digest: str | None = None
 
     @property
     def probe_size(self) -> int:
@@ -139,20 +130,16 @@ class WindowData(RunData):
                 f"{self.context} in each of its parts; take a longer text or a smaller context."
             )
         self._tokens = tokens
-        self.num_train, self.num_val, self.num_test = (
-            self._windows[part] for part in ("train", "val", "test")
-        )
+        self.num_train, self.num_val, self.num_test = self._windows.values()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash of all tokens."""
-        if self._digest is None:
-            found = hashlib.blake2b(digest_size=16)
-            for part in sorted(self._tokens):
-                found.update(f"{part} {len(self._tokens[part])} {self._tokens[part].dtype}".encode())
-                found.update(np.ascontiguousarray(self._tokens[part]).data)
-            self._digest = found.hexdigest()
-        return self._digest
+        found = hashlib.blake2b(digest_size=16)
+        for part, tokens in sorted(self._tokens.items()):
+            found.update(f"{part} {len(tokens)} {tokens.dtype}".encode())
+            found.update(np.ascontiguousarray(tokens).data)
+        return found.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the digest of the text, for checkpoints."""

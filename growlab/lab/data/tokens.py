@@ -27,6 +27,7 @@ from growlab.lab.data.documents import (
     train_tokenizer,
 )
 from growlab.lab.data.order import SPLIT, permutation
+from growlab.lab.data.run_data import PART_NAMES
 from growlab.lab.data.text import WindowData, check_fractions
 
 PARTS = ("train", "val", "test")
@@ -37,7 +38,6 @@ _VERSION = 1
 # Texts are encoded together up to so many bytes, and longer ones in pieces that end with a line.
 _BATCH_BYTES = 1 << 20
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-_NAMES = {"val": ("validation", "val", "valid", "dev"), "test": ("test",)}
 
 
 class TokenData(WindowData):
@@ -127,12 +127,10 @@ class TokenData(WindowData):
         saved = saved_datasets(self.path)
         splits = saved if isinstance(saved, dict) else ()
         sources = {"train": Documents(self.path, **self._reading, split="train" if splits else None)}
-        for part, names in _NAMES.items():
-            known = next((name for name in names if name in splits), None)
-            if (own := self._paths[part]) is not None:
-                sources[part] = Documents(own, **self._reading)
-            elif known is not None:
-                sources[part] = Documents(self.path, **self._reading, split=known)
+        for part, own in self._paths.items():
+            known = next((name for name in PART_NAMES[part] if name in splits), None)
+            if own is not None or known is not None:
+                sources[part] = Documents(own or self.path, **self._reading, split=None if own else known)
         return sources
 
     def _key(self, sources: dict[str, Documents]) -> str:

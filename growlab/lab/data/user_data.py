@@ -38,9 +38,9 @@ from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import first_balanced, stratified_split
 from growlab.lab.data.cache import cache_dir, locked
 from growlab.lab.data.documents import saved_datasets
-from growlab.lab.data.loaders import BatchSource, EpochPlan, StreamLoader, WorkerPool, sizes_in_part
+from growlab.lab.data.loaders import BatchSource, EpochPlan, StreamLoader, WorkerPool
 from growlab.lab.data.order import COLLATE, SAMPLE, draws
-from growlab.lab.data.run_data import RunData
+from growlab.lab.data.run_data import PART_NAMES, RunData
 
 _BATCH_SIZE = 128
 # Samples that are read through for their classes: to split by them, and at most to count them.
@@ -48,12 +48,6 @@ _FEW, _MANY = 2_000, 50_000
 _READ_TOGETHER = 256
 # Names under which the target of a sample that is a mapping is searched for.
 _TARGETS = ("target", "targets", "label", "labels", "y", "mask", "fine_label", "class")
-_KINDS = "a LightningDataModule, DataLoader, Dataset or Hugging Face data set, or a mapping of such by train, val, test"
-_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "validation", "valid", "dev"),
-    "test": ("test", "testing"),
-}
 # Samplers that an order by (seed, epoch) takes the place of.
 _PLAIN = (SequentialSampler, RandomSampler, DistributedSampler)
 
@@ -100,17 +94,13 @@ class Columns:
 
     def of(self, names: Sequence[str]) -> tuple[list[str], str]:
         """Names of the inputs and of the target among those of a sample."""
-        target = self.target or next((name for name in _TARGETS if name in names), None)
-        listed = ", ".join(map(str, names))
-        if target is None:
-            raise UserError(
-                f"samples have the entries {listed}, none of which is known as a target; name it: "
-                "data.columns.target=NAME."
-            )
+        target = self.target or next((name for name in _TARGETS if name in names), "target")
         inputs = [name for name in names if name != target] if self.inputs is None else list(self.inputs)
         for key, name in [*(("inputs", name) for name in inputs), ("target", target)]:
             if name not in names:
-                raise UserError(f"data.columns.{key} names {name}, but samples have the entries {listed}.")
+                raise UserError(
+                    f"samples have the entries {', '.join(map(str, names))} and no {name}; set data.columns.{key}."
+                )
         return inputs, target
 
 
@@ -126,8 +116,7 @@ class SamplePart(BatchSource):
         collate: makes a batch of samples.
         sampler: draws the positions of an epoch in place of a permutation; None: a permutation.
         drop_last: leave out a last, smaller batch of training.
-        batch_size: of the loader that the part came from, if it came from one.
-        num_workers: likewise.
+        batch_size: of the loader that the part came from, if it came from one; `num_workers` likewise.
         in_rows: the data set reads many samples at once, and draws nothing.
     """
 
@@ -149,10 +138,6 @@ class SamplePart(BatchSource):
     def num_drawn(self) -> int:
         """Samples in an epoch."""
         return len(self if self.sampler is None else self.sampler)
-
-    def select(self, chosen: np.ndarray) -> "SamplePart":
-        """The samples at these places of the part."""
-        return replace(self, positions=self.positions[chosen])
 
     def order(self, epoch: int) -> np.ndarray:
         """Draw the places of an epoch's samples by the part's own sampler, seeded by (seed, epoch)."""
@@ -183,44 +168,29 @@ class SamplePart(BatchSource):
                     _seed_all(seed)
                     samples.append(self.dataset[position])
             _seed_all(int(draws(positions[:1], COLLATE, *key)[0]))
-            if self.collate is not default_collate:
-                return self.collate(samples)
             try:
-                return default_collate(samples)
+                return self.collate(samples)
             except (TypeError, RuntimeError) as error:
+                if self.collate is not default_collate:
+                    raise
                 reason = str(error).strip().partition("\n")[0].rstrip(".")
-                raise UserError(
-                    f"samples cannot be put together to a batch: {reason}; let the data set's transform make "
-                    "tensors of one shape, or give a DataLoader with a collate_fn."
-                ) from error
+                raise UserError(f"samples cannot be put together to a batch: {reason}.") from error
 
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
         """A batch as (inputs..., target): numbers in float32, images of bytes ([C, H, W]) in 0..1, classes in int64."""
         if isinstance(batch, Mapping):
             inputs, target = self.columns.of(list(batch))
             batch = [batch[name] for name in (*inputs, target)]
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            given = f"{len(batch)} entries" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        entries = batch if isinstance(batch, (tuple, list)) else [batch]
+        if len(entries) < 2 or not all(isinstance(entry, Tensor) for entry in entries):
+            kinds = ", ".join(type(entry).__name__ for entry in entries)
             raise UserError(
-                f"samples must be (inputs..., target) or a mapping with a target, not {given}; a network that restores "
-                "its input takes (x, x)."
+                f"samples must be (inputs..., target) or a mapping with a target, of tensors, not ({kinds}): "
+                "let the data set's transform make tensors, or data.columns leave others out."
             )
-        for place, entry in enumerate(batch):
-            if not isinstance(entry, Tensor):
-                name = "the target" if place == len(batch) - 1 else f"input {place}"
-                raise UserError(
-                    f"{name} of a batch is a {type(entry).__name__}, not a tensor: let the data set's transform make "
-                    "tensors, or data.columns leave it out."
-                )
-        *found, last = (entry.float() if entry.is_floating_point() else entry for entry in batch)
-        images = [entry.dtype == torch.uint8 and entry.dim() > 3 for entry in found]
-        found = [entry.float() / 255 if image else entry for entry, image in zip(found, images, strict=True)]
+        *found, last = (entry.float() if entry.is_floating_point() else entry for entry in entries)
+        found = [x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 3 else x for x in found]
         return (*found, last if last.is_floating_point() else last.long())
-
-    def classes(self) -> np.ndarray | None:
-        """Class labels, int64 [N], if they can be read cheaply, else None."""
-        found = _classes_of(self.dataset, self.columns)
-        return None if found is None else found[self.positions]
 
 
 def _classes_of(dataset: Any, columns: Columns) -> np.ndarray | None:
@@ -261,48 +231,38 @@ def _seed_all(seed: int) -> None:
 
 
 def open_source(source: Any, columns: Columns, seed: int) -> dict[str, SamplePart]:
-    """Open the parts of a user's data: "train", and "val" and "test" where the source has them.
-
-    Args:
-        source: a LightningDataModule, a DataLoader, a Dataset, a data set of Hugging Face's `datasets`, the folder of
-            one (`save_to_disk`), or a mapping of train, val and test to such.
-        columns: inputs and target of samples that are mappings.
-        seed: of the order and of transforms.
-    """
+    """Open the parts of a user's data: "train", and "val" and "test" where the source has them; see `CustomData`."""
     source = _opened(source)
     if isinstance(source, LightningDataModule):
         found = _loaders(source)
-    elif isinstance(source, Mapping):
-        known = {name: part for part, names in _NAMES.items() for name in names}
-        if unknown := ", ".join(str(name) for name in source if name not in known):
-            raise UserError(f"data.source has the parts {unknown}, but train, val and test are wanted.")
-        found = {known[name]: (name, one) for name, one in source.items() if one is not None}
     else:
-        found = {"train": ("source", source)}
+        found = dict(source) if isinstance(source, Mapping) else {"train": source}
+        parts = {name: part for part, names in PART_NAMES.items() for name in names}
+        if unknown := ", ".join(str(name) for name in found if name not in parts):
+            raise UserError(f"data.source has the parts {unknown}, but train, val and test are wanted.")
+        found = {parts[name]: one for name, one in found.items() if one is not None}
     if "train" not in found:
         raise UserError("data.source has no part to train on: name one train, or give it a train_dataloader.")
-    return {part: _part(one, columns, seed, where) for part, (where, one) in found.items()}
+    return {part: _part(one, columns, seed, part) for part, one in found.items()}
 
 
-def _loaders(module: LightningDataModule) -> dict[str, tuple[str, Any]]:
-    """Name and loader of each part."""
+def _loaders(module: LightningDataModule) -> dict[str, Any]:
+    """Loader of each part."""
     # Downloads once a machine; the others wait, and find what is there.
     with locked(cache_dir() / "prepare" / type(module).__qualname__):
         module.prepare_data()
     for stage in ("fit", "test"):
         module.setup(stage)
     found = {}
-    for name in _NAMES:
+    for part in PART_NAMES:
         # Lightning's own methods, which the user has not overridden, raise.
         with contextlib.suppress(MisconfigurationException):
-            loader = getattr(module, f"{name}_dataloader")()
-            where = f"{type(module).__name__}.{name}_dataloader"
-            if isinstance(loader, (list, tuple)):
-                if len(loader) > 1:
-                    raise UserError(f"{where} gives {len(loader)} loaders; growlab takes one.")
-                loader = loader[0] if loader else None
-            if loader is not None:
-                found[name] = (where, loader)
+            loader = getattr(module, f"{part}_dataloader")()
+            several = loader if isinstance(loader, (list, tuple)) else [loader]
+            if len(several) > 1:
+                raise UserError(f"{part}_dataloader gives {len(several)} loaders; growlab takes one.")
+            if several and several[0] is not None:
+                found[part] = several[0]
     return found
 
 
@@ -311,12 +271,12 @@ def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
     loader = source if isinstance(source, DataLoader) else None
     dataset = source if loader is None else loader.dataset
     named = f"{where} ({type(dataset).__name__})"
-    if isinstance(dataset, IterableDataset | Mapping) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
+    by_position = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not by_position or isinstance(dataset, IterableDataset | Mapping):
         raise UserError(
-            f"data: {named} is not {_KINDS}, with a length and samples that are read by position: what is iterated "
-            "over cannot be resumed in the middle, and a function is called by its _target_, without _partial_."
+            f"data.source: {named} is not a LightningDataModule, DataLoader, Dataset or Hugging Face data set, or a "
+            "mapping of such by train, val, test, with samples that are read by position: what is iterated over cannot "
+            "be resumed in the middle, and a function is called by its _target_, without _partial_."
         )
     in_rows = hasattr(dataset, "with_format") and hasattr(dataset, "column_names")
     if in_rows:
@@ -324,14 +284,14 @@ def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
         format = (getattr(dataset, "format", None) or {}).get("type")
         dataset, in_rows = dataset.with_format("torch") if format is None else dataset, format != "custom"
     if not len(dataset):
-        raise UserError(f"data: {named} is empty.")
+        raise UserError(f"data.source: {named} is empty.")
     part = SamplePart(dataset, np.arange(len(dataset)), seed, columns, in_rows=in_rows)
     if loader is None:
         return part
     if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
         raise UserError(
-            f"data: {named} has a batch sampler of its own ({type(loader.batch_sampler).__name__}), but batch sizes "
-            "follow the growth schedule: give a sampler of single positions, or none."
+            f"data.source: {named} has a batch sampler of its own ({type(loader.batch_sampler).__name__}), but batch "
+            "sizes follow the growth schedule: give a sampler of single positions, or none."
         )
     sampler = None if isinstance(loader.sampler, _PLAIN) else loader.sampler
     of_loader = {name: getattr(loader, name) for name in ("drop_last", "batch_size", "num_workers")}
@@ -453,7 +413,8 @@ class CustomData(RunData):
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of samples in each training batch of an epoch that has batches of this size."""
         train = self._parts["train"]
-        return sizes_in_part(train.num_drawn, batch_size, epoch, 1, train.drop_last, self.steps)
+        more = {"drop_last": train.drop_last, "steps": self.steps}
+        return EpochPlan(train.num_drawn, batch_size, self.seed, epoch, **more).sizes
 
     def probe_batch(self, n: int) -> Tensor | tuple[Tensor, ...]:
         """Return the network's inputs of n training samples: always the same ones, repeated if there are fewer.
@@ -481,15 +442,9 @@ class CustomData(RunData):
         """
         shape = self._shapes[0]
         found = {"input_shape": shape, "target_shape": list(self._target.shape[1:])}
-        if len(shape) == 1:
-            found["in_features"] = shape[0]
-        if len(shape) > 1:
-            found["in_channels"] = shape[0]
-        if len(shape) == 3:
-            found["image_shape"] = shape
-        if name in ("num_classes", "out_features"):
-            return self._num_outputs()
-        return found.get(name)
+        found |= {"in_features": shape[0]} if len(shape) == 1 else {"in_channels": shape[0]} if shape else {}
+        found |= {"image_shape": shape} if len(shape) == 3 else {}
+        return self._num_outputs() if name in ("num_classes", "out_features") else found.get(name)
 
     def _num_outputs(self) -> int:
         target = self._target
@@ -504,32 +459,24 @@ class CustomData(RunData):
             return len(known)
         if self._classes is not None:
             return int(self._classes.max()) + 1
+        hint = "+data.network.num_classes=N"
         if len(part) > _MANY:
             raise UserError(
                 "the network takes num_classes, and the data set does not know it without reading all "
-                f"{len(part)} samples: set +data.network.num_classes=N."
+                f"{len(part)} samples: set {hint}."
             )
-        print(
-            f"reading {len(part)} samples to count their classes; +data.network.num_classes=N saves that",
-            file=sys.stderr,
-        )
+        print(f"reading {len(part)} samples to count their classes; {hint} saves that", file=sys.stderr)
         # 255 marks pixels of no class.
-        tops = [int(t[t != 255].max()) if bool((t != 255).any()) else 0 for t in self._targets(part)]
-        return max(tops) + 1
+        return 1 + max(int(t[t != 255].max()) if bool((t != 255).any()) else 0 for t in self._targets(part))
 
     # Parts -----------------------------------------------------------------------------------------------
 
     def _complete(self, parts: dict[str, SamplePart]) -> dict[str, SamplePart]:
         """The parts; those that are missing are held out of the training part."""
-        fractions = {"test": self.split.test, "val": self.split.validation}
-        if "test" not in parts and not self.split.test:
-            raise UserError(
-                "the source has no test set, and a result needs one: set data.split.test above 0."
-            )
         train, left = parts["train"], 1.0
         self._classes = self._classes_of(train)
-        for name, fraction in fractions.items():
-            if name in parts or not fraction:
+        for name, fraction in (("test", self.split.test), ("val", self.split.validation)):
+            if name in parts or not (fraction or name == "test"):
                 continue
             if train.sampler is not None:
                 raise UserError(
@@ -541,9 +488,9 @@ class CustomData(RunData):
             if not len(kept) or not len(held_out):
                 raise UserError(
                     f"{len(train)} training samples are too few to hold {fraction:.0%} out; give the source a {name} "
-                    "set."
+                    "set, or change data.split."
                 )
-            parts[name], train = train.select(held_out), train.select(kept)
+            parts[name], train = (replace(train, positions=train.positions[p]) for p in (held_out, kept))
             self._classes = None if self._classes is None else self._classes[kept]
             left -= fraction
         return {**parts, "train": train}
@@ -553,12 +500,12 @@ class CustomData(RunData):
         return np.zeros(len(train), dtype=np.int64) if self._classes is None else self._classes
 
     def _classes_of(self, part: SamplePart) -> np.ndarray | None:
-        """Class labels if they can be read cheaply, else None."""
+        """Class labels, int64 [N], if they can be read cheaply, else None."""
         self._parts = {"train": part}
         target = self._read("train", np.arange(1), None, 0)[-1]
         if target.is_floating_point() or target.dim() != 1:
             return None
-        found = part.classes()
+        found = _classes_of(part.dataset, part.columns)
         if found is not None and found[0] == int(target[0]):
             return found
         return torch.cat(list(self._targets(part))).numpy() if len(part) <= _FEW else None
