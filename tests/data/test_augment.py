@@ -55,12 +55,6 @@ def test_draws_follow_the_image_not_its_place_in_a_batch():
     assert not torch.equal(augmentation.draw(np.arange(50), 4, 1), whole)
 
 
-def test_without_shift_and_mirror_images_are_left_alone():
-    images = _random_images(3, 5, 5, 3)
-    augmentation = Augmentation()
-    assert augmentation.apply(images, augmentation.draw(np.arange(3), 0, 0)) is images
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_normalisation_equals_the_formula_in_float64(channels, channels_last):

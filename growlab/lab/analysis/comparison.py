@@ -181,11 +181,8 @@ def _scatter(axes: Axes, drawn: Drawn, methods: Sequence[str]) -> None:
     ]
     if not known:
         return
-    points, names, rows = (
-        [point[:4] for point in known],
-        [point[4] for point in known],
-        [row for row, _ in drawn],
-    )
+    points, names = [point[:4] for point in known], [point[4] for point in known]
+    rows = [row for row, _ in drawn]
     costs = [point[0] for point in points]
     equal = len(points) > 1 and max(costs) - min(costs) < _EQUAL_COST
     if equal:
@@ -320,11 +317,9 @@ def _cost_axis(axes: Axes, amounts: Sequence[float], reference_epochs: float | N
 
 def _machine(run: Run) -> str:
     known = dict(run.machine)
-    counts = [
-        f"{known.pop(key)} {word}" for key, word in (("world_size", "processes"), ("num_nodes", "machines"))
-    ]
+    counts = {"processes": known.pop("world_size"), "machines": known.pop("num_nodes")}
     first = str(known.pop("device", known.pop("name", "unknown")))
-    several = [words for words in counts if not words.startswith("1 ")]
+    several = [f"{number} {word}" for word, number in counts.items() if number != 1]
     return ", ".join([first, *(f"{value} {key}" for key, value in known.items()), *several])
 
 
@@ -389,13 +384,10 @@ def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
         UserError: the rate of a run is not known.
     """
     joined: dict[str, list[tuple[float, Row]]] = defaultdict(list)
-    groups = [
-        replace(
-            row.group, overrides=tuple(o for o in row.group.overrides if not o.startswith("optimizer.lr="))
-        )
-        for row in rows
-    ]
-    plain = [replace(row, group=group) for row, group in zip(rows, groups, strict=True)]
+    plain = []
+    for row in rows:
+        kept = tuple(each for each in row.group.overrides if not each.startswith("optimizer.lr="))
+        plain.append(replace(row, group=replace(row.group, overrides=kept)))
     for name, row in zip(unique_names(plain), plain, strict=True):
         run = row.runs[0]
         try:

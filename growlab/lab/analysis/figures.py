@@ -23,11 +23,11 @@ from growlab.lab.analysis.comparison import compare, frontier, frontier_seconds,
 from growlab.lab.analysis.metrics import ACCURACY, Metric, metric_of
 from growlab.lab.analysis.results import Run, open_run
 from growlab.lab.analysis.step_figures import (
-    at_end,
-    at_start,
+    QUANTITIES,
+    deviations,
     has_rate_factors,
+    histograms,
     loss_over_steps,
-    over_training,
     rate_factors,
     region_norms,
 )
@@ -224,23 +224,17 @@ _RUNS: dict[str, Callable[..., Figure]] = {
     "compare": compare,
     "loss_over_steps": loss_over_steps,
 }
-for _quantity, _plural in (
-    ("activation", "activations"),
-    ("gradient", "gradients"),
-    ("weight", "weights"),
-    ("weight_gradient", "weight_gradients"),
-):
-    for _when, _make in (("at_start", at_start), ("over_training", over_training), ("at_end", at_end)):
-        _RUNS[f"{_plural}_{_when}"] = _make(_quantity)
+for _quantity in QUANTITIES:
+    _RUNS |= {
+        f"{_quantity}s_at_start": partial(histograms, quantity=_quantity, at_end=False),
+        f"{_quantity}s_over_training": partial(deviations, quantity=_quantity),
+        f"{_quantity}s_at_end": partial(histograms, quantity=_quantity, at_end=True),
+    }
 _OF_PARAMETERS = ("rate_factors", "norms")
 
 
 def one_run(name: str, runs: Sequence[Run]) -> Sequence[Run]:
-    """Return `runs` if there is exactly one.
-
-    Raises:
-        UserError: there are several.
-    """
+    """Return `runs`; raise UserError unless there is exactly one."""
     if len(runs) != 1:
         raise UserError(
             f"{name} shows one run and there are {len(runs)}: name one of their folders, such as "

@@ -114,9 +114,7 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
 
 
 def _differences(one: Row, other: Row) -> tuple[float, ...]:
-    scores, others = (
-        {run.results["seed"]: run.results.get(f"test_{row.metric.key}") for run in row.runs}
-        for row in (one, other)
-    )
+    key = f"test_{one.metric.key}"
+    scores, others = ({run.results["seed"]: run.results.get(key) for run in row.runs} for row in (one, other))
     pairs = [(scores[seed], others[seed]) for seed in sorted(scores.keys() & others.keys())]
     return tuple(a - b for a, b in pairs if a is not None and b is not None and math.isfinite(a - b))

@@ -28,15 +28,8 @@ _POINTS = 150
 # Columns of metrics.csv that are no curve.
 _NOT_CURVES = ("epoch", "step", "stage")
 _STAGE = ("stage", "epochs", "batch_size", "num_params", "flops_per_sample", "samples_per_sec", "seconds")
-_RECEIPT = (
-    "stage",
-    "epoch",
-    "step",
-    "num_params_before",
-    "num_params",
-    "parity_error_eval",
-    "parity_error_train",
-)
+_PARITY = ("parity_error_eval", "parity_error_train")
+_RECEIPT = ("stage", "epoch", "step", "num_params_before", "num_params", *_PARITY)
 _RECEIPT_END = ("parity_tolerance_eval", "output_factor", "seconds")
 
 
@@ -61,19 +54,14 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
         table.add_column(column, justify="right")
     for stage in results["stages"]:
         widths = sorted(set(stage["widths"].values())) or ["fixed"]
-        table.add_row(
-            *(
-                str(stage["stage"]),
-                str(stage[length]),
-                "-".join(map(str, dict.fromkeys((widths[0], widths[-1])))),
-            ),
-            *(
-                f"{stage['num_params']:,}",
-                f"{stage['flops_per_sample'] / scale:,.2f}",
-                str(stage["batch_size"]),
-            ),
-            *(f"{stage['samples_per_sec']:,.0f}", f"{stage['seconds']:,.1f}"),
+        ends = "-".join(map(str, dict.fromkeys((widths[0], widths[-1]))))
+        size = (
+            f"{stage['num_params']:,}",
+            f"{stage['flops_per_sample'] / scale:,.2f}",
+            str(stage["batch_size"]),
         )
+        speed = (f"{stage['samples_per_sec']:,.0f}", f"{stage['seconds']:,.1f}")
+        table.add_row(str(stage["stage"]), str(stage[length]), ends, *size, *speed)
     console.print(table)
     parity, metric = results["parity_max_error"], metric_of([results])
     best = f"test {metric.name} [bold]{metric.text(results[f'test_{metric.key}'])}{metric.unit}[/bold]"

@@ -233,11 +233,8 @@ class Amount:
     def over(self, reference: "Amount") -> "Amount":
         """The ratio, bounded from the side that is known; none where both ends are open."""
         opposite = {"": "", "<": ">", ">": "<"}[reference.sign]
-        if (
-            self.value is None
-            or reference.value is None
-            or (self.sign and opposite and self.sign != opposite)
-        ):
+        known = self.value is not None and reference.value is not None
+        if not known or (self.sign and opposite and self.sign != opposite):
             return Amount(None)
         return Amount(self.value / reference.value, self.sign or opposite)
 
@@ -250,10 +247,8 @@ class TimeToScore:
         level: the score, of accuracy a fraction.
         series: the method over its budgets.
         reference: the method that ratios are to.
-        cost: forward FLOPs, in epochs of the fixed-size network at full width.
-        seconds: wall-clock seconds; without a value where machines differ.
-        cost_ratio: the cost over that of the reference.
-        seconds_ratio: the seconds over those of the reference.
+        cost: forward FLOPs, in epochs of the fixed-size network at full width; `cost_ratio` over the reference's.
+        seconds: wall-clock seconds; without a value where machines differ; `seconds_ratio` over the reference's.
     """
 
     level: float

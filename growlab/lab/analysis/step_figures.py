@@ -9,8 +9,7 @@ of the hypernetwork's last layer, which are the weights, 12, 2, 13 (24, 25, 26);
 import difflib
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -179,7 +178,7 @@ def _first_middle_last(rates: pandas.DataFrame) -> list[str]:
 
 
 def _checked(run: Run, rates: pandas.DataFrame, parameters: Sequence[str]) -> Sequence[str]:
-    known = list(dict.fromkeys(rates["parameter"]))
+    known = set(rates["parameter"])
     for name in parameters:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
@@ -218,21 +217,6 @@ def _region_bar(figure: Figure, panels: Sequence[Axes], colours: np.ndarray) -> 
 
 
 # Layers ----------------------------------------------------------------------------------------------------
-
-
-def at_start(quantity: str) -> Callable[[Sequence[Run]], Figure]:
-    """A function that draws a quantity's histograms before training and the deviation of each layer."""
-    return partial(_histograms, quantity=quantity, at_end=False)
-
-
-def at_end(quantity: str) -> Callable[[Sequence[Run]], Figure]:
-    """A function that draws the same at the end of training."""
-    return partial(_histograms, quantity=quantity, at_end=True)
-
-
-def over_training(quantity: str) -> Callable[[Sequence[Run]], Figure]:
-    """A function that draws a quantity's deviations over steps: a panel a run, a line a layer, equal scales."""
-    return partial(_deviations, quantity=quantity)
 
 
 @style.styled()
@@ -302,8 +286,8 @@ def _line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 @style.styled()
-def _histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
-    """A panel of histograms a run, and one of the standard deviations of all, which a histogram's axis hides."""
+def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
+    """Draw a panel of histograms a run, and one of the standard deviations of all, which a histogram's axis hides."""
     tables, names, columns = [_of_step(run, quantity, at_end) for run in runs], labels(runs), 2
     rows = math.ceil((len(runs) + 1) / columns)
     # A whole row leaves the last panel one for itself.
@@ -371,8 +355,11 @@ def _draw_histograms(axes: Axes, table: pandas.DataFrame, colours: Mapping[str, 
 
 
 @style.styled()
-def _deviations(runs: Sequence[Run], quantity: str) -> Figure:
-    """A panel a run; the title says how far from 0 means are, which the lines leave out."""
+def deviations(runs: Sequence[Run], quantity: str) -> Figure:
+    """Draw a quantity's deviations over steps: a panel a run, a line a layer, equal scales.
+
+    The title says how far from 0 means are, which the lines leave out.
+    """
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)
     tables = [_quantity(run, quantity) for run in runs]

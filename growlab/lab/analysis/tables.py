@@ -184,23 +184,17 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
 
 
 def one_task(rows: Sequence[Row], what: str) -> None:
-    """Refuse rows of several networks or data sets, or judged by several metrics, whose numbers do not compare.
+    """Raise UserError if rows of a figure or table are of several networks, data sets or metrics.
 
-    Args:
-        rows: the rows.
-        what: the figure or table that is to be made of them, for the sentence.
-
-    Raises:
-        UserError: naming them.
+    Their numbers do not compare.
     """
-    tasks = sorted({row.group.task for row in rows})
+    tasks = {f"{model} on {data}" for model, data in (row.group.task for row in rows)}
     if len(tasks) > 1:
-        listed = ", ".join(f"{model} on {data}" for model, data in tasks)
-        raise UserError(f"{what} is of one network and data set, not {listed}: name the folders of one.")
-    metrics = sorted({row.metric for row in rows})
-    if len(metrics) > 1:
-        listed = " and ".join(metric.name for metric in metrics)
-        raise UserError(f"{what} is of runs judged by one metric, not {listed}: name the folders of one.")
+        kind, listed = "of one network and data set", ", ".join(sorted(tasks))
+    else:
+        kind, listed = "of runs judged by one metric", " and ".join(sorted({row.metric.name for row in rows}))
+    if len(tasks) > 1 or len({row.metric for row in rows}) > 1:
+        raise UserError(f"{what} is {kind}, not {listed}: name the folders of one.")
 
 
 def unique_names(rows: Sequence[Row]) -> list[str]:
@@ -326,11 +320,9 @@ def csv_text(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else ["method"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {key: inert(v) if isinstance(v, str) else v for key, v in one.items()} for one in records
-    )
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(records[0] if records else ["method"])
+    writer.writerows([inert(v) if isinstance(v, str) else v for v in one.values()] for one in records)
     return text.getvalue()
 
 

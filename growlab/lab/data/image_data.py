@@ -23,7 +23,6 @@ from growlab.lab.data.images import (
     Interpolation,
     RandomCrop,
     image_statistics,
-    in_memory,
 )
 from growlab.lab.data.loaders import (
     EpochPlan,
@@ -41,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # Images of a streamed set from which mean and standard deviation are estimated.
 _SAMPLE = 4096
+# Decoded images up to this many bytes are kept in memory by default.
+_IN_MEMORY_BYTES = 2 << 30
 _STREAMED = "images in memory; set data.in_memory=true."
 
 
@@ -211,14 +212,13 @@ class ImageData(RunData):
 
     def _prepared(self, images: Images) -> Images:
         """Images of one size, decoded if they are to be kept in memory."""
-        if not isinstance(images, ImageArray):
-            return in_memory(images, self.in_memory)
-        views = None if self.fit.size is None else [self.fit] * len(images)
-        return (
-            images
-            if views is None
-            else replace(images, images_NHWC=images.read(np.arange(len(images)), views))
-        )
+        if isinstance(images, ImageArray):
+            if self.fit.size is None:
+                return images
+            fitted = images.read(np.arange(len(images)), [self.fit] * len(images))
+            return replace(images, images_NHWC=fitted)
+        few = len(images) * int(np.prod(images.frame)) <= _IN_MEMORY_BYTES
+        return images.decoded() if (few if self.in_memory is None else self.in_memory) else images
 
     def _is_in_memory(self, part: str) -> bool:
         """True if batches are made of images in memory; random crops for training are cut as files are read."""

@@ -158,15 +158,19 @@ def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]
     import torchvision.datasets
 
     dataset = getattr(torchvision.datasets, DATASETS[name][0])
+
+    def opened(fetch: bool) -> list[Any]:
+        return [dataset(str(root), train=train, download=fetch) for train in (True, False)]
+
     try:
-        sets = [dataset(str(root), train=train, download=False) for train in (True, False)]
+        sets = opened(False)
     except Exception as error:  # RuntimeError, UnpicklingError, ValueError, KeyError, OSError among them
         if not download:
             raise UserError(
                 f"torchvision's files of {name} in {root} are incomplete or damaged; let them be fetched "
                 "again with data.download=true, or point data.root=... at another copy."
             ) from error
-        sets = _downloaded(dataset, name, root)
+        sets = _downloaded(lambda: opened(True), name, root)
     found: dict[str, Images] = {}
     for part, made in zip(("train", "test"), sets, strict=True):
         images = torch.from_numpy(np.ascontiguousarray(made.data))
@@ -176,13 +180,13 @@ def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]
     return found
 
 
-def _downloaded(dataset: Callable[..., Any], name: str, root: Path) -> list[Any]:
+def _downloaded(fetch: Callable[[], list[Any]], name: str, root: Path) -> list[Any]:
     timeout = socket.getdefaulttimeout()
     try:
         socket.setdefaulttimeout(_TIMEOUT_SEC)
         # torchvision prints its progress; standard output is for results.
         with locked(cache_dir() / f"download-{name}"), contextlib.redirect_stdout(sys.stderr):
-            sets = [dataset(str(root), train=train, download=True) for train in (True, False)]
+            sets = fetch()
     except Exception as error:  # exceptions of torchvision and urllib have no common base
         reason = str(getattr(error, "reason", "") or error).partition("\n")[0] or type(error).__name__
         raise UserError(

@@ -22,8 +22,6 @@ from growlab.lab.data.order import CROP, draws
 View = Callable[[PIL.Image.Image], PIL.Image.Image]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
-# Decoded images up to this many bytes are kept in memory by default.
-_IN_MEMORY_BYTES = 2 << 30
 # Below this many images decoding is as quick as reading a cache.
 _WORTH_CACHING = 2000
 
@@ -386,13 +384,6 @@ class EncodedImages:
 
 
 Images = ImageArray | EncodedImages
-
-
-def in_memory(images: Images, wanted: bool | None) -> Images:
-    """Return the images decoded, if that is wanted or, with None, if they are few enough; else as they are."""
-    if wanted is None:
-        wanted = len(images) * int(np.prod(images.frame)) <= _IN_MEMORY_BYTES
-    return images.decoded() if wanted and isinstance(images, EncodedImages) else images
 
 
 def _is_deep(image: PIL.Image.Image) -> bool:
