@@ -236,7 +236,8 @@ def embedded(context: GrowthContext, name: str, sources: Mapping[str, Tensor]) -
 def upright(rows: Tensor) -> Tensor:
     """Sign of each row, [rows, 1], that makes its entry of largest magnitude positive.
 
-    Singular vectors are determined up to their sign, which matters to a ReLU: otherwise rounding would choose it.
+    Singular vectors and eigenvectors are determined up to their sign, which matters to a ReLU and says which of two
+    copies is the older: otherwise rounding would choose it.
     """
     largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)

@@ -83,6 +83,10 @@ def run(step: Step, out: Path) -> dict[str, object]:
             code: int | str = process.wait(timeout=step.limit)
         except subprocess.TimeoutExpired:
             code = f"ended after {step.limit} s"
+            # pytest then tells what it has found.
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from growlab.base.settings import above, not_none, whole
-from growlab.growth.data_driven import DataDriven, embedded, lengths, unit
+from growlab.growth.data_driven import DataDriven, embedded, lengths, unit, upright
 from growlab.growth.fans import ChannelView, GroupTensors
 from growlab.growth.measurement import Measurement, smooth
 from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
@@ -140,7 +140,8 @@ def splitting_eigen(
         )
         for fans in groups
     }
-    return _whole(products, starts) if iterations is None else _lanczos(products, starts, iterations)
+    found = _whole(products, starts) if iterations is None else _lanczos(products, starts, iterations)
+    return {group: (values, vectors * upright(vectors)) for group, (values, vectors) in found.items()}
 
 
 def _whole(
