@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from growlab import (
     Bert2Bert,
@@ -137,6 +138,21 @@ def convolutional() -> nn.Module:
     )
 
 
+class GPT2(nn.Module):
+    """GPT-2 of two blocks, whose weights are Conv1D's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 12, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = GPT2Config(**sizes, **dropout, use_cache=False, bos_token_id=0, eos_token_id=0)
+        self.model = GPT2LMHeadModel(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(input_ids=x).logits
+        return out
+
+
 # Network, batches [steps, B, ...], and the modules that are sharded one by one.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Any], list[nn.Module]]]] = {
     "language": (Language, torch.arange(8 * 4 * 5).view(8, 4, 5) % 12, lambda net: list(net.blocks)),
@@ -145,12 +161,18 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Any], list[
         torch.linspace(-1, 1, 8 * 4 * 3 * 36).view(8, 4, 3, 6, 6).sin(),
         lambda net: list(net[0]),
     ),
+    "gpt2": (
+        GPT2,
+        torch.arange(8 * 4 * 5).view(8, 4, 5) % 12,
+        lambda net: list(net.model.transformer.h),
+    ),
 }
 ADAM: dict[str, Any] = {"cls": torch.optim.AdamW, "lr": 1e-3}
 MOMENTUM: dict[str, Any] = {"cls": torch.optim.SGD, "lr": 1e-2, "momentum": 0.9}
 CASES: dict[str, tuple[str, Callable[[], GrowthMethod], dict[str, Any]]] = {
     "variance transfer": ("language", VarianceTransfer, ADAM),
     "multipliers": ("language", lambda: VarianceTransfer(multipliers="compensate"), ADAM),
+    "gpt2": ("gpt2", lambda: VarianceTransfer(multipliers="compensate"), ADAM),
     "constraint": ("convolutional", lambda: VarianceTransfer("constraint", noise_std=0.01), MOMENTUM),
     "pairs": ("convolutional", PairGrowth, ADAM),
     "net2net": ("language", Net2Net, MOMENTUM),

@@ -105,8 +105,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             )
         if args.fsdp or args.deepspeed:
             raise UserError(
-                "FSDP and DeepSpeed shard parameters once, before training, so they cannot grow; train with "
-                "DistributedDataParallel (torchrun without them)."
+                "FSDP and DeepSpeed shard parameters inside the Trainer, which growth does not support; train with "
+                "DistributedDataParallel (torchrun without them), or in your own loop with Grower(shard=...)."
             )
         if args.restore_callback_states_from_checkpoint:
             raise UserError(
