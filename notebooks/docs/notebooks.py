@@ -8,6 +8,8 @@ each notebook becomes a page, of an executed copy of the same cells where one li
 import base64
 import io
 import json
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +21,12 @@ _TIMEOUT_SEC = 600
 _UNTOUCHED = "!!! note\n    Outputs are left out here: `make docs` runs the notebooks first.\n"
 
 
-def execute(source: Path, target: Path, kernel: Any = None) -> None:
+def execute(source: Path, target: Path) -> None:
     """Run a notebook in its own folder and write what came of it into another file.
 
     Args:
         source: the notebook.
         target: the other file.
-        kernel: a KernelManager whose kernel runs, in this folder, and is emptied first; None: one of its own.
     """
     # Imported here: the docs build without them.
     import nbformat
@@ -35,14 +36,9 @@ def execute(source: Path, target: Path, kernel: Any = None) -> None:
     # "python3" is the kernel of the Python that runs this, whatever else is registered.
     resources = {"metadata": {"path": str(source.parent)}}
     settings = {"timeout": _TIMEOUT_SEC, "kernel_name": "python3", "resources": resources}
-    if kernel is not None:
-        settings["km"] = kernel
-        notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
-    client = NotebookClient(notebook, **settings)
-    client.execute()
-    if kernel is not None:
-        client.kc.stop_channels()
-        del notebook.cells[0]
+    # Programs installed beside this Python (`growlab`, `torchrun`) are found as in an active environment.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    NotebookClient(notebook, **settings).execute(env={**os.environ, "PATH": path})
     target.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
 
@@ -92,7 +88,8 @@ def page(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            # Links by the place in the repository, to pages and to other notebooks.
+            parts.append(re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", source.replace("](docs/pages/", "](../")))
         elif cell["cell_type"] == "code":
             parts.append(_fenced(source, "python"))
             for output in cell["outputs"]:

@@ -5,6 +5,7 @@ from typing import Any
 # Factors on the score of a page's sections, by the beginning of its path.
 _BOOSTS = {
     "guide/": 4.0,
+    "notebooks/": 4.0,
     "tutorials/": 4.0,
     "index.md": 2.0,
     "own_loop.md": 2.0,

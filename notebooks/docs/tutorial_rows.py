@@ -1,17 +1,18 @@
-"""Runs the program of the tutorial "Grow your own network" with several seeds and keeps what it prints.
+"""Runs the program of the notebook "Grow your own network" with several seeds and keeps what it prints.
 
 `python notebooks/docs/tutorial_rows.py` writes notebooks/results/your_network/rows.csv (two minutes on one CPU core);
-the tutorial's table is made from it.
+the notebook's table is made from it.
 """
 
 import contextlib
 import csv
 import io
+import json
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TUTORIAL = ROOT / "notebooks" / "docs" / "pages" / "tutorials" / "your_network.md"
+TUTORIAL = ROOT / "notebooks" / "01_your_network.ipynb"
 ROWS = ROOT / "notebooks" / "results" / "your_network" / "rows.csv"
 SEEDS = range(8)
 # What the program prints: a run, its accuracy, its share of the full network's FLOPs.
@@ -19,9 +20,9 @@ _PRINTED = re.compile(r"^(grown|fixed size, \d+ epochs): ([\d.]+) for ([\d.]+) o
 
 
 def program(seed: int) -> str:
-    """The tutorial's program with another seed, which prints numbers with all of their digits."""
-    text = TUTORIAL.read_text(encoding="utf-8")
-    code = "".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S))
+    """The notebook's program with another seed, which prints numbers with all of their digits."""
+    cells = json.loads(TUTORIAL.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     return code.replace("manual_seed(0)", f"manual_seed({seed})").replace(":.1%}", ":.6f}")
 
 

@@ -1,12 +1,10 @@
-"""Notebooks run on run folders alone, and are kept with the outputs of those that are kept."""
+"""Notebooks run, and are kept with their outputs."""
 
 import base64
 import importlib.util
 import io
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,24 +13,30 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from tests.analysis.fake_runs import write_run
-
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_outputs_are_kept_and_nothing_is_trained(path):
+def test_outputs_are_kept_and_short(path: Path) -> None:
     content = path.read_text(encoding="utf-8")
     # In the history for ever, once for each time that figures change.
-    assert len(content) < 400_000
-    cells = [cell for cell in json.loads(content)["cells"] if cell["cell_type"] == "code"]
+    assert len(content) < 100_000 and str(ROOT) not in content
+    cells = json.loads(content)["cells"]
+    assert len(cells) <= 14
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert any("image/png" in out.get("data", {}) for cell in cells for out in cell["outputs"])
-    for cell in cells:
-        source = "".join(cell["source"])
-        for word in ("torch", "lightning", "Trainer", "backward", "optimizer."):
-            assert word not in source
+    outputs = [out for cell in cells for out in cell["outputs"]]
+    assert any("image/png" in out.get("data", {}) for out in outputs)
+    assert not [out for out in outputs if out["output_type"] == "error"]
+    warned = "".join(out["text"] for out in map(flat, outputs) if out.get("name") == "stderr")
+    for line in warned.splitlines():
+        assert line.startswith(("growth ", "training has ended in stage")), line
+
+
+def flat(output: dict[str, Any]) -> dict[str, Any]:
+    """An output with its text in one piece."""
+    return {**output, "text": "".join(output.get("text", ""))}
 
 
 @pytest.fixture(scope="module")
@@ -44,54 +48,24 @@ def docs() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Any]:
-    """One for all notebooks of the project, which import the same."""
-    for package in ("nbformat", "nbclient", "ipykernel"):
-        pytest.importorskip(package)
-    from jupyter_client import KernelManager
-
-    manager = KernelManager(kernel_name="python3")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
-    manager.start_kernel(cwd=str(ROOT / "notebooks"), env=environment)
-    yield manager
-    manager.shutdown_kernel(now=True)
-
-
-@pytest.fixture
-def execute(docs, kernel, tmp_path, monkeypatch) -> Callable[[Path], list]:
-    """All outputs of a notebook that runs in its own folder, which is left as it is."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def run(path: Path) -> list:
-        before, target = path.read_bytes(), tmp_path / "executed" / path.name
-        docs.execute(path, target, kernel if path.parent == ROOT / "notebooks" else None)
-        assert path.read_bytes() == before
-        cells = json.loads(target.read_text(encoding="utf-8"))["cells"]
-        return [out for cell in cells for out in cell.get("outputs", [])]
-
-    return run
+def shown(path: Path) -> tuple[list[dict[str, str]], list[tuple[int, ...]]]:
+    """Words of each code cell's outputs, without numbers, and the sizes of all pictures."""
+    words, sizes = [], []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        said: dict[str, str] = {}
+        for output in map(flat, cell.get("outputs", [])):
+            data = output.get("data", {})
+            if "image/png" in data:
+                sizes.append(_pixels(output).shape)
+            else:
+                text = output["text"] or "".join(data.get("text/plain", ""))
+                said[output.get("name", "value")] = said.get(output.get("name", "value"), "") + text
+        words.append({name: " ".join(re.sub(NUMBERS, "#", text).split()) for name, text in said.items()})
+    return words, sizes
 
 
-def _assert_kept(path: Path, outputs: list) -> None:
-    """A notebook shows these outputs: `make notebooks ARGS=--keep` puts them there."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    kept = [out for cell in cells for out in cell.get("outputs", [])]
-    assert [_told(out) for out in kept] == [_told(out) for out in outputs]
-    for shown, drawn in zip(kept, outputs, strict=True):
-        if "image/png" in drawn.get("data", {}):
-            one, other = (_pixels(out) for out in (shown, drawn))
-            # Fonts and antialiasing differ from machine to machine, sizes and contents do not.
-            assert abs(np.subtract(one.shape, other.shape)).max() <= 0.03 * max(one.shape)
-            low, wide = np.minimum(one.shape, other.shape)[:2]
-            assert abs(one[:low, :wide] - other[:low, :wide]).mean() < 12, "make notebooks ARGS=--keep"
-
-
-def _told(output: dict) -> str:
-    """What an output says in words; of pictures nothing."""
-    data = output.get("data", {})
-    said = output.get("text") if not data else data.get("text/markdown", "")
-    return "".join(said)
+# Accuracies and seconds differ from machine to machine, and with them the width of columns.
+NUMBERS = r"\**[+−-]?\d[\d.,]*(e[+-]?\d+)?\**|-{3,}"
 
 
 def _pixels(output: dict) -> np.ndarray:
@@ -99,45 +73,24 @@ def _pixels(output: dict) -> np.ndarray:
     return np.asarray(PIL.Image.open(io.BytesIO(content)).convert("RGB"), dtype=float)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
-@pytest.mark.parametrize(
-    ("name", "num_images", "num_tables"),
-    [
-        ("01_first_growth", 4, 2),
-        ("02_compare_methods", 2, 4),
-        ("03_rate_adaptation", 3, 1),
-        ("04_schedules_and_cost", 5, 2),
-        ("05_isotropic_neurons", 6, 2),
-        ("06_hyperfan", 5, 1),
-    ],
-)
-def test_they_run_on_the_results_that_are_kept_and_show_what_came_of_it(
-    name, num_images, num_tables, execute
-):
-    outputs = execute(ROOT / "notebooks" / f"{name}.ipynb")
-    _assert_kept(ROOT / "notebooks" / f"{name}.ipynb", outputs)
-    data = [out.get("data", {}) for out in outputs]
-    assert sum("image/png" in d for d in data) == num_images
-    tables = ["".join(d["text/markdown"]) for d in data if "text/markdown" in d]
-    assert len(tables) == num_tables and all(table.count("\n|") > 1 for table in tables)
-    assert not [out for out in outputs if out["output_type"] == "stream" and out["name"] == "stderr"]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
-def test_first_growth_runs_on_run_folders_next_to_it(tmp_path, execute):
-    """Without rates, whose figure is left out."""
-    for seed in range(2):
-        folder = tmp_path / "results" / "digits" / f"ours{seed}"
-        write_run(folder, seed=seed, lr_adapt="none", stage_epochs=(1, 1, 2))
-    write_run(tmp_path / "results" / "digits" / "fixed", growth="none", lr_adapt="none", stage_epochs=(4,))
-    shutil.copy(ROOT / "notebooks" / "01_first_growth.ipynb", tmp_path)
-    outputs = execute(tmp_path / "01_first_growth.ipynb")
-    data = [out.get("data", {}) for out in outputs]
-    assert sum("image/png" in d for d in data) == 3
-    tables = ["".join(d["text/markdown"]) for d in data if "text/markdown" in d]
-    assert "fixed-size" in tables[0] and "82.00 ± 0.00 (2)" in tables[0]
-    assert "| 1 | 1 | " in tables[1] and "2.1e-07 | 3.4e-07" in tables[1]
-    assert not [out for out in outputs if out["output_type"] == "stream" and out["name"] == "stderr"]
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_and_shows_what_is_kept(
+    path: Path, docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make notebooks ARGS=--keep` keeps other outputs."""
+    for package in ("nbformat", "nbclient", "ipykernel", "transformers", "accelerate"):
+        pytest.importorskip(package)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    before = path.read_bytes()
+    docs.execute(path, tmp_path / path.name)
+    assert path.read_bytes() == before
+    (words, sizes), (kept_words, kept_sizes) = shown(tmp_path / path.name), shown(path)
+    assert words == kept_words
+    assert np.shape(sizes) == np.shape(kept_sizes)
+    # Fonts differ from machine to machine.
+    assert np.allclose(sizes, kept_sizes, rtol=0.03)
 
 
 PNG = base64.b64encode(b"a figure").decode()
@@ -188,6 +141,12 @@ def test_a_page_shows_code_tables_text_and_figures(docs):
         "```text\ntold\n```\n",
     ]
     assert images == {"shown_0.png": b"a figure"}
+
+
+def test_links_lead_to_pages_of_the_site(docs):
+    source = "[a](02_lightning.ipynb), [b](docs/pages/guide/data.md), [c](https://x.org/y.ipynb)"
+    text, _ = docs.page({"cells": [{"cell_type": "markdown", "source": [source]}]}, "shown")
+    assert text == "[a](02_lightning.md), [b](../guide/data.md), [c](https://x.org/y.ipynb)\n"
 
 
 def test_outputs_of_other_cells_are_not_shown(docs, tmp_path):

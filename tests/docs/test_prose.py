@@ -101,11 +101,12 @@ def test_comments_of_settings_are_plain_english() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *(f"tutorials/{p.name}" for p in (DOCS / "tutorials").glob("*.md"))]
-)
-def test_pages_for_newcomers_read_easily(page: str) -> None:
-    assert flesch(prose_of_page(ROOT / page if page == "README.md" else DOCS / page)) > 50
+NEWCOMERS = [ROOT / "README.md", *DOCS.glob("tutorials/*.md"), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("page", NEWCOMERS, ids=lambda page: page.name)
+def test_pages_for_newcomers_read_easily(page: Path) -> None:
+    assert flesch(prose_of_page(page)) > 50
 
 
 def test_riddles_and_listed_words_are_found() -> None:

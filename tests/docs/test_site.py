@@ -43,7 +43,7 @@ SEARCHED = {
     "early stopping": "guide/own_data/",
     "does growing pay": "guide/measured/",
     "EMA": "guide/schedules/",
-    "export the model": "tutorials/your_network/",
+    "export the model": "notebooks/01_your_network/",
     "cite": "",
     "tutorials": "",
 }
@@ -127,7 +127,10 @@ def test_a_search_finds_guides_before_the_api(site: Path) -> None:
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     boosts = {one["location"].partition("#")[0]: one.get("boost", 1.0) for one in sections}
     assert (
-        boosts["guide/networks/"] == boosts["tutorials/your_network/"] > boosts["widths/"] > boosts["papers/"]
+        boosts["guide/networks/"]
+        == boosts["notebooks/01_your_network/"]
+        > boosts["widths/"]
+        > boosts["papers/"]
     )
 
 
@@ -144,7 +147,7 @@ def test_every_notebook_is_a_page(site: Path) -> None:
         cells = json.loads(path.read_text())["cells"]
         title = "".join(cells[0]["source"]).partition("\n")[0].removeprefix("# ")
         page = (site / "notebooks" / path.stem / "index.html").read_text()
-        assert f"{title}</h1>" in re.sub(r"<a [^>]*>[^<]*</a>", "", page) and "load_runs" in page
+        assert f"{title}</h1>" in re.sub(r"<a [^>]*>[^<]*</a>", "", page) and f"{path.stem}_0.png" in page
 
 
 # mkdocstrings takes "weight, bias: names" for an entry "weight," of the type "bias".
