@@ -15,6 +15,7 @@ _NAMED = {
     "hypernets": ("=hyperfan",),
     "isotropic": ("=isotropic", "isotropic.", "gain_weights."),
     "osgd": ("osgd.", "=table14"),
+    "patch_size": ("patch_size.",),
     "resolution": ("resolution.",),
     "setting": ("setting.",),
 }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicLayers
     from growlab.parts.newborn import Freeze, Warmup
     from growlab.parts.osgd import OldGradient
+    from growlab.parts.patch_size import PatchSize
     from growlab.parts.resolution import Resolution
     from growlab.parts.setting import Setting
 
@@ -29,6 +30,7 @@ __all__ = [
     "IsotropicLayers",
     "OldGradient",
     "Part",
+    "PatchSize",
     "Resolution",
     "Setting",
     "Warmup",
@@ -46,6 +48,7 @@ _HOMES = {
     "Isotropic": "isotropic",
     "IsotropicLayers": "isotropic",
     "OldGradient": "osgd",
+    "PatchSize": "patch_size",
     "Resolution": "resolution",
     "Setting": "setting",
     "Warmup": "newborn",

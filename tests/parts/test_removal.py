@@ -68,6 +68,7 @@ PARTS = {
         ("parts/resolution.yaml", "method/grown_resolution.yaml"),
         ("parts/test_resolution.py",),
     ),
+    "patch sizes": Files(("parts/patch_size.py",), ("parts/patch_size.yaml",), ("parts/test_patch_size.py",)),
     "settings": Files(("parts/setting.py",), ("parts/setting.yaml",), ("parts/test_setting.py",)),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes.py",)),
     "isotropic layers": Files(
