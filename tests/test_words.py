@@ -93,8 +93,8 @@ FEATURES = {
         ("parts/resolution.py",),
         {**EXPORTS, "lab/analysis/identity.py": "knows which settings make a run"},
     ),
-    "patch sizes": Feature(r"PatchSize\b|parts.patch_size", ("parts/patch_size.py",), EXPORTS),
-    "settings": Feature(r"\bSetting\b\(|parts.setting", ("parts/setting.py",), EXPORTS),
+    "patch sizes": Feature(r"\bPatchSize\b|parts\.patch_size\b", ("parts/patch_size.py",), EXPORTS),
+    "settings": Feature(r"parts\.setting\b", ("parts/setting.py",), EXPORTS),
     "growth on demand": Feature(
         r"\bOnDemand\b|\bPlateau\b|\bGradientNorm\b|\bBudget\b\(|climb",
         ("grower/triggers/demand.py",),
