@@ -288,6 +288,15 @@ def test_copies_with_noise_separate() -> None:
     assert distances[0] < 1e-12 and distances[1] > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("method", "width", "warns"),
+    [(HyperCloning(), 32, True), (Net2Net(), 32, True), (HyperCloning(), 16, False), (None, 32, False)],
+)
+def test_copies_that_stay_equal_are_warned_of(method: Any, width: int, warns: bool, caplog: Any) -> None:
+    Grower.from_trained(residual(16, 2), residual(width, 2), IMAGES, method=method)
+    assert ("stay equal throughout training" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()])
 def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any) -> None:
     small, optimizer = trained(llama, TEXT)

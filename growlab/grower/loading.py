@@ -1,6 +1,6 @@
 """Save and load checkpoints of a growing network, restoring structure and widths."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -16,6 +16,7 @@ from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
 from growlab.grower.sharding import Sharding
 from growlab.grower.triggers import Clock, GrowingNetwork, Widths
+from growlab.grower.vocabulary import note_tokens, rows_of_tokens, set_tokens, with_rows
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.hooks import state_of
@@ -34,6 +35,7 @@ class LoadingNetwork(GrowingNetwork):
     _units: set[str]
     _annealing: tuple[int, int]
     _regions: dict[str, Regions] | None
+    _vocabulary: int | None
     sharding: Sharding | None
 
     @property
@@ -76,6 +78,7 @@ class LoadingNetwork(GrowingNetwork):
             "annealing": list(self._annealing),
             "trigger": self.trigger.state_dict(),
             "parts": {part.name: part.state_dict() for part in self.parts},
+            "vocabulary": self._vocabulary,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -85,6 +88,8 @@ class LoadingNetwork(GrowingNetwork):
             UserError: it belongs to another network, or a run with other parts or other widths at its stage.
         """
         self.forecast.check_state(state)
+        if (size := state.get("vocabulary")) is not None:
+            self._fit_vocabulary(size)
         self._set_state(GrowthState.from_dict(state["growth"]))
         self._units, self._annealing = (
             {"epoch", "step", "cost"},
@@ -144,6 +149,26 @@ class LoadingNetwork(GrowingNetwork):
             raise UserError(f"with {late[0]} there is a plain network only once growth is finished.")
         return plain_tensors(network, self.graph, self.state.output_factor)
 
+    def set_rows(self, names: Sequence[str], size: int) -> None:
+        """Record the number of rows of tensors with one row per token."""
+        self.full_graph, self.graph = (
+            with_rows(graph, names, size) for graph in (self.full_graph, self.graph)
+        )
+        self._vocabulary, self._regions = size, None
+
+    def _fit_vocabulary(self, size: int) -> None:
+        """Give the network and its copies as many tokens as a checkpoint has."""
+        if size == self._vocabulary:
+            return
+        names, past = rows_of_tokens(self.network, self.graph), dict(self.network.named_parameters())
+        for network in (self.network, *self.copies().values()):
+            state = state_of(network)
+            assert state is not None
+            set_tokens(network, self.graph, names, state, size)
+            note_tokens(network, size)
+        self.set_rows(names, size)
+        self.followers.exchange(past)
+
     def resize_for_loading(
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None
     ) -> None:
@@ -152,6 +177,8 @@ class LoadingNetwork(GrowingNetwork):
         Unknown tensors are left to `load_state_dict`, which raises an error.
         """
         see_through(network, self.full_graph)
+        if self._vocabulary is not None and (name := rows_of_tokens(network, self.graph)[0]) in tensors:
+            self._fit_vocabulary(len(tensors[name]))
         needed = self.graph.axes.keys() - self.graph.constants.keys()
         if self.method.changes_storage and not needed <= network.state_dict().keys():
             raise UserError(

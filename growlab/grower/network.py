@@ -274,21 +274,6 @@ def not_fresh(network: nn.Module) -> str:
     return "" if trained is None else f"{trained} has a gradient"
 
 
-def vocabulary(network: nn.Module) -> int | None:
-    """Number of tokens of a model of transformers; None for other networks."""
-    size = getattr(getattr(network, "config", None), "vocab_size", None)
-    return size if isinstance(size, int) and hasattr(network, "resize_token_embeddings") else None
-
-
-def check_vocabulary(network: nn.Module, before: int | None) -> None:
-    """Raise a UserError if a model of transformers does not have as many tokens as before."""
-    if (now := vocabulary(network)) != before:
-        raise UserError(
-            f"the vocabulary was resized from {before} to {now} tokens under the Grower, whose optimizers cannot "
-            "follow that: call resize_token_embeddings before the Grower is made or after finish()."
-        )
-
-
 # Wrappers of torch -------------------------------------------------------------------------------------------
 
 

@@ -150,15 +150,23 @@ class Followers:
         before: Mapping[str, int],
         after: Mapping[str, int],
         carry: Carry,
+        graph: WidthGraph | None = None,
     ) -> None:
         """Carry all optimizers, and accumulated gradients, through a growth event.
 
         State of other networks' parameters is unchanged.
 
+        Args:
+            replaced: old and new tensors by name.
+            before: width of each group before the event.
+            after: width of each group after it.
+            carry: the event's rule for gradients.
+            graph: width graph with these groups; None: the owner's.
+
         Raises:
             ValueError: an optimizer has state that cannot follow.
         """
-        network, graph = self._run.network, self._run.graph
+        network, graph = self._run.network, graph or self._run.graph
         _drop_overwritten(old for old, _ in replaced.values())
         _drop_overwritten(network.parameters())
         own = {id(old) for old, _ in replaced.values()} | {id(p) for p in network.parameters()}

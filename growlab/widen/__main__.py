@@ -17,7 +17,7 @@ from growlab.base.errors import UserError
 from growlab.widen.folder import widen_folder
 from growlab.widen.sizes import PARTS
 from growlab.widen.vision import is_named, widen_weights
-from growlab.widen.weights import METHODS
+from growlab.widen.weights import DEFAULT, METHODS, NOISE_STD
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--parts", default=",".join(PARTS), help="what becomes wider, with commas: stream, heads, mlp"
     )
     parser.add_argument(
-        "--method", default="pairs", help=f"for heads and hidden layers: {' or '.join(METHODS)}"
+        "--method", default=DEFAULT, help=f"for heads and hidden layers: {', '.join(METHODS)} (%(default)s)"
+    )
+    parser.add_argument(
+        "--noise", type=float, default=NOISE_STD, help="noise that separates copies, relative (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -60,7 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "alone."
             )
         receipt = widen_folder(
-            Path(args.model), args.out, args.width, args.depth, args.method, args.parts.split(","), args.seed
+            Path(args.model),
+            args.out,
+            args.width,
+            args.depth,
+            args.method,
+            args.parts.split(","),
+            args.seed,
+            args.noise,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -91,7 +101,14 @@ def _widen_named(args: argparse.Namespace) -> int:
     if len(args.input_shape) != 3:
         raise UserError("--input-shape takes three numbers: C,H,W.")
     receipt = widen_weights(
-        args.model, args.weights, args.out, args.width, args.method, args.seed, tuple(args.input_shape)
+        args.model,
+        args.weights,
+        args.out,
+        args.width,
+        args.method,
+        args.seed,
+        tuple(args.input_shape),
+        args.noise,
     )
     print(
         in_columns(

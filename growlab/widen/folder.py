@@ -26,7 +26,7 @@ from growlab.widen.layers import Deeper
 from growlab.widen.sizes import PARTS, changed, deepened, divides_its_stream, widened
 from growlab.widen.skeletons import output_of, skeleton
 from growlab.widen.tensors import Rows, read_folder, write_folder
-from growlab.widen.weights import METHODS, Way, Widening, blocks_of, read_off
+from growlab.widen.weights import DEFAULT, NOISE_STD, Way, Widening, blocks_of, method_of, read_off
 from growlab.widths import UnsupportedOperation, layouts
 
 #: Name of the receipt in the folder that is written.
@@ -44,9 +44,10 @@ def widen_folder(
     out: Path,
     width: float = 1.0,
     depth: float = 1.0,
-    method: str = "pairs",
+    method: str = DEFAULT,
     parts: Collection[str] = PARTS,
     seed: int = 0,
+    noise_std: float = NOISE_STD,
 ) -> dict[str, Any]:
     """Write a wider and deeper model with the same outputs as a saved one.
 
@@ -58,6 +59,7 @@ def widen_folder(
         method: for heads and hidden layers, a name in `METHODS`.
         parts: parts to widen, among `PARTS`.
         seed: of all random draws.
+        noise_std: of the noise that separates copies, see `HyperCloning`.
 
     Returns:
         The receipt.
@@ -65,7 +67,7 @@ def widen_folder(
     Raises:
         UserError: the folder contains no loadable model, or the model cannot be widened exactly in this way.
     """
-    _check(method)
+    grows = method_of(method, noise_std)
     check_out(folder, out)
     files = read_folder(folder)
     kind, config = load(folder)
@@ -73,7 +75,7 @@ def widen_folder(
     saved = Checkpoint(folder, files, source)
     _check_tokenizer(folder, source)
     plan, way, error, target_config, parts = _exact_plan(
-        saved, source, config, width, depth, parts, METHODS[method](), seed
+        saved, source, config, width, depth, parts, grows, seed
     )
     out.mkdir(parents=True, exist_ok=True)
     written = units(plan.target)
@@ -94,6 +96,7 @@ def widen_folder(
         "width": width,
         "depth": depth,
         "method": method,
+        "noise_std": noise_std,
         "parts": list(parts),
         "seed": seed,
         "num_params_before": num_params(source),
@@ -158,11 +161,6 @@ def _exact_plan(
 def num_params(model: nn.Module) -> int:
     """Return the number of a model's parameters, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _check(method: str) -> None:
-    if method not in METHODS:
-        raise UserError(f"there is no method {method!r} for --method; there are {', '.join(METHODS)}.")
 
 
 def check_out(folder: Path, out: Path) -> None:

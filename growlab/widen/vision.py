@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
+from growlab.growth.method import GrowthMethod
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.hub import fit_weights, read_weights, timm_network, torchvision_network
 from growlab.widen.folder import EXACT, RECEIPT
-from growlab.widen.weights import METHODS, Widening
+from growlab.widen.weights import DEFAULT, NOISE_STD, Widening, method_of
 from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace
 
 SOURCES = {"torchvision": torchvision_network, "timm": timm_network}
@@ -35,9 +36,10 @@ def widen_weights(
     weights: Path,
     out: Path,
     width: float,
-    method: str = "pairs",
+    method: str = DEFAULT,
     seed: int = 0,
     image_shape: tuple[int, int, int] = _SHAPE,
+    noise_std: float = NOISE_STD,
 ) -> dict[str, Any]:
     """Write a wider network with the same outputs as a trained one.
 
@@ -52,6 +54,7 @@ def widen_weights(
         method: a name in `METHODS`.
         seed: seed of all random draws.
         image_shape: [C, H, W] of the images on which the outputs are compared.
+        noise_std: of the noise that separates copies, see `HyperCloning`.
 
     Returns:
         The receipt.
@@ -59,8 +62,7 @@ def widen_weights(
     Raises:
         UserError: the weights are not of that network, or it cannot be widened exactly by this factor.
     """
-    if method not in METHODS:
-        raise UserError(f"there is no method {method!r} for --method; there are {', '.join(METHODS)}.")
+    grows = method_of(method, noise_std)
     if width <= 1:
         raise UserError(f"--width {width:g} would not make the network wider; it must be above 1.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -74,7 +76,7 @@ def widen_weights(
     after = {group: ceil(size * factor) for group, size in before.items()}
     num_params = sum(p.numel() for p in network.parameters())
     dtype = next(network.parameters()).dtype
-    error = _widen(name, network.double().eval(), graph, after, method, seed, probe)
+    error = _widen(name, network.double().eval(), graph, after, grows, seed, probe)
     network.to(dtype)
     receipt = {
         "from": name,
@@ -83,6 +85,7 @@ def widen_weights(
         "widths": {"before": before, "after": after},
         "width": width,
         "method": method,
+        "noise_std": noise_std,
         "seed": seed,
         "num_params_before": num_params,
         "num_params": sum(p.numel() for p in network.parameters()),
@@ -174,7 +177,7 @@ def _widen(
     network: nn.Module,
     graph: WidthGraph,
     after: Mapping[str, int],
-    method: str,
+    method: GrowthMethod,
     seed: int,
     probe: tuple[Tensor, ...],
 ) -> float:
@@ -186,7 +189,7 @@ def _widen(
         lambda name, rows: old[name][rows],
         graph.full_widths,
         seed,
-        METHODS[method](),
+        method,
     )
     errors = []
     for way in wide.ways():

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, as_user_errors
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
 from growlab.growth.method import GrowthContext, GrowthMethod, NewWeights
 from growlab.growth.rescale import with_attention_scale
@@ -39,6 +39,8 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
     "hypercloning": HyperCloning,
     "lemon": Lemon,
 }
+#: Method and noise if none are given.
+DEFAULT, NOISE_STD = "hypercloning", 0.1
 Fill = Literal["copies", "mean", "zero"]
 # Numbers of a block of rows.
 _BLOCK = 1 << 19
@@ -70,7 +72,7 @@ class Widening:
         old: reads the narrower network's tensors by name.
         widths: width of each group in the narrower network.
         seed: of all random draws.
-        method: for heads and hidden layers.
+        method: for heads and hidden layers; `noise_std` is that of copies, of streams too.
         writing: paths of normalisations whose outputs are added to a stream.
     """
 
@@ -216,7 +218,7 @@ class Widening:
         of_norm = self._of_a_norm(name, group)
         in_front = of_norm is not None and graph.axes[key][0].role == "in"
         if way.fill == "copies":
-            cloning = self.method if isinstance(self.method, HyperCloning) else HyperCloning()
+            cloning = HyperCloning(noise_std=self.method.noise_std)
             copied = cloning.grow(context).tensors[key]
             if key in (noise := cloning.noise(context)):
                 copied = copied + noise[key].to(copied)
@@ -276,6 +278,18 @@ class Widening:
         if not any(norm.name == path and group in norm.axis.groups for norm in self.graph.channel_norms):
             return None
         return "bias" if own.endswith("bias") else "gain"
+
+
+def method_of(name: str, noise_std: float) -> GrowthMethod:
+    """Create the growth method for heads and hidden layers.
+
+    Raises:
+        UserError: there is no such method, or the noise is negative.
+    """
+    if name not in METHODS:
+        raise UserError(f"there is no method {name!r} for --method; there are {', '.join(METHODS)}.")
+    with as_user_errors():
+        return METHODS[name](noise_std=noise_std)
 
 
 def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:

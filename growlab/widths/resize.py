@@ -32,6 +32,7 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Conv2d, "out_channels", "weight", 0),
     (nn.Conv3d, "out_channels", "weight", 0),
     (nn.PReLU, "num_parameters", "weight", 0),
+    (nn.Embedding, "num_embeddings", "weight", 0),
     (nn.Embedding, "embedding_dim", "weight", 1),
     (nn.EmbeddingBag, "embedding_dim", "weight", 1),
     (nn.GroupNorm, "num_channels", "weight", 0),

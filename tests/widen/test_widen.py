@@ -120,6 +120,22 @@ def test_training_goes_on_with_the_trainer(tmp_path: Path) -> None:
     assert still == []
 
 
+def test_copies_are_the_default_and_differ_by_noise(tmp_path: Path) -> None:
+    saved(tmp_path / "old", "llama")
+    apart = {}
+    for noise in ("0.1", "0"):
+        out = tmp_path / noise
+        assert main([str(tmp_path / "old"), "--width", "2", "--noise", noise, "-o", str(out)]) == 0
+        receipt = json.loads((out / RECEIPT).read_text())
+        assert (receipt["method"], receipt["noise_std"]) == ("hypercloning", float(noise))
+        assert receipt["relative_error_float64"] <= 1e-10
+        tensors = load_file(out / "model.safetensors")
+        # Readers of the stream's copies, and of hidden channels'.
+        read = [tensors[f"model.layers.0.mlp.{name}_proj.weight"].chunk(2, 1) for name in ("up", "down")]
+        apart[noise] = [float((first - second).norm() / first.norm()) for first, second in read]
+    assert apart["0"] == [0, 0] and min(apart["0.1"]) > 1e-3
+
+
 def folder_of(tmp_path: Path, **changes: Any) -> Path:
     saved(tmp_path / "old", "llama")
     path = tmp_path / "old" / "config.json"

@@ -1,0 +1,150 @@
+"""More tokens for a growing model of transformers: rows of its embeddings and of its output layer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import whole
+from growlab.grower.transaction import Seconds, transaction
+from growlab.growth.hooks import state_of
+from growlab.growth.multipliers import carried_multipliers, multiply
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
+from growlab.growth.state import GrowthEvent, GrowthState
+from growlab.widths import Axis, Carry, Group, Part, WidthGraph, replace_tensors, tensors_of
+
+#: The group whose channels are tokens while their number changes.
+TOKENS = "tokens"
+# Largest change of the outputs, in units of rounding.
+EXACT = 1e3
+
+
+def vocabulary(network: nn.Module) -> int | None:
+    """Number of tokens of a model of transformers; None for other networks."""
+    size = getattr(getattr(network, "config", None), "vocab_size", None)
+    return size if isinstance(size, int) and hasattr(network, "resize_token_embeddings") else None
+
+
+def check_vocabulary(network: nn.Module, before: int | None) -> None:
+    """Raise a UserError if a model of transformers does not have as many tokens as before."""
+    if (now := vocabulary(network)) != before:
+        raise UserError(
+            f"the vocabulary was resized from {before} to {now} tokens under the Grower, whose optimizers cannot "
+            "follow that: call Grower.resize_vocabulary."
+        )
+
+
+def rows_of_tokens(network: nn.Module, graph: WidthGraph) -> list[str]:
+    """Names of tensors with one row per token, those of the embeddings first.
+
+    Raises:
+        UserError: the model has none that growlab traced.
+    """
+    if vocabulary(network) is None:
+        raise UserError(
+            f"{type(network).__name__} is no language model of transformers: it has no vocabulary."
+        )
+    model: Any = network
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    own = [t for module in modules if module is not None for t in module.parameters(recurse=False)]
+    names = {id(tensor): name for name, tensor in network.named_parameters()}
+    found = list(dict.fromkeys(names[id(tensor)] for tensor in own))
+    if not found or any(name not in graph.axes for name in found):
+        raise UserError(f"the embeddings of {type(network).__name__} are outside of the traced network.")
+    return found
+
+
+def with_tokens(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
+    """Make tokens a width group."""
+    axes = {name: (Axis((Part(TOKENS),), "out"), *graph.axes[name][1:]) for name in names}
+    return replace(graph, groups={**graph.groups, TOKENS: Group(TOKENS, size)}, axes={**graph.axes, **axes})
+
+
+def with_rows(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
+    """Set the number of rows of tensors, which does not grow with a group."""
+    axes = {
+        name: (Axis((Part(None, size),), graph.axes[name][0].role), *graph.axes[name][1:])
+        for name in names
+        if name in graph.axes
+    }
+    return replace(graph, axes={**graph.axes, **axes})
+
+
+def set_tokens(
+    network: nn.Module, graph: WidthGraph, names: Sequence[str], state: GrowthState, size: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Change the number of rows in place; new rows are the mean of the old ones.
+
+    Args:
+        network: a model of transformers, or an average of it.
+        graph: its width graph.
+        names: tensors with rows of tokens.
+        state: state of the network; updated.
+        size: new number of tokens.
+
+    Returns:
+        Old and new tensors by name.
+    """
+    tensors, new = tensors_of(network, graph), dict[str, Tensor]()
+    for name in names:
+        old = tensors[name]
+        rest = old.mean(0, keepdim=True).expand(max(0, size - len(old)), *old.shape[1:])
+        new[name] = torch.cat([old[:size], rest])
+    widths = [{**state.widths, TOKENS: count} for count in (len(tensors[names[0]]), size)]
+    opened = with_tokens(graph, names, size)
+    state.multipliers = carried_multipliers(opened, state.multipliers, {}, Carry(), *widths)
+    replaced = replace_tensors(network, graph, new)
+    multiply(network, graph, state.multipliers)
+    return replaced
+
+
+def note_tokens(network: Any, size: int) -> None:
+    """Write the number of tokens into a model's configuration."""
+    network.config.get_text_config().vocab_size = size
+    if hasattr(network, "vocab_size"):
+        network.vocab_size = size
+
+
+def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
+    """Implement `Grower.resize_vocabulary`."""
+    with as_user_errors():
+        whole(1, size=size, multiple_of=multiple_of)
+    size = -(-size // multiple_of) * multiple_of
+    network, before = grower.network, vocabulary(grower.network)
+    names = rows_of_tokens(network, grower.graph)
+    if grower.sharding is not None or size <= before:
+        reason = f"{size} tokens are not more than {before}" if size <= before else "the network is sharded"
+        raise UserError(f"the vocabulary cannot be resized: {reason}.")
+    seconds, num_params = Seconds(), sum(p.numel() for p in network.parameters())
+    with transaction(grower, grower.parts):
+        expected = evaluate(network, grower.probe())
+        averages = {id(copy): state_of(copy) for copy in grower.copies().values()}
+        for copy in grower.copies().values():
+            set_tokens(copy, grower.graph, names, averages[id(copy)], size)
+        replaced = set_tokens(network, grower.graph, names, grower.state, size)
+        opened = with_tokens(grower.graph, names, size)
+        grower.set_rows(names, size)
+        widths = [{**grower.state.widths, TOKENS: count} for count in (before, size)]
+        grower.followers.carry(replaced, *widths, Carry(), opened)
+        found = evaluate(network, grower.probe())
+        error = relative_error(expected, found[..., :before])
+        tolerance = EXACT * torch.finfo(found.dtype).eps
+        if found.shape[-1] not in (expected.shape[-1], size) or error > tolerance:
+            raise UserError(
+                f"{type(network).__name__} cannot take {size} tokens: something else than its embeddings and its "
+                f"output layer depends on their number (the output differs by {error:.0e})."
+            )
+    for one in (network, *grower.copies().values()):
+        note_tokens(one, size)
+    torch.compiler.reset()
+    event = GrowthEvent(
+        grower.state.stage, TOKENS, dict(grower.state.widths), dict(grower.state.widths), num_params,
+        sum(p.numel() for p in network.parameters()), error, error, tolerance, tolerance, 0.0, 0.0, 1.0, [], {},
+        seconds.total, **asdict(grower.clock), notes={"tokens_before": before, "tokens": size},
+    )  # fmt: skip
+    grower.events.append(event)
+    return event

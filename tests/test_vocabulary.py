@@ -1,0 +1,172 @@
+"""More tokens for a growing language model: same outputs, padded moments, ties, biases, averages, checkpoints."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from growlab import Grower, UserError
+from growlab.growth.parity import relative_error
+from tests.test_trained import TEXT, TOKENS, gpt2, llama, loss_of, output, residual, same, train
+
+transformers = pytest.importorskip("transformers")
+NEW = {name: x + 16 * (x == 3) for name, x in TEXT.items()}
+
+
+def phi(width: int, layers: int) -> Any:
+    """Its output layer has a bias and a table of its own."""
+    config = transformers.PhiConfig(
+        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 8, use_cache=False, bos_token_id=1, eos_token_id=2, attention_dropout=0.0,
+        resid_pdrop=0.0, embd_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.PhiForCausalLM(config).double()
+
+
+def started(make: Any) -> tuple[Any, Any, Grower]:
+    torch.manual_seed(0)
+    small = make(16, 2)
+    optimizer = torch.optim.AdamW(small.parameters(), lr=1e-2)
+    train(small, optimizer, TEXT, 3)
+    wide = make(32, 2)
+    trigger = {0: "small", 1: 1.0}
+    return wide, optimizer, Grower.from_trained(small, wide, TEXT, optimizer=optimizer, trigger=trigger)
+
+
+def resized_by_hand(twin: Any, network: Any, optimizer: Any, size: int) -> tuple[Any, Any]:
+    """A small network with rows that are means, and its optimizer with zeros for them, by torch alone."""
+    twin.resize_token_embeddings(size, mean_resizing=False)
+    twin = twin.double()
+    other = type(optimizer)(twin.parameters(), lr=1e-2)
+    new, state = dict(twin.named_parameters()), {}
+    for index, (name, old) in enumerate(network.named_parameters()):
+        more = size - len(old) if new[name].shape != old.shape else 0
+        rest = old.detach().mean(0, keepdim=True).expand(more, *old.shape[1:])
+        with torch.no_grad():
+            new[name].copy_(torch.cat([old.detach(), rest]))
+        state[index] = {
+            key: torch.cat([value, value.new_zeros(more, *old.shape[1:])]) if value.dim() else value.clone()
+            for key, value in optimizer.state[old].items()
+        }
+    groups = [{**group, "params": list(state)} for group in optimizer.state_dict()["param_groups"]]
+    other.load_state_dict({"state": state, "param_groups": groups})
+    return twin, other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, gpt2, phi])
+def test_training_goes_on_as_of_a_network_that_was_resized_by_hand(make: Any) -> None:
+    wide, optimizer, grower = started(make)
+    twin, other = resized_by_hand(make(16, 2), wide, optimizer, 80)
+    before = output(wide, TEXT)
+    event = grower.resize_vocabulary(77, multiple_of=16)
+    assert (event.notes["tokens_before"], event.notes["tokens"]) == (64, 80)
+    assert wide.config.vocab_size == 80 and event.num_params == sum(p.numel() for p in wide.parameters())
+    assert relative_error(before, output(wide, TEXT)[..., :64]) < 1e-12
+    assert [n for n, _ in wide.named_parameters()] == [n for n, _ in twin.named_parameters()]
+    for _ in range(3):
+        assert same(twin, wide, NEW) < 1e-12
+        train(wide, optimizer, NEW, 1)
+        train(twin, other, NEW, 1)
+    before = output(wide, NEW)
+    (grown,) = grower.step(epoch=1)
+    assert grown.stage == 1 and relative_error(before, output(wide, NEW)) < 1e-12
+    train(wide, optimizer, NEW, 1)
+    grower.finish()
+    fresh = make(32, 2)
+    fresh.resize_token_embeddings(80, mean_resizing=False)
+    fresh.load_state_dict(wide.state_dict())
+    assert same(fresh.double(), wide, NEW) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network_first", [False, True])
+def test_a_resumed_training_is_equal_bit_for_bit(network_first: bool) -> None:
+    def run(grower: Grower, wide: Any, optimizer: Any, epochs: range) -> None:
+        for epoch in epochs:
+            if epoch == 2 and len(wide.get_input_embeddings().weight) == 64:
+                grower.resize_vocabulary(80)
+            grower.step(epoch=epoch)
+            train(wide, optimizer, NEW if epoch > 1 else TEXT, 1)
+
+    wide, optimizer, grower = started(gpt2)
+    average = AveragedModel(wide)
+    grower.follow(average)
+    run(grower, wide, optimizer, range(3))
+    average.update_parameters(wide)
+    saved = copy.deepcopy([each.state_dict() for each in (wide, average, optimizer, grower)])
+    run(grower, wide, optimizer, range(3, 5))
+    again, other, resumed = started(gpt2)
+    mean = AveragedModel(again)
+    resumed.follow(mean)
+    pairs = list(zip((again, mean, other, resumed), saved, strict=True))
+    for each, state in pairs if network_first else reversed(pairs):
+        each.load_state_dict(state)
+    assert same(average.module, mean.module, NEW) == 0 and again.config.vocab_size == 80
+    run(resumed, again, other, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
+
+
+def test_averages_and_other_optimizers_follow() -> None:
+    torch.manual_seed(0)
+    wide = gpt2(32, 2)
+    grower = Grower(wide, TEXT, trigger={0: 0.5, 1: 1.0})
+    optimizer, average = torch.optim.Adafactor(wide.parameters()), AveragedModel(wide)
+    grower.follow(optimizer, average)
+    train(wide, optimizer, TEXT, 1)
+    average.update_parameters(wide)
+    before = output(average.module, TEXT)
+    grower.resize_vocabulary(80)
+    assert relative_error(before, output(average.module, TEXT)[..., :64]) < 1e-12
+    train(wide, optimizer, NEW, 1)
+    average.update_parameters(wide)
+    assert len(grower.step(epoch=1)) == 1
+    loss_of(average.module, NEW)
+
+
+@pytest.mark.slow
+def test_the_trainer_goes_on_with_more_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from growlab.frontends.transformers import Growth
+
+    torch.manual_seed(0)
+    small = llama(16, 2).float()
+    growth, sizes = Growth(start=small, trigger={0: "small", 2: 1.0}), []
+
+    class More(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                assert growth.grower is not None
+                growth.grower.resize_vocabulary(80)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            sizes.append((len(model.lm_head.weight), model.config.hidden_size, model.lm_head.in_features))
+
+    data = [{"input_ids": row, "labels": row} for row in TOKENS]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_steps=6, disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    transformers.Trainer(
+        llama(32, 2).float(), arguments, train_dataset=data, callbacks=[growth, More()]
+    ).train()
+    assert [size[0] for size in sizes] == [64, 64, 80, 80, 80, 80]
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
+    assert loaded.lm_head.weight.shape == (80, 32)
+
+
+def test_what_has_no_more_tokens_is_refused() -> None:
+    wide, optimizer, grower = started(llama)
+    for size in (64, 12, 0, 80.5):
+        with pytest.raises(UserError):
+            grower.resize_vocabulary(size)  # type: ignore[arg-type]
+    images = residual(16, 2)
+    x = {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64)}
+    with pytest.raises(UserError, match="no language model"):
+        Grower(images, x).resize_vocabulary(80)
+    assert wide.config.vocab_size == 64 and isinstance(wide.lm_head, nn.Linear)
+    train(wide, optimizer, TEXT, 1)
