@@ -177,8 +177,11 @@ class LoadingNetwork(GrowingNetwork):
         Unknown tensors are left to `load_state_dict`, which raises an error.
         """
         see_through(network, self.full_graph)
-        if self._vocabulary is not None and (name := rows_of_tokens(network, self.graph)[0]) in tensors:
-            self._fit_vocabulary(len(tensors[name]))
+        tokens = rows_of_tokens(network, self.graph)
+        if state is not None and tokens and tokens[0] in tensors:
+            size = len(tensors[tokens[0]])
+            if size != len(network.get_parameter(tokens[0])):
+                self._fit_vocabulary(size)
         needed = self.graph.axes.keys() - self.graph.constants.keys()
         if self.method.changes_storage and not needed <= network.state_dict().keys():
             raise UserError(

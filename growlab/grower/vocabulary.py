@@ -39,23 +39,16 @@ def check_vocabulary(network: nn.Module, before: int | None) -> None:
 
 
 def rows_of_tokens(network: nn.Module, graph: WidthGraph) -> list[str]:
-    """Names of tensors with one row per token, those of the embeddings first.
-
-    Raises:
-        UserError: the model has none that growlab traced.
-    """
-    if vocabulary(network) is None:
-        raise UserError(
-            f"{type(network).__name__} is no language model of transformers: it has no vocabulary."
-        )
+    """Names of tensors with one row per token, those of the embeddings first; empty if growlab traced none."""
     model: Any = network
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    try:
+        modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    except (AttributeError, NotImplementedError):
+        return []
     own = [t for module in modules if module is not None for t in module.parameters(recurse=False)]
     names = {id(tensor): name for name, tensor in network.named_parameters()}
-    found = list(dict.fromkeys(names[id(tensor)] for tensor in own))
-    if not found or any(name not in graph.axes for name in found):
-        raise UserError(f"the embeddings of {type(network).__name__} are outside of the traced network.")
-    return found
+    found = list(dict.fromkeys(names.get(id(tensor), "") for tensor in own))
+    return found if graph.axes.keys() >= {*found} else []
 
 
 def with_tokens(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
@@ -116,6 +109,10 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
     size = -(-size // multiple_of) * multiple_of
     network, before = grower.network, vocabulary(grower.network)
     names = rows_of_tokens(network, grower.graph)
+    if before is None or not names:
+        raise UserError(
+            f"{type(network).__name__} is no language model of transformers whose embeddings growlab has traced."
+        )
     if grower.sharding is not None or size <= before:
         reason = f"{size} tokens are not more than {before}" if size <= before else "the network is sharded"
         raise UserError(f"the vocabulary cannot be resized: {reason}.")
