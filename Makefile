@@ -12,6 +12,9 @@ ARGS ?=
 # Test processes, two to four; each one computes in a single thread, so the machine is not oversubscribed.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
+# Tests are of the CPU, on a machine with GPUs too: `make test-gpu` is for those.
+ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+
 # What setup leaves uncompiled is compiled once, on its first import: every process would do it anew, ten seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -52,13 +55,13 @@ reproduce: $(READY)  ## train what is missing of the papers' tables and figures 
 	$(PY) -m growlab reproduce $(ARGS)
 
 test: $(READY)  ## all fast CPU tests, without those of the documentation
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal --ignore=tests/docs $(ARGS)
+	$(ON_CPU) $(PY) -m pytest -n $(JOBS) --dist worksteal --ignore=tests/docs $(ARGS)
 
 test-docs: $(READY)  ## README, notebooks, links, and the numbers and figures of the documentation
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal tests/docs $(ARGS)
+	$(ON_CPU) $(PY) -m pytest -n $(JOBS) --dist worksteal tests/docs $(ARGS)
 
 test-slow: $(READY)  ## the tests marked slow
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "slow and not gpu" $(ARGS)
+	$(ON_CPU) $(PY) -m pytest -m "slow and not gpu" $(ARGS)
 
 # Cython first: fairseq is built with it. Where that fails, its tests say so and are skipped.
 $(FAIRSEQ): $(READY) tests/translation/requirements.txt
@@ -70,7 +73,7 @@ $(FAIRSEQ): $(READY) tests/translation/requirements.txt
 setup-translation: $(FAIRSEQ)  ## install fairseq too, which is built from source (some minutes, once)
 
 test-translation: $(FAIRSEQ)  ## the tests that need fairseq; with it installed, `make test` runs them too
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not gpu" tests/translation $(ARGS)
+	$(ON_CPU) $(PY) -m pytest -m "not gpu" tests/translation $(ARGS)
 
 # Of the test tools the locked versions; warnings of old libraries about one another are no failures.
 # Datasets by name: uv would raise its bound, and pyarrow's, for the newest fsspec.
@@ -86,7 +89,7 @@ $(LOWEST)/.ready: pyproject.toml requirements.lock
 	@touch $@
 
 test-lowest: $(LOWEST)/.ready  ## every fast test with the lowest versions that pyproject.toml promises (7 GB more)
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -W default::DeprecationWarning $(ARGS)
+	$(ON_CPU) $(LOWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -W default::DeprecationWarning $(ARGS)
 
 test-gpu: $(READY)  ## everything that needs a CUDA device, in eight minutes (ARGS="--device cpu --small" to try it)
 	PYTHON=$(PY) tests/gpu/run.sh $(ARGS)

@@ -284,6 +284,8 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
         module.out_channels = module.weight.shape[1] * module.groups
     if isinstance(module, nn.RNNBase) and not module.proj_size:
         module.hidden_size = module.all_weights[0][1].shape[1]
+        # cuDNN warns at each call, and copies, unless weights lie in one piece of memory.
+        module.flatten_parameters()
     if isinstance(module, nn.modules.batchnorm._NormBase):
         known = module.running_mean if module.weight is None else module.weight
         if known is not None:

@@ -358,9 +358,9 @@ def _results(
         "train_flops": plan.train_flops,
         "seconds": sum(stage["seconds"] for stage in stages),
         "parity_max_error": max((error for error in errors if error is not None), default=None),
-        "memory_measure": memory_measure(task.device),
+        "memory_measure": memory_measure(trainer.strategy.root_device),
         "stages": stages,
-        **provenance(task.device),
+        **provenance(trainer.strategy.root_device),
     }
 
 
