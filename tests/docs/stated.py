@@ -4,6 +4,7 @@ A sentence stands here with gaps; filled from the rows it has to stand on its pa
 mistyped, or that belongs to another folder, is no sentence of the page.
 """
 
+import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
@@ -329,6 +330,7 @@ EQUAL_COST: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
 # The paper's schedule and other rows -----------------------------------------------------------------------
 
 RATE, TEN, LONG = "resnet20_cifar10_16_epochs_output_rate", "resnet20_cifar10_10_epochs", "table2_resnet20"
+INPUTS = "resnet20_cifar10_inputs"
 CLASSES, EIGHT, ADAPTIVE = "cifar10_incremental", "resnet20_cifar10_8_epochs", "resnet20_cifar10_adaptive"
 MULTI, OVER, GRID = "multi30k_table5", "isotropic_overabundance", "isotropic_mlp_cifar10"
 
@@ -342,6 +344,14 @@ def time_by_seed() -> tuple[str, ...]:
     """Seconds of growth in resolution over those of the full network, seed by seed."""
     grown, full = runs(f"{TEN}/grown_resolution_s*"), runs(f"{TEN}/fixed_size_s*")
     return tuple(f"{grown[s].results['seconds'] / full[s].results['seconds']:.2f}" for s in sorted(grown))
+
+
+def by_seconds() -> tuple[str, ...]:
+    """Accuracies after 13 s on a GPU, in percent, each the mean of two seeds."""
+    rows = json.loads((RESULTS / "gpu/NVIDIA-H200/training.json").read_text())["rows"]
+    ways = dict.fromkeys(row["way"] for row in rows)
+    found = {way: [row["accuracy"] for row in rows if row["way"] == way] for way in ways}
+    return tuple(f"{100 * statistics.fmean(accuracies):.2f}" for accuracies in found.values())
 
 
 def overabundance() -> tuple[str, ...]:
@@ -457,10 +467,10 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         README,
-        "ResNet-20, cost of ten epochs: {} % grown from 24x24 to 32x32, {} full (difference {})",
+        "ResNet-20, cost of ten epochs: {} % grown from 24x24 to 32x32, {} full (difference {}), {} with 24x24 throughout",
         lambda: (
             *(mean(f"{TEN}/grown_resolution_s*"), mean(f"{TEN}/fixed_size_s*")),
-            reach(f"{TEN}/grown_resolution_s*", f"{TEN}/fixed_size_s*"),
+            *(reach(f"{TEN}/grown_resolution_s*", f"{TEN}/fixed_size_s*"), mean(f"{INPUTS}/small_24_s*")),
         ),
     ),
     (
@@ -561,6 +571,37 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
             *gain(f"{TEN}/grown_resolution_s*", f"{TEN}/fixed_size_s*"),
             *time_by_seed(),
         ),
+    ),
+    (
+        MEASURED,
+        "ResNet-20 on 24x24 pixels from beginning to end has {} % (three seeds), grown from 24x24 to 32x32 {}, grown "
+        "from 16x16 over 24x24 to 32x32 {} (two seeds each).",
+        lambda: tuple(scores(f"{INPUTS}/{arm}_s?") for arm in ("small_24", "grown_24_32", "grown_16_24_32")),
+    ),
+    (
+        MEASURED,
+        "With the same seeds, growth from 16x16 is {} and {} points above 24x24 throughout, growth from 24x24 {} and {}.",
+        lambda: tuple(
+            f"{one:.1f}"
+            for arm in ("grown_16_24_32", "grown_24_32")
+            for one in differences(f"{INPUTS}/{arm}_s?", f"{INPUTS}/small_24_s?")
+        ),
+    ),
+    (
+        MEASURED,
+        "The full network has {} (three seeds)",
+        lambda: (scores(f"{INPUTS}/full_s?"),),
+    ),
+    (
+        MEASURED,
+        "ResNet-14, with two blocks a stage, has {} on 24x24 pixels and {} grown from them to 32x32 (one seed each)",
+        lambda: tuple(mean(f"{INPUTS}/{arm}_s?") for arm in ("blocks2_24", "blocks2_24_32")),
+    ),
+    (
+        MEASURED,
+        "two runs at a time, ResNet-20 has {} %, ResNet-8 {}, ResNet-20 grown in depth {} and grown in its images {} "
+        "(two seeds each).",
+        by_seconds,
     ),
     (
         MEASURED,

@@ -19,6 +19,7 @@ from growlab.lab.analysis.tables import Row, summarise, write_table
 from growlab.recipes.papers.paper_table import paper_table, published
 from growlab.recipes.papers.verdicts import first_loss
 from tests.command_line import ROOT
+from tests.docs.stated import by_seconds
 
 RESULTS = ROOT / "notebooks" / "results"
 MAKERS = {
@@ -87,7 +88,7 @@ def known() -> frozenset[str]:
             numbers |= {row.cost_percent} if row.cost_percent is not None else set()
             for run in row.runs:
                 numbers |= of_run(run, row)
-    return frozenset(f"{number:.2f}" for number in numbers)
+    return frozenset({f"{number:.2f}" for number in numbers} | set(by_seconds()))
 
 
 def of_run(run: Run, row: Row) -> set[float]:
