@@ -467,7 +467,8 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         README,
-        "ResNet-20, cost of ten epochs: {} % grown from 24x24 to 32x32, {} full (difference {}), {} with 24x24 throughout",
+        "ResNet-20, cost of ten epochs: {} % grown from 24x24 to 32x32, {} full (difference {}), "
+        "{} with 24x24 throughout",
         lambda: (
             *(mean(f"{TEN}/grown_resolution_s*"), mean(f"{TEN}/fixed_size_s*")),
             *(reach(f"{TEN}/grown_resolution_s*", f"{TEN}/fixed_size_s*"), mean(f"{INPUTS}/small_24_s*")),
@@ -580,7 +581,8 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "With the same seeds, growth from 16x16 is {} and {} points above 24x24 throughout, growth from 24x24 {} and {}.",
+        "With the same seeds, growth from 16x16 is {} and {} points above 24x24 throughout, "
+        "growth from 24x24 {} and {}.",
         lambda: tuple(
             f"{one:.1f}"
             for arm in ("grown_16_24_32", "grown_24_32")
