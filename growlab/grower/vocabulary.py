@@ -119,7 +119,7 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
     seconds, num_params = Seconds(), sum(p.numel() for p in network.parameters())
     with transaction(grower, grower.parts):
         expected = evaluate(network, grower.probe())
-        averages = {id(copy): state_of(copy) for copy in grower.copies().values()}
+        averages = {id(c): own for c in grower.copies().values() if (own := state_of(c)) is not None}
         for copy in grower.copies().values():
             set_tokens(copy, grower.graph, names, averages[id(copy)], size)
         replaced = set_tokens(network, grower.graph, names, grower.state, size)

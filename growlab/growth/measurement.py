@@ -404,7 +404,9 @@ def right_derivatives() -> TorchFunctionMode:
         return torch.where(x >= 0, x, torch.zeros_like(x))
 
     def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
-        return (min_val + relu(x - min_val)).clamp(max=max_val)
+        y = min_val + relu(x - min_val)
+        # The derivative of `clamp` at its bound differs between versions of torch.
+        return torch.where(y < max_val, y, torch.full_like(y, max_val))
 
     def relu6(x: Tensor, inplace: bool = False) -> Tensor:
         return hardtanh(x, 0.0, 6.0)
