@@ -40,16 +40,16 @@ from growlab.grower.trained import (
     prepared,
     renamed,
     trigger_from,
+    warn_of_equal_copies,
 )
 from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction
 from growlab.grower.triggers import Clock, Declined, Never, Training, Trigger, Widths, as_trigger
-from growlab.grower.vocabulary import check_vocabulary, resize_vocabulary, vocabulary
+from growlab.grower.vocabulary import check_vocabulary, vocabulary
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
     GrowthState,
     HyperCloning,
-    Net2Net,
     ParityError,
     Schedule,
     VarianceTransfer,
@@ -242,16 +242,8 @@ class Grower(LoadingNetwork):
         if missing and not any(isinstance(part, BlockPart) for part in parts):
             parts = (*parts, layers_to_come(missing, state))
         graph, widths = prepared(small, wide, example, chosen, parts, seed, trace, names, missing)
-        if (
-            widths != graph.full_widths
-            and isinstance(chosen, HyperCloning | Net2Net)
-            and not chosen.noise_std
-        ):
-            log.warning(
-                "%s without noise: copies of a channel get equal gradients and stay equal throughout training; give "
-                "noise_std, e.g. HyperCloning(noise_std=0.1)",
-                type(chosen).__name__,
-            )
+        if widths != graph.full_widths:
+            warn_of_equal_copies(chosen)
         grower = cls(
             wide,
             example,
@@ -409,26 +401,6 @@ class Grower(LoadingNetwork):
             for event in events:
                 log.info("%s", event)
         return events
-
-    def resize_vocabulary(self, size: int, *, multiple_of: int = 1) -> GrowthEvent:
-        """Add tokens to a model of transformers while it trains, between two steps.
-
-        Its embeddings, its output layer and the layer's bias get new rows, the mean of the old ones (Hewitt 2021,
-        "Initializing New Word Embeddings"); tied tables stay tied. Outputs of old tokens stay the same. Optimizers and
-        averages follow; state of new rows is zero. With DistributedDataParallel call `growlab.grower.renew` afterwards.
-
-        Args:
-            size: number of tokens, more than before.
-            multiple_of: round up to a multiple of this, as padded vocabularies are.
-
-        Returns:
-            The receipt, also in `events`; its notes have the numbers of tokens.
-
-        Raises:
-            UserError: the network has no vocabulary or is sharded, `size` is not larger, or another tensor depends on
-                the number of tokens.
-        """
-        return resize_vocabulary(self, size, multiple_of)
 
     def finish(self, at_any_stage: bool = False) -> nn.Module:
         """End growth: make the network an ordinary one with the same outputs, without hooks.

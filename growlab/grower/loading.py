@@ -16,7 +16,7 @@ from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
 from growlab.grower.sharding import Sharding
 from growlab.grower.triggers import Clock, GrowingNetwork, Widths
-from growlab.grower.vocabulary import note_tokens, rows_of_tokens, set_tokens, with_rows
+from growlab.grower.vocabulary import note_tokens, resize_vocabulary, rows_of_tokens, set_tokens, with_rows
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.hooks import state_of
@@ -100,6 +100,26 @@ class LoadingNetwork(GrowingNetwork):
         self.trigger.load_state_dict(state["trigger"])
         for part in self.parts:
             part.load_state_dict(state["parts"][part.name])
+
+    def resize_vocabulary(self, size: int, *, multiple_of: int = 1) -> GrowthEvent:
+        """Add tokens to a model of transformers while it trains, between two steps.
+
+        Its embeddings, its output layer and the layer's bias get new rows, the mean of the old ones (Hewitt 2021,
+        "Initializing New Word Embeddings"); tied tables stay tied. Outputs of old tokens stay the same. Optimizers and
+        averages follow; state of new rows is zero. With DistributedDataParallel call `growlab.grower.renew` afterwards.
+
+        Args:
+            size: number of tokens, more than before.
+            multiple_of: round up to a multiple of this, as padded vocabularies are.
+
+        Returns:
+            The receipt, also in `events`; its notes have the numbers of tokens.
+
+        Raises:
+            UserError: the network has no vocabulary or is sharded, `size` is not larger, or another tensor depends on
+                the number of tokens.
+        """
+        return resize_vocabulary(self, size, multiple_of)
 
     def checkpoint(self) -> dict[str, Any]:
         """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""

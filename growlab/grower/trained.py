@@ -1,6 +1,7 @@
 """Grow trained networks: a small network becomes the first stage of a larger one."""
 
 import importlib
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from growlab.base.pieces import is_piece, placed
 from growlab.grower.network import trace_for_growth
 from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
-from growlab.growth import GrowthMethod
+from growlab.growth import GrowthMethod, HyperCloning, Net2Net
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
 from growlab.optim import Regions
 from growlab.optim.carry import rescale_state
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Example, WidthGraph
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,16 @@ class Once(Trigger):
     def next(self, grower: GrowingNetwork) -> Widths | None:
         """Return full widths, once."""
         return grower.graph.full_widths if grower.state.scheduled_stage == 0 else None
+
+
+def warn_of_equal_copies(method: GrowthMethod) -> None:
+    """Log a warning if a method's copies never separate."""
+    if isinstance(method, HyperCloning | Net2Net) and not method.noise_std:
+        log.warning(
+            "%s without noise: copies of a channel get equal gradients and stay equal throughout training; give "
+            "noise_std, e.g. HyperCloning(noise_std=0.1)",
+            type(method).__name__,
+        )
 
 
 def layers_to_come(names: Iterable[str], state: str) -> Part:
