@@ -147,7 +147,9 @@ def test_from_pretrained_loads_a_grown_model_which_generates_the_same(
     assert generated.tolist() == written.tolist()
 
 
-@pytest.mark.parametrize(("tied", "stream"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("tied", "stream"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)]
+)
 def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, stream: bool, tmp_path: Path) -> None:
     """Its code computes numbers from sizes: sqrt(hidden_size) scales embeddings, and queries have a scale too."""
     network = model("gemma2", config={"tie_word_embeddings": tied, "query_pre_attn_scalar": 8}).double()

@@ -161,7 +161,10 @@ def test_networks_of_libraries_are_pruned_exactly(name: str) -> None:
     assert sum(p.numel() for p in network.parameters()) < 0.6 * before
 
 
-@pytest.mark.parametrize(("kind", "parts"), [("llama", "heads,mlp"), ("gpt2", "heads,mlp,stream")])
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("llama", "heads,mlp"), pytest.param("gpt2", "heads,mlp,stream", marks=pytest.mark.slow)],
+)
 def test_a_saved_model_is_pruned_and_loads(tmp_path: Path, kind: str, parts: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -401,7 +401,8 @@ def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: tor
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        *((partial(Splitting, iterations=None), kind) for kind in ("LSTM", "tanh")),
+        (partial(Splitting, iterations=None), "tanh"),
+        pytest.param(partial(Splitting, iterations=None), "LSTM", marks=pytest.mark.slow),
         *((partial(FireFly, new_candidates=0), kind) for kind in ("GRU", "tanh")),
     ],
 )

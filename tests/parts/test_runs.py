@@ -115,6 +115,7 @@ def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
     assert not Left.by(folder / "run").differences(whole)
 
 
+@pytest.mark.slow
 def test_blocks_that_come_in_are_synchronised_too(cli: CommandLine, tmp_path: Path) -> None:
     """With batch statistics over all images two ranks end as one does, in float64, the average too."""
     command = (
