@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from growlab import (
     Bert2Bert,
@@ -143,6 +142,8 @@ class GPT2(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         sizes = {"vocab_size": 12, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = GPT2Config(**sizes, **dropout, use_cache=False, bos_token_id=0, eos_token_id=0)

@@ -56,6 +56,11 @@ class Stopped(BaseException):
         self.signal, self.sentence = signal.Signals(number), sentence
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an error's message, its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def how_to_install(extra: str) -> str:
     """Return the command that installs the packages of an extra of growlab.
 

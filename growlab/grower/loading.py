@@ -182,9 +182,7 @@ class LoadingNetwork(GrowingNetwork):
             return
         names, past = rows_of_tokens(self.network, self.graph), dict(self.network.named_parameters())
         for network in (self.network, *self.copies().values()):
-            state = state_of(network)
-            assert state is not None
-            set_tokens(network, self.graph, names, state, size)
+            set_tokens(network, self.graph, names, size)
             note_tokens(network, size)
         self.set_rows(names, size)
         self.followers.exchange(past)

@@ -14,7 +14,7 @@ from growlab.growth.hooks import state_of
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.growth.state import GrowthEvent, GrowthState
+from growlab.growth.state import GrowthEvent
 from growlab.widths import Axis, Carry, Group, Part, WidthGraph, replace_tensors, tensors_of
 
 #: The group whose channels are tokens while their number changes.
@@ -68,21 +68,21 @@ def with_rows(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
 
 
 def set_tokens(
-    network: nn.Module, graph: WidthGraph, names: Sequence[str], state: GrowthState, size: int
+    network: nn.Module, graph: WidthGraph, names: Sequence[str], size: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Change the number of rows in place; new rows are the mean of the old ones.
 
     Args:
-        network: a model of transformers, or an average of it.
+        network: a growing model of transformers, or an average of it.
         graph: its width graph.
         names: tensors with rows of tokens.
-        state: state of the network; updated.
         size: new number of tokens.
 
     Returns:
         Old and new tensors by name.
     """
-    tensors, new = tensors_of(network, graph), dict[str, Tensor]()
+    tensors, new, state = tensors_of(network, graph), dict[str, Tensor](), state_of(network)
+    assert state is not None
     for name in names:
         old = tensors[name]
         rest = old.mean(0, keepdim=True).expand(max(0, size - len(old)), *old.shape[1:])
@@ -119,10 +119,9 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
     seconds, num_params = Seconds(), sum(p.numel() for p in network.parameters())
     with transaction(grower, grower.parts):
         expected = evaluate(network, grower.probe())
-        averages = {id(c): own for c in grower.copies().values() if (own := state_of(c)) is not None}
         for copy in grower.copies().values():
-            set_tokens(copy, grower.graph, names, averages[id(copy)], size)
-        replaced = set_tokens(network, grower.graph, names, grower.state, size)
+            set_tokens(copy, grower.graph, names, size)
+        replaced = set_tokens(network, grower.graph, names, size)
         opened = with_tokens(grower.graph, names, size)
         grower.set_rows(names, size)
         widths = [{**grower.state.widths, TOKENS: count} for count in (before, size)]
@@ -139,9 +138,24 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
         note_tokens(one, size)
     torch.compiler.reset()
     event = GrowthEvent(
-        grower.state.stage, TOKENS, dict(grower.state.widths), dict(grower.state.widths), num_params,
-        sum(p.numel() for p in network.parameters()), error, error, tolerance, tolerance, 0.0, 0.0, 1.0, [], {},
-        seconds.total, **asdict(grower.clock), notes={"tokens_before": before, "tokens": size},
-    )  # fmt: skip
+        stage=grower.state.stage,
+        method=TOKENS,
+        widths_before=dict(grower.state.widths),
+        widths_after=dict(grower.state.widths),
+        num_params_before=num_params,
+        num_params=sum(p.numel() for p in network.parameters()),
+        parity_error_eval=error,
+        parity_error_train=error,
+        parity_tolerance_eval=tolerance,
+        parity_tolerance_train=tolerance,
+        eps_error_train=0.0,
+        noise_error_eval=0.0,
+        output_factor=1.0,
+        weighted_norms=[],
+        report={},
+        seconds=seconds.total,
+        notes={"tokens_before": before, "tokens": size},
+        **asdict(grower.clock),
+    )
     grower.events.append(event)
     return event

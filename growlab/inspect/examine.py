@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_map_only
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.base.files import write_json, write_text
 from growlab.grower.cost import forward_flops
 from growlab.growth import (
@@ -191,8 +191,7 @@ def examine(
         try:
             report.parity[method] = _parity(report, network, graph, METHODS[method](), widths, probe)
         except (ParityError, RuntimeError, ValueError) as error:
-            first_line = (str(error).strip().splitlines() or ["no message"])[0]
-            report.error = f"{method}: {type(error).__name__}: {first_line}"
+            report.error = f"{method}: {type(error).__name__}: {first_line(error)}"
             break
     return report
 
@@ -415,8 +414,7 @@ def _child(
     try:
         report = examine(name, input_shape, methods=methods, parts=False)
     except Exception as error:  # whatever a library raises is this network's row, not the matrix's end
-        first_line = (str(error).strip().splitlines() or ["no message"])[0]
-        report = Report(name, error=f"{type(error).__name__}: {first_line}")
+        report = Report(name, error=f"{type(error).__name__}: {first_line(error)}")
     sending.send(report)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base import ranks
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.grower.part import BlockPart, check_fraction_known, value_at
 from growlab.grower.triggers import GrowingNetwork, Trigger
 from growlab.grower.triggers.at import Never
@@ -96,7 +96,7 @@ class PatchSize(BlockPart):
                 self._stem.resample(copy, graph, size)
                 evaluate(copy, example)
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                reason = first_line(error).rstrip(".")
                 raise UserError(
                     f"the network does not take patches of size {size} ({reason}), one of "
                     f"sizes={list(self._sizes)}."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.grower.part import Part, check_fraction_known, value_at
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger
 from growlab.growth import GrowthEvent
@@ -97,7 +97,7 @@ class Resolution(Part):
             try:
                 evaluate(network, inputs)
             except Exception as error:
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                reason = first_line(error).rstrip(".")
                 raise UserError(
                     f"the network does not take inputs of size {size} ({reason}), one of sizes={list(self._sizes)}. "
                     "It has to interpolate positions that it keeps for one size (dynamic_img_size=True of timm's "

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from growlab.base import ranks
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.grower.part import Part, check_fraction_known, value_at
 from growlab.grower.triggers import GrowingNetwork, Trigger
 from growlab.grower.triggers.at import Never
@@ -80,7 +80,7 @@ class Setting(Part):
                 evaluate(network, example)
             except Exception as error:
                 self._set(network, self._values[-1])
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                reason = first_line(error).rstrip(".")
                 raise UserError(
                     f"the network does not run with {self._names[0]}={value!r} ({reason})."
                 ) from error

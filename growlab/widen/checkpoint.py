@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.widen.tensors import Rows, Saved
 
 
@@ -124,7 +124,7 @@ def loaded(folder: Path, kind: Any) -> nn.Module:
         model: nn.Module
         model, info = kind.from_pretrained(folder, output_loading_info=True)
     except Exception as error:  # what files that do not fit raise is not one family
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        reason = first_line(error)
         raise UserError(f"the weights in {folder} do not fit its configuration: {reason}") from error
     missing = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
     if missing:

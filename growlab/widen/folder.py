@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError, how_to_install
+from growlab.base.errors import UserError, first_line, how_to_install
 from growlab.base.files import write_json
 from growlab.growth.method import GrowthMethod
 from growlab.growth.parity import relative_error
@@ -205,7 +205,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 def _message(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return "it needs code that comes with it, which growlab never runs"
-    return (str(error).strip().splitlines() or ["no message"])[0]
+    return first_line(error)
 
 
 def _check_tokenizer(folder: Path, model: Any) -> None:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.growth.outputs import arithmetic, main_output, without_side_effects
 from growlab.inspect.small_models import FirstOutput
 
@@ -62,7 +62,7 @@ def skeleton(kind: Any, config: Any) -> nn.Module:
         AssertionError,
         AttributeError,
     ) as error:
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
+        reason = first_line(error)
         raise UserError(f"transformers builds no {kind.__name__} of these sizes: {reason}") from error
     finally:
         handle.remove()

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from growlab.base.errors import first_line
 from growlab.widths.inputs import call_with, changed, tensors_in
 from growlab.widths.places import plain_tensors
 from growlab.widths.program import UnsupportedOperation
@@ -252,13 +253,13 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
         except (RuntimeError, ValueError, TypeError) as error:
             if asked := asks_for_numbers(light, error):
                 raise UnsupportedOperation(asked) from error
-            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            line = first_line(error)
             fitting = "take larger inputs (--input-shape) or ones that fit"
-            if "dtype" in first_line or "type (" in first_line:
+            if "dtype" in line or "type (" in line:
                 fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
             raise UnsupportedOperation(
                 f"{type(light).__name__} does not run in {'train' if training else 'eval'} mode on its example "
-                f"inputs ({first_line}); {fitting}."
+                f"inputs ({line}); {fitting}."
             ) from error
         finally:
             kept.restore()

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from growlab.base.errors import first_line
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import (
     Alone,
@@ -459,8 +460,7 @@ class _Packing(TorchFunctionMode):
 
 
 def _first_line(error: Exception) -> str:
-    first_line = (str(error).strip().splitlines() or ["no message"])[0]
-    return f"{type(error).__name__}: {first_line}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _never(record: logging.LogRecord) -> bool:

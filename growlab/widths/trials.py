@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from growlab.base.errors import first_line
 from growlab.widths.groups import ChannelNorm, HardcodedSize, WidthGraph
 from growlab.widths.inputs import call_with, tensors_in
 from growlab.widths.layout import Axis, Part
@@ -226,7 +227,7 @@ class Trials:
 
 def _raised(error: Exception) -> str:
     frames = ((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
-    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    message = first_line(error)
     return f"{FAILS}: {line_of(frames) or 'the forward'} raises {message!r}"
 
 

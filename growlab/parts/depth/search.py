@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, first_line
 from growlab.growth.outputs import without_side_effects
 from growlab.growth.parity import ROUNDING, relative_error
 from growlab.parts.depth.branches import edge_of
@@ -187,7 +187,7 @@ class Search:
         try:
             output = traced_output(rehearsal, self._example)
         except FAILURES as error:
-            return f"the network does not run without it ({(str(error).splitlines() or ['no message'])[0]})"
+            return f"the network does not run without it ({first_line(error)})"
         if output.shape != self._forward.shape:
             return f"the network puts out {list(output.shape)} without it"
         learnt = learnt_parameters(rehearsal, edge_of(output))
@@ -245,7 +245,7 @@ def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
     try:
         blocks, chains = Search(network, example, "zero").all()
     except FAILURES as error:
-        return [f"not looked for: {(str(error).splitlines() or ['no message'])[0]}"]
+        return [f"not looked for: {first_line(error)}"]
     lines = []
     copied = {block.name for block in blocks if same_shaped_before(network, block)}
     for chain in chains:
