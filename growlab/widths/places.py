@@ -33,7 +33,8 @@ def written_sizes(
     """Find attributes of modules whose integer equals a size that a forward asks for.
 
     `trials` tests whether the forward really takes the size from there. Integers are sought on the module that asks; if
-    it has none of that size, on its submodules, then on the modules that contain it.
+    it has none of that size, on its submodules, then on the modules that contain it. What a module asks for itself
+    counts more than what others ask for.
 
     Args:
         model: the network at full width.
@@ -48,6 +49,7 @@ def written_sizes(
     names = {module: path for path, module in reversed(list(model.named_modules()))}
     aliases = {path: names[m] for path, m in model.named_modules(remove_duplicate=False)}
     kept = {path: list(_integers_of(module)) for path, module in modules.items()}
+    own: dict[HardcodedSize, dict[Axis, None]] = {}
     found: dict[HardcodedSize, dict[Axis, None]] = {}
 
     def places(path: str, size: int) -> list[HardcodedSize]:
@@ -55,11 +57,13 @@ def written_sizes(
         return [HardcodedSize(owner, attribute, index) for attribute, index, n in kept[owner] if n == size]
 
     for path, size, parts in dict.fromkeys(sizes):
-        for paths in _nearest(aliases.get(path, path), modules):
+        asking = aliases.get(path, path)
+        for paths in _nearest(asking, modules):
             if near := [place for owner in paths for place in places(owner, size)]:
                 for place in near:
-                    found.setdefault(place, {})[Axis(parts, "out")] = None
+                    (own if place.module == asking else found).setdefault(place, {})[Axis(parts, "out")] = None
                 break
+    found |= own
     asked = set(found)
     for path, size, parts in dict.fromkeys(inside):
         while path:

@@ -100,6 +100,11 @@ class Trials:
                 return False
         return True
 
+    def tie(self, names: Sequence[str]) -> None:
+        """Give these groups equal widths in every trial."""
+        for widths in (*self._widths, self._apart):
+            widths.update(dict.fromkeys(names, widths[names[0]]))
+
     def _only(self, names: Collection[str], widths: Mapping[str, int]) -> dict[str, int]:
         chosen, full = set(names), self._graph.full_widths
         return {name: widths[name] if name in chosen else full[name] for name in full}
@@ -275,6 +280,31 @@ def without(graph: WidthGraph, reasons: Mapping[str, str]) -> WidthGraph:
     )
 
 
+def _merged(graph: WidthGraph, tied: Sequence[Sequence[str]]) -> WidthGraph:
+    """Return the graph with a single group for each set of tied ones."""
+    sets = [[name for name in names if name in graph.groups] for names in tied]
+    ties = {name: names[0] for names in sets for name in names[1:]}
+
+    def joined(groups: Iterable[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(ties.get(group, group) for group in groups))
+
+    def axis(old: Axis) -> Axis:
+        parts = (replace(part, group=ties.get(part.group or "", part.group)) for part in old.parts)
+        return replace(old, parts=tuple(parts))
+
+    return replace(
+        graph,
+        groups={name: group for name, group in graph.groups.items() if name not in ties},
+        axes={name: tuple(map(axis, axes)) for name, axes in graph.axes.items()},
+        radii=tuple(replace(radius, groups=joined(radius.groups)) for radius in graph.radii),
+        basis_dependent={ties.get(name, name): where for name, where in graph.basis_dependent.items()},
+        written={place: axis(old) for place, old in graph.written.items()},
+        channel_norms=tuple(replace(norm, axis=axis(norm.axis)) for norm in graph.channel_norms),
+        attentions=tuple(replace(attention, axis=axis(attention.axis)) for attention in graph.attentions),
+        constants={name: joined(groups) for name, groups in graph.constants.items()},
+    )
+
+
 def freeze_failing_groups(
     model: nn.Module,
     graph: WidthGraph,
@@ -305,6 +335,9 @@ def freeze_failing_groups(
     with lightened(model, inputs) as (light, kept):
         trials = Trials(model, graph, light, kept, calls, training, any_rows)
         working = _freeze_failing(model, graph, trials)
+        if ties := _tied(graph, working, trials):
+            together = _merged(_freeze_failing(model, graph, trials), ties)
+            working = max(together, working, key=lambda found: sum(map(found.grows, found.axes)))
     counted = {norm.name for norm in trials.counted}
     norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)
     working = replace(working, channel_norms=tuple(norms))
@@ -320,8 +353,24 @@ def freeze_failing_groups(
     return replace(working, written={**set_alone, **working.written})
 
 
+def _tied(graph: WidthGraph, working: WidthGraph, trials: Trials) -> list[list[str]]:
+    """Tie failing groups of equal widths to each other; return them if the network runs then.
+
+    The forward may take the size of one from the other: `captions.view(batch, -1, images.shape[-1])`.
+    """
+    alike: dict[tuple[int, int], list[str]] = {}
+    for name, group in graph.groups.items():
+        if name not in working.groups:
+            alike.setdefault((group.full_width, group.below), []).append(name)
+    several = [names for names in alike.values() if len(names) > 1]
+    for names in several:
+        trials.tie(names)
+    lost = [name for names in several for name in names]
+    return several if lost and trials.run([*working.groups, *lost], graph.written) else []
+
+
 def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials) -> WidthGraph:
-    known = graph.written
+    known, trials.attributes = graph.written, {}
     if trials.work(list(graph.groups), {}):
         return replace(graph, written={})
     graph = replace(graph, written={place: known[place] for place in trials.lag_behind(known)})

@@ -90,12 +90,12 @@ class Shuffle(nn.Module):
 
 
 @pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()], ids=lambda method: method.name)
-def test_channel_shuffle_grows_where_it_can(method):
+def test_channel_shuffle_grows(method):
     network = Shuffle().double()
     example = torch.randn(4, 3, 5, 5, dtype=torch.float64)
     graph = trace(network, example)
-    # The halves of a chunk must stay equal, which widths of their own would not: only the inner layer grows.
-    assert graph.full_widths == {"inside": 6}
+    # The halves of a chunk must stay equal: they are one group.
+    assert graph.full_widths == {"stem": 4, "inside": 6}
     fresh = copy.deepcopy(network)
     widths = make_schedule(3, 1, num_stages=3).widths(graph)
     state = make_seed(network, graph, method, widths[0], seed=0)
@@ -377,3 +377,39 @@ def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
         state = make_seed(network, graph, VarianceTransfer(), dict.fromkeys(groups, 2), seed=0)
         event = grow(network, graph, VarianceTransfer(), state, groups, 0, x)
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
+
+
+class TwoStreams(nn.Module):
+    """Streams of one width, each with its norms: the code takes the size of the second from the first."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.images, self.captions = nn.Linear(6, 8), nn.Linear(5, 8)
+        self.of_images, self.of_captions = norm(8), norm(8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in "12")
+
+    def forward(self, images: Tensor, captions: Tensor) -> Tensor:
+        x = self.images(images)
+        y = self.captions(captions)
+        # The block itself asks for the size that both norms have.
+        y = self.of_captions(y.relu().view(len(y), -1, x.shape[-1]))
+        return self.heads[0](self.of_images(x)).mean(1) + self.heads[1](y).mean(1)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda width: nn.LayerNorm(width, elementwise_affine=False),
+        lambda width: nn.RMSNorm(width, elementwise_affine=False),
+    ],
+    ids=["layer", "rms"],
+)
+def test_streams_whose_code_wants_one_width_grow_together(norm: Callable[[int], nn.Module]) -> None:
+    network = TwoStreams(norm).double()
+    inputs = torch.randn(2, 7, 6).double(), torch.randn(2, 5, 5).double()
+    grower = Grower(network, inputs, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    assert grower.graph.full_widths == {"images": 8} and network(*inputs).shape == (2, 3)
+    assert network.of_captions.normalized_shape == (4,)
+    grower.step(epoch=0)
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_train < 1e-12 and network.of_captions.normalized_shape == (8,)
