@@ -61,7 +61,9 @@ def written_sizes(
         for paths in _nearest(asking, modules):
             if near := [place for owner in paths for place in places(owner, size)]:
                 for place in near:
-                    (own if place.module == asking else found).setdefault(place, {})[Axis(parts, "out")] = None
+                    (own if place.module == asking else found).setdefault(place, {})[Axis(parts, "out")] = (
+                        None
+                    )
                 break
     found |= own
     asked = set(found)
