@@ -467,14 +467,16 @@ METHODS = {
     "lemon": MethodCase(lambda noise: Lemon(noise_std=noise)),
     "bert2bert": MethodCase(lambda noise: Bert2Bert(noise_std=noise), preserves=False),
     "ours": MethodCase(lambda noise: VarianceTransfer(noise_std=noise)),
-    "ours rescaled": MethodCase(lambda noise: VarianceTransfer(rescale_unnormalised=True, noise_std=noise)),
+    "ours rescaled": MethodCase(
+        lambda noise: VarianceTransfer(rescale_layers_without_batch_norm=True, noise_std=noise)
+    ),
     "ours constraint": MethodCase(lambda noise: VarianceTransfer("constraint", noise_std=noise)),
     "ours literal": MethodCase(lambda noise: VarianceTransfer(output_multiplier=False, noise_std=noise)),
     "ours without multipliers": MethodCase(
         lambda noise: VarianceTransfer(layer_multipliers=False, noise_std=noise)
     ),
     "ours by Table 1 alone": MethodCase(
-        lambda noise: VarianceTransfer(literal=True, noise_std=noise), preserves=False
+        lambda noise: VarianceTransfer(as_published=True, noise_std=noise), preserves=False
     ),
 }
 PRESERVING = [name for name, case in METHODS.items() if case.preserves]

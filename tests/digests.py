@@ -69,8 +69,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "stagewise_adam": (*MLP, "growth=pairs", "optimizer=adam", "lr_adapt=stagewise_adam"),
     "stagewise_avagrad": (*MLP, "growth=pairs", "optimizer=avagrad", "lr_adapt=stagewise_avagrad"),
     "max_one_constraint": (*SMALL, "model.width=4", "growth.rule=constraint", "lr_adapt=max_one"),
-    "budget": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=budget", "schedule.demand.percent=80"),
-    "plateau": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=plateau", "schedule.demand.patience=1"),
+    "budget": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=budget", "schedule.grow_when.percent=80"),
+    "plateau": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=plateau", "schedule.grow_when.patience=1"),
     "mobilenet": (*_NETWORK, "model=mobilenetv1", "model.width=8"),
     "layer_statistics": (*MLP, "log_layers_every_n_steps=3"),
     "task_change": (

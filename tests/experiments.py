@@ -14,7 +14,7 @@ _FOLDER = ROOT / "conf" / "experiment"
 EXPERIMENTS = sorted(
     path.relative_to(_FOLDER).with_suffix("").as_posix()
     for path in _FOLDER.rglob("*.yaml")
-    if not {"sweeper:", "study:", "translation"} & set(path.read_text().split())
+    if not {"sweeper:", "experiment_function:", "translation"} & set(path.read_text().split())
 )
 
 
@@ -70,7 +70,7 @@ _NARROWER |= {
     )
 }
 # A pass over the few images here has fewer batches than parts.
-_NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epoch_parts=1")
+_NARROWER["testbed_cifar10"] = ("schedule.budget=null", "data.epochs_per_pass=1")
 _NARROWER["llama_text"] = ("schedule.budget=null", "schedule.total_steps=null")
 _NARROWER["papers/testbed_resnet18_cifar10"] += _NARROWER["testbed_cifar10"]
 _OTHER_DATA = {
@@ -119,6 +119,6 @@ def two_steps(experiment: str, images: Path) -> tuple[str, ...]:
         *_OTHER_DATA.get(experiment, data),
         *(("schedule.total_epochs=2", "growth.first=1") if decides else schedule),
         *("trainer.limit_train_batches=1", "trainer.accelerator=cpu", "data.batch_size=4"),
-        *("probe_size=2", "statistics_images=4"),
+        *("probe_size=2", "batch_norm_samples=4"),
         *_NARROWER.get(experiment, ()),
     )

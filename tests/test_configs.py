@@ -210,11 +210,11 @@ def test_a_value_of_another_type_is_caught_before_the_run() -> None:
     cfg = copy.deepcopy(composed("name=given"))
     for name, value in {
         **{"growth.noise_std": "low", "growth.rule": "rato", "growth.output_multiplier": 2.5},
-        **{"growth.gain": [1], "lr_adapt.output_fan_in": "often", "schedule.total_epochs": 1.5},
+        **{"growth.gain": [1], "lr_adapt.divide_output_lr_by_fan_in": "often", "schedule.total_epochs": 1.5},
         **{"schedule.epochs": 3, "schedule.widths": ["wide"], "schedule.equal_flops": "x"},
         **{"schedule.batch_size": "most", "schedule.learning_rate.shape": "cosin", "schedule.budget": "x"},
         **{"checkpoint.every_minutes": "x", "depth.start": 3, "checkpoint.signals": 3, "probe_size": "x"},
-        **{"compile": "maybe", "optimizer_state": "keep", "opaque": "all", "norm_anneal": "x"},
+        **{"compile": "maybe", "optimizer_state": "keep", "keep_full": "all", "norm_anneal_fraction": "x"},
     }.items():
         before = OmegaConf.select(cfg, name)
         OmegaConf.update(cfg, name, value)

@@ -47,7 +47,7 @@ def stage_costs(experiment: str) -> tuple[tuple[int, ...], list[int], int]:
     """
     cfg = compose(PRIMARY, overrides=[f"experiment={option(experiment)}"])
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
-    for name in ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device", *NOT_OF_STAGES):
+    for name in ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device", *NOT_OF_STAGES):
         del settings[name]
     schedule = make_schedule(batch_size=cfg.data.batch_size, **settings)
     size, num_classes = DATA[cfg.data.name]

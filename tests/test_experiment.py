@@ -86,8 +86,8 @@ def accuracy_and_loss(network: torch.nn.Module, data: ImageData) -> tuple[float,
 def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
     """The same losses and weights as a hand-written loop with torch.optim.SGD, bit for bit."""
     arguments = ("growth=none", "lr_adapt=none", "schedule.epochs=null", "schedule.total_epochs=3", "seed=5")
-    rate = ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.clock=epochs")
-    run = finished(*MLP, *arguments, *rate, "optimizer.nesterov=true", "statistics_images=0")
+    rate = ("schedule.learning_rate.shape=cosine", "schedule.learning_rate.progress_unit=epochs")
+    run = finished(*MLP, *arguments, *rate, "optimizer.nesterov=true", "batch_norm_samples=0")
     data = ImageData("digits", **IMAGES, seed=5)
     data.setup()
     lightning.seed_everything(5, verbose=False)
@@ -114,7 +114,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
 ) -> None:
     """`grow` as a plain function in a hand-written loop: the same weights, bit for bit."""
     arguments = ("growth=pairs", "lr_adapt=none", "schedule.learning_rate.shape=constant")
-    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "statistics_images=0")
+    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "batch_norm_samples=0")
     data = ImageData("digits", **IMAGES, seed=0)
     data.setup()
     lightning.seed_everything(0, verbose=False)
@@ -143,7 +143,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
 
 def test_a_step_in_float32_is_that_in_float64_to_rounding(finished: Callable[..., Path]) -> None:
     """With ReLU a single activation next to zero can take the other side, and gradients differ by percents."""
-    step = ("trainer.limit_train_batches=1", "schedule.total_epochs=1", "statistics_images=0")
+    step = ("trainer.limit_train_batches=1", "schedule.total_epochs=1", "batch_norm_samples=0")
     plain = ("growth=none", "lr_adapt=none", "optimizer.momentum=0", "optimizer.weight_decay=0")
     weights = {}
     for bits in (32, 64):

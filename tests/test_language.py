@@ -18,7 +18,7 @@ TEXT = ("data.context=8", "data.limit_characters=1200", "data.batch_size=32")
 SIZES = {"num_layers": 1, "width": 16, "num_heads": 2, "head_dim": 8, "rotary_dim": 2, "hidden": 20}
 GPT = (
     *("experiment=gpt_char", *TEXT, *(f"model.{name}={size}" for name, size in SIZES.items())),
-    *("schedule.epochs=[1,2]", "schedule.widths=[0.5,1]", "norm_anneal=0.9", "trainer=cpu"),
+    *("schedule.epochs=[1,2]", "schedule.widths=[0.5,1]", "norm_anneal_fraction=0.9", "trainer=cpu"),
 )
 DROPOUT = (*GPT, "model.dropout=0.2", "ema.decay=0.9")
 

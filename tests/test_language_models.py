@@ -211,7 +211,7 @@ def llama(text: Path) -> tuple[str, ...]:
         *("model.hidden_size=16", "model.intermediate_size=24", "model.num_key_value_heads=2"),
         *("model.num_hidden_layers=3", "optimizer.lr=0.01", "schedule.budget=null", "trainer=cpu"),
         *("schedule.steps=[4,7]", "schedule.eval_every_n_steps=3", "log_every_n_steps=2"),
-        *("schedule.widths=[0.5,1]", "norm_anneal=0.9"),
+        *("schedule.widths=[0.5,1]", "norm_anneal_fraction=0.9"),
     )
 
 

@@ -21,33 +21,33 @@ NORMED = (*MLP, "+model.batch_norm=true", "trainer.sync_batchnorm=true")
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")
 DEMAND = (
     *("schedule.total_epochs=4", "schedule.num_stages=3", "schedule.initial_width=0.5"),
-    "schedule.demand.final_fraction=0.1",
+    "schedule.grow_when.final_fraction=0.1",
 )
 ISOTROPIC = (
     *("model=isotropic_mlp", "model.width=6", "model.depth=2", "schedule.total_epochs=4"),
-    *("growth=isotropic", "growth.threshold=0.55", "growth.scaffold=2", "growth.neurons_per_event=2"),
+    *("growth=isotropic", "growth.threshold=0.55", "growth.reserve_neurons=2", "growth.neurons_per_event=2"),
     *("optimizer=adamw", "optimizer.lr=0.02"),
 )
 CASES = {
     "gradmax": (*MLP, *STAGES, "growth=gradmax", "growth.steps=3"),
     "gradmax_normed": (*STAGES, *NORMED, "growth=gradmax", "growth.steps=3"),
     "tiny": (*MLP, *STAGES, "growth=tiny"),
-    "tiny_normed": (*DEMAND, *NORMED, "growth=tiny", "schedule=budget", "schedule.demand.percent=80"),
+    "tiny_normed": (*DEMAND, *NORMED, "growth=tiny", "schedule=budget", "schedule.grow_when.percent=80"),
     "splitting": (*MLP, *STAGES, "growth=splitting", "growth.iterations=3"),
     "splitting_normed": (*STAGES, *NORMED, "growth=splitting", "growth.iterations=3"),
     "firefly": (*MLP, *STAGES, "growth=firefly", "growth.steps=2"),
     "firefly_normed": (*STAGES, *NORMED, "growth=firefly", "growth.steps=2", "ema.decay=0.9"),
     "firefly_split_plateau": (
         *(*MLP, *DEMAND, "growth=firefly_split", "growth.steps=2", "growth.fallback=pairs", "ema.decay=0.9"),
-        *("schedule=plateau", "schedule.demand.patience=1", "schedule.demand.min_delta=0.5"),
+        *("schedule=plateau", "schedule.grow_when.patience=1", "schedule.grow_when.min_delta=0.5"),
     ),
     "splitting_gradient": (
         *(*MLP, *DEMAND, "growth=splitting", "growth.iterations=2", "growth.fallback=pairs"),
-        *("schedule=gradient", "schedule.demand.groups=gradient", "schedule.demand.ratio=1"),
+        *("schedule=gradient", "schedule.grow_when.groups=gradient", "schedule.grow_when.ratio=1"),
     ),
     "tiny_expressivity": (
-        *(*MLP, *DEMAND, "growth=tiny", "schedule=expressivity", "schedule.demand.batches=2"),
-        "schedule.demand.groups=bottleneck",
+        *(*MLP, *DEMAND, "growth=tiny", "schedule=expressivity", "schedule.grow_when.batches=2"),
+        "schedule.grow_when.groups=bottleneck",
     ),
     "isotropic": ISOTROPIC,
     "isotropic_average": (*ISOTROPIC, "ema.decay=0.9"),

@@ -127,7 +127,7 @@ def test_ranks_are_equal_and_the_losses_those_of_one_process(
                 "schedule.total_epochs=4",
                 "schedule.num_stages=2",
             ),
-            *("schedule.widths=[0.5,1]", "schedule.demand.ratio=1", "schedule.demand.groups=gradient"),
+            *("schedule.widths=[0.5,1]", "schedule.grow_when.ratio=1", "schedule.grow_when.groups=gradient"),
         ),
     ],
     ids=["looks_back", "deepens", "decides"],

@@ -21,8 +21,8 @@ from tests.runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, res
 SIGKILL, SIGTERM, SIGINT, SIGUSR1 = map(int, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 BATCHES = (
     *(*SMALL, "schedule.batch_growth_rate=0.5", "optimizer.nesterov=true"),
-    *("schedule.learning_rate.clock=cost", "schedule.learning_rate.shape=wsd"),
-    "schedule.learning_rate.rewarm_steps=2",
+    *("schedule.learning_rate.progress_unit=cost", "schedule.learning_rate.shape=wsd"),
+    "schedule.learning_rate.warmup_steps_after_growth=2",
 )
 RESNET = (*BATCHES, "model.width=4")
 ADAM = (
@@ -41,16 +41,21 @@ _ISOTROPIC = (
     *("schedule.total_epochs=6", "log_rates_every_n_steps=2", "model=isotropic_mlp", "model.width=9"),
     *("model.depth=2", "growth=isotropic", "lr_adapt=none", "optimizer=adamw", "optimizer.lr=0.02"),
 )
-ISOTROPIC = (*_ISOTROPIC, "growth.threshold=0.55", "growth.scaffold=2", "growth.neurons_per_event=2")
+ISOTROPIC = (*_ISOTROPIC, "growth.threshold=0.55", "growth.reserve_neurons=2", "growth.neurons_per_event=2")
 BY_STEPS = (
     *(*_ISOTROPIC, "model.chi_norm=true", "growth.every_n_steps=2", "growth.importance=gradient"),
-    *("growth.threshold=0.1", "growth.scaffold=2", "growth.correction=batch", "growth.least_squares=true"),
+    *(
+        "growth.threshold=0.1",
+        "growth.reserve_neurons=2",
+        "growth.removal_compensation=batch",
+        "growth.least_squares=true",
+    ),
 )
 # Growth on demand: widths that the run decides by what was recorded and by the optimizer's state.
 ON_DEMAND = (
     *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=split"),
     *("schedule=gradient", "schedule.total_epochs=6", "schedule.num_stages=3", "schedule.initial_width=0.5"),
-    *("schedule.demand.groups=gradient", "schedule.demand.ratio=1", "log_rates_every_n_steps=2"),
+    *("schedule.grow_when.groups=gradient", "schedule.grow_when.ratio=1", "log_rates_every_n_steps=2"),
     *("model=mlp8", "model.width=12", "model.batch_norm=true"),
 )
 # A hypernetwork emits the weights.

@@ -81,7 +81,7 @@ def trace_for_growth(
     method: GrowthMethod,
     parts: Sequence[Part] = (),
     seed: int = 0,
-    opaque: Sequence[str] = (),
+    keep_full: Sequence[str] = (),
     grows: bool = True,
     submodule: str | nn.Module | None = None,
 ) -> WidthGraph:
@@ -93,7 +93,7 @@ def trace_for_growth(
         method: the growth method.
         parts: features besides growing.
         seed: the run's.
-        opaque: see `growlab.widths.trace`.
+        keep_full: see `growlab.widths.trace`.
         grows: if False, a network that cannot be traced has no width groups.
         submodule: see `growlab.widths.trace`.
 
@@ -116,7 +116,7 @@ def trace_for_growth(
         )
     try:
         follow_norms = method.follows_norms or any(part.follows_norms for part in parts)
-        graph = trace(network, inputs, opaque, follow_norms, submodule)
+        graph = trace(network, inputs, keep_full, follow_norms, submodule)
     except UnsupportedOperation:
         if grows:
             raise

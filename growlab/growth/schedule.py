@@ -199,7 +199,7 @@ def make_schedule(
     batch_growth_rate: Number = 0.0,
     max_batch_size: int | None = None,
     max_batch_size_per_device: int | None = None,
-    batch_size_of: Literal["last", "first"] = "last",
+    batch_size_stage: Literal["last", "first"] = "last",
     epochs: Sequence[int] | None = None,
     widths: Sequence[Number] | None = None,
     batch_sizes: Sequence[int] | None = None,
@@ -219,7 +219,7 @@ def make_schedule(
         batch_growth_rate: p_b.
         max_batch_size: upper limit of the batch size.
         max_batch_size_per_device: upper limit of each process's part of it.
-        batch_size_of: stage that `batch_size` belongs to, "last" or "first".
+        batch_size_stage: stage that `batch_size` belongs to, "last" or "first".
         epochs: epochs of each stage.
         widths: relative width of each stage; the last must be 1.
         batch_sizes: batch size of each stage.
@@ -232,7 +232,7 @@ def make_schedule(
     whole(1, batch_size=batch_size, num_processes=num_processes)
     limits = not_none(max_batch_size=max_batch_size, max_batch_size_per_device=max_batch_size_per_device)
     whole(1, **limits)
-    one_of(("last", "first"), batch_size_of=batch_size_of)
+    one_of(("last", "first"), batch_size_stage=batch_size_stage)
     if epochs is None:
         whole(1, total_epochs=total_epochs)
         finite(initial_fraction=initial_fraction)
@@ -247,12 +247,12 @@ def make_schedule(
         if room is not None and batch_size > room:
             raise ValueError(
                 f"max_batch_size_per_device={max_batch_size_per_device} leaves no room for the "
-                f"{batch_size_of} stage's batch of {batch_size} on {num_processes} devices; take more of them, or "
+                f"{batch_size_stage} stage's batch of {batch_size} on {num_processes} devices; take more of them, or "
                 "accumulate_grad_batches with a smaller batch_size."
             )
         limit = min((size for size in (max_batch_size, room) if size is not None), default=None)
         batch_sizes = stage_batch_sizes(
-            num_stages, batch_size, batch_growth_rate, limit, num_processes, batch_size_of
+            num_stages, batch_size, batch_growth_rate, limit, num_processes, batch_size_stage
         )
     schedule = Schedule(tuple(epochs), tuple(fractions), tuple(batch_sizes))
     _check(schedule, num_processes)

@@ -137,7 +137,7 @@ def examine(
     name: str,
     input_shape: Sequence[int] | None = None,
     stages: int = 3,
-    opaque: Sequence[str] = (),
+    keep_full: Sequence[str] = (),
     methods: Sequence[str] = USUAL,
     parts: bool = True,
 ) -> Report:
@@ -147,7 +147,7 @@ def examine(
         name: see `load`.
         input_shape: shape of one sample, [C, H, W].
         stages: number of stages to the full width.
-        opaque: operations that growth need not pass.
+        keep_full: operations that growth need not pass.
         methods: names in `METHODS`.
         parts: also collect what parts report about the network.
 
@@ -158,7 +158,7 @@ def examine(
     network, inputs = load(name, input_shape)
     began = time.process_time()
     try:
-        graph = trace(network, inputs, opaque=opaque)
+        graph = trace(network, inputs, keep_full=keep_full)
     except UnsupportedOperation as error:
         return Report(name, error=str(error))
     report = Report(name, trace_sec=time.process_time() - began)

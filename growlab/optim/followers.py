@@ -256,7 +256,9 @@ class Followers:
             return
         run = self._run
         named, scales = dict(run.network.named_parameters()), dict[Tensor, float]()
-        for layer in [layer for layer in run.graph.layers if layer.is_output and optimizer.output_fan_in]:
+        for layer in [
+            layer for layer in run.graph.layers if layer.is_output and optimizer.divide_output_lr_by_fan_in
+        ]:
             scale = 1.0 / run.graph.fan_in(layer, run.seed_widths)
             scales |= {named[name]: scale for name in (layer.weight, *layer.emitters) if name in named}
         optimizer.set_regions({named[name]: region for name, region in run.regions().items()}, scales)

@@ -53,11 +53,11 @@ class Regional(torch.optim.Optimizer):
         kwargs: arguments of torch's optimizer.
 
     Attributes:
-        output_fan_in: divide the rate of a network's output layers by their fan-in in the seed (Table 1: 1 / C_0); a
-            Grower applies it when it sets regions.
+        divide_output_lr_by_fan_in: divide the rate of a network's output layers by their fan-in in the seed (Table 1:
+            1 / C_0); a Grower applies it when it sets regions.
     """
 
-    output_fan_in: bool = False
+    divide_output_lr_by_fan_in: bool = False
 
     def __init__(self, *args: Any, rule: RateRule | None = None, **kwargs: Any) -> None:
         # Before torch compares values of wrong types.
@@ -76,7 +76,14 @@ class Regional(torch.optim.Optimizer):
         self._square_sums: dict[Tensor, tuple[int, int, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_rule", "_spares_one", "_regions", "_scales", "_step_supports_amp_scaling", "output_fan_in")
+        own = (
+            "_rule",
+            "_spares_one",
+            "_regions",
+            "_scales",
+            "_step_supports_amp_scaling",
+            "divide_output_lr_by_fan_in",
+        )
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
         return {
             **super().__getstate__(),

@@ -73,7 +73,7 @@ _TORCH_LOGS = [
 def trace(
     model: nn.Module,
     example: Example,
-    opaque: Sequence[str] = (),
+    keep_full: Sequence[str] = (),
     follow_norms: bool = False,
     submodule: str | nn.Module | None = None,
 ) -> WidthGraph:
@@ -85,7 +85,7 @@ def trace(
     Args:
         model: the full-width network; not changed, nor are the generators that it draws from.
         example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name.
-        opaque: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
+        keep_full: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
             pass: channels that enter them keep their full width.
         follow_norms: let channels grow whose Euclidean norm is taken, as in isotropic activations: for growth methods
             that allow for it (`GrowthMethod.follows_norms`).
@@ -97,18 +97,18 @@ def trace(
         The groups, the axes of every parameter and buffer they run through, and the scale classes.
 
     Raises:
-        UnsupportedOperation: the network cannot be exported, an operation has no channel rule, or `opaque` names one
+        UnsupportedOperation: the network cannot be exported, an operation has no channel rule, or `keep_full` names one
             that the network does not run; or it has no such submodule, or does not call it.
     """
     inputs = inputs_of(example, model)
     if submodule is not None:
-        return _traced_alone(model, path_of(model, submodule), inputs, opaque, follow_norms)
+        return _traced_alone(model, path_of(model, submodule), inputs, keep_full, follow_norms)
     with unchanged(model, copied="nothing"):
-        graph = _traced(model, inputs, opaque, follow_norms)
+        graph = _traced(model, inputs, keep_full, follow_norms)
         breaks = any(reason.startswith((FAILS, OTHERWISE)) for reason in graph.fixed.values())
         for others in _other_rows(model, inputs) if breaks else ():
             try:
-                other = _traced(model, others, opaque, follow_norms)
+                other = _traced(model, others, keep_full, follow_norms)
             except UnsupportedOperation:
                 # The inputs are not a batch, or not all of them have a row per sample.
                 continue
@@ -117,12 +117,12 @@ def trace(
 
 
 def _traced_alone(
-    model: nn.Module, path: str, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
+    model: nn.Module, path: str, inputs: tuple[Any, ...], keep_full: Sequence[str], follow_norms: bool
 ) -> WidthGraph:
     """Trace a submodule alone, under the names of the network; remove groups whose width the network's code fixes."""
     with unchanged(model):
         own = inputs_to(model, path, inputs)
-    graph = trace(Alone(model, path), own, opaque, follow_norms)
+    graph = trace(Alone(model, path), own, keep_full, follow_norms)
     reasons = {OUTPUT: f"{path} puts it out, and is traced alone"}
     outside = f"outside of {path}, which is traced alone"
     graph = replace(
@@ -167,7 +167,7 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ..
 
 
 def _traced(
-    model: nn.Module, inputs: tuple[Any, ...], opaque: Sequence[str], follow_norms: bool
+    model: nn.Module, inputs: tuple[Any, ...], keep_full: Sequence[str], follow_norms: bool
 ) -> WidthGraph:
     """Trace eval mode, and train mode if it differs, and return the graph in which more grows."""
     evaluated = _exported(model, inputs)
@@ -177,9 +177,9 @@ def _traced(
     if modes.apart:
         with suppress(UnsupportedOperation):
             trained = _exported(model, inputs, training=True)
-            graphs.append(_traced_program(trained, model, inputs, opaque, {**settings, "training": True}))
+            graphs.append(_traced_program(trained, model, inputs, keep_full, {**settings, "training": True}))
     if not graphs or not set(graphs[0].fixed.values()) <= {OUTPUT}:
-        graphs.append(_traced_program(evaluated, model, inputs, opaque, settings))
+        graphs.append(_traced_program(evaluated, model, inputs, keep_full, settings))
     graph = _most_growing(model, graphs)
     # Code whose custom backward pass ignores growth's change of statistics.
     for norm in graph.channel_norms:
@@ -196,18 +196,18 @@ def _traced_program(
     program: torch.export.ExportedProgram,
     model: nn.Module,
     inputs: tuple[Any, ...],
-    opaque: Sequence[str],
+    keep_full: Sequence[str],
     settings: Mapping[str, Any],
 ) -> WidthGraph:
-    if unknown := sorted(set(opaque) - (known := set(operations(program.graph_module)))):
+    if unknown := sorted(set(keep_full) - (known := set(operations(program.graph_module)))):
         near = sorted({match for name in unknown for match in get_close_matches(name, known)})
         raise UnsupportedOperation(
-            f"opaque=[{', '.join(unknown)}]: {type(model).__name__} runs no operation of that name; "
+            f"keep_full=[{', '.join(unknown)}]: {type(model).__name__} runs no operation of that name; "
             + (f"nearest are {', '.join(near)}." if near else f"it runs {', '.join(sorted(known))}.")
         )
     graphs = []
 
-    always = {**settings, "opaque": frozenset(opaque)}
+    always = {**settings, "keep_full": frozenset(keep_full)}
     training = always.pop("training", False)
     always["plain"] = _plain_constants(program, model.train(training), inputs) - always["updated"]
 
@@ -281,7 +281,7 @@ def layouts(
         UnsupportedOperation: see `trace`.
     """
     inputs = inputs_of(example, model)
-    settings: dict[str, Any] = {"opaque": frozenset[str](), "follow_norms": False}
+    settings: dict[str, Any] = {"keep_full": frozenset[str](), "follow_norms": False}
     program = _exported(model, inputs)
     if narrower is None:
         return _best_pass(program, model, {}, {**settings, "heads": "number"})[0]

@@ -45,7 +45,7 @@ class Walk:
     Args:
         program: exported program of the model.
         model: the network at full width.
-        opaque: names of operations that growth need not pass.
+        keep_full: names of operations that growth need not pass.
         plain: names of plain tensors of modules that are constants of the program.
         settings: see `Record`.
 
@@ -58,11 +58,11 @@ class Walk:
         self,
         program: torch.export.ExportedProgram,
         model: nn.Module,
-        opaque: frozenset[str] = frozenset(),
+        keep_full: frozenset[str] = frozenset(),
         plain: frozenset[str] = frozenset(),
         **settings: Any,
     ) -> None:
-        self._program, self._opaque, self._plain = program, opaque, plain
+        self._program, self._keep_full, self._plain = program, keep_full, plain
         self._constants = constants_of(program)
         self.record = Record(model, self._constants, plain, **settings)
         self.calls: list[Call] = []
@@ -189,7 +189,7 @@ class Walk:
             for value in operands if operation == "item" else ():
                 self.record.scales.pin(value.scale)
             return self._with_makers(operation, operands, node.meta.get("val"))
-        if not (operation in RULES or operation in self._opaque or self._is_fixed(operands)):
+        if not (operation in RULES or operation in self._keep_full or self._is_fixed(operands)):
             if not is_pointwise(node) or len(shapes_of(node)) > 1:
                 return self._taken_apart(node, operation, named)
             # The rule for element-wise functions of several operands.
@@ -214,7 +214,7 @@ class Walk:
     def _apply(self, node: Any, operation: str, named: dict[str, Any], operands: Sequence[Value]) -> Any:
         """Apply an operation's channel rule to its arguments and return the result."""
         record = self.record
-        if operation in self._opaque or operation not in RULES:
+        if operation in self._keep_full or operation not in RULES:
             return keep_full_width(record, node, named)
         if record.follow_norms:
             where = f"{operation_of(node)}{place_of(node)}"
@@ -251,14 +251,14 @@ class Walk:
             )
         raise UnsupportedOperation(
             f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "
-            f"width: python -m growlab ... opaque=[{operation}], python -m growlab widths ... --keep-full "
-            f"{operation}, or trace(..., opaque=[{operation!r}])."
+            f"width: python -m growlab ... keep_full=[{operation}], python -m growlab widths ... --keep-full "
+            f"{operation}, or trace(..., keep_full=[{operation!r}])."
         )
 
     def _with_makers(self, operation: str, operands: Sequence[Value], result: Any) -> Any:
         """Set the layers that made a result to those that made its operands."""
         made_by = frozenset[str]().union(*(value.made_by for value in operands))
-        mixed = operation in self._opaque or operation in MIXING or operation not in RULES
+        mixed = operation in self._keep_full or operation in MIXING or operation not in RULES
         matrices = (value.turned or value for value in operands)
         if mixed and any(self.record.is_weight(value) and len(value.shape) > 1 for value in matrices):
             # An affine map: its rule has set `made_by`, if it is a layer of the graph.

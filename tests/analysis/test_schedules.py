@@ -96,8 +96,8 @@ def test_the_first_stage_s_part_of_a_training_is_of_the_shape_and_its_epochs_are
 
 def test_a_setting_that_is_younger_than_a_run_is_off_there(tmp_path):
     rate = {"milestones": [], "decay": 0.1, "decay_fraction": 0.5, "decay_shape": "linear"}
-    rate |= {"clock": "epochs", "warmup_fraction": 0.0, "rewarm_steps": 0}
-    new = {"batch_size_of": "last", "demand": None, "learning_rate": rate}
+    rate |= {"progress_unit": "epochs", "warmup_fraction": 0.0, "warmup_steps_after_growth": 0}
+    new = {"batch_size_stage": "last", "grow_when": None, "learning_rate": rate}
     for name, lengths, schedule in (("old", (2, 2, 4), {}), ("new", (4, 4, 8), new)):
         write_run(tmp_path / name, lr_adapt="none", stage_epochs=lengths, schedule=schedule)
     (one,) = series_over_budgets(rows_of(tmp_path))

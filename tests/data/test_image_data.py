@@ -245,12 +245,12 @@ def test_epochs_that_are_parts_of_a_pass_make_up_the_pass(parts: int, batch_size
 
 
 def test_epochs_that_are_parts_of_a_pass_are_those_that_a_run_is_planned_with():
-    data = _digits(epoch_parts=4)
+    data = _digits(epochs_per_pass=4)
     for epoch in range(5):
         planned = data.samples_in_batches(epoch, 100)
         assert planned == [len(y) for _, y in train_batches(data, epoch=epoch)] and len(planned) in (3, 4)
-    with pytest.raises(UserError, match=r"data\.epoch_parts=16 leaves epochs without a batch"):
-        _digits(epoch_parts=16).samples_in_batches(0, 100)
+    with pytest.raises(UserError, match=r"data\.epochs_per_pass=16 leaves epochs without a batch"):
+        _digits(epochs_per_pass=16).samples_in_batches(0, 100)
 
 
 def test_decoded_images_are_brought_to_one_size_as_encoded_ones_are():

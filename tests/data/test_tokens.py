@@ -125,7 +125,7 @@ def test_the_tokenizer_is_of_the_training_part_alone(folder: Path) -> None:
 
 
 def test_windows_are_packed_and_each_is_in_an_epoch_once(folder: Path) -> None:
-    made = data(folder, epoch_parts=3)
+    made = data(folder, epochs_per_pass=3)
     tokens, seen = made.store.tokens("train").astype(np.int64), {}
     for epoch in range(6):
         loader = made.train_dataloader()
@@ -150,7 +150,7 @@ def test_windows_are_packed_and_each_is_in_an_epoch_once(folder: Path) -> None:
         assert any(sorted(windows) == sorted(one[: made.num_train]) for one in expected), number
     assert seen[0] != seen[1]
     with pytest.raises(UserError, match="leaves epochs without a batch"):
-        data(folder, epoch_parts=999).samples_in_batches(0, 10)
+        data(folder, epochs_per_pass=999).samples_in_batches(0, 10)
 
 
 def test_a_checkpoint_of_another_text_is_refused(folder: Path) -> None:
@@ -302,7 +302,7 @@ def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, mo
     refused("data.vocab_size=256 must be above 256", folder, vocab_size=256)
     refused("data.tokenizer=/nowhere.json: there is no /nowhere.json", folder, tokenizer="/nowhere.json")
     refused("has no whole window of data.context=1000000", folder, context=10**6)
-    refused("epoch_parts must be at least 1, not 0", folder, epoch_parts=0)
+    refused("epochs_per_pass must be at least 1, not 0", folder, epochs_per_pass=0)
     with pytest.raises(UserError, match=r"data\.path is not set"):
         TokenData(None).setup()
     with pytest.raises(UserError, match="objective=tokens needs data that know the bytes of their tokens"):

@@ -88,8 +88,10 @@ def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
 
 
 def test_studies_tell_their_own_command(tmp_path: Path) -> None:
-    (tmp_path / "provenance.json").write_text(json.dumps({"command": "python -m growlab study=x"}))
-    assert command_of_run(tmp_path) == "python -m growlab study=x"
+    (tmp_path / "provenance.json").write_text(
+        json.dumps({"command": "python -m growlab experiment_function=x"})
+    )
+    assert command_of_run(tmp_path) == "python -m growlab experiment_function=x"
 
 
 @pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")

@@ -32,7 +32,9 @@ ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
 METHODS = {
     "pairs": PairGrowth,
     "ours": VarianceTransfer,
-    "ours, all rescaled": lambda: VarianceTransfer(rescale_unnormalised=True, layer_multipliers=False),
+    "ours, all rescaled": lambda: VarianceTransfer(
+        rescale_layers_without_batch_norm=True, layer_multipliers=False
+    ),
     "ours, by weights": lambda: VarianceTransfer(rule="constraint"),
     "net2net": Net2Net,
     "hypercloning": HyperCloning,

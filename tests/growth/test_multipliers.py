@@ -161,16 +161,21 @@ def test_ours_and_pairs_differ_in_every_layer_whose_fan_in_grows(name: str) -> N
         torch.testing.assert_close(fresh(*ours.inputs(7)), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("batch_norm", "rescale_unnormalised"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("batch_norm", "rescale_layers_without_batch_norm"), [(True, False), (False, True), (True, True)]
+)
 def test_weights_of_a_wide_resnet_end_at_the_variance_of_their_fan_in(
-    batch_norm: bool, rescale_unnormalised: bool
+    batch_norm: bool, rescale_layers_without_batch_norm: bool
 ) -> None:
     """A stream takes the scale of those whose fan-in grows, not that of its first producer, the stem."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = WideResNet(1, 4, 3, 10, batch_norm=batch_norm)
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    graph, method = trace(network, x), VarianceTransfer(rescale_unnormalised=rescale_unnormalised)
+    graph, method = (
+        trace(network, x),
+        VarianceTransfer(rescale_layers_without_batch_norm=rescale_layers_without_batch_norm),
+    )
     widths = [{n: int(g.full_width * part) for n, g in graph.groups.items()} for part in (0.25, 0.5, 1.0)]
     state = make_seed(network, graph, method, widths[0], 0)
     for stage in widths[1:]:
@@ -283,7 +288,7 @@ def test_steps_of_sgd_move_products_as_if_there_were_no_multipliers(momentum: fl
 
 
 def test_the_literal_rule_changes_the_function_and_its_receipt_says_by_how_much() -> None:
-    run = Grown("mlp8", VarianceTransfer(literal=True))
+    run = Grown("mlp8", VarianceTransfer(as_published=True))
     event = run.grow(0.5)
     assert event.parity_tolerance_eval is None
     assert event.parity_error_eval > 0.1

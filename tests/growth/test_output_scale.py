@@ -149,7 +149,7 @@ def test_the_last_layers_are_found_behind_any_ending(end: str) -> None:
         assert 0.3 < float(new[:, 4:6].square().mean()) * 8**2 < 3.0
     grower = Grower(other, (x,), method=method, trigger={0: dict.fromkeys(graph.groups, 8)})
     optimizer = SGD(other.parameters(), 0.1)
-    RateAdaptation(NormRatio(), output_fan_in=True).apply(optimizer)
+    RateAdaptation(NormRatio(), divide_output_lr_by_fan_in=True).apply(optimizer)
     grower.follow(optimizer)
     for name in found:
         factors = optimizer.factors(other.get_parameter(name))

@@ -210,7 +210,7 @@ def test_explicit_lists():
         ({"initial_width": math.nan}, "^initial_width must be a finite number, not nan"),
         ({"epochs": 5}, "^epochs must be a list with a number for each stage, not 5"),
         ({"widths": "1"}, "^widths must be a list with a number for each stage, not '1'"),
-        ({"batch_size_of": "next"}, "^batch_size_of must be last or first, not 'next'"),
+        ({"batch_size_stage": "next"}, "^batch_size_stage must be last or first, not 'next'"),
     ],
 )
 def test_impossible_schedules_say_what_to_change(settings, message):

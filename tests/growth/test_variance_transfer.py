@@ -41,7 +41,11 @@ def wide() -> Grown:
     """Hidden layers of 100 units grown to 160."""
     torch.manual_seed(0)
     return Grown(
-        MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, VarianceTransfer(rescale_unnormalised=True)
+        MLP(80, [200, 200], 60),
+        torch.randn(8, 80),
+        100,
+        160,
+        VarianceTransfer(rescale_layers_without_batch_norm=True),
     )
 
 
@@ -164,7 +168,7 @@ def test_train_mode_is_off_by_eps_alone(name):
 @pytest.mark.parametrize("name", ["mlp", "mlp batch norm", "convnet", "residual"])
 def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
     case, graph = NETWORKS[name], graph_of(name)
-    method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
+    method = VarianceTransfer(output_multiplier=False, rescale_layers_without_batch_norm=True)
     network = case.make()
     state = make_seed(network, graph, method, dict.fromkeys(graph.groups, 2), seed=0)
     roughen(network)
@@ -189,7 +193,7 @@ def test_the_constraint_restores_unit_variance():
         torch.randn(8, 20),
         8,
         12,
-        VarianceTransfer("constraint", rescale_unnormalised=True),
+        VarianceTransfer("constraint", rescale_layers_without_batch_norm=True),
     )
     for name, fan_in in (("hidden.0", 20), ("hidden.2", 8), ("hidden.4", 8)):
         was, now = (
@@ -204,7 +208,7 @@ def test_the_constraint_restores_unit_variance():
 
 def test_tanh_keeps_its_input():
     torch.manual_seed(0)
-    method = VarianceTransfer(layer_multipliers=False, rescale_unnormalised=True)
+    method = VarianceTransfer(layer_multipliers=False, rescale_layers_without_batch_norm=True)
     grown = Grown(MLP(6, [8, 8], 3, activation="tanh"), torch.randn(4, 6), 4, 6, method)
     assert torch.equal(grown.new["hidden.2.weight"][:4, :4], grown.old["hidden.2.weight"])
     assert torch.equal(grown.new["hidden.2.bias"][:4], grown.old["hidden.2.bias"])

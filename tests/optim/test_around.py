@@ -132,7 +132,7 @@ class Forwarding:
 
 @pytest.mark.parametrize("kind", [Shell, Forwarding])
 def test_a_wrapper_without_state_changes_nothing(kind: Any) -> None:
-    method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
+    method = VarianceTransfer(output_multiplier=False, rescale_layers_without_batch_norm=True)
     plain, _, grower = train(lambda p: torch.optim.Adam(p, lr=0.01), "inherit", method=method)
     wrapped, _, other = train(lambda p: kind(torch.optim.Adam(p, lr=0.01)), "inherit", method=method)
     assert torch.equal(weights(plain), weights(wrapped))

@@ -156,7 +156,7 @@ def test_state_that_two_optimizers_share_is_carried_once() -> None:
     def train(around: bool) -> list[torch.Tensor]:
         model = network()
         # Without its multiplier the output shrinks, and with it all gradients.
-        method = VarianceTransfer(output_multiplier=False, rescale_unnormalised=True)
+        method = VarianceTransfer(output_multiplier=False, rescale_layers_without_batch_norm=True)
         grower = Grower(model, X, method=method, trigger={0: 0.25, 2: 0.5, 4: 1.0})
         inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         optimizer = Around(inner) if around else inner

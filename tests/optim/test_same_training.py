@@ -109,7 +109,7 @@ def test_training_continues_after_finish_as_without(make: str) -> None:
 
 
 def test_the_outputs_factor_that_is_folded_divides_moments() -> None:
-    grower, x = planted(VarianceTransfer(rescale_unnormalised=True))
+    grower, x = planted(VarianceTransfer(rescale_layers_without_batch_norm=True))
     network = grower.network
     optimizer = torch.optim.Adam(network.parameters(), lr=0.0)
     grower.follow(optimizer)

@@ -20,7 +20,9 @@ def settings_of(name: str) -> dict[str, Any]:
 
     if name == "hypernetworks":
         return {"method": Hyperfan(sharing="chunk", noise_std=1e-3), "parts": [Averages(0.9)]}
-    layers = IsotropicLayers(scaffold=2, threshold=0.5, importance="gradient", correction="batch")
+    layers = IsotropicLayers(
+        reserve_neurons=2, threshold=0.5, importance="gradient", removal_compensation="batch"
+    )
     return {"network": lambda: Mixed(6, 3, 8, "batch"), "parts": [layers, Averages(0.9)]}
 
 

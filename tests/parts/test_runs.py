@@ -22,7 +22,7 @@ from tests.runs import SMALL, Left, kept_run, resumed_from, whole_run
 
 # Two layers of two blocks, of which the second comes in.
 _RESNET = (*SMALL, "model=custom", "model._target_=tests.parts.test_runs.small_resnet", "depth.blocks=auto")
-_FEW_IMAGES = ("data.limit_train=96", "data.limit_test=20", "data.batch_size=16", "data.epoch_parts=3")
+_FEW_IMAGES = ("data.limit_train=96", "data.limit_test=20", "data.batch_size=16", "data.epochs_per_pass=3")
 BLOCKS = (
     *(*_RESNET, "ema.decay=0.9", "optimizer_state=inherit", "resolution.sizes=[4,6,8]", "osgd.anneal=run"),
     "trainer.precision=64-true",
@@ -35,7 +35,7 @@ CLASSES = (
 SMALLER = (
     *(*_FEW_IMAGES, "model.width=4", "depth.blocks=auto", "growth=none", "growth.depth_multiple=0.5"),
     "lr_adapt=none",
-    *("schedule.budget=2", "schedule.learning_rate.clock=cost", "checkpoint.every_n_steps=1"),
+    *("schedule.budget=2", "schedule.learning_rate.progress_unit=cost", "checkpoint.every_n_steps=1"),
 )
 RESUMED: dict[str, tuple[str, ...]] = {
     "blocks": BLOCKS,
@@ -49,19 +49,19 @@ RESUMED: dict[str, tuple[str, ...]] = {
     # Isotropic layers between layers with ReLU.
     "isotropic": (
         *(*SMALL, "model=custom", "model._target_=tests.parts.isotropic.mixed.mixed", "lr_adapt=none"),
-        *("isotropic.mode=scaffold", "isotropic.threshold=0.5", "isotropic.scaffold=2"),
+        *("isotropic.mode=reserve", "isotropic.threshold=0.5", "isotropic.reserve_neurons=2"),
         *("isotropic.every_n_epochs=1", "optimizer=adamw", "optimizer.lr=0.01", "schedule.epochs=null"),
         *("schedule.total_epochs=6", "schedule.num_stages=3", "schedule.widths=null"),
-        *("schedule.initial_width=0.5", "schedule=plateau", "schedule.demand.metric=train_loss"),
-        *("schedule.demand.patience=1", "schedule.demand.min_delta=0.5", "osgd.anneal=run"),
-        *("norm_anneal=0.5", "+model.norm=layer", "ema.decay=0.9"),
+        *("schedule.initial_width=0.5", "schedule=plateau", "schedule.grow_when.metric=train_loss"),
+        *("schedule.grow_when.patience=1", "schedule.grow_when.min_delta=0.5", "osgd.anneal=run"),
+        *("norm_anneal_fraction=0.5", "+model.norm=layer", "ema.decay=0.9"),
     ),
 }
 INPUTS: dict[str, tuple[str, ...]] = {
     "sizes alone": (
         *(*_FEW_IMAGES, *_RESNET[-3:-1], "method=grown_resolution", "schedule.budget=3"),
         *("schedule.num_stages=3", "schedule.epoch_growth_rate=0", "schedule.initial_fraction=0.3"),
-        "schedule.learning_rate.clock=cost",
+        "schedule.learning_rate.progress_unit=cost",
     ),
     "sequences": (
         *("experiment=gpt_char", "data.context=8", "data.limit_characters=900", "data.batch_size=8"),

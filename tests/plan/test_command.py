@@ -166,7 +166,7 @@ def hydra_started() -> Iterator[None]:
         ("+plan.smaller.height=2", "plan.smaller.height=2: Unexpected keyword argument"),
         ("plan.smaller=3", "plan.smaller must have width, depth and settings."),
         ("start_from=a.pt", "start_from=a.pt is of runs: a plan is of networks from their"),
-        ("study={_target_: builtins.dict}", "a study is no training of one network"),
+        ("experiment_function={_target_: builtins.dict}", "a study is no training of one network"),
         ("trainer.precision=16-mixed", "trainer.precision=16-mixed cannot be probed"),
         ("trainer.limit_train_batches=2", "trainer.limit_train_batches changes what an epoch costs"),
     ],

@@ -105,7 +105,7 @@ def test_reading_without_composing_gives_the_composed_values(command: str) -> No
         for job in item.jobs()
         if job.experiment == name and {o for o in given[1:] if "total_epochs" not in o} <= set(job.overrides)
     )
-    assert found.is_study == (cfg.study is not None)
+    assert found.is_study == (cfg.experiment_function is not None)
     if "seed" not in found.swept and "seed=" not in command:
         assert found.seed == cfg.seed
     if not found.is_study:

@@ -11,12 +11,17 @@ from tests.command_line import CommandLine
 SMALL = (
     *(
         "experiment=papers/isotropic_invariance",
-        "study.width=12",
-        "study.depth=4",
-        "study.epochs=2",
-        "study.num_seeds=2",
+        "experiment_function.width=12",
+        "experiment_function.depth=4",
+        "experiment_function.epochs=2",
+        "experiment_function.num_seeds=2",
     ),
-    *("study.changes=[-9,-1,9]", "study.divergence_steps=3", "data.limit_train=64", "data.limit_test=40"),
+    *(
+        "experiment_function.changes=[-9,-1,9]",
+        "experiment_function.divergence_steps=3",
+        "data.limit_train=64",
+        "data.limit_test=40",
+    ),
 )
 
 

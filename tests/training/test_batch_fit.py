@@ -23,7 +23,7 @@ EQ8 = {
     "batch_growth_rate": 0.2,
     "max_batch_size": None,
     "max_batch_size_per_device": None,
-    "batch_size_of": "last",
+    "batch_size_stage": "last",
     "batch_sizes": None,
 }
 
@@ -42,8 +42,8 @@ def found(limits: list[int], num_train: int = 10_000, processes: int = 1, agree=
 def test_sizes_follow_equation_8_where_they_fit_and_memory_where_not() -> None:
     assert found([1000, 1000, 128]) == [185, 154, 128] == stage_batch_sizes(3, 128, 0.2)
     assert found([170, 1000, 128]) == [160, 154, 128]
-    assert found([1000, 1000, 1000], batch_size_of="first") == [960, 800, 667]
-    assert found([1000, 500, 1000], batch_size_of="first") == [960, 480, 667]
+    assert found([1000, 1000, 1000], batch_size_stage="first") == [960, 800, 667]
+    assert found([1000, 500, 1000], batch_size_stage="first") == [960, 480, 667]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from growlab.lab.training import RateAdaptation
 from growlab.optim import SGD, BaseRate
 
 WIDTHS, STEPS, SEEDS, RATE = (64, 256), 4, 2, 0.002
-MUP_RATES = RateAdaptation(BaseRate(), output_fan_in=True)
+MUP_RATES = RateAdaptation(BaseRate(), divide_output_lr_by_fan_in=True)
 
 
 def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, seed: int) -> list[float]:
@@ -72,4 +72,4 @@ def test_without_either_half_of_it_logits_move_further_the_wider_the_network(
 
 def test_rates_of_output_layers_need_a_rule() -> None:
     with pytest.raises(UserError, match="choose lr_adapt=mup"):
-        RateAdaptation(None, output_fan_in=True)
+        RateAdaptation(None, divide_output_lr_by_fan_in=True)

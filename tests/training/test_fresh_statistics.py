@@ -104,7 +104,7 @@ def test_fresh_statistics_are_means_over_batches():
 
 def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_same_without(uninterrupted):
     arguments = (*MLP, "optimizer.lr=0.2", "schedule.learning_rate.shape=constant")
-    lagging, fresh = (uninterrupted(*arguments, f"statistics_images={n}") for n in (0, 64))
+    lagging, fresh = (uninterrupted(*arguments, f"batch_norm_samples={n}") for n in (0, 64))
     # Rates, growth and what a checkpoint holds are those of a run that evaluates with running averages.
     assert fresh.differences(lagging) == ["metrics", "results", "weights"]
     for one, other in zip(lagging.metrics, fresh.metrics, strict=True):
@@ -132,5 +132,5 @@ def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_sa
 
 
 def test_a_negative_number_of_images_is_refused():
-    with pytest.raises(UserError, match="statistics_images=-1"):
+    with pytest.raises(UserError, match="batch_norm_samples=-1"):
         FreshStatistics(-1, None)

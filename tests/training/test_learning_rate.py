@@ -37,7 +37,7 @@ def test_warm_up_rises_from_zero_and_the_cosine_starts_behind_it() -> None:
 
 
 def test_warm_up_and_clock_in_steps() -> None:
-    got = factors(LearningRate(warmup_steps=4, clock="steps"))
+    got = factors(LearningRate(warmup_steps=4, progress_unit="steps"))
     assert got[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
     assert got[4:] == pytest.approx([(1 + cos(pi * step / 20)) / 2 for step in range(21)], abs=1e-15)
 
@@ -69,7 +69,9 @@ def test_factors_stay_between_zero_and_one(
     by_epochs = clock == "epochs" and shape != "one_cycle"
     warmups = {"warmup_epochs": warmup} if by_epochs else {"warmup_fraction": warmup / 6}
     decay = {"decay_fraction": max((1 - warmup / 6) / 2, 1e-3)}
-    rate = LearningRate(shape, restarts=restarts, clock=clock, rewarm_steps=rewarm, **warmups, **decay)
+    rate = LearningRate(
+        shape, restarts=restarts, progress_unit=clock, warmup_steps_after_growth=rewarm, **warmups, **decay
+    )
     assert all(0 <= f <= 1 for f in factors(rate))
 
 
@@ -106,14 +108,14 @@ def flops_spent() -> list[float]:
 
 def test_the_cosine_by_cost_runs_over_the_flops_that_are_spent() -> None:
     warmup = 0.1
-    rate = LearningRate(clock="cost", warmup_fraction=warmup)
+    rate = LearningRate(progress_unit="cost", warmup_fraction=warmup)
     expected = [
         spent / warmup if spent < warmup else (1 + cos(pi * (spent - warmup) / (1 - warmup))) / 2
         for spent in flops_spent()
     ]
     assert factors(rate) == pytest.approx(expected, abs=1e-12)
     # Half of the FLOPs are left when the last of six epochs begins.
-    assert factors(LearningRate(clock="cost"))[STARTS[5]] == pytest.approx((1 + cos(pi / 2)) / 2)
+    assert factors(LearningRate(progress_unit="cost"))[STARTS[5]] == pytest.approx((1 + cos(pi / 2)) / 2)
     assert factors(LearningRate())[STARTS[5]] == pytest.approx((1 + cos(pi * 5 / 6)) / 2)
 
 
@@ -121,7 +123,7 @@ def test_the_cosine_by_cost_runs_over_the_flops_that_are_spent() -> None:
 def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -> None:
     for rate in ({}, {"shape": "wsd", "warmup_fraction": 0.2}, {"restarts": "stage"}):
         by_cost, by_epochs = (
-            LearningRate(**rate, clock=clock).factor_at_step(SCHEDULE, batches, [7] * 6)
+            LearningRate(**rate, progress_unit=clock).factor_at_step(SCHEDULE, batches, [7] * 6)
             for clock in ("cost", "epochs")
         )
         for step in range(sum(batches) + 1):
@@ -133,7 +135,7 @@ def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -
 )
 def test_wsd_is_constant_and_then_decays_over_the_last_part(decay_shape: str, left) -> None:
     rate = LearningRate(
-        "wsd", clock="cost", warmup_fraction=0.125, decay_fraction=0.25, decay_shape=decay_shape
+        "wsd", progress_unit="cost", warmup_fraction=0.125, decay_fraction=0.25, decay_shape=decay_shape
     )
     expected = [
         spent / 0.125 if spent < 0.125 else 1.0 if spent <= 0.75 else left((spent - 0.75) / 0.25)
@@ -143,7 +145,7 @@ def test_wsd_is_constant_and_then_decays_over_the_last_part(decay_shape: str, le
 
 
 def test_the_rate_rises_again_after_each_growth_event() -> None:
-    plain, rewarmed = factors(LearningRate()), factors(LearningRate(rewarm_steps=3))
+    plain, rewarmed = factors(LearningRate()), factors(LearningRate(warmup_steps_after_growth=3))
     # Stages begin at steps 0, 4 and 16; the last is followed by 8 steps, the others by more.
     rise = [1.0] * len(plain)
     for start in (4, 16):
@@ -157,9 +159,16 @@ def test_the_rate_rises_again_after_each_growth_event() -> None:
         *({"shape": "cosin"}, {"restarts": "epoch"}, {"batch_rule": "square"}),
         *({"warmup_epochs": -1}, {"warmup_epochs": float("nan")}),
         *({"warmup_steps": 3, "shape": "one_cycle"}, {"warmup_steps": 0, "shape": "inverse_sqrt"}),
-        *({"clock": "images"}, {"decay_shape": "sqrt", "shape": "wsd"}, {"rewarm_steps": -1}),
-        *({"warmup_epochs": 1, "clock": "cost"}, {"warmup_epochs": 1, "warmup_fraction": 0.1}),
-        *({"clock": "cost", "shape": "steps"}, {"clock": "cost", "shape": "inverse_sqrt", "warmup_steps": 3}),
+        *(
+            {"progress_unit": "images"},
+            {"decay_shape": "sqrt", "shape": "wsd"},
+            {"warmup_steps_after_growth": -1},
+        ),
+        *({"warmup_epochs": 1, "progress_unit": "cost"}, {"warmup_epochs": 1, "warmup_fraction": 0.1}),
+        *(
+            {"progress_unit": "cost", "shape": "steps"},
+            {"progress_unit": "cost", "shape": "inverse_sqrt", "warmup_steps": 3},
+        ),
         *({"warmup_fraction": 1}, {"warmup_fraction": -0.1}, {"decay_fraction": 0, "shape": "wsd"}),
         {"decay_fraction": 0.9, "shape": "wsd", "warmup_fraction": 0.2},
     ],
@@ -177,8 +186,8 @@ def test_a_warm_up_without_end_is_refused() -> None:
 
 
 def test_a_clock_without_flops_is_refused() -> None:
-    with pytest.raises(UserError, match="clock=cost needs to know the FLOPs"):
-        LearningRate(clock="cost").factor_at_step(SCHEDULE, STEPS)
+    with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
+        LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)
 
 
 def test_steps_fall_at_milestones() -> None:
@@ -200,9 +209,9 @@ def test_the_clock_auto_counts_cost_where_it_can() -> None:
         factor = LearningRate(**settings).factor_at_step(SCHEDULE, STEPS, flops)
         return [factor(step) for step in range(sum(STEPS) + 1)]
 
-    by_cost, by_epochs = (got(FLOPS, shape="wsd", clock=clock) for clock in ("cost", "epochs"))
+    by_cost, by_epochs = (got(FLOPS, shape="wsd", progress_unit=clock) for clock in ("cost", "epochs"))
     assert by_cost != by_epochs
-    assert got(FLOPS, shape="wsd", clock="auto") == by_cost
-    assert got(None, shape="wsd", clock="auto") == by_epochs
+    assert got(FLOPS, shape="wsd", progress_unit="auto") == by_cost
+    assert got(None, shape="wsd", progress_unit="auto") == by_epochs
     for counted in ({"warmup_epochs": 1}, {"shape": "steps", "milestones": [1, 3]}):
-        assert got(FLOPS, **counted, clock="auto") == got(FLOPS, **counted, clock="epochs")
+        assert got(FLOPS, **counted, progress_unit="auto") == got(FLOPS, **counted, progress_unit="epochs")

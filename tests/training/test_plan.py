@@ -156,7 +156,7 @@ def test_equal_flops_is_no_way_to_grow(data: ImageData) -> None:
 )
 def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | None, budget: float) -> None:
     """To an epoch of the last stage; with two epochs a pass."""
-    data = ImageData("digits", limit_train=110, limit_test=10, batch_size=20, epoch_parts=2)
+    data = ImageData("digits", limit_train=110, limit_test=10, batch_size=20, epochs_per_pass=2)
     data.setup()
     rates = {name: None for name in ("epochs", "widths", "batch_sizes")} | {"num_stages": 4}
     settings = SETTINGS | rates | {"budget": budget} | changes

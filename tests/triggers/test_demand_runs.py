@@ -24,8 +24,8 @@ def forward_flops(width: int) -> int:
 @pytest.mark.parametrize(
     "schedule",
     [
-        ("schedule=budget", "schedule.demand.percent=60"),
-        ("schedule=plateau", "schedule.demand.patience=1", "schedule.demand.min_delta=0.5"),
+        ("schedule=budget", "schedule.grow_when.percent=60"),
+        ("schedule=plateau", "schedule.grow_when.patience=1", "schedule.grow_when.min_delta=0.5"),
     ],
     ids=["budget", "plateau"],
 )
@@ -57,7 +57,7 @@ def test_cost_is_what_was_trained(cli: CommandLine, tmp_path: Path, schedule: tu
 
 
 def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine, tmp_path: Path) -> None:
-    run = (*RUN, "schedule=expressivity", "schedule.demand.ratio=1", "schedule.demand.batches=3")
+    run = (*RUN, "schedule=expressivity", "schedule.grow_when.ratio=1", "schedule.grow_when.batches=3")
     run = (*run, "schedule.total_epochs=6", "schedule.num_stages=3", "checkpoint.every_n_steps=1")
     assert cli(*run, "hydra.run.dir=whole", cwd=tmp_path).code == 0
     assert cli(*run, "hydra.run.dir=run", cwd=tmp_path, fault=("at_step", 7, int(signal.SIGKILL))).code < 0

@@ -27,7 +27,7 @@ def test_the_report_says_what_to_add_and_it_works(capsys):
 
 
 def test_a_run_grows_around_the_operation(cli: CommandLine, tmp_path):
-    done = cli(*NETWORK, "schedule.widths=[0.5,1]", "hydra.run.dir=run", "opaque=[put]", cwd=tmp_path)
+    done = cli(*NETWORK, "schedule.widths=[0.5,1]", "hydra.run.dir=run", "keep_full=[put]", cwd=tmp_path)
     assert done.code == 0, done.err
     growth = json.loads((tmp_path / "run" / "growth.json").read_text())
     assert growth["groups"]["1"]["full_width"] == 8

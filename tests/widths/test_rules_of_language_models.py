@@ -218,7 +218,7 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
     assert first_line(graph, grows=False) == f"2 width groups; {told}"
     grower = Grower(network, (TOKENS,), method=method, trigger={0: dict.fromkeys(graph.groups, 4)})
     optimizer = SGD(network.parameters(), 0.1)
-    RateAdaptation(NormRatio(), output_fan_in=True).apply(optimizer)
+    RateAdaptation(NormRatio(), divide_output_lr_by_fan_in=True).apply(optimizer)
     grower.follow(optimizer)
     assert optimizer.factors(network.table.weight) is None
     old = network.table.weight.detach().clone()

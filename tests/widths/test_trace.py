@@ -201,8 +201,8 @@ def test_an_unknown_operation_is_refused_by_name_and_place():
     assert "module 1.0" in message
     assert f'{__file__}", line {line}' in message
     # The message shows the line that makes it work.
-    assert "opaque=['put']" in message
-    graph = trace(network, torch.randn(2, 4), opaque=["put"])
+    assert "keep_full=['put']" in message
+    graph = trace(network, torch.randn(2, 4), keep_full=["put"])
     assert graph.full_widths == {}
     assert graph.fixed["0"] == "used by put"
 
@@ -301,10 +301,12 @@ def test_sizes_that_depend_on_the_data_are_refused_without_data(function):
 
 
 def test_an_operation_that_the_network_does_not_run_is_named():
-    with pytest.raises(UnsupportedOperation, match=r"opaque=\[reluu\]: Odd runs no .* nearest are relu\.$"):
-        trace(Odd(F.relu), torch.randn(2, 6, 4), opaque=["reluu", "linear"])
+    with pytest.raises(
+        UnsupportedOperation, match=r"keep_full=\[reluu\]: Odd runs no .* nearest are relu\.$"
+    ):
+        trace(Odd(F.relu), torch.randn(2, 6, 4), keep_full=["reluu", "linear"])
     with pytest.raises(UnsupportedOperation, match=r"runs no .* it runs linear, relu\.$"):
-        trace(Odd(F.relu), torch.randn(2, 6, 4), opaque=["nothing"])
+        trace(Odd(F.relu), torch.randn(2, 6, 4), keep_full=["nothing"])
 
 
 class Bare(nn.Module):

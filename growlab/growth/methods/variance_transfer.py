@@ -68,20 +68,20 @@ class VarianceTransfer(PairGrowth):
     ones as well as old ones, as Theorem A.1 asks for.
 
     **Preserves** exactly in eval mode; in train mode up to batch normalisation's eps: about eps (1/c^2 - 1) / (2 v)
-    with batch variance v. Up to `output_factor` without multipliers; nothing if `literal`.
+    with batch variance v. Up to `output_factor` without multipliers; nothing if `as_published`.
     **Departs from the paper**: multipliers (what they do to steps: see `growlab.growth.multipliers`) and the fold into
     the norm's weight. Theorem A.1 itself asks for sqrt(1 / (C Var[W])), which is 1 for weights at their
     initialisation: that is the multiplied weight; Table 1's sqrt(C / C') is the stored one.
 
     Args:
-        rule: "ratio" (Table 1) or "constraint" (Theorem A.1).
+        rule: "fan_in_ratio" (Table 1) or "constraint" (Theorem A.1).
         output_multiplier: undo the scale of the logits. False: they shrink by C / C' at each event, as in the paper.
         layer_multipliers: multiply rows of weights where nothing else undoes c. False: hidden layers without a batch
             normalisation behind them keep their scale, and the logits' is left to `output_factor`.
-        rescale_unnormalised: let activations without a batch normalisation behind them change their scale too, as far
-            as positively homogeneous functions lead; later biases follow. Without multipliers this shrinks old
-            activations by the product of all c along the depth, while new ones have full size.
-        literal: rescale every layer as Table 1 says and leave it at that: the receipt shows the error.
+        rescale_layers_without_batch_norm: let activations without a batch normalisation behind them change their
+            scale too, as far as positively homogeneous functions lead; later biases follow. Without multipliers this
+            shrinks old activations by the product of all c along the depth, while new ones have full size.
+        as_published: rescale every layer as Table 1 says and leave it at that: the receipt shows the error.
         multipliers: "auto", "keep", "fold" or "compensate", see above; without effect if not `layer_multipliers`.
         noise_std: see `GrowthMethod`.
         gain: see `NewWeights`.
@@ -93,26 +93,26 @@ class VarianceTransfer(PairGrowth):
 
     def __init__(
         self,
-        rule: Literal["ratio", "constraint"] = "ratio",
+        rule: Literal["fan_in_ratio", "constraint"] = "fan_in_ratio",
         output_multiplier: bool = True,
         layer_multipliers: bool = True,
-        rescale_unnormalised: bool = False,
-        literal: bool = False,
+        rescale_layers_without_batch_norm: bool = False,
+        as_published: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
         new_weights: WeightRule = "fan_in",
         multipliers: Treatment = "auto",
     ) -> None:
         super().__init__(noise_std, gain)
-        one_of(("ratio", "constraint"), rule=rule)
+        one_of(("fan_in_ratio", "constraint"), rule=rule)
         one_of(get_args(Treatment), multipliers=multipliers)
         flag(output_multiplier=output_multiplier, layer_multipliers=layer_multipliers)
-        flag(rescale_unnormalised=rescale_unnormalised, literal=literal)
+        flag(rescale_layers_without_batch_norm=rescale_layers_without_batch_norm, as_published=as_published)
         self.rule = rule
-        self.literal, self.preserves = literal, not literal
-        self.output_multiplier = output_multiplier and not literal
-        self.layer_multipliers = layer_multipliers and not literal
-        self.rescale_unnormalised = rescale_unnormalised or literal
+        self.as_published, self.preserves = as_published, not as_published
+        self.output_multiplier = output_multiplier and not as_published
+        self.layer_multipliers = layer_multipliers and not as_published
+        self.rescale_layers_without_batch_norm = rescale_layers_without_batch_norm or as_published
         self.new_weights = NewWeights(gain, output_power=2, rule=new_weights)
         self.multipliers = multipliers
         self.compensates = multipliers == "compensate"
@@ -126,7 +126,7 @@ class VarianceTransfer(PairGrowth):
         needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
         multiplied = self.multiplied(context)
         stored = {
-            name: factor if name in multiplied or self.literal else needed[name]
+            name: factor if name in multiplied or self.as_published else needed[name]
             for name, factor in wanted.items()
         }
         # Of weights the factor alone, so that none of them has to be there yet.
@@ -147,7 +147,7 @@ class VarianceTransfer(PairGrowth):
         rescaled = {name: factor for name, factor in stored.items() if factor != 1.0}
         return GrownTensors(
             OneByOne(context.old, expanded),
-            1.0 if self.literal else 1.0 / classes.get(graph.output_class, 1.0),
+            1.0 if self.as_published else 1.0 / classes.get(graph.output_class, 1.0),
             norm_scale,
             Carry(scales=_gradient_scales(graph, context.old, classes, stored, multipliers)),
             multipliers=multipliers,
@@ -162,7 +162,7 @@ class VarianceTransfer(PairGrowth):
 
     def _rescaled_classes(self, graph: WidthGraph) -> frozenset[int]:
         """Scale classes whose scale may differ from that of their input."""
-        if self.rescale_unnormalised:
+        if self.rescale_layers_without_batch_norm:
             return frozenset(layer.scale_out for layer in graph.layers)
         normalised = {norm.scale_in for norm in graph.norms}
         if self.layer_multipliers and self.output_multiplier:
@@ -177,7 +177,7 @@ class VarianceTransfer(PairGrowth):
         after = context.fan_in(layer, context.new_widths)
         if weight in context.output_layers:
             return (before / after) ** (self.new_weights.output_power / 2)
-        if self.rule == "ratio":
+        if self.rule == "fan_in_ratio":
             return sqrt(before / after)
         variance = float(context.reference[weight].double().var(correction=0))
         # Weights that are all equal have no variance to restore.

@@ -30,11 +30,21 @@ _WORDS = {
     "max_batch_size_per_device": "batch at most {} a device",
     "batch_size": "batches that fit",
     "max_memory_gib_per_device": "{} GiB a device",
-    "batch_size_of": "batch size of the {} stage",
+    "batch_size_stage": "batch size of the {} stage",
 }
 # Settings that say that something is not done: no word about them. A run that is older than a setting has it off.
-_OFF = {"batch_growth_rate": "0.0", "warmup_fraction": "0.0", "rewarm_steps": "0", "milestones": "[]"}
-_OFF |= {"batch_rule": '"none"', "restarts": '"none"', "batch_size_of": '"last"', "clock": '"epochs"'}
+_OFF = {
+    "batch_growth_rate": "0.0",
+    "warmup_fraction": "0.0",
+    "warmup_steps_after_growth": "0",
+    "milestones": "[]",
+}
+_OFF |= {
+    "batch_rule": '"none"',
+    "restarts": '"none"',
+    "batch_size_stage": '"last"',
+    "progress_unit": '"epochs"',
+}
 # Columns that a table has next to the method, where rows differ in it.
 _FIELDS = ("optimizer", "precision", "experiment")
 _RATE = "optimizer.lr="

@@ -145,7 +145,7 @@ class Arrival:
     Args:
         class_schedule: classes by epoch, or None for all; see `ImageData`.
         incremental: the part of the data that each stage of the run has; None = all.
-        epoch_parts: epochs that a pass over the training images is divided into.
+        epochs_per_pass: epochs that a pass over the training images is divided into.
 
     Raises:
         UserError: the schedule is impossible, or two of them do not go together.
@@ -155,9 +155,9 @@ class Arrival:
         self,
         class_schedule: Mapping[int, Sequence[int]] | None = None,
         incremental: Incremental | None = None,
-        epoch_parts: int = 1,
+        epochs_per_pass: int = 1,
     ) -> None:
-        whole(1, epoch_parts=epoch_parts)
+        whole(1, epochs_per_pass=epochs_per_pass)
         given = class_schedule or {}
         self._tasks = {int(epoch): tuple(sorted(set(classes))) for epoch, classes in given.items()}
         if self._tasks and (min(self._tasks) != 0 or not all(self._tasks.values())):
@@ -165,8 +165,8 @@ class Arrival:
                 "data.class_schedule must give classes from epoch 0 on, such as {0:[0,1],10:[0,1,2,3]}, not "
                 f"{dict(given)}."
             )
-        if incremental is not None and (self._tasks or epoch_parts > 1):
-            other = "data.class_schedule" if self._tasks else "data.epoch_parts"
+        if incremental is not None and (self._tasks or epochs_per_pass > 1):
+            other = "data.class_schedule" if self._tasks else "data.epochs_per_pass"
             raise UserError(
                 f"{other} goes with data that is all there from the start, not with data.incremental; set one."
             )

@@ -88,7 +88,7 @@ class ImageData(RunData):
             trains and validates on two classes at first and on three from epoch 10 on, with as many images an
             epoch (those of fewer classes are repeated); the test takes the last ones. None = all classes.
         incremental: part of the classes or images that each stage of the run has. None = all.
-        epoch_parts: divide each pass over the training images into so many epochs of nearly equal length, so that
+        epochs_per_pass: divide each pass over the training images into so many epochs of nearly equal length, so that
             schedules, budgets and validation are finer than a pass.
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
         num_workers: processes that read images which are not in memory; None = one a core, at most 16.
@@ -133,7 +133,7 @@ class ImageData(RunData):
         standardise: Literal["channel", "feature"] = "channel",
         class_schedule: Mapping[int, Sequence[int]] | None = None,
         incremental: Incremental | None = None,
-        epoch_parts: int = 1,
+        epochs_per_pass: int = 1,
         in_memory: bool | None = None,
         num_workers: int | None = 0,
         shuffle_window: int = 8192,
@@ -154,8 +154,8 @@ class ImageData(RunData):
         self.crop = None if crop_scale is None else crop
         self.augmentation = Augmentation(shift, mirror)
         self.mean, self.std, self.standardise = mean, std, standardise
-        self._arrival = Arrival(class_schedule, incremental, epoch_parts)
-        self.incremental, self.epoch_parts = incremental, epoch_parts
+        self._arrival = Arrival(class_schedule, incremental, epochs_per_pass)
+        self.incremental, self.epochs_per_pass = incremental, epochs_per_pass
         self.only_in_epochs = (
             "data.class_schedule" if class_schedule else "data.incremental" if incremental else ""
         )

@@ -105,7 +105,7 @@ class EpochPlan:
         """
         if self.steps is None and self._in_pass < self.parts:
             raise UserError(
-                f"data.epoch_parts={self.parts} leaves epochs without a batch: a pass over the training samples has "
+                f"data.epochs_per_pass={self.parts} leaves epochs without a batch: a pass over the samples has "
                 f"{self._in_pass} batches of {self.batch_size}."
             )
         size, in_pass = self.batch_size, self._in_pass

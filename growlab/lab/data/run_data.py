@@ -35,7 +35,7 @@ class RunData(LightningDataModule, ABC):
         batch_size_at_epoch: global batch size of an epoch, set by the run from the growth schedule; None:
             `batch_size`.
         num_train: number of training samples; known after `setup()`, as `num_val` and `num_test` are.
-        epoch_parts: epochs that a pass over the training samples is divided into.
+        epochs_per_pass: epochs that a pass over the training samples is divided into.
         steps: training batches of a run in steps, set by its plan; None: epochs are passes or parts of them.
         tokens_per_sample: that a sample is trained to predict; None for other data than windows of tokens.
         incremental: the part of the data that each stage of the run has; None: all data from the start.
@@ -45,7 +45,7 @@ class RunData(LightningDataModule, ABC):
 
     goes_with = ""
     only_in_epochs = ""
-    epoch_parts = 1
+    epochs_per_pass = 1
     steps: Steps | None = None
     tokens_per_sample: int | None = None
     incremental: Incremental | None = None
@@ -78,10 +78,12 @@ class RunData(LightningDataModule, ABC):
         """Return the number of samples in each training batch of an epoch with global batches of this size.
 
         Raises:
-            UserError: a pass over the samples has fewer batches than `epoch_parts`.
+            UserError: a pass over the samples has fewer batches than `epochs_per_pass`.
         """
         number = self.num_train_at(epoch, batch_size)
-        return EpochPlan(number, batch_size, self.seed, epoch, parts=self.epoch_parts, steps=self.steps).sizes
+        return EpochPlan(
+            number, batch_size, self.seed, epoch, parts=self.epochs_per_pass, steps=self.steps
+        ).sizes
 
     @abstractmethod
     def probe_batch(self, n: int) -> Any:
@@ -191,7 +193,7 @@ class RunData(LightningDataModule, ABC):
                 f"a batch of {size} does not divide among {world_size} processes; choose a data.batch_size that "
                 f"{world_size} divides, or another number of devices."
             )
-        more |= {"parts": self.epoch_parts, "steps": self.steps}
+        more |= {"parts": self.epochs_per_pass, "steps": self.steps}
         return EpochPlan(num_samples, size, self.seed, draw, True, rank, world_size, **more)
 
     def _evaluation_plan(self, num_samples: int, batch_size: int) -> EpochPlan:

@@ -76,7 +76,7 @@ class WindowData(RunData):
         context: tokens that a window predicts from.
         batch_size: windows in a training batch over all devices.
         eval_batch_size: windows in another batch.
-        epoch_parts: divide each pass over the training windows into so many epochs of nearly equal length.
+        epochs_per_pass: divide each pass over the training windows into so many epochs of nearly equal length.
         seed: of the order.
 
     Attributes:
@@ -91,12 +91,12 @@ class WindowData(RunData):
     unit = "tokens"
 
     def __init__(
-        self, context: int, batch_size: int, eval_batch_size: int, epoch_parts: int = 1, seed: int = 0
+        self, context: int, batch_size: int, eval_batch_size: int, epochs_per_pass: int = 1, seed: int = 0
     ) -> None:
         super().__init__(batch_size, seed)
-        whole(1, context=context, batch_size=batch_size, epoch_parts=epoch_parts)
+        whole(1, context=context, batch_size=batch_size, epochs_per_pass=epochs_per_pass)
         whole(1, eval_batch_size=eval_batch_size)
-        self.context, self.eval_batch_size, self.epoch_parts = context, eval_batch_size, epoch_parts
+        self.context, self.eval_batch_size, self.epochs_per_pass = context, eval_batch_size, epochs_per_pass
         self.tokens_per_sample = context
         self._tokens: dict[str, np.ndarray] = {}
 

@@ -44,7 +44,7 @@ class TokenData(WindowData):
     """Text files for causal language modelling over tokens of a byte-level tokenizer.
 
     Documents are packed: they follow each other with an end of text between, and a window of `context` tokens may begin
-    in one and end in another. A training epoch has every window once (or a part of them, with `epoch_parts`), in an
+    in one and end in another. A training epoch has every window once (or a part of them, with `epochs_per_pass`), in an
     order of (seed, epoch) alone. Every token of validation and test is predicted once.
 
     Token ids are in the cache folder, under a key of the files' content and of the settings.
@@ -55,7 +55,7 @@ class TokenData(WindowData):
         context: tokens that a window predicts from.
         batch_size: windows in a training batch over all devices.
         eval_batch_size: windows in another batch.
-        epoch_parts: divide each pass over the training windows into so many epochs of nearly equal length, so that
+        epochs_per_pass: divide each pass over the training windows into so many epochs of nearly equal length, so that
             schedules, budgets and validation are finer than a pass.
         seed: of the order.
         suffixes: of the files that are taken from a folder, each also gzipped (`.txt.gz`); Parquet files always are.
@@ -83,7 +83,7 @@ class TokenData(WindowData):
         context: int = 256,
         batch_size: int = 32,
         eval_batch_size: int = 64,
-        epoch_parts: int = 1,
+        epochs_per_pass: int = 1,
         seed: int = 0,
         *,
         suffixes: Sequence[str] = (".txt", ".md", ".rst", ".html"),
@@ -98,7 +98,7 @@ class TokenData(WindowData):
         tokenizer: str | None = None,
         end_of_text: str | None = None,
     ) -> None:
-        super().__init__(context, batch_size, eval_batch_size, epoch_parts, seed)
+        super().__init__(context, batch_size, eval_batch_size, epochs_per_pass, seed)
         check_fractions(validation_fraction, test_fraction)
         self.path, self._paths = path, {"val": validation_path, "test": test_path}
         self._reading = {"suffixes": suffixes, "column": column, "strip_html": strip_html}

@@ -58,13 +58,13 @@ _PRECISIONS = ("32", "32-true", "bf16-mixed")
 _LEAST_EPOCHS = 10
 # Groups that an experiment file does not choose, and settings that it does not have.
 _NOT_CHOSEN = ("experiment", "method", "plan", "parts")
-_NOT_KEPT = ("name", "plan", "ckpt_path", "study")
+_NOT_KEPT = ("name", "plan", "ckpt_path", "experiment_function")
 # The least cost of a small stage that starts from a probe, in parts of the budget.
 _LEAST_STAGE = 0.01
 # What a probe has done already.
 _NOT_WARMED = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
 # Length of a run and time of growth: the plan sets them.
-_OF_THE_PLAN = ("epochs", "widths", "batch_sizes", "initial_epochs", "demand", "width_growth_rate")
+_OF_THE_PLAN = ("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate")
 _OF_THE_PLAN += ("steps", "total_steps", "total_tokens", "eval_every_n_steps")
 _COLUMNS = 80
 # Experiment of each choice.
@@ -139,7 +139,9 @@ def run(cfg: DictConfig) -> None:
         data = make_data(cfg.data, cfg.seed)
         ending.callback(data.teardown, "test")
         data.setup()
-        in_pass = sum(sum(data.samples_in_batches(part, data.batch_size)) for part in range(data.epoch_parts))
+        in_pass = sum(
+            sum(data.samples_in_batches(part, data.batch_size)) for part in range(data.epochs_per_pass)
+        )
         with open_dict(cfg):
             cfg.schedule.budget = budget_of(cfg, data, in_pass)
         write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -206,7 +208,10 @@ def check(cfg: DictConfig) -> None:
     pretrained = [f"model.{key}={cfg.model[key]}" for key in ("pretrained", "weights") if cfg.model.get(key)]
     for wrong, reason in (
         (cfg.start_from is not None, f"start_from={cfg.start_from} is of runs: a plan {from_start}"),
-        (cfg.study is not None, "a study is no training of one network, so there is nothing to plan."),
+        (
+            cfg.experiment_function is not None,
+            "a study is no training of one network, so there is nothing to plan.",
+        ),
         (
             cfg.data.get("incremental") is not None or cfg.data.get("class_schedule"),
             "data that change while the network trains cannot be planned for: take data that are all there.",
@@ -249,7 +254,7 @@ def budget_of(cfg: DictConfig, data: Any, samples: int) -> float:
     if steps := schedule.get("total_steps") or sum(schedule.get("steps") or ()):
         return steps * data.batch_size * cfg.trainer.accumulate_grad_batches / samples
     epochs = sum(schedule.epochs) if schedule.epochs else schedule.total_epochs
-    return float(epochs / data.epoch_parts)
+    return float(epochs / data.epochs_per_pass)
 
 
 def arms_of(cfg: DictConfig, data: Any, settings: Settings) -> dict[str, Arm]:
@@ -414,14 +419,16 @@ def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
         "schedule.equal_flops": False,
         **{f"schedule.{key}": None for key in _OF_THE_PLAN if key in cfg.schedule},
     }
-    if rate.clock != "cost":
+    if rate.progress_unit != "cost":
         warmup = {"warmup_epochs": 0, "warmup_steps": None}
         warmup["warmup_fraction"] = _rounded(min(0.4, rate.warmup_epochs / budget))
-        decay = {"shape": "wsd", "clock": "cost", "decay_fraction": 0.5, "restarts": "none"}
+        decay = {"shape": "wsd", "progress_unit": "cost", "decay_fraction": 0.5, "restarts": "none"}
         settings |= {f"schedule.learning_rate.{key}": value for key, value in (decay | warmup).items()}
-    if "epoch_parts" in cfg.data:
+    if "epochs_per_pass" in cfg.data:
         batches = -(-data.num_train // data.batch_size)
-        settings["data.epoch_parts"] = min(batches, max(cfg.data.epoch_parts, ceil(_LEAST_EPOCHS / budget)))
+        settings["data.epochs_per_pass"] = min(
+            batches, max(cfg.data.epochs_per_pass, ceil(_LEAST_EPOCHS / budget))
+        )
     return settings
 
 

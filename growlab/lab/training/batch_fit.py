@@ -42,12 +42,12 @@ def fit_batch_sizes(
 ) -> list[dict[str, int]]:
     """Find the batch size of every stage.
 
-    The last stage (or the first, `batch_size_of`) takes the largest batch that fits. The others follow by Eq. 8, or
+    The last stage (or the first, `batch_size_stage`) takes the largest batch that fits. The others follow by Eq. 8, or
     take the largest that fits if that is smaller.
 
     Args:
         num_stages: N.
-        settings: `batch_growth_rate`, `max_batch_size`, `max_batch_size_per_device`, `batch_size_of` and
+        settings: `batch_growth_rate`, `max_batch_size`, `max_batch_size_per_device`, `batch_size_stage` and
             `batch_sizes` of the schedule.
         num_train: number of images, the largest possible batch.
         num_processes: processes that share a batch.
@@ -85,7 +85,7 @@ def fit_batch_sizes(
             )
         return size
 
-    given = num_stages - 1 if settings["batch_size_of"] == "last" else 0
+    given = num_stages - 1 if settings["batch_size_stage"] == "last" else 0
     base = largest(given, most)
     wanted = stage_batch_sizes(
         num_stages,
@@ -93,7 +93,7 @@ def fit_batch_sizes(
         settings["batch_growth_rate"],
         most * num_processes,
         num_processes,
-        settings["batch_size_of"],
+        settings["batch_size_stage"],
     )
     sizes = [
         base if stage == given else largest(stage, wanted[stage] // num_processes)

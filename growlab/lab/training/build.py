@@ -65,7 +65,7 @@ from growlab.widths import WidthGraph
 # What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
 _NUM_THREADS = torch.get_num_threads()
 # Of `conf/schedule` what is not about stages.
-_OTHERS = ("learning_rate", "demand", "batch_size", "max_memory_gib_per_device")
+_OTHERS = ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device")
 _MAX_SEED, _MOST_THREADS = 2**32 - 1, 1024
 # Groups whose numbers are floats where their annotations say so, as config.yaml and tables name them.
 _WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", "checkpoint")
@@ -86,7 +86,7 @@ def train(cfg: DictConfig) -> None:
             if is_first():
                 ending.enter_context(lock_folder(folder))
             _check(cfg)
-            if cfg.study is not None:
+            if cfg.experiment_function is not None:
                 _run_study(cfg, folder)
                 return
             run(build(cfg, folder), folder)
@@ -109,7 +109,8 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
         # Refused before data are read, which may take minutes.
-        list(map(instantiate, (cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.demand)))
+        for part in (cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.grow_when):
+            instantiate(part)
         optimizer_maker(cfg)([nn.Parameter(torch.zeros(2, 2))])
         data = make_data(cfg.data, cfg.seed)
         # Lightning does so only for a run that succeeds.
@@ -149,11 +150,10 @@ def _check(cfg: DictConfig) -> None:
         raise UserError("a run has no plan: leave plan=... out, or ask `growlab plan`.")
     check_trainer_options(cfg.trainer)
     check_settings(cfg)
-    job = HydraConfig.get()
-    settings: Any = OmegaConf.to_container(cfg, resolve=True)
+    job, settings = HydraConfig.get(), OmegaConf.to_container(cfg, resolve=True)
     check_effects(settings, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
-    if not 0 <= cfg.norm_anneal < 1:
-        raise UserError(f"norm_anneal={cfg.norm_anneal} must be a part of a stage: at least 0 and below 1.")
+    if not 0 <= cfg.norm_anneal_fraction < 1:
+        raise UserError(f"norm_anneal_fraction={cfg.norm_anneal_fraction} must be at least 0 and below 1.")
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -198,7 +198,7 @@ def _options(cfg: DictConfig) -> Options:
         log_every_n_steps=cfg.log_every_n_steps,
         log_rates_every_n_steps=cfg.log_rates_every_n_steps,
         log_layers_every_n_steps=cfg.log_layers_every_n_steps,
-        statistics_images=cfg.statistics_images,
+        batch_norm_samples=cfg.batch_norm_samples,
         check_ranks=cfg.check_ranks,
         compile=cfg.compile,
         max_time=cfg.trainer.get("max_time") is not None,
@@ -246,16 +246,16 @@ def _resume_command(folder: Path) -> str:
 
 
 def _run_study(cfg: DictConfig, folder: Path) -> None:
-    """Call `cfg.study` with the run's folder and seed; write its configuration and provenance next to its results."""
-    if not isinstance(cfg.study, DictConfig) or "_target_" not in cfg.study:
-        raise UserError(f"study={cfg.study} is no study: give it a _target_ and its arguments, or null.")
+    """Call `cfg.experiment_function` with the run's folder and seed; write its configuration and provenance."""
+    if not isinstance(function := cfg.experiment_function, DictConfig) or "_target_" not in function:
+        raise UserError(f"experiment_function={function} needs a _target_ and its arguments, or null.")
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     torch.manual_seed(cfg.seed)
     command = shlex.join(["python", "-m", "growlab", *search_options(), *HydraConfig.get().overrides.task])
     write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
     write_json(folder / "provenance.json", {"command": command, **provenance(torch.device("cpu"))})
-    instantiate(cfg.study, run_dir=folder, seed=cfg.seed, _convert_="all")
+    instantiate(function, run_dir=folder, seed=cfg.seed, _convert_="all")
 
 
 # Data, network, objective, optimizer ------------------------------------------------------------------------
@@ -439,7 +439,7 @@ def _plan(
         return [one["batch_size"] for one in sizes]
 
     with as_user_errors():
-        demand = instantiate(cfg.schedule.demand)
+        demand = instantiate(cfg.schedule.grow_when)
         planning = Planning(settings, method, demand, data, loop, fit if fits else None)
         trigger = planning.trigger()
         parts = make_parts(cfg.parts, data, trigger)
@@ -455,7 +455,7 @@ def _plan(
         trigger=trigger,
         parts=parts,
         seed=cfg.seed,
-        anneal_steps=partial(anneal_steps, part=cfg.norm_anneal, plan=plan),
+        anneal_steps=partial(anneal_steps, part=cfg.norm_anneal_fraction, plan=plan),
         verbose=False,
         graph=graph,
     )
@@ -481,7 +481,7 @@ def _graph(
         return no_widths()
     if trigger.resizes:
         announce("tracing the network: which channels grow together")
-    return trace_for_growth(network, example, method, parts, cfg.seed, list(cfg.opaque), trigger.resizes)
+    return trace_for_growth(network, example, method, parts, cfg.seed, list(cfg.keep_full), trigger.resizes)
 
 
 def probe_size(given: int | None, data: RunData) -> int:

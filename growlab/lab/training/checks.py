@@ -26,14 +26,14 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 # Of the top level.
 _TOP = {
     **dict.fromkeys(("compile", "check_ranks"), bool),
-    **dict.fromkeys(("seed", "statistics_images", "log_rates_every_n_steps"), int),
+    **dict.fromkeys(("seed", "batch_norm_samples", "log_rates_every_n_steps"), int),
     **dict.fromkeys(
         ("num_threads", "probe_size", "log_every_n_steps", "log_layers_every_n_steps"), int | None
     ),
-    **dict.fromkeys(("gain", "norm_anneal"), float),
+    **dict.fromkeys(("gain", "norm_anneal_fraction"), float),
     **dict.fromkeys(("ckpt_path", "start_from"), str | None),
     "name": str | int,
-    "opaque": list[str],
+    "keep_full": list[str],
     "optimizer_state": Inheritance,
 }
 # Of `schedule`, which has no class of its own, besides the arguments of `make_schedule`.

@@ -96,7 +96,7 @@ class FreshStatistics(Callback):
     ) -> None:
         if images < 0:
             raise UserError(
-                f"statistics_images={images} must be at least 0 (0: running averages as they are)."
+                f"batch_norm_samples={images} must be at least 0 (0: running averages as they are)."
             )
         self._images, self._batches = images, batches
         #: For the network and its average, and the epoch in which they were found.

@@ -41,16 +41,16 @@ class LearningRate:
         decay: that factor.
         warmup_steps: length of a linear warm-up in optimizer steps, not `warmup_epochs`; "inverse_sqrt" needs it.
         batch_size: batch size that the optimizer's rate is for, used by `batch_rule`; None: the last stage's.
-        clock: progress of the shape is counted in "epochs", in optimizer "steps" (milestones too; "epochs" means these
-            if the run's length is in steps), or in "cost": forward FLOPs of the run's planned total; "auto": in cost if
-            that is known before the run and no other setting is in epochs or steps.
-        warmup_fraction: length of the warm-up as a fraction of the run by its clock, instead of `warmup_epochs`; of
+        progress_unit: unit of the shape's progress: "epochs", optimizer "steps" (milestones too; "epochs" means these
+            if the run's length is in steps), or "cost": forward FLOPs of the run's planned total; "auto": cost if that
+            is known before the run and no other setting is in epochs or steps.
+        warmup_fraction: length of the warm-up as a fraction of the run in that unit, instead of `warmup_epochs`; of
             the stage for "one_cycle" with `restarts="stage"`.
-        decay_fraction: fraction of the run by its clock (of the stage with `restarts="stage"`) over which "wsd"
+        decay_fraction: fraction of the run in that unit (of the stage with `restarts="stage"`) over which "wsd"
             decays.
         decay_shape: of "wsd", over the decay's progress x: "linear", 1 - x, or "1-sqrt", 1 - sqrt(x) (Haegele et al.
             2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, Section 3).
-        rewarm_steps: optimizer steps after each scheduled growth event over which the rate rises linearly from 0.
+        warmup_steps_after_growth: optimizer steps after each scheduled event over which the rate rises linearly from 0.
 
     Raises:
         ValueError: a value is invalid.
@@ -64,17 +64,19 @@ class LearningRate:
     decay: float = 0.1
     warmup_steps: int | None = None
     batch_size: int | None = None
-    clock: Literal["epochs", "steps", "cost", "auto"] = "epochs"
+    progress_unit: Literal["epochs", "steps", "cost", "auto"] = "epochs"
     warmup_fraction: float = 0.0
     decay_fraction: float = 0.5
     decay_shape: Literal["linear", "1-sqrt"] = "linear"
-    rewarm_steps: int = 0
+    warmup_steps_after_growth: int = 0
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
                 one_of(get_args(hint), **{name: getattr(self, name)})
-        at_least(0, warmup_epochs=self.warmup_epochs, rewarm_steps=self.rewarm_steps)
+        at_least(
+            0, warmup_epochs=self.warmup_epochs, warmup_steps_after_growth=self.warmup_steps_after_growth
+        )
         at_least(0, warmup_fraction=self.warmup_fraction)
         above(0, decay=self.decay)
         at_least(1, batch_size=1 if self.batch_size is None else self.batch_size)
@@ -91,19 +93,19 @@ class LearningRate:
             yield "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none."
         if steps is not None and self.shape == "one_cycle":
             yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_steps out."
-        if in_epochs and self.clock == "steps":
-            yield "warmup_epochs goes with clock=epochs; with clock=steps set warmup_steps."
+        if in_epochs and self.progress_unit == "steps":
+            yield "warmup_epochs goes with progress_unit=epochs; with progress_unit=steps set warmup_steps."
         if part >= 1:
             yield f"warmup_fraction must be below 1, not {part}."
         if in_epochs and part:
             yield "warmup_epochs and warmup_fraction both set the warm-up: leave one at 0."
         if in_epochs and self.shape == "one_cycle":
             yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_epochs at 0."
-        if in_epochs and self.clock == "cost":
-            yield "warmup_epochs goes with clock=epochs; with clock=cost set warmup_fraction, a part of the cost."
-        if self.clock == "cost" and self.shape in _OWN_COUNT:
+        if in_epochs and self.progress_unit == "cost":
+            yield "warmup_epochs goes with progress_unit=epochs; with cost set warmup_fraction, a part of the cost."
+        if self.progress_unit == "cost" and self.shape in _OWN_COUNT:
             counted = "milestones in epochs" if self.shape == "steps" else "steps"
-            yield f"clock=cost does not go with shape={self.shape}, which counts its own {counted}."
+            yield f"progress_unit=cost does not go with shape={self.shape}, which counts its own {counted}."
         if self.shape == "wsd" and not 0 < self.decay_fraction <= (1 - part) * _ROUNDING:
             yield (
                 "decay_fraction must be above 0 and at most what warm-up leaves of the run, "
@@ -113,9 +115,13 @@ class LearningRate:
     @property
     def needs_stages(self) -> str | None:
         """Name of a setting that needs the times of growth before the run, or None."""
-        if self.clock == "cost":
-            return "clock=cost"
-        return f"rewarm_steps={self.rewarm_steps}" if self.rewarm_steps else None
+        if self.progress_unit == "cost":
+            return "progress_unit=cost"
+        return (
+            f"warmup_steps_after_growth={self.warmup_steps_after_growth}"
+            if self.warmup_steps_after_growth
+            else None
+        )
 
     def by_steps(self) -> "LearningRate":
         """The same for a run whose length is in steps.
@@ -128,7 +134,7 @@ class LearningRate:
                 "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
                 "warmup_steps."
             )
-        return replace(self, clock="steps") if self.clock == "epochs" else self
+        return replace(self, progress_unit="steps") if self.progress_unit == "epochs" else self
 
     def factor_at_step(
         self,
@@ -141,16 +147,16 @@ class LearningRate:
         Args:
             schedule: stages of the run.
             steps_in_epoch: optimizer steps of each epoch.
-            flops_in_epoch: forward FLOPs of each epoch, for `clock="cost"`.
+            flops_in_epoch: forward FLOPs of each epoch, for `progress_unit="cost"`.
 
         Raises:
             UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to
                 count.
         """
         total, warmup = schedule.total_epochs, f"schedule.learning_rate.warmup_epochs={self.warmup_epochs}"
-        if self.clock == "cost" and flops_in_epoch is None:
+        if self.progress_unit == "cost" and flops_in_epoch is None:
             raise UserError(
-                "schedule.learning_rate.clock=cost needs to know the FLOPs of each epoch before the run."
+                "schedule.learning_rate.progress_unit=cost needs to know the FLOPs of each epoch before the run."
             )
         if self.warmup_epochs >= total:
             raise UserError(f"{warmup} leaves none of {total} epochs to train at the full rate.")
@@ -164,10 +170,10 @@ class LearningRate:
                 f"{warmup} and decay_fraction={self.decay_fraction} take more than {total} epochs."
             )
         starts = [0, *accumulate(steps_in_epoch)]
-        by_cost = self.clock == "cost" or (
-            self.clock == "auto" and not self.warmup_epochs and self.shape not in _OWN_COUNT
+        by_cost = self.progress_unit == "cost" or (
+            self.progress_unit == "auto" and not self.warmup_epochs and self.shape not in _OWN_COUNT
         )
-        lengths: Sequence[float] = steps_in_epoch if self.clock == "steps" else [1] * total
+        lengths: Sequence[float] = steps_in_epoch if self.progress_unit == "steps" else [1] * total
         lengths = flops_in_epoch if by_cost and flops_in_epoch else lengths
         clock = [0, *accumulate(lengths)]
 
@@ -189,7 +195,11 @@ class LearningRate:
                 begin, end = schedule.starts[stage], schedule.starts[stage] + schedule.epochs[stage]
             shape = self._shape(step, moment, clock[begin], clock[end], warm)
             since = step - starts[schedule.starts[stage]]
-            rewarm = since / self.rewarm_steps if stage and since < self.rewarm_steps else 1.0
+            rewarm = (
+                since / self.warmup_steps_after_growth
+                if stage and since < self.warmup_steps_after_growth
+                else 1.0
+            )
             return self._batch_scale(schedule, stage) * rewarm * shape
 
         return factor
@@ -229,21 +239,21 @@ class RateAdaptation:
 
     Attributes:
         rule: factors from norms, or None for one global rate.
-        output_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
+        divide_output_lr_by_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
         optimizers: class names of supported optimizers; empty for all of `growlab.optim`.
 
     Raises:
-        UserError: `output_fan_in` without a rule.
+        UserError: `divide_output_lr_by_fan_in` without a rule.
     """
 
     rule: RateRule | None = None
-    output_fan_in: bool = False
+    divide_output_lr_by_fan_in: bool = False
     optimizers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.output_fan_in and self.rule is None:
+        if self.divide_output_lr_by_fan_in and self.rule is None:
             raise UserError(
-                "lr_adapt.output_fan_in=true needs rates by region: choose lr_adapt=mup for one rate."
+                "lr_adapt.divide_output_lr_by_fan_in=true needs rates by region: choose lr_adapt=mup for one rate."
             )
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
@@ -262,4 +272,4 @@ class RateAdaptation:
                 f"{type(optimizer).__module__}.{type(optimizer).__name__}; choose one of them with optimizer=..., or "
                 "lr_adapt=none."
             )
-        optimizer.rule, optimizer.output_fan_in = self.rule, self.output_fan_in
+        optimizer.rule, optimizer.divide_output_lr_by_fan_in = self.rule, self.divide_output_lr_by_fan_in

@@ -295,7 +295,7 @@ class Planning:
             if given:
                 raise UserError(
                     f"schedule.{given[0]} is about stages whose ends are known before; growth on demand "
-                    "(schedule.demand) has none: leave it out."
+                    "(schedule.grow_when) has none: leave it out."
                 )
             if isinstance(method, WidthDecision):
                 raise UserError(
@@ -365,7 +365,7 @@ class Planning:
         schedule, data.steps = self._cut(made)
         reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
         if settings["budget"] is not None:
-            whole = settings["budget"] * data.epoch_parts
+            whole = settings["budget"] * data.epochs_per_pass
             reference_epochs = int(whole) if whole == int(whole) else whole
         if self.fit is not None:
             if not forecast.known:
@@ -409,7 +409,7 @@ class Planning:
         Raises:
             UserError: the budget is below the cost of the shortest schedule.
         """
-        data, parts, budget = self.data, self.data.epoch_parts, self.settings["budget"]
+        data, parts, budget = self.data, self.data.epochs_per_pass, self.settings["budget"]
         known: dict[int, list[int]] = {}
 
         def until(epoch: int, size: int) -> int:
@@ -450,7 +450,7 @@ class Planning:
             stages = f"{len(flops)} stage{'s' * (len(flops) > 1)}"
             raise UserError(
                 f"schedule.budget={budget:g} is below the shortest run of {stages}{needed}: raise it, lower "
-                "schedule.num_stages, or divide epochs with data.epoch_parts."
+                "schedule.num_stages, or divide epochs with data.epochs_per_pass."
             )
         return found
 

@@ -71,7 +71,7 @@ class Options:
     log_every_n_steps: int | None
     log_rates_every_n_steps: int
     log_layers_every_n_steps: int | None
-    statistics_images: int
+    batch_norm_samples: int
     check_ranks: bool
     compile: bool
     max_time: bool
@@ -132,7 +132,7 @@ def run(experiment: Experiment, folder: Path) -> None:
         task = _task(experiment)
         every = (options.log_rates_every_n_steps, options.log_every_n_steps)
         recorder = RunRecorder(folder, plan.samples, *every, data.tokens_per_sample)
-        fresh = FreshStatistics(options.statistics_images, data.training_batches)
+        fresh = FreshStatistics(options.batch_norm_samples, data.training_batches)
         loggers = ending.enter_context(experiment.loggers())
         writer, records = AtomicCheckpointIO(), WandbRecords(loggers)
         progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch, plan.total_steps)

@@ -211,7 +211,7 @@ class Hyperfan(VarianceTransfer):
     **Preserves** exactly in eval mode, up to `output_factor`; in train mode up to batch normalisation's eps, as
     `VarianceTransfer` does.
     **Departs from the paper**, which does not grow networks. Hidden layers without a norm keep their scale, as in
-    `VarianceTransfer`; `rescale_unnormalised=True` rescales them. Biases are not emitted.
+    `VarianceTransfer`; `rescale_layers_without_batch_norm=True` rescales them. Biases are not emitted.
 
     With a fixed embedding and one layer, a step of SGD moves W like a step on W itself with 1 + |e|^2 (about 1 + K)
     times the rate: choose the rate accordingly.
@@ -219,7 +219,7 @@ class Hyperfan(VarianceTransfer):
     Args:
         new_weights: "hyperfan_in" or "hyperfan_out".
         output_multiplier: undo the scale of the logits by a multiplier on the output.
-        rescale_unnormalised: rescale hidden layers without a batch normalisation behind them too.
+        rescale_layers_without_batch_norm: rescale hidden layers without a batch normalisation behind them too.
         noise_std: see `GrowthMethod`.
         gain: r of hidden layers; the output layer's is 1.
         sharing: "layer" or "chunk"; see `Hypernet`.
@@ -237,7 +237,7 @@ class Hyperfan(VarianceTransfer):
         self,
         new_weights: WeightRule = "hyperfan_in",
         output_multiplier: bool = True,
-        rescale_unnormalised: bool = False,
+        rescale_layers_without_batch_norm: bool = False,
         noise_std: float = 0.0,
         gain: float = 2.0,
         sharing: Literal["layer", "chunk"] = "layer",
@@ -248,7 +248,12 @@ class Hyperfan(VarianceTransfer):
         chunk_channels: int = 2,
     ) -> None:
         super().__init__(
-            "ratio", output_multiplier, False, rescale_unnormalised, noise_std=noise_std, gain=gain
+            "fan_in_ratio",
+            output_multiplier,
+            False,
+            rescale_layers_without_batch_norm,
+            noise_std=noise_std,
+            gain=gain,
         )
         one_of(_RULES, new_weights=new_weights)
         one_of(_SHARINGS, sharing=sharing)

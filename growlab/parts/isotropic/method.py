@@ -65,7 +65,7 @@ class Widths:
     """Rule for the width of a layer.
 
     Attributes:
-        scaffold: Xi, number of neurons kept below the threshold.
+        reserve_neurons: Xi, number of neurons kept below the threshold.
         threshold: theta.
         relative: the threshold is theta times the layer's largest score instead of theta.
         target_width: width that every layer moves towards instead, or None.
@@ -77,7 +77,7 @@ class Widths:
         ValueError: a value is invalid.
     """
 
-    scaffold: int = 1
+    reserve_neurons: int = 1
     threshold: float = 0.1
     relative: bool = True
     target_width: int | None = None
@@ -88,7 +88,7 @@ class Widths:
     def __post_init__(self) -> None:
         limits = {"neurons_per_event": self.neurons_per_event, "max_width": self.max_width}
         whole(1, min_width=self.min_width, **not_none(target_width=self.target_width, **limits))
-        whole(0, scaffold=self.scaffold)
+        whole(0, reserve_neurons=self.reserve_neurons)
         at_least(0, threshold=self.threshold)
         flag(relative=self.relative)
         if self.max_width is not None and self.max_width < self.min_width:
@@ -104,19 +104,19 @@ class Widths:
         wanted = width if self.target_width is None else self.target_width
         if scores is not None:
             limit = self.threshold * (float(scores.max()) if self.relative else 1.0)
-            wanted = width + self.scaffold - int((scores < limit).sum())
+            wanted = width + self.reserve_neurons - int((scores < limit).sum())
         if self.neurons_per_event is not None:
             wanted = min(max(wanted, width - self.neurons_per_event), width + self.neurons_per_event)
         return max(self.min_width, wanted if self.max_width is None else min(wanted, self.max_width))
 
 
-MODES = ("scaffold", "scheduled")
+MODES = ("reserve", "scheduled")
 
 
 class Isotropic(GrowthMethod, WidthDecision):
     """Add and remove neurons of isotropic layers, on demand or towards target widths.
 
-    At every boundary each layer is evaluated in the basis where its incoming weights are S V^T. "scaffold" keeps Xi
+    At every boundary each layer is evaluated in the basis where its incoming weights are S V^T. "reserve" keeps Xi
     neurons with a score below the threshold theta: if there are fewer, neurons are added; if there are more, those with
     the lowest scores are removed. "scheduled" moves a number of neurons at a time towards target widths. Neurons are
     added and removed by `growlab.parts.isotropic.change_width`.
@@ -131,7 +131,7 @@ class Isotropic(GrowthMethod, WidthDecision):
     layers keep at least `min_width`.
 
     Args:
-        mode: "scaffold" or "scheduled"; the latter needs a `target_width`.
+        mode: "reserve" or "scheduled"; the latter needs a `target_width`.
         max_pruning_error: largest relative output error that an event which removes neurons may make; None: any.
         settings: fields of `Boundaries`, `Widths` and `Choices`.
 
@@ -147,7 +147,7 @@ class Isotropic(GrowthMethod, WidthDecision):
 
     def __init__(
         self,
-        mode: Literal["scaffold", "scheduled"] = "scaffold",
+        mode: Literal["reserve", "scheduled"] = "reserve",
         max_pruning_error: float | None = None,
         **settings: Any,
     ) -> None:

@@ -34,7 +34,7 @@ class IsotropicLayers(WidthPart):
     follows_norms = True
     method: Isotropic
 
-    def __init__(self, mode: Literal["scaffold", "scheduled"] = "scaffold", **settings: Any) -> None:
+    def __init__(self, mode: Literal["reserve", "scheduled"] = "reserve", **settings: Any) -> None:
         self.method = Isotropic(mode, **settings)
         self._start: dict[str, int] = {}
         self._prepared: WidthGraph | None = None

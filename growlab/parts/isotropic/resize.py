@@ -24,7 +24,7 @@ from growlab.widths.inputs import call_with
 from growlab.widths.rules.norms import LOG_LENGTH
 
 Columns = Literal["orthogonal", "zero", "copy", "random", "small"]
-Correction = Literal["bias", "batch", "none"]
+Compensation = Literal["bias", "batch", "none"]
 Direction = Literal["forward", "backward"]
 COLUMNS, DIRECTIONS = get_args(Columns), get_args(Direction)
 
@@ -59,10 +59,10 @@ class Choices:
             author's later code.
         bias: b* of a new neuron in units of sqrt(o), within (-1, 1). If it is not 0 and columns are not "zero", growth
             is exact only on average (E[g]), or with a gain channel.
-        correction: compensation for a removed neuron's constant part. "bias": b*^2 is added to the intrinsic length and
-            E[g] U* b* to the next biases, as in the paper; if layers read a gain channel, U* b* is added to their
-            weights psi, which is exact. "batch": the mean and mean square of the neuron's input on the batch are used
-            instead of b* and b*^2; equal if its singular value is 0. "none": no compensation.
+        removal_compensation: what replaces a removed neuron's constant part. "bias": b*^2 is added to the intrinsic
+            length and E[g] U* b* to the next biases, as in the paper; if layers read a gain channel, U* b* is added to
+            their weights psi, which is exact. "batch": the mean and mean square of the neuron's input on the batch are
+            used instead of b* and b*^2; equal if its singular value is 0. "none": no compensation.
         least_squares: let the remaining neurons replace a removed one: the next weights reproduce its linear
             contribution best on the batch (Eq. 30 with the batch's covariance instead of that of white inputs, for
             which Eq. 30 is plain deletion).
@@ -70,8 +70,8 @@ class Choices:
         rotate: rotate the basis on growth too (optimizers such as Adam depend on it); on removal it is always rotated.
         direction: "forward": singular values of the incoming weights; "backward": of the outgoing ones (Section 2.3.2,
             the right-sided form). A neuron without outgoing weights still counts in the norm, so its removal is never
-            exact: its mean square on the batch is added to the intrinsic length, also with the correction "bias". Exact
-            growth in this direction needs `columns="zero"` and a bias, without which such a neuron would have no
+            exact: its mean square on the batch is added to the intrinsic length, also with the compensation "bias".
+            Exact growth in this direction needs `columns="zero"` and a bias, without which such a neuron would have no
             gradient.
 
     Raises:
@@ -80,7 +80,7 @@ class Choices:
 
     columns: Columns = "orthogonal"
     bias: float = 0.0
-    correction: Correction = "bias"
+    removal_compensation: Compensation = "bias"
     least_squares: bool = False
     importance: Literal["singular_value", "gradient"] = "singular_value"
     rotate: bool = True
@@ -89,7 +89,7 @@ class Choices:
     def __post_init__(self) -> None:
         one_of(IMPORTANCES, importance=self.importance)
         one_of(COLUMNS, columns=self.columns)
-        one_of(get_args(Correction), correction=self.correction)
+        one_of(get_args(Compensation), removal_compensation=self.removal_compensation)
         one_of(DIRECTIONS, direction=self.direction)
         flag(least_squares=self.least_squares, rotate=self.rotate)
         finite(bias=self.bias)
@@ -263,10 +263,10 @@ class LayerTensors:
         """Constant part of each channel, independent of the input, and its square, both [width]."""
         width = self.widths[self.group]
         nothing = next(iter(self.tensors.values())).new_zeros(width)
-        if self.choices.correction == "none":
+        if self.choices.removal_compensation == "none":
             return nothing, nothing
         backward = self.choices.direction == "backward"
-        if (backward or self.choices.correction == "batch") and seen is not None:
+        if (backward or self.choices.removal_compensation == "batch") and seen is not None:
             # In the rotated matrix a mean square of 0 may be slightly negative by rounding.
             return seen.mean, seen.square.diagonal().clamp(min=0)
         if self._centred():

@@ -278,6 +278,6 @@ def experiment(name: str) -> Experiment:
         epochs=sum(schedule.get("epochs") or ()) or schedule.get("total_epochs") or base.epochs,
         data=data[-1] if data else base.data,
         swept={key: _split(str(value)) for key, value in params.items()},
-        is_study="study" in content or base.is_study,
+        is_study="experiment_function" in content or base.is_study,
         seed=content.get("seed", base.seed),
     )

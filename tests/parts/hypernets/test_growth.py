@@ -34,7 +34,7 @@ KINDS = {
         "hidden_features": [5],
         "distribution": "normal",
     },
-    "layer rescaled": {"rescale_unnormalised": True, "embedding_features": 3},
+    "layer rescaled": {"rescale_layers_without_batch_norm": True, "embedding_features": 3},
     "chunk": {"sharing": "chunk", "embedding_features": 3, "hidden_features": [4], "chunk_channels": 1},
 }
 
@@ -128,7 +128,7 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
 def test_an_event_in_emitted_weights(kind: str) -> None:
     """Old entries times sqrt(C / C') where it is undone, equal rows, opposite columns, free new corner."""
-    run = even_mlp({**KINDS[kind], "chunk_channels": 2, "rescale_unnormalised": True}, 0.5)
+    run = even_mlp({**KINDS[kind], "chunk_channels": 2, "rescale_layers_without_batch_norm": True}, 0.5)
     roughen(run.network)
     names = ("hidden.0", "hidden.2", "hidden.4", "classifier")
     old = {name: run.network.get_submodule(name).weight.detach() for name in names}

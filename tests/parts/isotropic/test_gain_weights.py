@@ -88,7 +88,7 @@ def test_without_the_part_they_are_trained_like_others() -> None:
 
 def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
     network, x, y = made()
-    method, part = Isotropic(scaffold=1, threshold=0.5), GainWeights("constant")
+    method, part = Isotropic(reserve_neurons=1, threshold=0.5), GainWeights("constant")
     grower = Grower(network, x[:2], method=method, trigger=ByMethod(), parts=[part])
     optimizer = adamw(network.parameters())
     grower.follow(optimizer)

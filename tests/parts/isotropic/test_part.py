@@ -30,7 +30,7 @@ METHODS = {
 }
 SCHEDULE = {0: 0.5, 2: 0.75, 4: 1.0}
 # Neurons come and go.
-SETTINGS: dict[str, Any] = {"scaffold": 2, "threshold": 0.5, "neurons_per_event": 2}
+SETTINGS: dict[str, Any] = {"reserve_neurons": 2, "threshold": 0.5, "neurons_per_event": 2}
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ def test_impossible_combinations_are_refused(arguments: dict[str, Any], message:
 
 @pytest.mark.parametrize(
     "choices",
-    [{}, {"correction": "batch", "least_squares": True}, {"columns": "random", "rotate": False}],
+    [{}, {"removal_compensation": "batch", "least_squares": True}, {"columns": "random", "rotate": False}],
     ids=["default", "observed", "random"],
 )
 def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dict) -> None:

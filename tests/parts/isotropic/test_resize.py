@@ -115,7 +115,7 @@ CHANGES = [
         ("flattened", "features.2", 2, Choices("zero", 0.7)),
     ),
     *(
-        (*layer, -1, Choices(correction=one))
+        (*layer, -1, Choices(removal_compensation=one))
         for layer, one in zip(SINGLE + WITH_GAIN, cycle(["bias", "batch"]), strict=False)
     ),
 ]
@@ -215,7 +215,9 @@ def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(
         expected = outputs(network, 3 * x, False)
         errors = {}
         for width in range(8, 0, -1):
-            pruned = changed(network, graph, "hidden.0", width, x, choices=Choices(correction=correction))
+            pruned = changed(
+                network, graph, "hidden.0", width, x, choices=Choices(removal_compensation=correction)
+            )
             errors[width] = float((outputs(pruned, 3 * x, False) - expected).abs().max())
         limit = 1e-13 if dtype is torch.float64 else 2e-6
         assert all(error < limit for width, error in errors.items() if width >= smallest), errors
@@ -235,7 +237,7 @@ def test_rounding_in_the_batchs_mean_squares_makes_no_nan(size: float, seed: int
     with torch.no_grad():
         network.hidden[2].bias.sub_(left[:, -1] * (left[:, -1] @ network.hidden[2].bias))
     for least_squares in (False, True):
-        choices = Choices(correction="batch", least_squares=least_squares)
+        choices = Choices(removal_compensation="batch", least_squares=least_squares)
         pruned = changed(network, graph, "hidden.2", 7, x, choices=choices)
         assert all(torch.isfinite(tensor).all() for tensor in pruned.state_dict().values())
         expected = outputs(network, x, False)
@@ -261,7 +263,9 @@ def test_the_intrinsic_length_takes_up_a_removed_bias(name: str, group: str) -> 
     assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10)
     b = float(into @ network.get_submodule(group).bias.detach())
     assert float(pruned.get_submodule(radius.name).log_length.detach().exp()) == pytest.approx(before + b * b)
-    lost = changed(network, graph, group, graph.full_widths[group] - 1, x, choices=Choices(correction="none"))
+    lost = changed(
+        network, graph, group, graph.full_widths[group] - 1, x, choices=Choices(removal_compensation="none")
+    )
     assert (outputs(lost, x, False) - expected).abs().max() > 1e-3
 
 
@@ -362,10 +366,10 @@ def test_corrections_and_stand_ins_help() -> None:
     expected = outputs(network, fresh, False)
     errors = {}
     for name, choices in {
-        "none": Choices(correction="none"),
+        "none": Choices(removal_compensation="none"),
         "bias": Choices(),
-        "batch": Choices(correction="batch"),
-        "least squares": Choices(correction="batch", least_squares=True),
+        "batch": Choices(removal_compensation="batch"),
+        "least squares": Choices(removal_compensation="batch", least_squares=True),
     }.items():
         pruned = changed(network, graph, "hidden.4", 3, seen, choices=choices)
         errors[name] = float((outputs(pruned, fresh, False) - expected).square().mean())
@@ -495,7 +499,7 @@ def test_second_moments_are_what_uncorrelated_gradients_would_have() -> None:
 @pytest.mark.parametrize("start", [2, 9])
 def test_scaffold_mode_keeps_as_many_below_the_threshold(start: int) -> None:
     network, graph, x = made("mlp")
-    method = Isotropic(scaffold=2, threshold=0.5, relative=False)
+    method = Isotropic(reserve_neurons=2, threshold=0.5, relative=False)
     state = fresh_state(graph)
     for _ in range(2):
         widths = method.decide(graph, tensors_of(network, graph), state.widths, {})
@@ -529,7 +533,7 @@ def test_boundaries() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "demand"}, "scaffold or scheduled"),
+        ({"mode": "demand"}, "reserve or scheduled"),
         ({"mode": "scheduled"}, "target_width goes with mode='scheduled'"),
         ({"target_width": 4}, "target_width goes with mode='scheduled'"),
         ({"threshold": -1}, "threshold must be at least 0"),
