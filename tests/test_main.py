@@ -450,9 +450,13 @@ def test_help_begins_with_commands_and_experiments_and_lists_groups(growlab: Cal
 def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> None:
     """Parts are shown when they are chosen; what differs from the default run is printed alone."""
     cfg = composed(["depth.blocks=auto"])
-    assert len(in_short(composed([])).splitlines()) <= 80 and "depth" not in in_short(composed([]))
-    assert "blocks: auto" in in_short(cfg) and "mirror: false" in in_short(cfg, {"data.mirror"})
-    assert difference(cfg, composed([])).splitlines()[0] == "depth.blocks=auto  # null"
+    default = composed([])
+    assert len(in_short(default, default).splitlines()) <= 80 and "depth" not in in_short(default, default)
+    assert "blocks: auto" in in_short(cfg, default)
+    assert "mirror: false" in in_short(cfg, default, {"data.mirror"})
+    off = composed(["lr_adapt=none"])
+    assert "divide_output_lr_by_fan_in: false" in in_short(off, default)
+    assert difference(cfg, default).splitlines()[0] == "depth.blocks=auto  # null"
     choices = HydraConfig.get().runtime.choices
     for name, _ in leaves(OmegaConf.to_container(cfg)):
         if not name.startswith(("hydra", "parts.")) and not name.endswith("_"):
@@ -460,8 +464,8 @@ def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> Non
                 explanation(cfg, name, choices)
             ), name
     assert explanation(cfg, "growth", choices).startswith("growth: bert2bert, ")
-    with pytest.raises(UserError, match="near it: clock"):
-        explanation(cfg, "clok", choices)
+    with pytest.raises(UserError, match="near it: progress_unit"):
+        explanation(cfg, "progres_unit", choices)
 
 
 def test_cfg_prints_the_job_and_does_not_run_it(growlab: Callable[..., Outcome]) -> None:
@@ -470,6 +474,12 @@ def test_cfg_prints_the_job_and_does_not_run_it(growlab: Callable[..., Outcome])
     assert outcome.code == 0 and ran == []
     printed = OmegaConf.create(outcome.out)
     assert printed.seed == 17 and "hydra" not in printed
+
+
+def test_cfg_does_not_wait_for_torch() -> None:
+    code = "import sys; from growlab.lab.cli.app import main; sys.exit(main() or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "--cfg", "job"], capture_output=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith(b"model:")
 
 
 def test_info_names_the_files(growlab: Callable[..., Outcome]) -> None:

@@ -42,7 +42,7 @@ except ModuleNotFoundError as missing:
 
 from growlab.base.errors import FolderLocked, Stopped, UserError
 from growlab.base.files import FAILURE, write_json
-from growlab.lab.cli import sweeps
+from growlab.lab.cli import settings, sweeps
 from growlab.lab.cli.explain import explain
 from growlab.lab.training.configuration import (
     LAST,
@@ -161,9 +161,6 @@ def _printed(arguments: Namespace, overrides: list[str]) -> bool:
     name = arguments.help_config
     if name is None and (arguments.cfg not in ("job", "diff") or arguments.package):
         return False
-    # Imported here: it reads constructors, which import torch and Lightning.
-    from growlab.lab.cli import settings
-
     where = (arguments.config_dir, arguments.config_name or PRIMARY)
     cfg = composed(overrides, *where)
     if name is not None:
@@ -173,7 +170,7 @@ def _printed(arguments: Namespace, overrides: list[str]) -> bool:
     else:
         if arguments.resolve:
             OmegaConf.resolve(cfg)
-        sys.stdout.write(settings.in_short(cfg, {name_of(one) for one in overrides}))
+        sys.stdout.write(settings.in_short(cfg, composed([], *where), {name_of(one) for one in overrides}))
     return True
 
 

@@ -1,4 +1,4 @@
-"""The configuration for readers: `--cfg job` without what is at its default, `--cfg diff`, and `--help-config NAME`."""
+"""The configuration for readers: `--cfg job` without what is off, `--cfg diff`, and `--help-config NAME`."""
 
 import inspect
 import re
@@ -6,43 +6,43 @@ import textwrap
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from functools import cache
-from inspect import Parameter
 from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from growlab.base.errors import UserError
-from growlab.base.settings import left_out, parameters
-from growlab.growth import make_schedule
+from growlab.base.settings import left_out
 from growlab.lab.analysis.identity import leaves as _leaves
-from growlab.lab.training.checks import hints_of, in_words
 from growlab.lab.training.configuration import config_dir
 
-_EMPTY = (None, [], {}, ())
+# Values of a setting that is not in use.
+_OFF = (None, False, 0, "none", [], {})
 _OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_")
 _COLUMNS = 79
 
 
-def in_short(cfg: DictConfig, typed: Collection[str] = ()) -> str:
-    """The settings of a run in YAML, without parts that are left out, what is not set, and defaults of constructors.
+def in_short(cfg: DictConfig, default: DictConfig, typed: Collection[str] = ()) -> str:
+    """The settings of a run in YAML, without parts that are left out and what is not set or off, as by default.
 
     Args:
         cfg: composed, without Hydra's own settings.
+        default: that of the default run; a setting that is off here and on there is shown.
         typed: names of settings on the command line, which are shown whatever their values.
     """
     config = _plain(cfg)
     parts: Any = OmegaConf.to_container(cfg.parts, resolve=True)
     left = [name for name, part in parts.items() if left_out(part)]
     hidden = ["parts", *left]
-    shown = _shown({key: value for key, value in config.items() if key not in hidden}, "", typed)
+    on = {name for name, value in _leaves(_plain(default)) if _is_on(name, value)}
+    shown = _shown({key: value for key, value in config.items() if key not in hidden}, "", {*on, *typed})
     # Growlab's own parts have their settings at the top.
     if own := {name: part for name, part in parts.items() if name not in {*left, *config}}:
         shown["parts"] = own
     more = len(list(_leaves(config))) - len(list(_leaves(shown)))
     return (
         OmegaConf.to_yaml(OmegaConf.create(shown))
-        + f"# {more} more are not set or at their defaults: --cfg all prints them, --help-config NAME explains.\n"
+        + f"# {more} more are not set or off: --cfg all prints them, --help-config NAME explains.\n"
     )
 
 
@@ -90,6 +90,9 @@ def _entry(cfg: DictConfig, name: str, value: Any, choices: Mapping[str, Any]) -
     parent, _, key = name.rpartition(".")
     node = OmegaConf.select(cfg, f"parts.{name.partition('.')[0]}") or OmegaConf.select(cfg, parent)
     target = str(node.get("_target_") or "") if parent and isinstance(node, DictConfig) else ""
+    # Imported here: constructors need torch.
+    from growlab.lab.training.checks import hints_of, in_words
+
     hint = hints_of(parent, target).get(key)
     kind = f"{in_words(hint)}. " if hint is not None else ""
     said = _described(target or ("schedule" if parent == "schedule" else "")).get(key)
@@ -104,7 +107,7 @@ def _described(target: str) -> dict[str, str]:
     if not target:
         return {}
     try:
-        made = make_schedule if target == "schedule" else get_object(target)
+        made = get_object("growlab.growth.make_schedule" if target == "schedule" else target)
     except Exception:  # Raised again, with its reason, when it is called.
         return {}
     owners = [*getattr(made, "__mro__", ()), made]
@@ -141,36 +144,22 @@ def _remark(key: str, group: str, choices: Mapping[str, Any]) -> str:
     return ""
 
 
-def _shown(node: Mapping[str, Any], name: str, typed: Collection[str]) -> dict[str, Any]:
-    known = _defaults("schedule" if name == "schedule" else str(node.get("_target_", "")))
+def _shown(node: Mapping[str, Any], name: str, wanted: Collection[str]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in node.items():
         full = f"{name}.{key}" if name else key
-        if isinstance(value, Mapping) and value and full not in typed:
-            if inner := _shown(value, full, typed):
+        if isinstance(value, Mapping) and value and full not in wanted:
+            if inner := _shown(value, full, wanted):
                 kept[key] = inner
             continue
-        same = key in known and (value == known[key] or value == list(_sequence(known[key])))
-        derived = isinstance(value, str) and value.startswith("${")
-        if full in typed or key == "_target_" or not (value in _EMPTY or same or derived or key in _OF_HYDRA):
+        if full in wanted or key == "_target_" or _is_on(key, value):
             kept[key] = value
     return kept
 
 
-@cache
-def _defaults(target: str) -> dict[str, Any]:
-    """Defaults of the parameters of what a `_target_` names; none where it cannot be imported."""
-    if not target:
-        return {}
-    try:
-        taken = parameters(make_schedule if target == "schedule" else get_object(target))
-    except Exception:  # Raised again, with its reason, when it is called.
-        return {}
-    return {name: one.default for name, one in taken.items() if one.default is not Parameter.empty}
-
-
-def _sequence(value: Any) -> Any:
-    return value if isinstance(value, tuple) else ()
+def _is_on(name: str, value: Any) -> bool:
+    """True for a setting that is in use and not taken from another one."""
+    return not (value in _OFF or str(value).startswith("${") or name.endswith(_OF_HYDRA))
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
