@@ -238,12 +238,17 @@ def prepared(
     state = small if isinstance(small, Mapping) else small.state_dict()
     shapes = {names[name]: tuple(tensor.shape) for name, tensor in state.items()}
     own = wide.state_dict(keep_vars=True)
-    # Layers to come have the widths of those that they copy.
-    for new, old in copied.items():
-        for name in own:
-            if name.startswith(f"{new}.") and (original := old + name.removeprefix(new)) in shapes:
-                shapes[name] = shapes[original]
-    widths = {**graph.full_widths, **graph.widths_of(shapes)}
+    # Layers to come have the widths of those that they copy; behind a strided one some dimensions are their own.
+    like = {
+        name: tuple(
+            length if full == original else full
+            for length, full, original in zip(shapes[source], own[name].shape, own[source].shape, strict=True)
+        )
+        for new, old in copied.items()
+        for name in own
+        if name.startswith(f"{new}.") and (source := old + name.removeprefix(new)) in shapes
+    }
+    widths = {**graph.full_widths, **graph.widths_of(like), **graph.widths_of(shapes)}
     first: dict[int, str] = {}
     for name, tensor in own.items():
         # Tied tensors have one name in the graph.

@@ -204,7 +204,7 @@ def wide_first() -> nn.Module:
             "identity",
             "it has a residual branch, for which there is start='zero'",
         ),
-        (wide_first, SAMPLES, "2", "stack", "no block of the same shapes comes before it to copy"),
+        (wide_first, SAMPLES, "2", "gstack", "no block of the same shapes comes before it to copy"),
         (transformer, SAMPLES, "1", "gstack", "no block of the same shapes comes before it to copy"),
         (
             transformer,
@@ -225,7 +225,7 @@ def test_a_start_that_does_not_fit_is_refused(
 
 def test_a_block_without_one_to_copy_is_refused_when_it_comes_in() -> None:
     network = resnet()
-    depth = Blocks(network, trace(network, IMAGES), ["layers.0.2"], "stack", (IMAGES,))
+    depth = Blocks(network, trace(network, IMAGES), ["layers.0.2"], "gstack", (IMAGES,))
     depth.leave_out(network)
     network.layers[0][0] = network.layers[0][1] = nn.Identity()
     keys = network.state_dict().keys()

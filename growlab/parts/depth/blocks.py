@@ -375,8 +375,8 @@ class Depth(BlockPart):
         blocks: names of blocks in the order of insertion; "auto": all that follow another of their kind in a sequence
             and keep the shape of their input.
         start: initialisation of inserted blocks, see `growlab.parts.depth.starts`: "zero" zeroes the residual branch,
-            "identity" is Net2Deeper, "stack" copies the previous block with its branch zeroed, "gstack" copies it
-            entirely, which changes outputs.
+            "identity" is Net2Deeper, "stack" copies the previous block, if it has the same shapes, with its branch
+            zeroed, "gstack" copies it entirely, which changes outputs.
         state: optimizer state of copied parameters: "zero", or "copy" for their original's state (zeroed parameters
             start without). The event's rule for optimizer state is applied afterwards, as for all parameters.
 

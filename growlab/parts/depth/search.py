@@ -26,7 +26,7 @@ from growlab.parts.depth.finding import (
     signature,
     traced_output,
 )
-from growlab.parts.depth.starts import COPYING, ZEROING, Insertion, identity
+from growlab.parts.depth.starts import ZEROING, Insertion, identity
 from growlab.widths import tensors_in
 from growlab.widths.inputs import call_with
 from growlab.widths.meta import copied
@@ -103,7 +103,7 @@ class Search:
             return found.obstacle
         if self._start == "identity" and found.zeroed is not None:
             return "it has a residual branch, for which there is start='zero'"
-        if self._start in COPYING and not same_shaped_before(self._network, found):
+        if self._start == "gstack" and not same_shaped_before(self._network, found):
             return "no block of the same shapes comes before it to copy"
         return found
 
@@ -247,14 +247,11 @@ def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
     except FAILURES as error:
         return [f"not looked for: {first_line(error)}"]
     lines = []
-    copied = {block.name for block in blocks if same_shaped_before(network, block)}
     for chain in chains:
         if chain.found:
-            same = [name for name in chain.found if name in copied]
-            starts = "zero" if not same else f"zero, stack from {same[0]} on"
-            lines.append(_later(chain, "zero or stack" if len(same) == len(chain.found) else starts))
+            lines.append(_later(chain, "zero or stack"))
         lines += _reasons(chain.reasons)
-    if any(chain.found for chain in chains):
+    if blocks:
         return lines
     chains = Search(network, example, "identity").all()[1]
     lines += [_later(chain, "identity") for chain in chains if chain.found]

@@ -128,11 +128,12 @@ def stack(insertion: Insertion) -> None:
     """Copy the previous block, and zero the last operation with parameters in each branch.
 
     The layers start from the trained weights of the previous block (progressive stacking, Gong et al. 2019, with the
-    zeros of `zero`).
+    zeros of `zero`). Where no earlier block has the same shapes, as behind a strided one, weights are drawn.
 
     **Preserves** exactly, as `zero` does.
     """
-    gstack(insertion)
+    if insertion.twin:
+        gstack(insertion)
     zero(insertion)
 
 
@@ -180,5 +181,5 @@ STARTS: dict[str, Start] = {"zero": zero, "identity": identity, "stack": stack, 
 START_PRESERVES = frozenset({"zero", "identity", "stack"})
 #: Starts that need a residual branch.
 ZEROING = frozenset({"zero", "stack"})
-#: Starts that need an earlier block of the same shapes.
+#: Starts that copy an earlier block of the same shapes.
 COPYING = frozenset({"stack", "gstack"})
