@@ -19,6 +19,7 @@ from growlab.parts import Depth
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3))
+TEXT_ALONE = {"input_ids": TOKENS}
 TEXT = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 
@@ -622,3 +623,58 @@ def test_growth_ends_at_once_where_normalisations_count_all_channels_equally() -
             with pytest.raises(UserError, match="need 100 more optimizer steps"):
                 grower.finish()
         assert relative_error(before, evaluate(network, (x,))) < 1e-12
+
+
+class Unusual(nn.Module):
+    """Fused projections of attention, stacked experts, a tied table, and a block that comes in later with a scalar."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.heads = width // 4
+        self.embed = nn.Embedding(64, 16)
+        self.qkv, self.out = nn.Linear(16, 3 * width), nn.Linear(width, 16)
+        self.gate_up = nn.Parameter(0.1 * torch.randn(3, 16, 4 * width))
+        self.down = nn.Parameter(0.1 * torch.randn(3, 2 * width, 16))
+        self.layers = nn.ModuleList(_Scaled(width) for _ in range(layers))
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 4)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = torch.einsum("bti,eih->beth", x, self.gate_up).chunk(2, -1)
+        x = x + torch.einsum("beth,eho->bto", F.silu(gate) * up, self.down)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down((self.scale * self.up(x)).relu())
+
+
+def test_masks_of_newborn_entries_cover_what_unusual_tensors_gained() -> None:
+    small, _ = trained(lambda width, layers: Unusual(width // 2, layers).double(), TEXT_ALONE)
+    wide = Unusual(16, 3).double()
+    grower = Grower.from_trained(small, wide, TEXT_ALONE, layers="end")
+    old = {name: p.numel() for name, p in small.named_parameters()}
+    grower.step()
+    new = grower.newborn()
+    assert set(new.parameters) == {
+        f"layers.2.{n}" for n in ("scale", "up.weight", "up.bias", "down.weight", "down.bias")
+    }
+    gained = {name: p.numel() - old.get(name, 0) for name, p in wide.named_parameters()}
+    found = {name: int(mask.sum()) for name, mask in new.masks.items()}
+    assert found == {name: n for name, n in gained.items() if n and name not in new.parameters}
+    assert new.num_entries == sum(gained.values())
+    # The heads 2 and 3 of each third are new, and the second half of gate and of up.
+    assert new.masks["qkv.weight"][:, 0].view(3, 4, 4).any(-1).tolist() == [[False, False, True, True]] * 3
+    halves = new.masks["gate_up"].view(3, 16, 2, 2, 16)
+    assert not halves[:, :, :, 0].any() and halves[:, :, :, 1].all()

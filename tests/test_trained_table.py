@@ -1,8 +1,8 @@
-"""Eight families of networks from a trained one in three loops: outputs, moments, resumed runs, saved results, ranks."""
+"""Eight families grow from a trained network in three loops: outputs, moments, resumed runs, saved results, ranks."""
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ class Run:
 
     @property
     def batch(self) -> dict[str, Tensor]:
-        return {**self.inputs, "labels": TOKENS if "input_ids" in self.inputs else LABELS}
+        # The Trainer divides losses by the number of labels, which are shifted: the first counts nowhere.
+        words = TOKENS.masked_fill(torch.arange(TOKENS.shape[1]) == 0, -100)
+        return {**self.inputs, "labels": words if "input_ids" in self.inputs else LABELS}
 
     def rows(self) -> list[dict[str, Tensor]]:
         return [{key: x[index] for key, x in self.batch.items()} for index in range(4)]
@@ -77,8 +79,9 @@ class Watch(Part):
         self.errors.append(relative_error(self.last, self._now(grower)))
         return {}
 
-    def before_step(self, grower: Any) -> None:
-        self.first = self._now(grower) if self.first is None else self.first
+    def check(self, grower: Any) -> None:
+        """Called last when training begins."""
+        self.first = self._now(grower)
 
     def after_step(self, grower: Any) -> None:
         self.last = self._now(grower)
@@ -103,9 +106,12 @@ class Plain:
         grower = Grower.from_trained(
             small, wide, run.inputs, optimizer=optimizer, trigger=run.trigger, parts=parts, method=run.method
         )
+        grower.provide(total_steps=STEPS)
         objects, first = (grower, wide, optimizer), 0
         if stop is not None:
-            for each, state in zip(objects, torch.load(folder / f"{stop}.pt", weights_only=True), strict=True):
+            for each, state in zip(
+                objects, torch.load(folder / f"{stop}.pt", weights_only=True), strict=True
+            ):
                 each.load_state_dict(state)
             first = stop
         for epoch in range(first, STEPS):
@@ -172,7 +178,9 @@ class Lightning:
 class Trainer:
     """The Trainer of transformers, and the callback."""
 
-    def _fit(self, run: Run, network: Any, folder: Path, callbacks: list[Any], stop: int | None = None) -> Any:
+    def _fit(
+        self, run: Run, network: Any, folder: Path, callbacks: list[Any], stop: int | None = None
+    ) -> Any:
         pytest.importorskip("accelerate")
         arguments = transformers.TrainingArguments(
             str(folder), num_train_epochs=STEPS, per_device_train_batch_size=4, report_to=[], use_cpu=True,
@@ -193,16 +201,16 @@ class Trainer:
         from growlab.frontends.transformers import Growth
 
         wide = run.network(True)
-        growth = Growth(
-            start=start, trigger=run.trigger, parts=parts, method=run.method, example=run.inputs
-        )
+        growth = Growth(start=start, trigger=run.trigger, parts=parts, method=run.method, example=run.inputs)
         trainer = self._fit(run, wide, folder / "wide", [growth], stop)
         return wide, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 LOOPS: dict[str, Any] = {"plain": Plain(), "lightning": Lightning(), "trainer": Trainer()}
 TABLE = [
-    pytest.param(name, loop, id=f"{name}-{loop}", marks=[pytest.mark.slow] * ((name, loop) != ("llama", "plain")))
+    pytest.param(
+        name, loop, id=f"{name}-{loop}", marks=[pytest.mark.slow] * ((name, loop) != ("llama", "plain"))
+    )
     for name in FAMILIES
     for loop in LOOPS
 ]
@@ -231,7 +239,9 @@ def test_outputs_stay_from_the_trained_network_to_the_saved_result(
     assert len(watch.errors) == 1 and watch.errors[0] < exact(wide)
     assert relative_error(watch.last, found := output(wide, run.inputs)) < exact(wide)
     wide.save_pretrained(tmp_path / "saved")
-    loaded = type(wide).from_pretrained(tmp_path / "saved", dtype=next(wide.parameters()).dtype)
+    state = type(wide).from_pretrained(tmp_path / "saved").state_dict()
+    # Gemma's factor is a number of float32 in this one too.
+    (loaded := run.network(True)).load_state_dict(state)
     assert relative_error(found, output(loaded, run.inputs)) < exact(wide)
     for stop in (1, 3):
         again, _ = row.grow(run, start, tmp_path, [Watch(run.inputs)], stop)
@@ -263,29 +273,28 @@ def test_moments_are_those_of_the_large_network_s_gradient(name: str, loop: str,
 def on_rank(rank: int, folder: Path) -> None:
     store = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    for name in FAMILIES:
-        run = Run(name, 1e-3, None, (1, 2))
-        small, wide = run.network(False), run.network(True)
-        optimizer = run.optimizer(small.parameters())
-        grower = Grower.from_trained(small, wide, run.inputs, optimizer=optimizer, trigger=run.trigger)
-        wrapped = nn.parallel.DistributedDataParallel(wide)
-        mine = {key: x[2 * rank : 2 * rank + 2] for key, x in run.batch.items()}
-        for epoch in range(STEPS):
-            grower.step(epoch, then=lambda wrapped=wrapped: renew(wrapped))
-            optimizer.zero_grad()
-            wrapped.train()(**mine).loss.backward()
-            optimizer.step()
-        torch.save(dict(grower.finish().named_parameters()), folder / f"{name}_{rank}.pt")
+    run = Run((folder / "name").read_text(), 1e-3, None, (1, 2))
+    small, wide = run.network(False), run.network(True)
+    optimizer = run.optimizer(small.parameters())
+    grower = Grower.from_trained(small, wide, run.inputs, optimizer=optimizer, trigger=run.trigger)
+    wrapped = nn.parallel.DistributedDataParallel(wide)
+    mine = {key: x[2 * rank : 2 * rank + 2] for key, x in run.batch.items()}
+    for epoch in range(STEPS):
+        grower.step(epoch, then=lambda: renew(wrapped))
+        optimizer.zero_grad()
+        wrapped.train()(**mine).loss.backward()
+        optimizer.step()
+    torch.save(dict(grower.finish().named_parameters()), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_end_with_the_same_bits(cli: CommandLine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_end_with_the_same_bits(cli: CommandLine, tmp_path: Path, name: str) -> None:
     skip_unless_whole()
+    (tmp_path / "name").write_text(name)
     cli.on_two_ranks(on_rank, tmp_path)
-    for name in FAMILIES:
-        first, second = (torch.load(tmp_path / f"{name}_{rank}.pt", weights_only=True) for rank in (0, 1))
-        assert all(torch.equal(tensor, second[key]) for key, tensor in first.items()), name
-        wide = CASES[name][0](32, 2)
-        assert all(first[key].shape == p.shape for key, p in wide.named_parameters())
-        assert all(math.isfinite(float(tensor.sum())) for tensor in first.values())
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+    assert all(first[key].shape == p.shape for key, p in CASES[name][0](32, 2).named_parameters())
+    assert all(math.isfinite(float(tensor.sum())) for tensor in first.values())

@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+import growlab
 from growlab import Grower, UserError
 from growlab.growth.parity import relative_error
+from growlab.optim import BaseRate
+from growlab.parts import Freeze, Warmup
 from tests.test_trained import TEXT, TOKENS, gpt2, llama, output, residual, same, train
 
 transformers = pytest.importorskip("transformers")
-NEW = {name: x + 16 * (x == 3) for name, x in TEXT.items()}
+NEW = {name: x + 16 * (x >= 56) for name, x in TEXT.items()}
 
 
 def phi(width: int, layers: int) -> Any:
@@ -74,7 +77,7 @@ def test_training_goes_on_as_of_a_network_that_was_resized_by_hand(make: Any) ->
         train(twin, other, NEW, 1)
     before = output(wide, NEW)
     (grown,) = grower.step(epoch=1)
-    assert grown.stage == 1 and relative_error(before, output(wide, NEW)) < 1e-12
+    assert grown.stage == 2 and relative_error(before, output(wide, NEW)) < 1e-12
     train(wide, optimizer, NEW, 1)
     grower.finish()
     fresh = make(32, 2)
@@ -171,3 +174,41 @@ def test_what_has_no_more_tokens_is_refused() -> None:
         Grower(images, x).resize_vocabulary(80)
     assert wide.config.vocab_size == 64 and isinstance(wide.lm_head, nn.Linear)
     train(wide, optimizer, TEXT, 1)
+
+
+@pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), phi])
+def test_rows_of_new_tokens_are_newborn(make: Any) -> None:
+    """Masks, parts that act on newborn entries, and the ages of an optimizer that has them."""
+    torch.manual_seed(0)
+    small = make(16, 2)
+    old = growlab.optim.AdamW(small.parameters(), lr=1e-2, rule=BaseRate(), weight_decay=0.0)
+    train(small, old, TEXT, 3)
+    wide, trigger, warm = make(32, 2), {0: "small", 1: 1.0}, Warmup(4)
+    grower = Grower.from_trained(
+        small, wide, TEXT, optimizer=old, trigger=trigger, parts=[warm, Freeze(1)], state="reset_new"
+    )
+    event = grower.resize_vocabulary(80)
+    new = grower.newborn(event.stage)
+    table = wide.get_input_embeddings().weight
+    names = {name for name, p in wide.named_parameters() if len(p) == 80}
+    assert (
+        set(new.masks) == names
+        and not new.parameters
+        and new.num_entries == sum(16 * (p.numel() // 80) for p in wide.parameters() if len(p) == 80)
+    )
+    assert all(mask[64:].all() and not mask[:64].any() for mask in new.masks.values())
+    before = {name: p.detach().clone() for name, p in wide.named_parameters()}
+    train(wide, old, NEW, 1)
+    used = NEW["input_ids"].unique()
+    moved = (
+        table.detach() - before["model.embed_tokens.weight" if make is phi else "transformer.wte.weight"]
+    ).abs()
+    assert not moved[:64].any() and moved[used[used >= 64]].max() == pytest.approx(1e-2 / 4, rel=1e-2)
+    assert all(torch.equal(p, before[name]) for name, p in wide.named_parameters() if name not in names)
+    (grown,) = grower.step(epoch=1)
+    assert grown.stage == 2 and grower.newborn(1).masks[min(names)][64:].all()
+    assert (
+        not grower.newborn(2)
+        .masks["model.embed_tokens.weight" if make is phi else min(names)][64:, :16]
+        .any()
+    )

@@ -61,12 +61,12 @@ def count(text: str) -> int:
     return int(text)
 
 
-def amount(text: str) -> float:
-    """A finite number above 0, as the type of an argument."""
+def amount(text: str, zero: bool = False) -> float:
+    """A finite number above 0, or with `zero` from 0 on, as the type of an argument."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        value = -1.0
+    if not 0 <= value < inf or (value == 0 and not zero):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number {'from 0 on' if zero else 'above 0'}")
     return value

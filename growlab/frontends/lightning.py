@@ -250,7 +250,8 @@ class Growth(GrowthCallback, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the optimizers, which exist by now, and averages that other callbacks keep."""
         assert self.grower is not None
-        if self._trained_optimizer is not None and len(trainer.optimizers) == 1:
+        # A resumed run loads its own optimizer's state, maybe of a later stage.
+        if self._trained_optimizer is not None and len(trainer.optimizers) == 1 and trainer.ckpt_path is None:
             continue_optimizer(trainer.optimizers[0], self._trained_optimizer)
             self._trained_optimizer = None
         self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)

@@ -1,5 +1,6 @@
 """Growth in Hugging Face's Trainer: a callback for any model that it trains."""
 
+import importlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
@@ -199,16 +200,20 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         if self.grower is None or not args.should_save:
             return
         folder, kept = _folder(args, state), dict[str, Tensor]()
+        plain: dict[str, Tensor] | None = None
         try:
             plain, kept = self.grower.plain_tensors(self.grower.network)
         except UserError as error:
             log.warning("%s is for resuming alone: %s", folder, error)
-        if kept and isinstance(model, PreTrainedModel):
-            prefix = self._network and f"{self._network}."
-            others = {k: t for k, t in model.state_dict().items() if not k.startswith(prefix)}
-            model.save_pretrained(folder, state_dict={**others, **{prefix + k: t for k, t in plain.items()}})
-        else:
+        if not isinstance(model, PreTrainedModel):
             kept = {}
+        elif kept or _renames(model):
+            prefix, tensors = self._network and f"{self._network}.", model.state_dict()
+            if plain is not None:
+                others = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
+                tensors = {**others, **{prefix + k: t for k, t in plain.items()}}
+            # By their own names, by which the Trainer loads them.
+            model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
         if kept or self.grower.parts:
             extra = {"kept": kept, "parts": self.grower.state_dict()["parts"], "mark": self._mark}
             torch.save(extra, folder / _FILE)
@@ -281,6 +286,16 @@ def _multiplied(grower: Grower) -> bool:
         return bool(grower.plain_tensors(grower.network)[1])
     except UserError:
         return False
+
+
+def _renames(model: PreTrainedModel) -> bool:
+    """Return True if `save_pretrained` writes tensors under other names, which the Trainer does not load again.
+
+    transformers 5.23 resumes a ViT or a Mixtral without them; it has no public function that tells the names.
+    """
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    tensors = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}
+    return bool(tensors.keys() - loading.revert_weight_conversion(model, tensors).keys())
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

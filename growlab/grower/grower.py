@@ -44,7 +44,7 @@ from growlab.grower.trained import (
 )
 from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction
 from growlab.grower.triggers import Clock, Declined, Never, Training, Trigger, Widths, as_trigger
-from growlab.grower.vocabulary import check_vocabulary, vocabulary
+from growlab.grower.vocabulary import check_vocabulary, tokens_since, vocabulary
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,
@@ -502,21 +502,18 @@ class Grower(LoadingNetwork):
         parameters = dict(self.network.named_parameters())
         device = next(iter(parameters.values())).device
         if self._regions is None:
-            since = {
-                name: stage for part in self._block_parts for name, stage in part.births(self.state).items()
-            }
-            known = weight_regions(self.graph, self.state.births, since)
+            known = weight_regions(self.graph, self.state.births, self.births() | tokens_since(self))
             self._regions = {name: known[name] for name in parameters if name in known}
         self._regions = {name: region.to(device) for name, region in self._regions.items()}
         return self._regions
 
     def newborn(self, since: int = 1) -> Newborn:
-        """Return parameters and entries added at a stage or later, e.g. to freeze the others.
+        """Return parameters and entries added at a stage or later, such as rows of new tokens, to freeze the others.
 
         Args:
             since: stage, from 1; the seed and what `from_trained` loads are stage 0.
         """
-        return newborn(self.network, self.regions(), since)
+        return newborn(self, since)
 
     def divisors(self) -> dict[Tensor, Tensor]:
         """Divisors of the steps of optimizers such as Adam, by parameter: row multipliers, if the method has any."""

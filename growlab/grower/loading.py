@@ -55,6 +55,10 @@ class LoadingNetwork(GrowingNetwork):
         finally:
             see_through(self.network, self.full_graph)
 
+    def births(self) -> dict[str, int]:
+        """Stage at which tensors were inserted, by name, without those present from the start."""
+        return {name: stage for part in self._block_parts for name, stage in part.births(self.state).items()}
+
     def graph_at(self, state: GrowthState) -> WidthGraph:
         """Width graph of the network in a state."""
         graph = self.full_graph
@@ -113,7 +117,8 @@ class LoadingNetwork(GrowingNetwork):
             multiple_of: round up to a multiple of this, as padded vocabularies are.
 
         Returns:
-            The receipt, also in `events`; its notes have the numbers of tokens.
+            The receipt, also in `events`; its notes have the numbers of tokens. It begins a stage, at which
+            `newborn`, optimizers with rates by age and parts count the new rows as born.
 
         Raises:
             UserError: the network has no vocabulary or is sharded, `size` is not larger, or another tensor depends on
@@ -184,7 +189,9 @@ class LoadingNetwork(GrowingNetwork):
         for network in (self.network, *self.copies().values()):
             set_tokens(network, self.graph, names, size)
             note_tokens(network, size)
+        # The ages of its tokens come with its state.
         self.set_rows(names, size)
+        self.state.tokens = []
         self.followers.exchange(past)
 
     def resize_for_loading(

@@ -20,7 +20,6 @@ from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
 from growlab.growth import GrowthMethod, HyperCloning, Net2Net
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
-from growlab.optim import Regions
 from growlab.optim.carry import rescale_state
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Example, WidthGraph
@@ -43,17 +42,15 @@ class Newborn:
     num_entries: int
 
 
-def newborn(network: nn.Module, regions: Mapping[str, Regions], since: int) -> Newborn:
-    """Find parameters and entries added at a stage or later.
-
-    Args:
-        network: that grows.
-        regions: birth stages of its parameters' entries, by name.
-        since: the first stage that counts.
-    """
+def newborn(grower: Any, since: int) -> Newborn:
+    """Implement `Grower.newborn`."""
     whole, masks, number = dict[str, nn.Parameter](), dict[str, Tensor](), 0
-    for name, parameter in network.named_parameters():
+    regions, inserted = grower.regions(), grower.births()
+    for name, parameter in grower.network.named_parameters():
         if name not in regions:
+            # Such as scalars.
+            if inserted.get(name, -1) >= since:
+                whole[name], number = parameter, number + parameter.numel()
             continue
         rows, columns, shape = regions[name].rows_O, regions[name].columns_I, regions[name].column_shape
         if not bool((rows >= since).any()) and not bool((columns >= since).any()):
@@ -111,7 +108,7 @@ def warn_of_equal_copies(method: GrowthMethod) -> None:
     if isinstance(method, HyperCloning | Net2Net) and not method.noise_std:
         log.warning(
             "%s without noise: copies of a channel get equal gradients and stay equal throughout training; give "
-            "noise_std, e.g. HyperCloning(noise_std=0.1)",
+            "noise_std (--noise of growlab widen), e.g. 0.1",
             type(method).__name__,
         )
 

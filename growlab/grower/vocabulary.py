@@ -102,6 +102,12 @@ def note_tokens(network: Any, size: int) -> None:
         network.vocab_size = size
 
 
+def tokens_since(grower: Any) -> dict[str, list[int]]:
+    """Birth stage of each token, by the name of each tensor with a row for it; empty if all are from the start."""
+    born = grower.state.tokens
+    return dict.fromkeys(rows_of_tokens(grower.network, grower.graph), born) if born else {}
+
+
 def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
     """Implement `Grower.resize_vocabulary`."""
     with as_user_errors():
@@ -123,6 +129,9 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
             set_tokens(copy, grower.graph, names, size)
         replaced = set_tokens(network, grower.graph, names, size)
         opened = with_tokens(grower.graph, names, size)
+        state = grower.state
+        state.stage, state.unscheduled = state.stage + 1, state.unscheduled + 1
+        state.tokens = [*(state.tokens or [0] * before), *[state.stage] * (size - before)]
         grower.set_rows(names, size)
         widths = [{**grower.state.widths, TOKENS: count} for count in (before, size)]
         grower.followers.carry(replaced, *widths, Carry(), opened)
@@ -134,28 +143,30 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
                 f"{type(network).__name__} cannot take {size} tokens: something else than its embeddings and its "
                 f"output layer depends on their number (the output differs by {error:.0e})."
             )
+        event = GrowthEvent(
+            stage=state.stage,
+            method=TOKENS,
+            widths_before=dict(state.widths),
+            widths_after=dict(state.widths),
+            num_params_before=num_params,
+            num_params=sum(p.numel() for p in network.parameters()),
+            parity_error_eval=error,
+            parity_error_train=error,
+            parity_tolerance_eval=tolerance,
+            parity_tolerance_train=tolerance,
+            eps_error_train=0.0,
+            noise_error_eval=0.0,
+            output_factor=1.0,
+            weighted_norms=[],
+            report={},
+            seconds=seconds.total,
+            notes={"tokens_before": before, "tokens": size},
+            **asdict(grower.clock),
+        )
+        for part in grower.parts:
+            event.notes.update(part.after_growth(grower, event))
     for one in (network, *grower.copies().values()):
         note_tokens(one, size)
     torch.compiler.reset()
-    event = GrowthEvent(
-        stage=grower.state.stage,
-        method=TOKENS,
-        widths_before=dict(grower.state.widths),
-        widths_after=dict(grower.state.widths),
-        num_params_before=num_params,
-        num_params=sum(p.numel() for p in network.parameters()),
-        parity_error_eval=error,
-        parity_error_train=error,
-        parity_tolerance_eval=tolerance,
-        parity_tolerance_train=tolerance,
-        eps_error_train=0.0,
-        noise_error_eval=0.0,
-        output_factor=1.0,
-        weighted_norms=[],
-        report={},
-        seconds=seconds.total,
-        notes={"tokens_before": before, "tokens": size},
-        **asdict(grower.clock),
-    )
     grower.events.append(event)
     return event

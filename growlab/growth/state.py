@@ -31,7 +31,8 @@ class GrowthState:
         blocks: birth stage of each inserted block, by name.
         multipliers: factors by which the forward multiplies the rows of a weight, by its name, if they are not all 1:
             see `growlab.growth.multipliers`.
-        unscheduled: number of stages so far that a part requested instead of the trigger.
+        unscheduled: number of stages so far that a part or a loop requested instead of the trigger.
+        tokens: birth stage of each token, if the vocabulary was resized.
         constants: untrained tensors along growing channels, at full width, by name: see `growlab.growth.constants`.
     """
 
@@ -45,6 +46,7 @@ class GrowthState:
     blocks: dict[str, int] = field(default_factory=dict)
     multipliers: dict[str, list[float]] = field(default_factory=dict)
     unscheduled: int = 0
+    tokens: list[int] = field(default_factory=list)
     constants: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -65,6 +67,7 @@ class GrowthState:
             "blocks": dict(self.blocks),
             "multipliers": {name: list(rows) for name, rows in self.multipliers.items()},
             "unscheduled": self.unscheduled,
+            "tokens": list(self.tokens),
             "constants": dict(self.constants),
         }
 
@@ -82,6 +85,7 @@ class GrowthState:
             dict(content.get("blocks", {})),
             {name: list(rows) for name, rows in content.get("multipliers", {}).items()},
             int(content.get("unscheduled", 0)),
+            list(content.get("tokens", ())),
             dict(content.get("constants", {})),
         )
 

@@ -134,7 +134,9 @@ class Regions:
 
 
 def weight_regions(
-    graph: WidthGraph, births: Mapping[str, Sequence[int]], since: Mapping[str, int] | None = None
+    graph: WidthGraph,
+    births: Mapping[str, Sequence[int]],
+    since: Mapping[str, int | Sequence[int]] | None = None,
 ) -> dict[str, Regions]:
     """Build the regions of every layer's weight, every vector and every other tensor with growing channels.
 
@@ -144,7 +146,8 @@ def weight_regions(
     Args:
         graph: width graph of the network.
         births: birth stage of each channel, by group.
-        since: stage at which a whole tensor was added, by name (default 0); none of its elements is older.
+        since: stage at which a whole tensor was added, or each of its rows, by name (default 0); none of its elements
+            is older.
 
     Returns:
         Regions by the tensor's name, of parameters and of buffers such as norm statistics. Fixed channels have stage 0.
@@ -152,17 +155,16 @@ def weight_regions(
     widths = {group: len(stages) for group, stages in births.items()}
     births_by_group = {group: torch.tensor(list(stages)) for group, stages in births.items()}
     weights = {layer.weight for layer in graph.layers} | graph.emitters
-    regions = {}
+    regions, since = {}, since or {}
     for name, axes in graph.axes.items():
-        if name in weights or len(axes) == 1 or graph.grows(name):
-            stage = (since or {}).get(name, 0)
+        if name in weights or len(axes) == 1 or graph.grows(name) or name in since:
             # Beyond the last growing axis, and beyond the second, all elements have the same age.
             last = max((dim for dim, axis in enumerate(axes) if axis.groups), default=0)
             stages = [
-                axis.spread(births_by_group, widths, fixed=0).long().clamp(min=stage)
-                for axis in axes[: max(2, last + 1)]
+                axis.spread(births_by_group, widths, fixed=0).long() for axis in axes[: max(2, last + 1)]
             ]
-            rows, *columns = stages if len(axes) > 1 else [torch.full((1,), stage), *stages]
+            stages[0] = torch.maximum(stages[0], torch.as_tensor(since.get(name, 0)))
+            rows, *columns = stages if len(axes) > 1 else [torch.zeros(1, dtype=torch.int64), *stages]
             regions[name] = Regions(
                 rows, _greatest(columns), tuple(map(len, columns)), rated=name in weights and len(axes) > 1
             )

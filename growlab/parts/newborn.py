@@ -50,7 +50,7 @@ class _SinceEvent(Part):
         """Newborn parameters and masks, found once for a stage."""
         stage = (self._since, grower.state.stage, *grower.state.widths.values())
         if self._found is None or self._found[0] != stage:
-            self._found = stage, newborn(grower.network, grower.regions(), self._since)
+            self._found = stage, newborn(grower, self._since)
         return self._found[1]
 
     def _named(self, grower: GrowingNetwork, optimizer: Optimizer) -> dict[str, nn.Parameter]:

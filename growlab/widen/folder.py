@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError, first_line, how_to_install
 from growlab.base.files import write_json
+from growlab.grower.trained import warn_of_equal_copies
 from growlab.growth.method import GrowthMethod
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
@@ -69,6 +70,8 @@ def widen_folder(
     """
     grows = method_of(method, noise_std)
     check_out(folder, out)
+    if width != 1:
+        warn_of_equal_copies(grows)
     files = read_folder(folder)
     kind, config = load(folder)
     source = skeleton(kind, config)

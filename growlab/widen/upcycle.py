@@ -11,6 +11,7 @@ import argparse
 import copy
 import importlib
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,8 @@ from growlab.widen.folder import RECEIPT, check_out, copy_others, load, num_para
 from growlab.widen.skeletons import output_of, skeleton
 from growlab.widen.tensors import read_folder, write_folder
 from growlab.widen.weights import blocks_of
+
+log = logging.getLogger(__name__)
 
 #: Largest relative change of the outputs: routers of transformers compute in float32.
 EXACT = 1e-6
@@ -86,7 +89,7 @@ def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> 
     Raises:
         UserError: the model is no mixture of experts that growlab knows.
     """
-    config = multiplied(model.config, by)
+    config = multiplied(model.config, by, noise)
     return _in_memory(model, type(model), config, partial(_copied, by=by, noise=noise, seed=seed))
 
 
@@ -128,8 +131,10 @@ def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
     return getattr(transformers, names[1]), kind(**wanted)
 
 
-def multiplied(config: Any, by: int) -> Any:
+def multiplied(config: Any, by: int, noise: float) -> Any:
     """Return the configuration of a mixture with `by` times as many experts in all and for each token.
+
+    Logs a warning if no noise separates copies.
 
     Raises:
         UserError: it names no experts, or routes tokens to groups of them.
@@ -140,6 +145,11 @@ def multiplied(config: Any, by: int) -> Any:
     if getattr(config, "n_group", None) or getattr(config, "topk_group", None):
         raise UserError(
             f"{config.model_type} routes tokens to groups of experts; copies would change the groups."
+        )
+    if not noise:
+        log.warning(
+            "more experts without noise: copies of an expert get equal gradients and stay equal throughout training; "
+            "give noise (--noise), e.g. 0.1"
         )
     target = copy.deepcopy(config)
     setattr(target, number, by * getattr(config, number))
@@ -236,7 +246,7 @@ def upcycle_folder(
         target_kind, target_config = mixture_of(config, experts, top_k)
         make: Any = partial(_expert, config=target_config, std=router_std, seed=seed)
     else:
-        target_kind, target_config = kind, multiplied(config, by)
+        target_kind, target_config = kind, multiplied(config, by, noise)
         make = partial(_copied, by=by, noise=noise, seed=seed)
     source, target = skeleton(kind, config), skeleton(target_kind, target_config)
     saved = Checkpoint(folder, read_folder(folder), source)
@@ -344,7 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--more-experts", type=count, metavar="K", help="K copies of each expert of a mixture"
     )
     parser.add_argument("--router-std", type=amount, default=0.02, help="standard deviation of new routers")
-    parser.add_argument("--noise", type=amount, default=0.1, help="between copies of an expert, relative")
+    parser.add_argument(
+        "--noise", type=partial(amount, zero=True), default=0.1, help="between copies of an expert, relative"
+    )
     parser.add_argument("--seed", type=int, default=0)
     try:
         args = parser.parse_args(arguments)

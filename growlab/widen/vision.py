@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
+from growlab.grower.trained import warn_of_equal_copies
 from growlab.growth.method import GrowthMethod
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
@@ -67,6 +68,7 @@ def widen_weights(
         raise UserError(f"--width {width:g} would not make the network wider; it must be above 1.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
+    warn_of_equal_copies(grows)
     state = read_weights(str(weights), str(weights))
     network, num_classes = _made_for(name, image_shape, state)
     fit_weights(network, state, _NO_NEW_CLASSES, str(weights))

@@ -120,12 +120,13 @@ def test_training_goes_on_with_the_trainer(tmp_path: Path) -> None:
     assert still == []
 
 
-def test_copies_are_the_default_and_differ_by_noise(tmp_path: Path) -> None:
+def test_copies_are_the_default_and_differ_by_noise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path / "old", "llama")
     apart = {}
     for noise in ("0.1", "0"):
         out = tmp_path / noise
         assert main([str(tmp_path / "old"), "--width", "2", "--noise", noise, "-o", str(out)]) == 0
+        assert ("stay equal throughout training" in caplog.text) == (noise == "0")
         receipt = json.loads((out / RECEIPT).read_text())
         assert (receipt["method"], receipt["noise_std"]) == ("hypercloning", float(noise))
         assert receipt["relative_error_float64"] <= 1e-10

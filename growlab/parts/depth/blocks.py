@@ -273,12 +273,7 @@ class Blocks:
 
     def births(self, stages: Mapping[str, int]) -> dict[str, int]:
         """Birth stages of blocks' tensors by name, from the stages at which the blocks were inserted."""
-        return {
-            name: stage
-            for block, stage in stages.items()
-            for name in self.full.axes
-            if self.blocks[block].contains(name)
-        }
+        return {name: stage for block, stage in stages.items() for name in self.tensors(block)}
 
     def _stream(self, block: Block) -> frozenset[str]:
         """Groups with tensors both inside and outside of a block."""
