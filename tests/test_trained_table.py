@@ -154,7 +154,14 @@ class Lightning:
         return trainer
 
     def small(self, run: Run, folder: Path) -> Any:
-        self._fit(run, run.network(False), []).save_checkpoint(folder / "small.ckpt")
+        small = run.network(False)
+        trainer = self._fit(run, small, [])
+        if run.name == "gemma3":
+            # Its factor on embeddings is no tensor of a checkpoint.
+            small.save_pretrained(folder / "small")
+            torch.save(trainer.optimizers[0].state_dict(), folder / "small" / "optimizer.pt")
+            return folder / "small"
+        trainer.save_checkpoint(folder / "small.ckpt")
         return folder / "small.ckpt"
 
     def grow(
@@ -229,11 +236,11 @@ def test_outputs_stay_from_the_trained_network_to_the_saved_result(
     start, watch = row.small(run, tmp_path), Watch(run.inputs)
     wide, _ = row.grow(run, start, tmp_path, [watch])
     small = start[0] if loop == "plain" else run.network(False)
-    if loop == "lightning":
+    if loop != "plain" and start.is_dir():
+        small = type(small).from_pretrained(start)
+    elif loop == "lightning":
         tensors = torch.load(start, weights_only=True)["state_dict"]
         small.load_state_dict({n.removeprefix("network."): t for n, t in tensors.items()})
-    elif loop == "trainer":
-        small = type(small).from_pretrained(start)
     assert watch.first is not None
     assert relative_error(output(small, run.inputs), watch.first) < exact(wide)
     assert len(watch.errors) == 1 and watch.errors[0] < exact(wide)
