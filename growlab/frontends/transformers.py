@@ -291,7 +291,7 @@ def _multiplied(grower: Grower) -> bool:
 def _renames(model: PreTrainedModel) -> bool:
     """Return True if `save_pretrained` writes tensors under other names, which the Trainer does not load again.
 
-    transformers 5.23 resumes a ViT or a Mixtral without them; it has no public function that tells the names.
+    transformers 5.23 resumes a ViT or a Mixtral without them; it has no public function for the names.
     """
     loading: Any = importlib.import_module("transformers.core_model_loading")
     tensors = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}

@@ -315,7 +315,9 @@ def test_blocks_are_found_and_come_in_exactly(name: str, start: str) -> None:
     for block in left:
         receipt, copied = blocks.insert(network, block, PairGrowth(), {}, 0, 1, inputs)
         assert receipt["parity_error_eval"] <= EXACT and receipt["parity_error_train"] <= EXACT
-        assert bool(copied) == (start == "stack")
+        # T5's first block alone has a table of positions: the second has none to copy.
+        assert bool(copied) == (start == "stack" and receipt["copied_from"] is not None)
+        assert bool(copied) == (start == "stack") or name == "transformers T5"
     for block in blocks.blocks.keys() - left:
         blocks.put_in(network, block, {})
     assert {key: tensor.shape for key, tensor in network.state_dict().items()} == known
@@ -445,4 +447,4 @@ def test_the_part_tells_what_it_finds_and_why_others_stay() -> None:
     assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind behind one another"]
     lines = Depth.examine(torchvision("resnet18")(), (IMAGES,))
     assert lines[0] == "1 of 2 BasicBlock (layer1.1) may come in later, exactly with start=zero or stack"
-    assert lines[1] == "1 of 2 BasicBlock (layer2.1) may come in later, exactly with start=zero"
+    assert lines[1] == "1 of 2 BasicBlock (layer2.1) may come in later, exactly with start=zero or stack"
