@@ -137,9 +137,12 @@ class CommandLine:
         outcome = self.on_ranks(2, function, *arguments)
         assert outcome.code == 0, outcome.err
 
-    def on_ranks(self, number: int, function: Callable[..., None], *arguments: Any) -> Outcome:
+    def on_ranks(
+        self, number: int, function: Callable[..., None], *arguments: Any, limit_sec: float = 120.0
+    ) -> Outcome:
         """Call a function of a rank and further arguments in processes that start together."""
-        return self(cwd=ROOT, program=_RANKS.format(pickle.dumps((function, arguments)), number))
+        program = _RANKS.format(pickle.dumps((function, arguments)), number)
+        return self(cwd=ROOT, program=program, limit_sec=limit_sec)
 
     def close(self) -> None:
         """Disconnect."""

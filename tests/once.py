@@ -111,7 +111,7 @@ def _key(model: nn.Module, inputs: tuple[Any, ...], settings: tuple[Any, ...]) -
         (name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.requires_grad)
         for name, t in tensors
     ]
-    given = [(x.shape, x.dtype, None if x.is_floating_point() else x.tolist()) for x in inputs]
+    given = [(x.shape, x.dtype, None if x.is_floating_point() or x.is_meta else x.tolist()) for x in inputs]
     text = repr((attributes, shapes, given, settings))
     # An address, or a function or class that others may share its name with.
     unclear = any(word in text for word in (" at 0x", "<locals>", "<lambda>"))

@@ -995,13 +995,6 @@ def test_a_network_of_which_nothing_grows_is_told_of(caplog: pytest.LogCaptureFi
     assert "nothing in this network" not in caplog.text
 
 
-def test_a_network_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    with pytest.raises(UserError, match=r"0\.weight is on the meta device, without values"):
-        Grower(network, torch.randn(2, 6), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
-
-
 def test_parameters_that_are_tied_by_their_memory_alone_are_refused() -> None:
     network = nn.Sequential(
         nn.Embedding(10, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 10, False)

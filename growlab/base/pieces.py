@@ -17,6 +17,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if is_piece(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def device_of_pieces(network: nn.Module) -> torch.device | None:
+    """Device on which this process has its pieces of a network's tensors, also if they are on meta; None without."""
+    pieces: Iterator[Any] = filter(is_piece, network.parameters())
+    return next((torch.device(piece.device_mesh.device_type) for piece in pieces), None)
+
+
 def reshard(network: nn.Module) -> None:
     """Let modules of FSDP2 have pieces again where a forward has left them whole parameters."""
     for module in network.modules():
@@ -26,7 +32,7 @@ def reshard(network: nn.Module) -> None:
 
 def placed(content: Tensor, like: Tensor) -> Tensor:
     """Share out a tensor that every process has in full as another one is, in its dtype; nothing is sent."""
-    content = content.detach().to(device=like.device, dtype=like.dtype)
+    content = _beside(content, like)
     if not is_piece(like):
         return content
     from torch.distributed.tensor import DTensor
@@ -42,13 +48,19 @@ def placed(content: Tensor, like: Tensor) -> Tensor:
 
 def replicated(content: Tensor, like: Tensor) -> Tensor:
     """Bring a factor to where a tensor is, in its dtype; for a DTensor, in full to each process."""
-    content = content.detach().to(device=like.device, dtype=like.dtype)
+    content = _beside(content, like)
     if not is_piece(like):
         return content
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
     return DTensor.from_local(content, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _beside(content: Tensor, like: Tensor) -> Tensor:
+    """Bring a tensor to another one's device and dtype; next to one on meta it keeps its values."""
+    device = content.device if like.is_meta else like.device
+    return content.detach().to(device=device, dtype=like.dtype)
 
 
 class OneByOne(Mapping[str, Tensor]):

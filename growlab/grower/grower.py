@@ -57,7 +57,7 @@ from growlab.growth import (
     grow,
     make_seed,
 )
-from growlab.growth.event import finish
+from growlab.growth.event import draw_seed, finish
 from growlab.growth.hooks import attach, detach
 from growlab.growth.multipliers import row_multipliers
 from growlab.growth.outputs import own_precision
@@ -89,7 +89,7 @@ class Grower(LoadingNetwork):
     wrapper.
 
     Args:
-        network: at full width; its class, modules and parameter names stay the same.
+        network: at full width, maybe on meta; its class, modules and parameter names stay the same.
         example: an input [B, ...] with B >= 2, a tuple of positional inputs, or a dict of inputs: used to trace the
             network, and to compare the outputs before and after each event.
         method: initialises new entries and rescales old ones: a growth method, or its name on the command line such as
@@ -182,7 +182,8 @@ class Grower(LoadingNetwork):
         with as_user_errors():
             self.state = make_seed(self.network, self.graph, method, self.seed_widths, seed)
         if shard is not None:
-            self.sharding = Sharding(self.network, shard)
+            self.sharding = Sharding(self.network, shard, seed)
+        draw_seed(self.network, self.graph, method, self.state, seed, self.rebuilding)
         self.followers = Followers(self)
         self.followers.forget(past)
         for part in self.parts:
@@ -466,9 +467,7 @@ class Grower(LoadingNetwork):
 
     def __reduce__(self) -> Any:
         """Refuse pickling and shallow copies."""
-        raise TypeError(
-            "a Grower cannot be pickled or copied shallowly: save its state_dict() with the network's."
-        )
+        raise TypeError("a Grower cannot be pickled or copied shallowly: save its state_dict() instead.")
 
     # What triggers, parts and optimizers ask -----------------------------------------------------------------
 

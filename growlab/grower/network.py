@@ -107,8 +107,6 @@ def trace_for_growth(
     inputs = inputs_of(example, network)
     _check_values(inputs)
     check_whole(network)
-    if hollow := next((name for name, p in network.named_parameters() if p.is_meta), None):
-        raise UserError(f"{hollow} is on the meta device, without values: give the network a device first.")
     _check_memory(network)
     if (state := state_of(network)) is not None and state.widths:
         raise UserError(
@@ -264,11 +262,12 @@ def not_fresh(network: nn.Module) -> str:
     for name, module in network.named_modules():
         statistics = vars(module).get("_buffers", {})
         for key, value in (("running_mean", 0), ("running_var", 1)):
-            if (tensor := statistics.get(key)) is not None and bool((tensor != value).any()):
+            tensor = statistics.get(key)
+            if tensor is not None and not tensor.is_meta and bool((tensor != value).any()):
                 return f"{name}.{key} is not {value}"
         if "norm" in type(module).__name__.lower():
             for key, p in module.named_parameters(recurse=False):
-                if p.ndim == 1 and bool((p != p[:1]).any()):
+                if p.ndim == 1 and not p.is_meta and bool((p != p[:1]).any()):
                     return f"{name}.{key} has been trained"
     trained = next((name for name, p in network.named_parameters() if p.grad is not None), None)
     return "" if trained is None else f"{trained} has a gradient"

@@ -53,19 +53,21 @@ class Sharding:
     Args:
         network: on which it is put at once, in place.
         shard: changes modules and cuts parameters, and nothing else: it is called again after each event.
+        seed: of everything that growth draws.
 
     Raises:
         UserError: processes have different networks, or the function returns another network or leaves one whole.
     """
 
-    def __init__(self, network: nn.Module, shard: Shard) -> None:
+    def __init__(self, network: nn.Module, shard: Shard, seed: int) -> None:
         network = shard.module if isinstance(shard, ShardWithin) else network
         self._network, self._shard = network, shard
         # Class and attributes of each module before and after it.
         self._changes: list[tuple[nn.Module, _Look, _Look]] = []
         if ranks.several():
+            state = ((name, t) for name, t in ranks.network_state(network, ()) if not t.is_meta)
             ranks.compare(
-                ranks.network_state(network, ()),
+                (("seed=", seed), *state),
                 "before it was sharded",
                 ", and give all processes the same seed",
             )

@@ -1,6 +1,6 @@
 """Growth methods, schedules and growth events (the surgery that widens a network in place)."""
 
-from growlab.growth.event import anneal_norms, finish, grow, make_seed, restore
+from growlab.growth.event import anneal_norms, draw_seed, finish, grow, make_seed, restore
 from growlab.growth.expressivity import Bottleneck, bottlenecks, measurable, out_of_reach
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, NewWeights, WidthDecision
@@ -44,6 +44,7 @@ __all__ = [
     "WidthDecision",
     "anneal_norms",
     "bottlenecks",
+    "draw_seed",
     "finish",
     "grow",
     "make_schedule",

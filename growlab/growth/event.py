@@ -1,21 +1,24 @@
 """Functions for custom training loops: make a seed, grow it, anneal its normalisations, finish it."""
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.base.pieces import gathered, placed
+from growlab.base.pieces import device_of_pieces, gathered, placed
 from growlab.growth import constants
 from growlab.growth.constants import padding_kept, with_offset, without_offset
 from growlab.growth.measurement import Measurement
-from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, generator
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.norm_statistics import eps_follows, statistics_writer
 from growlab.growth.outputs import (
@@ -66,7 +69,8 @@ def make_seed(
     """Turn a full-width network into the seed that a run starts from, in place.
 
     Args:
-        model: the full-width network that `graph` was traced from.
+        model: the full-width network that `graph` was traced from. On device meta it takes the seed's widths, and
+            `draw_seed` draws its weights.
         graph: its width graph.
         method: draws the seed's weights. At full width the network's own initialisation stays, unless the method
             `draws_full_width`.
@@ -87,11 +91,8 @@ def make_seed(
         full = Snapshot(model, "nothing")
         try:
             resize(model, graph, graph.full_widths, widths)
-            # The old tensors serve as the example of how bare parameters are spread.
-            context = GrowthContext(
-                graph, with_offset(graph, tensors_of(model, graph)), widths, widths, seed, 0, constants=still
-            )
-            replace_tensors(model, graph, without_offset(graph, method.initialise(context)))
+            if not any(parameter.is_meta for parameter in model.parameters()):
+                replace_tensors(model, graph, _drawn(model, graph, method, widths, seed, still))
             _rehearse(model, graph, method, widths, seed)
         except BaseException:
             full.restore()
@@ -99,6 +100,87 @@ def make_seed(
             raise
     births = {group: [0] * widths[group] for group in graph.groups}
     return GrowthState(0, dict(widths), births, constants=still)
+
+
+def _drawn(
+    model: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    widths: Mapping[str, int],
+    seed: int,
+    still: Mapping[str, Tensor],
+) -> Mapping[str, Tensor]:
+    """Tensors of the seed that the method draws, by name."""
+    # The old tensors serve as the example of how bare parameters are spread.
+    old = with_offset(graph, tensors_of(model, graph))
+    context = GrowthContext(graph, old, widths, widths, seed, 0, constants=still)
+    return without_offset(graph, method.initialise(context))
+
+
+def draw_seed(
+    model: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    state: GrowthState,
+    seed: int,
+    rebuilding: Rebuilding,
+) -> None:
+    """Draw a seed's tensors that are on device meta, one at a time; it may have been sharded since `make_seed`.
+
+    Those that the method does not draw, such as embeddings, get the values that their module begins with at these
+    widths: by `_init_weights` of transformers, else by `reset_parameters` of the module.
+
+    Args:
+        model: the seed, in place.
+        graph: its width graph.
+        method: draws the weights.
+        state: returned by `make_seed`.
+        seed: the run's seed.
+        rebuilding: see `grow`.
+
+    Raises:
+        UserError: a module does not give its tensor values.
+    """
+    hollow = [name for name, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
+    if not hollow:
+        return
+    device = device_of_pieces(model)
+    with rebuilding():
+        drawn = _drawn(model, graph, method, state.widths, seed, state.constants)
+        values = ((n, drawn[n] if n in drawn else _initial(model, n, generator(seed, 0, n))) for n in hollow)
+        replace_tensors(model, graph, ((name, tensor.to(device)) for name, tensor in values))
+
+
+def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
+    """Values that a tensor on device meta begins with, by the initialisation of its module."""
+    path, _, own = name.rpartition(".")
+    module, above = model.get_submodule(path), [model]
+    for step in path.split(".") if path else ():
+        above.append(above[-1].get_submodule(step))
+    whole: Any = next((each._init_weights for each in above if hasattr(each, "_init_weights")), None)
+    twin: Any = copy.copy(module)
+    empty = {
+        key: torch.full(t.shape, nan if t.is_floating_point() else 0, dtype=t.dtype)
+        for key, t in (*module._parameters.items(), *module._buffers.items())
+        if t is not None
+    }
+    twin._parameters = {
+        k: p if p is None else nn.Parameter(empty[k], False) for k, p in module._parameters.items()
+    }
+    twin._buffers = {k: empty.get(k) for k in module._buffers}
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(source.initial_seed())
+        if whole is not None:
+            whole(twin)
+        elif hasattr(twin, "reset_parameters"):
+            twin.reset_parameters()
+    tensor: Tensor = getattr(twin, own).detach()
+    if bool(tensor.isnan().any()):
+        raise UserError(
+            f"{name} is on the meta device, without values, and {type(module).__name__} has no reset_parameters() that "
+            "gives it some: add one, or build the network on another device."
+        )
+    return tensor
 
 
 def _rehearse(
@@ -183,7 +265,7 @@ def grow(
     new = None if averaged_event is None else _new_tensors(graph, averaged_event)
     seen = (method.observe(model, graph, probe), known, data, new)
     context = GrowthContext(*about, *seen, state.multipliers, normalised, still)
-    growth = _grown(model, method, context)
+    growth = grown(model, method, context)
     later = _later(state, method, context, growth)
     with _replaced(model, graph, state, _changed(context, growth), rebuilding) as replaced:
         weighted_norms = restore(model, graph, later)
@@ -204,12 +286,13 @@ def grow(
         seconds=time.perf_counter() - began,
         parity_sec=parity_sec,
         replaced=replaced,
-        carry=_gradients_follow(method, growth),
+        carry=gradients_follow(method, growth),
         observed=context.observed,
     )
 
 
-def _grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
+def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
+    """Compute an event's tensors: the method's, with the scale of attention and padding rows kept."""
     growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
     return replace(growth, tensors=padding_kept(model, context.old, growth.tensors))
 
@@ -271,7 +354,8 @@ def _later(
     )
 
 
-def _gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
+def gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
+    """Return the rule by which optimizers' state follows an event."""
     if method.output_multiplier:
         return growth.carry
     # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz' of the

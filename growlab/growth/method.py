@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import sqrt
 from typing import Any, Literal, TypeVar, get_args
 
@@ -358,8 +358,8 @@ class GrowthMethod(Described, ABC):
     def grow(self, context: GrowthContext) -> GrownTensors:
         """Compute every tensor at the new widths."""
 
-    def initialise(self, context: GrowthContext) -> dict[str, Tensor]:
-        """Draw the seed network's weights at its fan-in; norms and biases take their defaults.
+    def initialise(self, context: GrowthContext) -> Mapping[str, Tensor]:
+        """Draw the seed network's weights at its fan-in, one at a time; norms and biases take their defaults.
 
         Only tensors of layers and norms are drawn: bare parameters and biases of recurrent layers keep their values.
         """
@@ -368,7 +368,7 @@ class GrowthMethod(Described, ABC):
         names -= context.gates_of_biases.keys()
         names = (names | context.graph.emitters) - context.constants.keys()
         growing = [name for name in context.graph.axes if name in names and context.graph.grows(name)]
-        return {name: self.new_weights.draw(context, name) for name in growing}
+        return OneByOne(growing, partial(self.new_weights.draw, context))
 
     def noise(self, context: GrowthContext) -> Mapping[str, Tensor]:
         """Noise to add to the tensors, by name: zero at old entries; empty if `noise_std` is 0."""

@@ -35,7 +35,7 @@ _KNOWN = ("state", "param_groups", "defaults")
 # Least cosine between weights and state that stores weights; that of moments of gradients is far below.
 _SIMILAR = 0.7
 # Power of the gradient that state scales with, by its name in torch.optim.
-_POWERS = {
+POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "exp_inf", "prev"), 1),
     **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"), 2),
     **dict.fromkeys(("acc_delta", "step_size", "ax"), 0),
@@ -309,8 +309,8 @@ def _power(optimizer: Optimizer, key: str) -> int | None:
     if isinstance(optimizer, torch.optim.RMSprop) and key == "momentum_buffer":
         # It accumulates gradients that are already divided by their root mean square.
         return 0
-    if key in _POWERS:
-        return _POWERS[key]
+    if key in POWERS:
+        return POWERS[key]
     # Other libraries use similar names: exp_avg_diff, exp_avg_lr_1, exp_grad_norm_sq, ...
     if key.endswith(("_sq", "_var")) or "square" in key or "variance" in key:
         return 2

@@ -2,7 +2,9 @@
 
 FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and computes the same. A
 name and a state_dict's file, `torchvision/resnet18 weights.pt` or `timm/NAME weights.safetensors`, are widened too; OUT
-is then loaded by `growlab.widen.load_widened`. Exit code 2: the model cannot be read, or cannot be widened so.
+is then loaded by `growlab.widen.load_widened`. With `--dcp CHECKPOINT` a checkpoint of torch.distributed.checkpoint is
+widened with its optimizer's moments, by whole factors; OUT is loaded by its `load`. Exit code 2: the model cannot be
+read, or cannot be widened so.
 """
 
 import argparse
@@ -14,10 +16,11 @@ from pathlib import Path
 
 from growlab.base.command_parser import CommandParser, in_columns, sizes
 from growlab.base.errors import UserError
-from growlab.widen.folder import widen_folder
+from growlab.widen.distributed import widen_distributed
+from growlab.widen.folder import num_params, widen_folder
 from growlab.widen.sizes import PARTS
 from growlab.widen.vision import is_named, widen_weights
-from growlab.widen.weights import DEFAULT, METHODS, NOISE_STD
+from growlab.widen.weights import DEFAULT, METHODS, NOISE_STD, method_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", metavar="FOLDER", help="or torchvision/NAME or timm/NAME with WEIGHTS")
     parser.add_argument("weights", nargs="?", type=Path, metavar="WEIGHTS", help="a state_dict's file")
+    parser.add_argument(
+        "--dcp",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="widen this folder of torch.distributed.checkpoint, with its optimizer; FOLDER has the config.json",
+    )
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
     parser.add_argument("--width", type=float, default=1.0, help="factor on stream, heads and hidden layers")
     parser.add_argument("--depth", type=float, default=1.0, help="factor on the number of layers")
@@ -55,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         if args.width == args.depth == 1:
             raise UserError("nothing to do: give --width, --depth or both.")
+        if args.dcp is not None:
+            return _widen_dcp(args)
         if is_named(args.model):
             return _widen_named(args)
         if args.weights is not None:
@@ -91,6 +102,17 @@ def _give_back_freed_memory() -> None:
     """Let glibc return each large tensor's memory when it is freed: kept for later ones, it would double the peak."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(-3, 1 << 19)  # M_MMAP_THRESHOLD
+
+
+def _widen_dcp(args: argparse.Namespace) -> int:
+    if args.depth != 1:
+        raise UserError("--dcp takes --width alone: a checkpoint has no optimizer state for new layers.")
+    method = method_of(args.method, args.noise)
+    model = widen_distributed(
+        Path(args.model), args.dcp, args.out, args.width, method, args.parts.split(","), args.seed
+    )
+    print(f"{args.out}: {type(model).__name__} of {num_params(model):,} parameters")
+    return 0
 
 
 def _widen_named(args: argparse.Namespace) -> int:
