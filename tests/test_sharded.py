@@ -504,6 +504,7 @@ def test_methods_roll_back_and_checkpoints_on_two_ranks(cli: CommandLine, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("network", ["llama", "vit", "resnet20"])
 def test_each_method_and_optimizer(network: str, ranks: int, cli: CommandLine, tmp_path: Path) -> None:
