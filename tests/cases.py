@@ -20,7 +20,6 @@ from growlab.growth import (
 )
 from growlab.lab.networks import MLP, CifarResNet, ConvNet, WideResNet
 from growlab.widths import WidthGraph, trace
-from growlab.widths.unchanged import unchanged
 
 
 class Residual(nn.Module):
@@ -513,12 +512,15 @@ def roughen(network: nn.Module, seed: int = 2) -> None:
 def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
     """What the network computes in one of its modes, dropout aside; the network itself stays as it is."""
     modes = {module: module.training for module in network.modules()}
-    with torch.no_grad(), unchanged(network):
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    with torch.no_grad():
         for module in modes:
             dropout = isinstance(module, (nn.Dropout, nn.Dropout2d)) or getattr(module, "dropout", 0.0)
             module.training = training and not dropout
         try:
             return network(x)
         finally:
+            for buffer, content in buffers:
+                buffer.copy_(content)
             for module, mode in modes.items():
                 module.training = mode

@@ -2,10 +2,12 @@
 
 import importlib.util
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
-from growlab import parts
+if TYPE_CHECKING:
+    from growlab.parts import Part
 
 # By part: what of its settings and prepared experiments other tests name.
 _NAMED = {
@@ -37,8 +39,11 @@ def needs(*homes: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(_gone(homes)), reason=_gone(homes))
 
 
-def averages() -> list[parts.Part]:
+def averages() -> "list[Part]":
     """Averaged weights that go along in tests of other things, where they are here."""
+    # The process that distributes the tests imports this file and needs nothing of torch.
+    from growlab import parts
+
     return [parts.Averages(decay=0.7)] if is_here("averages") else []
 
 
