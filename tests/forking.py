@@ -147,6 +147,8 @@ def _import_everything(traces: Path) -> None:
     image_files.load_digits = cache(image_files.load_digits)
     image_files.load_digits()
     Hydra.get_mode = lambda self, config_name, overrides: RunMode.RUN if _AS_RUN in overrides else None
+    # A worker of a loader looks whether its parent has died every five seconds.
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5
     # Files survive a killed process without it.
     os.fsync = lambda descriptor: None
     # fairseq would import it, and wandb's folder for its files goes with the first process that ends.

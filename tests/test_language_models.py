@@ -147,6 +147,7 @@ def test_from_pretrained_loads_a_grown_model_which_generates_the_same(
     assert generated.tolist() == written.tolist()
 
 
+@pytest.mark.slow  # its network takes longer to trace than to test
 @pytest.mark.parametrize(
     ("tied", "stream"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)]
 )

@@ -30,7 +30,7 @@ from growlab.lab.cli.settings import difference, explanation, in_short
 from growlab.lab.planner.__main__ import main as plan_main
 from growlab.lab.training.configuration import composed, config_dir
 from growlab.lab.training.processes import program
-from tests.command_line import ROOT
+from tests.command_line import ROOT, CommandLine
 
 COMMANDS_OF_HELP = ["[run]", "widths", "plan", "table", "resume"]
 FILES = {
@@ -369,6 +369,15 @@ WITHOUT = {
     ("table", "--help"): (0, "usage: growlab table"),
     ("widths", "growlab/mlp8", "--input-shape", "1,4,4"): (0, "growlab/mlp8: 8 width groups"),
 }
+# A program that lacks a package learns what installs it.
+LACKING = """
+import growlab
+for name in ("growlab.Growth", "__import__('growlab.frontends.transformers')"):
+    try:
+        eval(name)
+    except ImportError as error:
+        print(error)
+"""
 # The module ends the program as it is imported, each time.
 CALLED = """
 import contextlib, io, json
@@ -396,20 +405,13 @@ def test_with_torch_alone_the_engines_commands_run() -> None:
     """As after `pip install --no-deps growlab`."""
     absent = "hydra omegaconf lightning pytorch_lightning torchvision transformers timm pandas scipy sklearn"
     absent = [*absent.split(), "matplotlib", "rich", "PIL", "pyarrow"]
-    ended = json.loads(printed_by(f"{HIDING}\nhide({absent})\n{CALLED.format(list(WITHOUT))}"))
-    for (expected, message), (code, text) in zip(WITHOUT.values(), ended, strict=True):
-        assert code == expected and "Traceback" not in text and re.search(message, text), text
-
-
-def test_a_program_that_lacks_a_package_learns_what_installs_it() -> None:
-    hidden = f"{HIDING}\nhide({['lightning', 'transformers']})\n"
-    program = (
-        "import growlab\nfor name in ('growlab.Growth', '__import__(\"growlab.frontends.transformers\")'):\n"
-        "    try:\n        eval(name)\n    except ImportError as error:\n        print(error)\n"
-    )
-    first, second = printed_by(hidden + program).splitlines()
+    first, second, ended = printed_by(
+        f"{HIDING}\nhide({absent})\n{LACKING}{CALLED.format(list(WITHOUT))}"
+    ).splitlines()
     assert first.startswith("growlab.Growth needs lightning, which is not installed: pip install ")
     assert f"needs transformers, which is not installed: {how_to_install('transformers')}" in second
+    for (expected, message), (code, text) in zip(WITHOUT.values(), json.loads(ended), strict=True):
+        assert code == expected and "Traceback" not in text and re.search(message, text), text
 
 
 def test_an_exit_of_the_job_stays_what_it_is(growlab: Callable[..., Outcome]) -> None:
@@ -426,14 +428,19 @@ def test_a_user_who_asks_for_tracebacks_gets_them(
     assert outcome.err.splitlines()[-1].startswith("error: there is no growth 'netnet'")
 
 
-def test_a_reader_that_has_seen_enough_ends_the_output_quietly(tmp_path: Path) -> None:
+def test_a_reader_that_has_seen_enough_ends_the_output_quietly(cli: CommandLine, tmp_path: Path) -> None:
     """As in `growlab --cfg job | head`."""
-    command = f"{sys.executable} -m growlab --cfg job | true; echo ${{PIPESTATUS[0]}}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == "" and done.stdout in ("141\n", "0\n")
+    program = """
+import os, sys
+from growlab.lab.cli.app import main
+reading, writing = os.pipe()
+os.close(reading)
+os.dup2(writing, 1)
+sys.argv = ["growlab", "--cfg", "job"]
+sys.exit(main())
+"""
+    outcome = cli(cwd=tmp_path, program=program)
+    assert (outcome.code, outcome.err) == (141, "")
 
 
 def test_help_begins_with_commands_and_experiments_and_lists_groups(growlab: Callable[..., Outcome]) -> None:

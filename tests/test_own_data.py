@@ -76,7 +76,11 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("numbers", 9), ("masks", 5), ("module", 10), ("loaders", 8), ("folder", 7)]
+    ("name", "step"),
+    [
+        *(("module", 10), ("loaders", 8), ("folder", 7)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("numbers", 9), ("masks", 5))),
+    ],
 )
 def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
     whole, kept = kept_run(cli, mine, CASES[name])

@@ -29,7 +29,7 @@ WIDEN = ("widen", "no_such_folder", "--width", "2", "-o", "out")
 @pytest.mark.parametrize(
     "command",
     [
-        ("-m", "growlab", "widths", "mine:made"),
+        pytest.param(("-m", "growlab", "widths", "mine:made"), marks=pytest.mark.slow),
         pytest.param(("-m", "growlab.widen", *WIDEN[1:]), marks=pytest.mark.slow),
         ("bin/growlab", *WIDEN),
     ],

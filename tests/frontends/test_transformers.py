@@ -220,6 +220,7 @@ def one_rank(rank: int, folder: Path) -> None:
     (folder / f"{rank}.txt").write_text(repr(whole))
 
 
+@pytest.mark.slow  # half a minute; test_loops_of_libraries.py has two processes
 def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
     cli: CommandLine, tmp_path: Path
 ) -> None:

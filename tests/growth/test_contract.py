@@ -12,14 +12,20 @@ from growlab.widths import WidthGraph, resize, tensors_of
 from tests.cases import METHODS, NETWORKS, PRESERVING, graph_of, outputs, roughen, widths_at
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
-# Every method with every network in float64; a sixth of them, two methods a network, in float32 and for the rest.
-PAIRS = [(method, network) for method in METHODS for network in NETWORKS]
-SAMPLE = [
-    (method, network)
-    for i, method in enumerate(METHODS)
-    for j, network in enumerate(NETWORKS)
-    if (i + j) % 6 == 0
-]
+
+
+def pairs(*places: int) -> list[tuple[str, str]]:
+    """Each method with a sixth of the networks for every place, each network with as many methods."""
+    return [
+        (method, network)
+        for i, method in enumerate(METHODS)
+        for j, network in enumerate(NETWORKS)
+        if (i + j) % 6 in places
+    ]
+
+
+# All pairs in float64 are slow: the fast ones have each method and each network, two or four times.
+SAMPLE, FURTHER, OTHERS = pairs(0, 3), pairs(1), pairs(1, 2, 4, 5)
 # From width 1 over odd numbers to full width.
 PARTS = (0.2, 0.65, 1.0)
 
@@ -62,7 +68,11 @@ def relative(before: torch.Tensor, after: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("method", "network", "dtype"),
-    [(*pair, torch.float64) for pair in PAIRS] + [(*pair, torch.float32) for pair in SAMPLE],
+    [
+        *((*pair, torch.float64) for pair in SAMPLE),
+        *((*pair, torch.float32) for pair in FURTHER),
+        *(pytest.param(*pair, torch.float64, marks=pytest.mark.slow) for pair in OTHERS),
+    ],
 )
 def test_growth_keeps_its_promises(method: str, network: str, dtype: torch.dtype) -> None:
     run = Run(network, method, dtype)
@@ -90,7 +100,7 @@ def test_growth_keeps_its_promises(method: str, network: str, dtype: torch.dtype
     assert run.state.widths == run.graph.full_widths
 
 
-@pytest.mark.parametrize(("method", "network"), SAMPLE)
+@pytest.mark.parametrize(("method", "network"), pairs(0))
 def test_old_entries_land_where_the_axes_say(method: str, network: str) -> None:
     run = Run(network, method)
     old = {name: tensor.clone() for name, tensor in tensors_of(run.network, run.graph).items()}
@@ -121,7 +131,7 @@ def test_old_entries_land_where_the_axes_say(method: str, network: str) -> None:
             torch.testing.assert_close(ratios, ratios.flatten()[0].expand_as(ratios))
 
 
-@pytest.mark.parametrize(("method", "network"), SAMPLE)
+@pytest.mark.parametrize(("method", "network"), pairs(0))
 def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
     run = Run(network, method, noise=0.1)
     before = dict(run.network.named_parameters(remove_duplicate=False))
@@ -138,8 +148,9 @@ def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
     assert run.state.stage == 1
 
 
-@pytest.mark.parametrize("network", ["resnet A", "shared", "bare"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "network"), list(zip(METHODS, ["resnet A", "shared", "bare"] * 4, strict=True))
+)
 def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> None:
     grown = []
     for global_seed in (0, 1):
@@ -155,7 +166,7 @@ def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> No
     assert any(not torch.equal(grown[0][name], tensor) for name, tensor in other.network.state_dict().items())
 
 
-@pytest.mark.parametrize(("method", "network"), [pair for pair in SAMPLE if pair[0] in PRESERVING])
+@pytest.mark.parametrize(("method", "network"), [pair for pair in pairs(0) if pair[0] in PRESERVING])
 def test_one_step_and_two_steps_compute_the_same(method: str, network: str) -> None:
     at_once, in_turn = Run(network, method), Run(network, method)
     at_once.grow(1.0)
@@ -175,7 +186,7 @@ def test_one_step_and_two_steps_compute_the_same(method: str, network: str) -> N
     assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize(("method", "network"), SAMPLE)
+@pytest.mark.parametrize(("method", "network"), pairs(0))
 def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> None:
     run = Run(network, method, noise=0.01)
     run.grow(0.65)

@@ -106,8 +106,8 @@ def error(before: Tensor, after: Tensor) -> float:
     return float((after - before).abs().max() / before.abs().max())
 
 
-# Each method with two networks, each of eight networks with two methods and more; the others are slow.
-SAMPLED = {(i, seed) for i in range(len(PRESERVING)) for seed in (i % 8, (3 * i + 4) % 8)}
+# Each method with a network of its own; the others are slow.
+SAMPLED = {(i, i % 8) for i in range(len(PRESERVING))}
 CASES = [
     pytest.param(method, seed, marks=[] if (i, seed) in SAMPLED else pytest.mark.slow)
     for i, method in enumerate(PRESERVING)
@@ -229,12 +229,10 @@ class Loop:
         return {"network": self.network, "optimizer": self.optimizer, "grower": self.grower}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "kind"), [("SGD", "LSTM"), ("AdamW", "GRU"), ("rates by age", "tanh"), ("AdamW", "ReLU")]
-)
+@pytest.mark.parametrize(("optimizer", "kind"), [("SGD", "LSTM"), ("AdamW", "GRU"), ("rates by age", "tanh")])
 def test_resumed_at_any_stage_it_is_the_uninterrupted_run(optimizer: str, kind: str) -> None:
     whole = Loop(optimizer, kind).train(0, 8)
-    for stop in (1, 3, 5):
+    for stop in (3, 5):
         file = io.BytesIO()
         torch.save({n: p.state_dict() for n, p in Loop(optimizer, kind).train(0, stop).parts.items()}, file)
         file.seek(0)
@@ -255,8 +253,8 @@ def test_resumed_at_any_stage_it_is_the_uninterrupted_run(optimizer: str, kind: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flops_of_each_stage_are_those_by_hand(kind: str) -> None:
     torch.manual_seed(0)
-    network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True, batch_first=True)
-    x = torch.randn(2, 6, 3)
+    network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True).double()
+    x = examples(network, 7, 1)
     trigger = {0: 0.5, 1: 0.75, 2: 1.0}
     grower = Grower(network, x, method=PairGrowth(), trigger=trigger)
     for epoch, (inside, hidden) in enumerate([(3, 4), (5, 6), (6, 8)]):

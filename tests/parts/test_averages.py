@@ -126,6 +126,7 @@ def test_an_average_changes_nothing_else() -> None:
         assert torch.equal(averaged.network.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow  # test_ranks.py has two ranks with an average
 def test_the_average_of_two_ranks_is_that_of_one(cli: CommandLine, tmp_path: Path) -> None:
     """With statistics over all images, in float64; the run itself compares ranks, averages included."""
     arguments = (*MLP, "ema.decay=0.9", "trainer.precision=64-true")

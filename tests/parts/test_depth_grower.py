@@ -109,7 +109,13 @@ def blocks_of(run: Loop) -> list[list[str]]:
     return [[one["block"] for one in event.notes.get("inserted", [])] for event in run.grower.events]
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Others have these optimizers and states.
+REPEATED = ("regions and rates", "copies with their state")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in RUNS]
+)
 def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(name: str) -> None:
     whole = loop(**RUNS[name])
     files = [whole.train(killed).saved() for killed in (2, STEPS * 3 - 1)]

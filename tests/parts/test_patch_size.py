@@ -142,8 +142,7 @@ def test_a_stage_costs_what_its_patches_cost() -> None:
     assert cost(full, 1.0) == cost(full) == forward_flops(of_timm(), IMAGES[:1])
 
 
-@pytest.mark.parametrize("name", ["timm", "transformers"])
-@pytest.mark.parametrize("epoch", [1, 2])
+@pytest.mark.parametrize(("name", "epoch"), [("timm", 1), ("transformers", 2)])
 def test_resumed_it_trains_like_undisturbed(name: str, epoch: int) -> None:
     def fresh() -> tuple[Grower, torch.optim.Optimizer]:
         growing = grower(name)

@@ -96,7 +96,9 @@ def kept(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Kept:
     return run
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "hypernetworks")) for name in RESUMED]
+)
 def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
     cli: CommandLine, kept: Kept, name: str
 ) -> None:
@@ -138,6 +140,7 @@ def test_blocks_that_come_in_are_synchronised_too(cli: CommandLine, tmp_path: Pa
             torch.testing.assert_close(two[key], tensor, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow  # test_ranks.py has two ranks with parts
 def test_blocks_sizes_and_old_gradients_on_two_ranks(cli: CommandLine, tmp_path: Path) -> None:
     """The run itself compares the ranks after every event and at the end."""
     run = finished(cli, tmp_path, *BLOCKS, "trainer=ddp_cpu", "trainer.devices=2")

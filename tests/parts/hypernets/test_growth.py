@@ -87,13 +87,20 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
     return run
 
 
+def alternating(place: int) -> list[object]:
+    """Marks of two cases: by turns one of them is slow."""
+    return [pytest.mark.slow if slow else [] for slow in (place == 2, place != 2)]
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "dtype"),
-    # Each network with weights by layer, of all kinds in turn, and by chunks; each kind in both precisions.
+    # Each network with weights by layer, of all kinds in turn, or by chunks; each kind in both precisions.
     [
-        (kind, name, DTYPES[(place // 4 + index) % 2])
+        pytest.param(kind, name, DTYPES[(place // 4 + index) % 2], marks=marks)
         for place, name in enumerate(NAMES)
-        for index, kind in enumerate((list(KINDS)[place % 4], "chunk"))
+        for index, (kind, marks) in enumerate(
+            zip((list(KINDS)[place % 4], "chunk"), alternating(place % 3), strict=True)
+        )
     ],
     ids=str,
 )
