@@ -77,11 +77,6 @@ def smooth(image_shape: Sequence[int], num_classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
-def narrow_head(image_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """A network with five outputs, whatever the number of classes."""
-    return plain_mlp(image_shape, 5)
-
-
 class HungryMlp(nn.Sequential):
     """A network that trains on a device of little memory: so many images times channels, in $HUNGRY by rank."""
 
