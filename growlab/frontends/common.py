@@ -23,7 +23,7 @@ from growlab.grower.trained import Once, with_small
 from growlab.grower.triggers import At, Trigger, as_trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule
 from growlab.optim import Inheritance
-from growlab.optim.carry import check_inheritance
+from growlab.optim.carry import check_inheritance, rescale_state
 from growlab.widths import Example
 
 log = logging.getLogger(__name__)
@@ -200,8 +200,11 @@ def trained(
     return tensors, states[0] if len(states) == 1 else None
 
 
-def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
-    """Load the state of a small network's optimizer into one with the same groups, which keeps its settings."""
+def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None, grower: Grower) -> None:
+    """Load the state of a small network's optimizer into one with the same groups, which keeps its settings.
+
+    Moments follow factors that moved into the grower's weights as these were loaded.
+    """
     if saved is None:
         return
     sizes = [
@@ -214,6 +217,8 @@ def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None) ->
         )
     own = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(saved))
+    named = dict(grower.network.named_parameters())
+    rescale_state(optimizer, {named[name]: factor for name, factor in grower.moved_factors.items()})
     for group, settings in zip(optimizer.param_groups, own, strict=True):
         group.update(settings)
 

@@ -252,7 +252,7 @@ class Growth(GrowthCallback, Callback):
         assert self.grower is not None
         # A resumed run loads its own optimizer's state, maybe of a later stage.
         if self._trained_optimizer is not None and len(trainer.optimizers) == 1 and trainer.ckpt_path is None:
-            continue_optimizer(trainer.optimizers[0], self._trained_optimizer)
+            continue_optimizer(trainer.optimizers[0], self._trained_optimizer, self.grower)
             self._trained_optimizer = None
         self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)
         self._follow_averages(trainer, pl_module)

@@ -147,7 +147,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             self._resume(self.grower, saved, _resumed(args, state))
         if optimizer is not None:
             if not state.global_step:
-                continue_optimizer(optimizer, self._trained_optimizer)
+                continue_optimizer(optimizer, self._trained_optimizer, self.grower)
             self.grower.follow(optimizer, state=self._optimizer_state)
         self._announce(self.grower, state.num_train_epochs, state.max_steps)
         if model is not None:

@@ -37,6 +37,8 @@ class LoadingNetwork(GrowingNetwork):
     _regions: dict[str, Regions] | None
     _vocabulary: int | None
     sharding: Sharding | None
+    # By name: factors on a parameter and on its gradient, with which trained weights were loaded.
+    moved_factors: Mapping[str, tuple[Tensor, Tensor]] = {}
 
     @property
     def _block_parts(self) -> Iterator[BlockPart]:

@@ -293,7 +293,7 @@ def adopt(
         what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the large one lacks"
         raise UserError(f"the trained network {what}: it is no smaller {type(network).__name__}.")
     if isinstance(small, nn.Module):
-        factors = _match_outputs(grower, small)
+        grower.moved_factors = factors = _match_outputs(grower, small)
         new = dict(network.named_parameters())
         old = {
             id(parameter): new[names[name]]
