@@ -184,7 +184,7 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
 @contextlib.contextmanager
 def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
     """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
-    double = any(p.dtype == torch.float64 for p in model.parameters())
+    double = {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float64}
     in_double = doubles_kept() if double else contextlib.nullcontext()
     with (
         torch.no_grad(),
@@ -399,16 +399,28 @@ def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch
     return None if first is None else first.device, real
 
 
+def placing(network: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a function that moves tensors to the device of a network, and real ones to a precision that it has."""
+    device, precision = device_and_precision(network)
+    own = {parameter.dtype for parameter in network.parameters()}
+
+    def place(value: Tensor) -> Tensor:
+        return value.to(device, precision if value.is_floating_point() and value.dtype not in own else None)
+
+    return place
+
+
 def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
-    """Return inputs on the network's device, floating-point tensors in its precision, integers unchanged."""
+    """Return inputs on the network's device, floating-point tensors in a precision of its own, integers unchanged."""
     if not isinstance(network, nn.Module):
         raise UserError(f"a network must be a torch.nn.Module, not a {type(network).__name__}.")
-    device, precision = device_and_precision(network)
+    device, _ = device_and_precision(network)
+    place = placing(network)
 
     def moved(value: Tensor) -> Tensor:
         if value.is_meta and device is not None and device.type != "meta":
             raise UserError("the example is on the meta device, without values: give a batch of inputs.")
-        return value.to(device, precision if value.is_floating_point() else None)
+        return place(value)
 
     return tree_map_only(Tensor, moved, inputs_of(example, network))
 

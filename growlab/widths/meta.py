@@ -254,9 +254,7 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
             if asked := asks_for_numbers(light, error):
                 raise UnsupportedOperation(asked) from error
             line = first_line(error)
-            fitting = "take larger inputs (--input-shape) or ones that fit"
-            if "dtype" in line or "type (" in line:
-                fitting = "give it tensors of the type that its layers have (x.float() of whole numbers)"
+            fitting = other_types(light, line) or "take larger inputs (--input-shape) or ones that fit"
             raise UnsupportedOperation(
                 f"{type(light).__name__} does not run in {'train' if training else 'eval'} mode on its example "
                 f"inputs ({line}); {fitting}."
@@ -264,6 +262,16 @@ def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
         finally:
             kept.restore()
     return kept
+
+
+def other_types(model: nn.Module, line: str) -> str:
+    """Suggest a remedy for an error about types of tensors; "" for other errors."""
+    if not any(text in line for text in ("dtype", "type (", "scalar type")):
+        return ""
+    types = list(dict.fromkeys(str(p.dtype) for p in model.parameters() if p.is_floating_point()))
+    if len(types) > 1:
+        return f"its layers are in {' and '.join(types)}: cast activations where the type changes"
+    return f"give it inputs of the type that its layers take ({types[0]}, or integers as indices)"
 
 
 def asks_for_numbers(model: nn.Module, error: BaseException) -> str:

@@ -40,6 +40,7 @@ from growlab.widths.meta import (
     corrected_shapes,
     modes_of,
     named_tensors,
+    other_types,
     own_line,
     share_attributes,
     unwarned,
@@ -420,7 +421,8 @@ def _why_not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exceptio
                 "by name; growlab's own runner gives inputs by position, so let the forward take them so there."
             )
         computed = f"{name} cannot compute an input of {listed(inputs)} ({_first_line(failure)})"
-        return f"{computed}; choose data that it fits, or another network."
+        remedy = other_types(model, first_line(failure)) or "choose data that it fits, or another network"
+        return f"{computed}; {remedy}."
     if any(isinstance(x, PackedSequence) for x in values_of(inputs)) or packing.seen:
         return (
             f"{name} packs sequences, which torch.export cannot follow: run its recurrent layers on padded sequences "

@@ -22,7 +22,7 @@ from growlab.growth import GrowthState, constants
 from growlab.growth.constants import with_offset, without_offset
 from growlab.growth.event import Rebuilding
 from growlab.growth.method import GrowthContext, GrowthMethod
-from growlab.growth.outputs import device_and_precision, observe, positional
+from growlab.growth.outputs import observe, placing, positional
 from growlab.growth.parity import compare
 from growlab.growth.state import ParityError
 from growlab.optim.followers import copy_state, order_parameters
@@ -158,7 +158,7 @@ class Blocks:
             else [copied(source.get_submodule(path)) for path in block.paths]
         )
         for path, module in zip(block.paths, modules, strict=True):
-            network.set_submodule(path, _placed(module, network).train(network.training))
+            network.set_submodule(path, module._apply(placing(network)).train(network.training))
         for own, other in self._tied[name].items():
             owner, _, attribute = own.rpartition(".")
             setattr(network.get_submodule(owner), attribute, network.get_parameter(other))
@@ -301,12 +301,6 @@ class Blocks:
         if self.full.groups[inside].full_width != self.full.groups[source].full_width:
             raise UserError(f"the block {block.name} changes the number of channels and cannot be left out.")
         return {inside: source}
-
-
-def _placed(module: nn.Module, network: nn.Module) -> nn.Module:
-    """Move a module to a network's device and precision; complex tensors stay complex."""
-    device, precision = device_and_precision(network)
-    return module._apply(lambda x: x.to(device, precision if x.is_floating_point() else None))
 
 
 def _kept(graph: WidthGraph, keep: Callable[[str], bool]) -> WidthGraph:
