@@ -271,7 +271,7 @@ def other_types(model: nn.Module, line: str) -> str:
     types = list(dict.fromkeys(str(p.dtype) for p in model.parameters() if p.is_floating_point()))
     if len(types) > 1:
         return f"its layers are in {' and '.join(types)}: cast activations where the type changes"
-    return f"give it inputs of the type that its layers take ({types[0]}, or integers as indices)"
+    return f"give it tensors of the type that its layers take ({types[0]}, or integers as indices)"
 
 
 def asks_for_numbers(model: nn.Module, error: BaseException) -> str:
