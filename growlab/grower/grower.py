@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base import ranks
+from growlab.base.devices import methods_on_cpu, on_cpu
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import not_none
 from growlab.grower.forecast import Forecast
@@ -74,6 +75,7 @@ _Request = tuple[Widths, WidthPart | None]
 _ANNEAL_STEPS, _ANNEAL_PART = 100, 2
 
 
+@methods_on_cpu("__init__", "follow", "regions", "anneal", "finish", "restore_full_width", "_grow_as_asked")
 class Grower(LoadingNetwork):
     """Grows a network during training, with its optimizers and averages.
 
@@ -195,6 +197,7 @@ class Grower(LoadingNetwork):
         return f"{type(self).__name__}(stage {self.state.stage}, {self.method.name}, widths {{{widths}}})"
 
     @classmethod
+    @on_cpu
     def from_trained(
         cls,
         small: nn.Module | Mapping[str, Tensor],
@@ -445,13 +448,6 @@ class Grower(LoadingNetwork):
         detach(self.network)
         self.followers.release()
         self._open = False
-
-    def reattach_hooks(self) -> None:
-        """Reattach the hooks that `finish` removed, so that checkpoints of earlier stages can be loaded."""
-        for network in (self.network, *self.copies().values()):
-            see_through(network, self.full_graph)
-            attach(network, self.graph, self.state, self.resize_for_loading, self.probe())
-        self._open = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grower":
         """Copy the grower with its network; optimizers copied in the same call follow the copy."""

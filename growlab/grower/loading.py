@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growlab.base.devices import methods_on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import gathered
 from growlab.grower.forecast import Forecast
@@ -19,7 +20,7 @@ from growlab.grower.triggers import Clock, GrowingNetwork, Widths
 from growlab.grower.vocabulary import note_tokens, resize_vocabulary, rows_of_tokens, set_tokens, with_rows
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
-from growlab.growth.hooks import state_of
+from growlab.growth.hooks import attach, state_of
 from growlab.growth.multipliers import saved_multipliers
 from growlab.growth.outputs import forget_caches
 from growlab.optim import Regions
@@ -27,6 +28,7 @@ from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
 from growlab.widths.meta import FAILURES
 
 
+@methods_on_cpu("load_state_dict", "resize_vocabulary", "put_back", "reattach_hooks", "resize_for_loading")
 class LoadingNetwork(GrowingNetwork):
     """A growing network that loads checkpoints of any stage; `growlab.Grower` is one."""
 
@@ -195,6 +197,13 @@ class LoadingNetwork(GrowingNetwork):
         self.set_rows(names, size)
         self.state.tokens = []
         self.followers.exchange(past)
+
+    def reattach_hooks(self) -> None:
+        """Reattach the hooks that `finish` removed, so that checkpoints of earlier stages can be loaded."""
+        for network in (self.network, *self.copies().values()):
+            see_through(network, self.full_graph)
+            attach(network, self.graph, self.state, self.resize_for_loading, self.probe())
+        self._open = True
 
     def resize_for_loading(
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None

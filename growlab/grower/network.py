@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from growlab import growth
 from growlab.base import ranks
+from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.pieces import is_piece, reshard
 from growlab.base.settings import whole
@@ -75,6 +76,7 @@ def no_widths() -> WidthGraph:
     return WidthGraph({}, {}, (), (), frozenset(), 0)
 
 
+@on_cpu
 def trace_for_growth(
     network: nn.Module,
     example: Example,

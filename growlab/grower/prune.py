@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import evaluate, network_inputs
@@ -21,6 +22,7 @@ Keep = int | float | Sequence[int] | Tensor
 Score = Literal["l1", "taylor", "random"]
 
 
+@on_cpu
 def prune(
     network: nn.Module,
     graph: WidthGraph,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import device_of_pieces, gathered, placed
 from growlab.growth import constants
@@ -63,6 +64,7 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@on_cpu
 def make_seed(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
 ) -> GrowthState:
@@ -210,6 +212,7 @@ def _rehearse(
 
 
 @in_own_precision
+@on_cpu
 def grow(
     model: nn.Module,
     graph: WidthGraph,
@@ -485,6 +488,7 @@ def _checked(
     }
 
 
+@on_cpu
 def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progress: float) -> None:
     """Bring weighted normalisations closer to plain ones, which they are from progress 1 on.
 
@@ -504,6 +508,7 @@ def anneal_norms(model: nn.Module, graph: WidthGraph, state: GrowthState, progre
     weigh(model, graph, state.widths, weights)
 
 
+@on_cpu
 def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> list[str]:
     """Apply the weighted norms and multipliers of a state to a network that has its widths and tensors.
 
@@ -523,6 +528,7 @@ def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> list[str
 # Its tensors must be trainable even if it is called under inference mode.
 @torch.inference_mode(False)
 @in_own_precision
+@on_cpu
 def finish(
     model: nn.Module,
     graph: WidthGraph,

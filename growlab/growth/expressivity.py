@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from growlab.base.devices import on_cpu
 from growlab.growth.data_driven import Candidates, DataDriven
 from growlab.growth.fans import ChannelView, GroupTensors, group_tensors
 from growlab.growth.measurement import IdentityNorms, Measurement, Pass, Seen, right_derivatives
@@ -32,6 +33,7 @@ class Bottleneck:
     missing: float
 
 
+@on_cpu
 def bottlenecks(
     graph: WidthGraph, widths: Mapping[str, int], data: Measurement, seed: int = 0
 ) -> dict[str, Bottleneck]:

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base import ranks
+from growlab.base.devices import as_given, on_cpu
 from growlab.base.errors import UserError
 from growlab.growth.outputs import arithmetic, main_output, network_inputs, without_side_effects
 from growlab.growth.weighted_norms import carried_weights, weigh
@@ -202,7 +203,8 @@ class Measurement:
                     sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
                     done = None if work is None else (work, shapes, sizes, gradients)
                     with self._counted(done, quiet.snapshot.listeners):
-                        loss = self._loss(main_output(call_on(self.model, inputs)), target)
+                        with as_given():
+                            loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         if loss.numel() != 1:
                             raise UserError(
                                 "the loss for growth must be the mean over a batch, a single number, not of the "
@@ -500,6 +502,7 @@ class IdentityNorms(TorchFunctionMode):
             return output
         return self._passed(inputs[0], output, module.running_mean, module.weight)
 
+    @on_cpu
     def _passed(self, x: Tensor, result: Tensor, mean: Tensor | None, weight: Tensor | None) -> Tensor:
         new = self._new(mean, weight)
         if new is None:

@@ -49,7 +49,7 @@ class _Aged(Regional):
         state = self.state.get(param, {})
         step = int(state["step"]) if "step" in state else 0
         starts = state.get("region_start", {})
-        return torch.tensor([step - starts.get(stage, 0) for stage in regions.stage_list])
+        return torch.tensor([step - starts.get(stage, 0) for stage in regions.stage_list], device="cpu")
 
     def _is_regional(self, param: Tensor) -> bool:
         if super()._is_regional(param):
@@ -128,7 +128,7 @@ class _Aged(Regional):
                 [own.get(stage, 0) for stage in all_of] for own, all_of in zip(starts, stages, strict=True)
             ]
             padded = [row + [0] * (num_regions - len(row)) for row in rows]
-            moved = handed_over(torch.tensor(padded, dtype=torch.float64), device)
+            moved = handed_over(torch.tensor(padded, dtype=torch.float64, device="cpu"), device)
             known = self._kept[params[0]] = ([dict(own) for own in starts], num_regions, device), moved
         return known[1]
 
@@ -154,7 +154,7 @@ class AdamW(_Aged, torch.optim.AdamW):
 
 def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: float, beta2: float) -> None:
     """Update both moments in one pass, by torch's fused kernel at rate 0, which leaves the weights unchanged."""
-    one = torch.ones((), dtype=torch.float32)
+    one = torch.ones((), dtype=torch.float32, device="cpu")
     torch._fused_adam_(
         weights,
         grads,

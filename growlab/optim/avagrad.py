@@ -83,7 +83,7 @@ class AvaGrad(Regional):
         """Return the second moments of a parameter, and initialise its state with zeros if it has none."""
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["exp_avg"] = torch.zeros_like(param)
             state["exp_avg_sq"] = torch.zeros_like(param)
         return state["exp_avg_sq"]

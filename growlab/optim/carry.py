@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from growlab.base.devices import on_cpu
 from growlab.base.pieces import is_piece, placed, replicated, whole
 from growlab.base.settings import one_of
 from growlab.optim.avagrad import AvaGrad
@@ -66,6 +67,7 @@ def normalises(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, others)
 
 
+@on_cpu
 def follow(
     optimizer: Optimizer,
     replaced: Mapping[str, tuple[Tensor, Tensor]],
@@ -221,6 +223,7 @@ class _Moving:
         return value * self.rule.every**power if power else value
 
 
+@on_cpu
 def rescale_state(optimizer: Optimizer, factors: Mapping[Tensor, tuple[Tensor, Tensor]]) -> None:
     """Rescale the state of parameters that were multiplied by factors, in place, so that training continues unchanged.
 
@@ -610,6 +613,7 @@ def named_state(optimizer: Optimizer, network: nn.Module) -> dict[str, Any]:
     return {"class": _class_of(optimizer), "state": state, "entries": entries}
 
 
+@on_cpu
 def load_named_state(optimizer: Optimizer, network: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load state saved by `named_state` into an optimizer; its settings and groups are unchanged.
 

@@ -68,7 +68,7 @@ class Muon(Regional):
         # torch checks its arguments; a list (from a file) is accepted in place of a tuple.
         if "ns_coefficients" in options:
             options["ns_coefficients"] = tuple(options["ns_coefficients"])
-        matrix = [torch.zeros(1, 1, requires_grad=True)]
+        matrix = [torch.zeros(1, 1, device="cpu", requires_grad=True)]
         defaults = torch.optim.Muon(matrix, lr, weight_decay, **options).defaults  # type: ignore[arg-type]
         betas = (betas[0], betas[1])
         torch.optim.AdamW(matrix, betas=betas, eps=adam_eps)
@@ -109,7 +109,7 @@ class Muon(Regional):
     def _step_vectors(self, group: dict[str, Any], vectors: list[Tensor]) -> None:
         for param in vectors:
             if not self.state[param]:
-                self.state[param]["step"] = torch.tensor(0.0)
+                self.state[param]["step"] = torch.tensor(0.0, device="cpu")
                 self.state[param]["exp_avg"] = torch.zeros_like(param)
                 self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
         adamw(

@@ -107,7 +107,9 @@ class Regional(torch.optim.Optimizer):
             )
         self._rule = rule
         # If a rule gives a single region the base rate, weights that never grew need no extra work.
-        self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0])) == 1.0).all())
+        self._spares_one = rule is not None and bool(
+            (rule.factors(torch.tensor([2.0], device="cpu")) == 1.0).all()
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -224,11 +226,13 @@ class Regional(torch.optim.Optimizer):
         device = norms_PK.device
         unrated = [i for i, p in enumerate(params) if not self._regions[p].has_rates(p)]
         if unrated:
-            rows = handed_over(torch.tensor(unrated), device)
+            rows = handed_over(torch.tensor(unrated, device="cpu"), device)
             norms_PK = norms_PK.index_fill(0, rows, 1.0)
         factors_PK = self._rule.factors(norms_PK)
         if self._scales:
-            scales = torch.tensor([self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype)
+            scales = torch.tensor(
+                [self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype, device="cpu"
+            )
             factors_PK = factors_PK * handed_over(scales, device)[:, None]
         if unrated:
             factors_PK = factors_PK.index_fill(0, rows, 1.0)
@@ -375,7 +379,12 @@ class Pieces:
                 if len(own) == 1:
                     self._runs.append((here, None, None))
                     continue
-                run_of = torch.searchsorted(torch.tensor(own), torch.arange(row, last), right=True) - 1
+                run_of = (
+                    torch.searchsorted(
+                        torch.tensor(own, device="cpu"), torch.arange(row, last, device="cpu"), right=True
+                    )
+                    - 1
+                )
                 one_hot = torch.nn.functional.one_hot(run_of, len(own)).T.to(dtype).contiguous()
                 self._runs.append((here, run_of, one_hot))
         self.elements = [size * num_columns for size in self.sizes]
@@ -387,7 +396,7 @@ class Pieces:
         births_RC = torch.maximum(regions.rows_O[first_rows][:, None], births[None, :])
         both = torch.searchsorted(regions.stages, births_RC.flatten())
         self._both = one_hot_of(both, regions.num_regions).to(dtype)
-        self.column_sums = torch.zeros(len(first_rows), num_columns, dtype=dtype)
+        self.column_sums = torch.zeros(len(first_rows), num_columns, dtype=dtype, device="cpu")
         self.sum_rows: list[SumRows] = [
             (self.column_sums[here] if one_hot is not None else self.column_sums[here.start], one_hot)
             for here, _, one_hot in self._runs

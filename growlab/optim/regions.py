@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from growlab.base.devices import on_cpu
 from growlab.widths import WidthGraph
 
 
@@ -133,6 +134,7 @@ class Regions:
         )
 
 
+@on_cpu
 def weight_regions(
     graph: WidthGraph,
     births: Mapping[str, Sequence[int]],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from growlab.base.devices import as_given
 from growlab.widths.program import UnsupportedOperation
 
 #: An input, the tuple of positional inputs, or inputs by name.
@@ -94,7 +95,8 @@ def named_in(inputs: tuple[Any, ...]) -> dict[str, Any]:
 
 def call_with(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Call a network with positional and keyword inputs and return its output."""
-    return network(*inputs, **named_in(inputs))
+    with as_given():
+        return network(*inputs, **named_in(inputs))
 
 
 def call_on(network: nn.Module, given: Sequence[Any]) -> Any:

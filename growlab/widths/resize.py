@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import is_piece, placed
 from growlab.widths.groups import WidthGraph
@@ -93,6 +94,7 @@ def restore_tensors(
     note_restored(replaced.values())
 
 
+@on_cpu
 def resize(
     model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], new_widths: Mapping[str, int]
 ) -> None:

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from growlab.base.devices import as_given, on_cpu
 from growlab.base.errors import first_line
 from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import (
@@ -71,6 +72,7 @@ _TORCH_LOGS = [
 ]
 
 
+@on_cpu
 def trace(
     model: nn.Module,
     example: Example,
@@ -264,6 +266,7 @@ def _plain_constants(
     return frozenset(found)
 
 
+@on_cpu
 def layouts(
     model: nn.Module, example: Example, narrower: nn.Module | None = None, source: Callable[[str], str] = str
 ) -> WidthGraph:
@@ -317,7 +320,8 @@ def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exported
     """Export a network; sizes that depend on data become those for the given inputs."""
 
     def export() -> torch.export.ExportedProgram:
-        return torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
+        with as_given():
+            return torch.export.export(model, tuple(inputs), named_in(inputs), strict=False)
 
     try:
         program = export()

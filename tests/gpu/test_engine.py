@@ -209,3 +209,32 @@ def test_parts_grow_along(part: str) -> None:
         (own,) = grower.parts
         own.load_state_dict({name: tensor.cpu() for name, tensor in own.state_dict().items()})
         assert all(tensor.device.type == DEVICE for tensor in average.parameters())
+
+
+class Positions(nn.Module):
+    """A forward that creates a tensor on the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(9, 16), nn.Embedding(7, 16), nn.Linear(16, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = self.positions(torch.arange(tokens.shape[1]))
+        return self.head((self.tokens(tokens) + positions).relu()).mean(1)
+
+
+@pytest.mark.parametrize("method", ["ours", "net2net"])
+def test_the_default_device_may_be_another_one(method: str) -> None:
+    with torch.device(DEVICE):
+        network, tokens = Positions(), torch.arange(14).view(2, 7) % 9
+        assert network.head.weight.device.type == DEVICE
+        grower = Grower(network, tokens, method=method, trigger=STAGES, verbose=False)
+        optimizer = SGD(network.parameters(), lr=0.01, momentum=0.9, rule=NormRatio())
+        grower.follow(optimizer)
+        for epoch in range(2):
+            grower.step(epoch=epoch)
+            optimizer.zero_grad()
+            F.cross_entropy(network(tokens), tokens[:, 0]).backward()
+            optimizer.step()
+        grower.finish()
+        assert len(grower.events) == 1 and network.head.weight.shape == (9, 16)

@@ -1,0 +1,146 @@
+"""torch's default device is the network's affair: growlab's own tensors are on the CPU, where its generators are."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growlab.optim
+from growlab import Grower, parts, prune, trace
+from growlab.growth import (
+    FireFly,
+    GradMax,
+    GrowthMethod,
+    Net2Net,
+    PairGrowth,
+    Splitting,
+    Tiny,
+    VarianceTransfer,
+)
+from growlab.parts import Part
+
+Y = torch.arange(6) % 5
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 12), nn.LayerNorm(12), nn.ReLU()),
+        nn.Linear(12, 5),
+    )
+
+
+X = torch.randn(6, 3, 7, 7, generator=torch.Generator().manual_seed(1))
+# Every tensor without a device that is created in this context is on device meta, and reading it raises.
+ELSEWHERE = torch.device("meta")
+
+
+def trained(
+    where: AbstractContextManager[Any],
+    method: GrowthMethod,
+    make: Callable[..., torch.optim.Optimizer],
+    *with_parts: Part,
+) -> list[float]:
+    """Train through an event, save and load; return the losses."""
+    growing, again, losses = network(), network(), list[float]()
+    with where:
+        grower = Grower(growing, X, method=method, trigger={0: 0.5, 1: 1.0}, parts=with_parts)
+        optimizer = make(growing.parameters())
+        grower.follow(optimizer)
+        grower.provide(
+            batches=lambda number: [(X, Y)] * number,
+            loss=F.cross_entropy,
+            epoch_batches=lambda *_: [(X, Y)],
+            steps=[2, 2],
+        )
+        for epoch in range(2):
+            grower.step(epoch=epoch)
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(growing(X), Y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            state, tensors = grower.state_dict(), growing.state_dict()
+        other = Grower(again, X, method=method, trigger={0: 0.5, 1: 1.0})
+        if not with_parts:
+            other.load_state_dict(state)
+            again.load_state_dict(tensors)
+            other.finish()
+        grower.finish()
+    if not with_parts:
+        assert torch.equal(again(X), growing(X))
+    return losses
+
+
+METHODS = [
+    *(VarianceTransfer(), Net2Net(), PairGrowth(), Tiny(fallback="pairs"), Splitting(fallback="pairs")),
+    *(pytest.param(one(fallback="pairs"), marks=pytest.mark.slow) for one in (GradMax, FireFly)),
+]
+OPTIMIZERS = [
+    growlab.optim.SGD,
+    growlab.optim.AdamW,
+    growlab.optim.Muon,
+    growlab.optim.AvaGrad,
+    torch.optim.AdamW,
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_methods_grow_as_they_do_without(method: GrowthMethod) -> None:
+    make = growlab.optim.SGD
+    assert trained(ELSEWHERE, method, make) == trained(nullcontext(), method, make)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: f"{make.__module__}.{make.__name__}")
+def test_optimizers_follow_as_they_do_without(make: Callable[..., torch.optim.Optimizer]) -> None:
+    assert trained(ELSEWHERE, Net2Net(), make) == trained(nullcontext(), Net2Net(), make)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        parts.Averages,
+        parts.OldGradient,
+        parts.Freeze,
+        lambda: parts.Warmup(2),
+        lambda: parts.Resolution([5, 7]),
+    ],
+    ids=["averages", "old gradient", "freeze", "warm-up", "images"],
+)
+def test_parts_accompany_growth_as_they_do_without(part: Callable[[], Part]) -> None:
+    make = growlab.optim.SGD
+    assert trained(ELSEWHERE, Net2Net(), make, part()) == trained(nullcontext(), Net2Net(), make, part())
+
+
+def test_trained_networks_grow_and_shrink() -> None:
+    small = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    wide, x = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5)), torch.randn(4, 6)
+    with ELSEWHERE:
+        grower = Grower.from_trained(small, wide, x)
+        grower.step(epoch=0)
+        grower.finish()
+        prune(wide, trace(wide, x), 0.5, example=x)
+    assert wide(x).shape == (4, 5)
+
+
+class Positions(nn.Module):
+    """A forward that creates a tensor on the default device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(9, 16), nn.Embedding(7, 16), nn.Linear(16, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))).relu())
+
+
+def test_a_forward_sees_the_default_device_of_the_user() -> None:
+    with ELSEWHERE:
+        network, tokens = Positions(), torch.zeros(2, 7, dtype=torch.int64)
+        assert trace(network, tokens).full_widths == {"tokens": 16}
