@@ -36,6 +36,12 @@ def rows_that_are_not_zero(net: Net, h: Tensor, mask: Tensor) -> Tensor:
     return net.second(h).index_add(0, rows, net.second(h[rows]))
 
 
+def rows_where_it_is_true(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+    # Two conditions, as of tokens that an expert is the first or second choice for.
+    rows, _ = torch.where(torch.stack([mask, ~mask], 1))
+    return net.second(h).index_add(0, rows, net.second(h[rows]))
+
+
 def up_to_the_longest(net: Net, h: Tensor, lengths: Tensor) -> Tensor:
     longest = int(lengths.max())
     kept = torch.arange(longest)[None] < lengths[:, None]
@@ -62,6 +68,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
     "rows of a mask": (rows_of_a_mask, (6,), ROWS),
     "positions of a mask": (rows_of_a_mask, (2, 6), torch.stack([ROWS, ~ROWS])),
     "rows that are not zero": (rows_that_are_not_zero, (6,), ROWS),
+    "rows where it is true": (rows_where_it_is_true, (6,), ROWS),
     "up to the longest": (up_to_the_longest, (4, 7), torch.tensor([3, 5, 2, 5])),
     "split by lengths": (split_by_lengths, (6,), torch.tensor([1, 2, 3])),
     "a branch and a number": (a_branch_and_a_number, (6,), ROWS),

@@ -7,7 +7,7 @@ from typing import Any
 from growlab.widths.atoms import STAYING, Runs, fixed
 from growlab.widths.layout import Role
 from growlab.widths.program import operation_of, shape_of
-from growlab.widths.rules.registry import DRAWN, Arguments, first_tensor, rule
+from growlab.widths.rules.registry import DRAWN, Arguments, first_tensor, keep_full_width, rule
 from growlab.widths.values import Record, Value
 
 # f(a x) = a f(x) for a > 0.
@@ -92,8 +92,11 @@ def product(record: Record, node: Any, args: Arguments) -> Value:
 
 
 @rule(*_CHOOSING.split())
-def chosen(record: Record, node: Any, args: Arguments) -> Value:
+def chosen(record: Record, node: Any, args: Arguments) -> Any:
     """Comparison, mask or other function of several operands: they have the same channels; scales must not change."""
+    if operation_of(node) == "where" and len(args) == 1:
+        # `torch.where(condition)` gives positions, as `nonzero` does.
+        return keep_full_width(record, node, args)
     operands = [value for value in args.values() if isinstance(value, Value)]
     record.pin(operands)
     result = broadcast(record, node, operands)
