@@ -18,7 +18,7 @@ from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
 from growlab.widths import Axis, Carry, Layer, WidthGraph, as_run, grid
 
-WeightRule = Literal["fan_in", "hyperfan_in", "hyperfan_out"]
+WeightRule = Literal["fan_in", "as_network", "hyperfan_in", "hyperfan_out"]
 # Size of the embedding that hyperfan weights are emitted from (Chang et al. 2020, Appendix B.1).
 _EMBEDDING = 50
 _Found = TypeVar("_Found")
@@ -173,9 +173,11 @@ class NewWeights:
         gain: hidden layers have variance gain / fan_in; 2 suits ReLU (He et al. 2015).
         output_power: output layers have variance 1 / fan_in ** output_power; 1 is usual, 2 is variance
             transfer's (Yuan et al. 2023, Table 1).
-        rule: "fan_in" draws from a normal distribution. "hyperfan_in" and "hyperfan_out" take what a hypernetwork
-            of hyperfan initialisation emits (Chang et al. 2020, Table 1): W = sum_k H_k e_k with H and e uniform;
-            the latter with variance gain / fan_out in hidden layers.
+        rule: "fan_in" draws from a normal distribution. "as_network" does so with each layer's own variance times
+            fan-in, in place of the gain: at the seed that of the network as it was built, at an event that of the old
+            weights. "hyperfan_in" and "hyperfan_out" take what a hypernetwork of hyperfan initialisation emits (Chang
+            et al. 2020, Table 1): W = sum_k H_k e_k with H and e uniform; the latter with variance gain / fan_out in
+            hidden layers.
 
     Raises:
         ValueError: the rule is unknown.
@@ -191,7 +193,14 @@ class NewWeights:
     def std(self, context: GrowthContext, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
         fan_in = context.fan_in(layer, context.new_widths)
-        if layer.weight in context.output_layers:
+        is_output = layer.weight in context.output_layers
+        if self.rule == "as_network":
+            # The seed's old tensors are those of the full-width network, narrowed.
+            before = context.fan_in(layer, context.old_widths if context.stage else context.graph.full_widths)
+            return _spread(context, layer.weight) * sqrt(before / fan_in) ** (
+                self.output_power if is_output else 1
+            )
+        if is_output:
             variance = 1.0 / fan_in**self.output_power
         elif self.rule == "hyperfan_out":
             variance = self.gain / context.graph.fan_out(layer, context.new_widths)
@@ -209,7 +218,8 @@ class NewWeights:
         """
         shape, source = context.new_shape(name), context.generator(name)
         if name in context.layers:
-            drawn = _normal(shape, source) if self.rule == "fan_in" else _emitted(shape, source)
+            emitted = self.rule.startswith("hyperfan")
+            drawn = _emitted(shape, source) if emitted else _normal(shape, source)
             return drawn.mul_(self.std(context, context.layers[name]))
         if name in context.norm_defaults:
             return torch.full(shape, context.norm_defaults[name])
@@ -221,6 +231,15 @@ class NewWeights:
         if old.is_complex():
             return torch.complex(_like(old.real, shape, source), _like(old.imag, shape, source))
         return _like(old, shape, source)
+
+
+def _spread(context: GrowthContext, weight: str) -> float:
+    """Return the standard deviation of the old weight, with the multipliers of its rows."""
+    old = context.reference[weight].detach().double()
+    if rows := context.multipliers.get(weight):
+        (dim,) = (dim for dim, axis in enumerate(context.axes(weight)) if axis.role == "out")
+        old = old.movedim(dim, -1) * torch.tensor(rows, dtype=old.dtype, device=old.device)
+    return float(old.std(correction=0))
 
 
 def _like(old: Tensor, shape: tuple[int, ...], source: torch.Generator) -> Tensor:
@@ -362,10 +381,13 @@ class GrowthMethod(Described, ABC):
         """Draw the seed network's weights at its fan-in, one at a time; norms and biases take their defaults.
 
         Only tensors of layers and norms are drawn: bare parameters and biases of recurrent layers keep their values.
+        With `new_weights="as_network"` norms and other biases keep theirs too.
         """
-        names = {*context.layers, *context.norm_defaults}
-        names |= {name for layer in context.graph.layers for name in (layer.bias, layer.offset) if name}
-        names -= context.gates_of_biases.keys()
+        names = set(context.layers)
+        if self.new_weights.rule != "as_network":
+            names |= context.norm_defaults.keys()
+            names |= {name for layer in context.graph.layers for name in (layer.bias, layer.offset) if name}
+            names -= context.gates_of_biases.keys()
         names = (names | context.graph.emitters) - context.constants.keys()
         growing = [name for name in context.graph.axes if name in names and context.graph.grows(name)]
         return OneByOne(growing, partial(self.new_weights.draw, context))

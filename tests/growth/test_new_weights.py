@@ -59,6 +59,37 @@ def test_variance(rule: str) -> None:
         assert abs(float(drawn.mean())) < 5 * sqrt(expected / drawn.numel())
 
 
+@pytest.mark.parametrize("method", [PairGrowth, RandomGrowth, VarianceTransfer])
+def test_as_the_network_draws(method: type) -> None:
+    """A layer's variance times its fan-in stays the network's own; norms, biases and layers of zeros keep theirs."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(
+        *(torch.nn.Linear(16, 128), torch.nn.BatchNorm1d(128), torch.nn.ReLU()),
+        *(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64), torch.nn.Linear(64, 128)),
+    )
+    spreads = (0.02, 0.3, 0.0, 0.1)
+    with torch.no_grad():
+        for layer, spread in zip((network[0], network[3], network[5], network[6]), spreads, strict=True):
+            layer.weight.normal_(std=spread)
+            layer.bias.fill_(-4.5)
+        network[1].weight.fill_(0.5)
+    x = torch.randn(8, 16)
+    graph, chosen = trace(network, x), method(new_weights="as_network")
+    state = make_seed(network, graph, chosen, widths_at(graph, 0.25), seed=0)
+    is_last = 2 if method is VarianceTransfer else 1
+    for stage in range(2):
+        scale = 1 if stage else 4  # full width over the width now
+        for number, factor, spread in zip(
+            (0, 3, 5, 6), (1, scale, scale, scale**is_last), spreads, strict=True
+        ):
+            drawn = network[number].weight.detach()[:, -16:]
+            assert float(drawn.square().mean()) == pytest.approx(factor * spread**2, rel=0.25)
+            assert stage or set(network[number].bias.tolist()) == {-4.5}
+        if not stage:
+            assert set(network[1].weight.tolist()) == {0.5}
+            grow(network, graph, chosen, state, graph.full_widths, 0, (x,))
+
+
 class Normed(torch.nn.Sequential):
     """Two layers around a normalisation."""
 
@@ -113,7 +144,9 @@ def test_methods_draw_with_it(method: type, rule: str) -> None:
 
 
 def test_a_wrong_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^new_weights must be fan_in, hyperfan_in or hyperfan_out"):
+    with pytest.raises(
+        ValueError, match=r"^new_weights must be fan_in, as_network, hyperfan_in or hyperfan_out"
+    ):
         PairGrowth(new_weights="fan")
 
 
