@@ -69,7 +69,7 @@ def hidden(source: str) -> dict[str, list[str]]:
     """What a page does without, as Material's `hide` says it."""
     if source.startswith("results/matrix/"):
         return {"hide": ["navigation", "toc"]}
-    alone = source.startswith("results/") or source in ("papers.md", "gallery.md")
+    alone = source.startswith(("results/", "papers/")) or source == "gallery.md"
     return {"hide": ["navigation"]} if alone else {}
 
 

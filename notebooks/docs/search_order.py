@@ -10,7 +10,7 @@ _BOOSTS = {
     "index.md": 2.0,
     "own_loop.md": 2.0,
     "results/": 0.25,
-    "papers.md": 0.5,
+    "papers/": 0.5,
 }
 
 

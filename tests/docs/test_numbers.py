@@ -41,8 +41,8 @@ WITH = {
 }
 PAGES = [
     *(ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))),
-    # papers.md is made from the rows as a whole: tests/reproduce/test_page.py.
-    *sorted(path for path in (ROOT / "notebooks/docs/pages").rglob("*.md") if path.name != "papers.md"),
+    # Those of the papers are made from the rows as a whole: tests/reproduce/test_page.py.
+    *sorted(path for path in (ROOT / "notebooks/docs/pages").rglob("*.md") if path.parent.name != "papers"),
 ]
 NUMBER = re.compile(r"(?<![\d.,])\d\d\.\d\d(?![\d.])")
 # Costs before training: tests/test_costs.py and tests/translation/test_costs.py work them out.

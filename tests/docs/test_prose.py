@@ -18,7 +18,7 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 # Verdicts of statements ("holds") and words of the papers themselves stand in these.
-GENERATED = {"papers.md", "changelog.md"}
+GENERATED = {*(DOCS / "papers").glob("*.md"), DOCS / "changelog.md"}
 
 
 def prose_of_code(source: str) -> Iterator[tuple[int, str, bool]]:
@@ -73,7 +73,7 @@ def flesch(text: str) -> float:
 CODE = sorted((ROOT / "growlab").rglob("*.py"))
 PAGES = [
     ROOT / "README.md",
-    *sorted(path for path in DOCS.rglob("*.md") if path.name not in GENERATED),
+    *sorted(path for path in DOCS.rglob("*.md") if path not in GENERATED),
     *sorted((ROOT / "notebooks").glob("*.ipynb")),
 ]
 SETTINGS = sorted((ROOT / "conf").rglob("*.yaml"))

@@ -1,4 +1,4 @@
-"""The page of the docs is what the registry and the rows give, and its verdicts follow from the rows."""
+"""The pages of the docs are what the registry and the rows give, and their verdicts follow from the rows."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.lab.analysis.results import open_run
 from growlab.lab.analysis.style import display_name
-from growlab.recipes.papers.page import Standing, page, standings
+from growlab.recipes.papers.page import Standing, pages, standings
 from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
 from growlab.recipes.papers.verdicts import (
     CONTRADICTED,
@@ -32,37 +32,42 @@ RESULTS = ROOT / "notebooks" / "results"
 
 
 @pytest.fixture(scope="module")
-def made() -> str:
-    return page(registry(), RESULTS)
+def made() -> dict[str, str]:
+    return pages(registry(), RESULTS)
 
 
 @needs()
-def test_the_page_is_not_stale(made: str) -> None:
-    """If this fails: python -m growlab reproduce --page notebooks/results -o notebooks/docs/pages/papers.md."""
-    assert (ROOT / "notebooks" / "docs" / "pages" / "papers.md").read_text(encoding="utf-8") == made
+def test_the_pages_are_not_stale(made: dict[str, str]) -> None:
+    """If this fails: growlab reproduce --pages notebooks/results -o notebooks/docs/pages/papers."""
+    folder = ROOT / "notebooks" / "docs" / "pages" / "papers"
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == made
 
 
-def test_the_page_names_methods_as_figures_do(made: str) -> None:
+def test_the_page_names_methods_as_figures_do(made: dict[str, str]) -> None:
     for name, link in (("ours + stagewise_norm", "is what figures call"), ("ours", "is")):
-        assert f'`{name}` {link} "{display_name(name)}"' in " ".join(made.split())
+        assert f'`{name}` {link} "{display_name(name)}"' in " ".join(made["index.md"].split())
 
 
-def test_a_table_of_rows_is_of_one_network(made: str) -> None:
+def test_a_table_of_rows_is_of_one_network(made: dict[str, str]) -> None:
     """One of several would be wider than the page."""
-    heads = [line for line in made.splitlines() if line.startswith("| method ")]
+    heads = [line for text in made.values() for line in text.splitlines() if line.startswith("| method ")]
     assert len(heads) > 5
     for head in heads:
         columns = [cell.strip() for cell in head.strip("|").split("|")]
         assert sum("cost %" in name for name in columns) == 1, head
 
 
-def test_every_line_has_its_commands_and_every_paper_its_note(made: str) -> None:
+def test_every_line_has_its_commands_and_every_paper_its_note(made: dict[str, str]) -> None:
     for item in registry().items.values():
-        (line,) = [line for line in made.splitlines() if line.startswith(f"| {item.title} |")]
-        assert f"`python -m growlab reproduce {item.name}`" in line
-        assert all(f"`python -m growlab -m {command}`" in line for command in item.commands)
-    for about in registry().papers.values():
-        assert "note" not in about or (f"\n{about['note']}\n" in made and "tests hold" in about["note"])
+        (line,) = [
+            line for line in made[f"{item.paper}.md"].splitlines() if line.startswith(f"| {item.title} |")
+        ]
+        assert f"`growlab reproduce {item.name}`" in line
+        assert all(f"`growlab -m {command}`" in line for command in item.commands)
+    for paper, about in registry().papers.items():
+        assert "note" not in about or (
+            f"\n{about['note']}\n" in made[f"{paper}.md"] and "tests hold" in about["note"]
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +190,7 @@ def test_initialisations_that_one_is_not_below_take_one_line(tmp_path: Path) -> 
     named = {"first": "study", "quantity": "loss_when_learnt", "expect": "less"}
     checks = [Check(f"loss: `a` below `{second}`", study=("a", second), **named) for second in "bc"]
     item = entry(*checks, rows=())
-    text = page(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path)
+    text = "\n".join(pages(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path).values())
     (line,) = [one for one in text.splitlines() if "`a` below `b`, `c`" in one]
     assert line.count("+0.10\u00a0loss") == 2 and text.count("| loss: `a` below `c` |") == 1
 
@@ -329,15 +334,12 @@ def test_only_statements_of_the_paper_contradict_it(tmp_path: Path) -> None:
     item = entry(
         Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True)
     )
-    text = page(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
-    against, asked = (
-        text.index("## Statements that our results contradict"),
-        text.index("## Our own questions"),
-    )
-    assert (
-        against < text.index("| a claim |") < asked < text.index("| a question |") and "\nA note.\n" in text
-    )
-    assert text.count("| a question | −10") == 1 and text.count("| a claim | −10") == 2
+    made = pages(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
+    index, text = made["index.md"], made["bird.md"]
+    claimed, asked = text.index("| a claim | −10"), text.index("## Our own questions")
+    assert claimed < asked < text.index("| a question | −10") and "\nA note.\n" in text
+    assert "| a claim | −10" in index and "a question" not in index
+    assert "| [Bird](bird.md) | 0 | 1 | 0 | 0 |" in index
 
 
 def test_widths_are_counted_where_classes_come_and_go(tmp_path: Path) -> None:

@@ -236,11 +236,11 @@ def _parser() -> CommandParser:
             "action": "store_true",
             "help": "estimate the time from runs that have finished, and stop",
         },
-        "--page": {"type": Path, "metavar": "DIR", "help": "make the docs' page from the results in DIR"},
+        "--pages": {"type": Path, "metavar": "DIR", "help": "make the docs' pages from the results in DIR"},
     }
     for name, settings in options.items():
         parser.add_argument(name, **settings)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --page")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of --pages")
     return parser
 
 
@@ -255,16 +255,13 @@ def _seeds(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace, end: float) -> None:
     known = registry()
-    if arguments.output is not None and arguments.page is None:
-        raise UserError("-o goes with --page; the table and figures of NAME are written into --runs.")
-    if arguments.page is not None:
-        from growlab.recipes.papers.page import page
+    if (arguments.output is None) != (arguments.pages is None):
+        raise UserError("--pages and -o go together; the table and figures of NAME are written into --runs.")
+    if arguments.pages is not None:
+        from growlab.recipes.papers.page import pages
 
-        text = page(known, arguments.page)
-        if arguments.output is None:
-            print(text, end="")
-        else:
-            write_text(arguments.output, text)
+        for name, text in pages(known, arguments.pages).items():
+            write_text(arguments.output / name, text)
         return
     items = [known.find(arguments.name)] if arguments.name else list(known.items.values())
     if arguments.list:

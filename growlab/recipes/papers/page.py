@@ -1,4 +1,4 @@
-"""Write the docs' page that compares every table and figure of the papers with our results."""
+"""Write the docs' pages that compare every table and figure of the papers with our results."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,6 +14,8 @@ from growlab.lab.analysis.tables import summarise
 from growlab.recipes.papers.paper_table import paper_table, published_for
 from growlab.recipes.papers.registry import Item, Job, Registry, Rows
 from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
+
+_VERDICTS = (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,7 @@ class Standing:
 def _counted(outcomes: Iterable[Outcome]) -> str:
     """Number of outcomes with each verdict, in words."""
     verdicts = [one.verdict for one in outcomes]
-    words = (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
-    return ", ".join(f"{verdicts.count(word)} {word}" for word in words if word in verdicts)
+    return ", ".join(f"{verdicts.count(word)} {word}" for word in _VERDICTS if word in verdicts)
 
 
 def standings(registry: Registry, results: Path | None, seeds: Sequence[int] | None = None) -> list[Standing]:
@@ -141,43 +142,51 @@ def standings(registry: Registry, results: Path | None, seeds: Sequence[int] | N
     return [Standing(item, results, asked) for item in registry.items.values()]
 
 
-def page(registry: Registry, results: Path) -> str:
-    """Return the page as Markdown.
+def pages(registry: Registry, results: Path) -> dict[str, str]:
+    """Return the pages as Markdown, by file name: `index.md`, and one of each paper.
 
     Args:
         registry: all entries.
         results: folder of the kept results.
     """
-    all_standings = standings(registry, results)
-    every = [(s.item, one) for s in all_standings for one in s.outcomes]
-    stated = [(item, one) for item, one in every if not one.check.ours]
-    away = [(item, one) for item, one in stated if one.verdict == ONE_RUN and one.points_away]
-    against, undecided = (
-        [(item, one) for item, one in stated if one.verdict == verdict]
-        for verdict in (CONTRADICTED, UNDECIDED)
-    )
+    by_paper: dict[str, list[Standing]] = {paper: [] for paper in registry.papers}
+    for standing in standings(registry, results):
+        by_paper[standing.item.paper].append(standing)
+    contents, against, made = [], [], {}
+    for paper, entries in by_paper.items():
+        about = registry.papers[paper]
+        every = [(one.item, each) for one in entries for each in one.outcomes]
+        stated = [(item, one) for item, one in every if not one.check.ours]
+        own = [(item, one) for item, one in every if one.check.ours]
+        against += [(item, one) for item, one in stated if one.verdict == CONTRADICTED]
+        verdicts = [one.verdict for _, one in stated]
+        contents.append(
+            [f"[{about['title']}]({paper}.md)", *(str(verdicts.count(word)) for word in _VERDICTS)]
+        )
+        parts = [
+            f"# {about['title']}\n",
+            "[Terms and counts](index.md) are explained before.\n",
+            _entries(entries),
+        ]
+        parts += [about["note"] + "\n"] if "note" in about else []
+        if stated:
+            parts += ["## Statements\n", _statements(stated, verdict=True)]
+        if own:
+            parts += [
+                "## Our own questions\n",
+                "The paper does not state these.\n",
+                _statements(own, verdict=True),
+            ]
+        parts += [_with_published(one) for one in entries if one.item.table and one.kept]
+        made[f"{paper}.md"] = "\n".join(parts)
     parts = [
         files("growlab.recipes.papers").joinpath("introduction.md").read_text(encoding="utf-8"),
+        _table(["paper", *_VERDICTS], contents),
         "## Statements that our results contradict\n",
         "Compared at the number of epochs that the table gives, and at no other.\n",
         _statements(against, grouped=True),
-        "## Statements that a single run speaks against\n\nWithout an interval: another seed may reverse the result.\n",
-        _statements(away, grouped=True),
-        "## Undecided statements\n",
-        _statements(undecided, grouped=True),
-        "## Our own questions\n",
-        "No paper states these: other data and rates, and algorithms that a paper gives without an experiment.\n",
-        _statements([(item, one) for item, one in every if one.check.ours], verdict=True),
     ]
-    for paper, about in registry.papers.items():
-        entries = [standing for standing in all_standings if standing.item.paper == paper]
-        parts += [f"## {about['title']}\n", _entries(entries)]
-        parts += [about["note"] + "\n"] if "note" in about else []
-        of_paper = [(item, one) for item, one in stated if item.paper == paper]
-        if of_paper:
-            parts += ["Statements and rows:\n", _statements(of_paper, verdict=True)]
-        parts += [_with_published(one) for one in entries if one.item.table and one.kept]
-    return "\n".join(parts)
+    return {"index.md": "\n".join(parts), **made}
 
 
 def _entries(own: Sequence[Standing]) -> str:
@@ -185,7 +194,7 @@ def _entries(own: Sequence[Standing]) -> str:
     for standing in own:
         item = standing.item
         commands = [f"reproduce {item.name}", *(f"-m {command}" for command in item.commands)]
-        cell = "<br>".join(f"`python -m growlab {command}`" for command in commands)
+        cell = "<br>".join(f"`growlab {command}`" for command in commands)
         rows.append([item.title, item.claim, cell, standing.rows_text, standing.verdict])
     return _table(["what", "published", "command", "our rows", "verdict"], rows)
 
@@ -234,7 +243,7 @@ def _with_published(standing: Standing) -> str:
             tables.append(paper_table(list(own)).markdown() + "\n")
     none = "our results alone: the paper has none for this network and data"
     words = "with the published values" if compared else none
-    return "\n".join([f"### {standing.item.title}, {words}\n", *tables])
+    return "\n".join([f"## {standing.item.title}, {words}\n", *tables])
 
 
 def _runs(results: Path, rows: Rows) -> list[Run]:
