@@ -197,9 +197,7 @@ class NewWeights:
         if self.rule == "as_network":
             # The seed's old tensors are those of the full-width network, narrowed.
             before = context.fan_in(layer, context.old_widths if context.stage else context.graph.full_widths)
-            return _spread(context, layer.weight) * sqrt(before / fan_in) ** (
-                self.output_power if is_output else 1
-            )
+            return _spread(context, layer) * sqrt(before / fan_in) ** (self.output_power if is_output else 1)
         if is_output:
             variance = 1.0 / fan_in**self.output_power
         elif self.rule == "hyperfan_out":
@@ -233,11 +231,11 @@ class NewWeights:
         return _like(old, shape, source)
 
 
-def _spread(context: GrowthContext, weight: str) -> float:
-    """Return the standard deviation of the old weight, with the multipliers of its rows."""
-    old = context.reference[weight].detach().double()
-    if rows := context.multipliers.get(weight):
-        (dim,) = (dim for dim, axis in enumerate(context.axes(weight)) if axis.role == "out")
+def _spread(context: GrowthContext, layer: Layer) -> float:
+    """Return the standard deviation of the layer's old weight, with the multipliers of its rows."""
+    old = context.reference[layer.weight].detach().double()
+    if rows := context.multipliers.get(layer.weight):
+        dim = 1 if layer.transposed else 0
         old = old.movedim(dim, -1) * torch.tensor(rows, dtype=old.dtype, device=old.device)
     return float(old.std(correction=0))
 
