@@ -8,12 +8,14 @@ from functools import partial
 from itertools import accumulate
 from math import cos, pi
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import lightning
 import PIL.Image
 import pytest
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.nn import functional as F
 
@@ -21,6 +23,7 @@ from growlab.growth import PairGrowth, grow, make_seed
 from growlab.lab.data import ImageData
 from growlab.lab.data.loaders import MemoryLoader
 from growlab.lab.networks import resnet20
+from growlab.lab.training.loggers import WandbRecords
 from growlab.widths import trace
 from tests.command_line import CommandLine, Outcome
 from tests.experiments import COVERING, EXPERIMENTS, two_steps, write_fake_images
@@ -315,6 +318,22 @@ def test_weights_are_kept_in_full_precision_beside_half(finished: Callable[..., 
 
 
 # Loggers --------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_curve_in_tensorboard_has_each_point_once(tmp_path: Path) -> None:
+    """A run that logged ten steps and was killed resumes from its checkpoint of step 4."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first in (0, 5):
+        board = TensorBoardLogger(tmp_path, "tensorboard", "")
+        board.log_hyperparams({"width": 12})
+        resumed = SimpleNamespace(is_global_zero=True, global_step=max(0, first - 1))
+        WandbRecords([board]).on_train_start(resumed, None)
+        for step in range(first, 10):
+            board.log_metrics({"loss": float(first)}, step)
+        board.finalize("success")
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("loss")]
+    assert points == [(step, 0.0 if step < 5 else 5.0) for step in range(10)]
 
 
 def test_tensorboard_gets_metrics_events_rates_results_and_figures(logged: Whole) -> None:

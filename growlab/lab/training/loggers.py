@@ -59,6 +59,14 @@ class WandbRecords(Callback):
                         name, step_metric="trainer/global_step", step_sync=True, summary=summary
                     )
 
+    def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
+        """Let TensorBoard drop the points behind the checkpoint that the run resumes from: they are logged again."""
+        for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
+            if trainer.is_global_zero and trainer.global_step:
+                # The writer opens its next file with the step from which on it replaces earlier ones.
+                board.experiment.close()
+                board.experiment.purge_step = trainer.global_step + 1
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Add the stage's spectra after its last epoch."""
         schedule, epoch = pl_module.schedule, trainer.current_epoch
