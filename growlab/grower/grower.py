@@ -497,7 +497,7 @@ class Grower(LoadingNetwork):
         parameters = dict(self.network.named_parameters())
         device = next(iter(parameters.values())).device
         if self._regions is None:
-            known = weight_regions(self.graph, self.state.births, self.births() | tokens_since(self))
+            known = weight_regions(self.graph, self.state.births, {**self.births(), **tokens_since(self)})
             self._regions = {name: known[name] for name in parameters if name in known}
         self._regions = {name: region.to(device) for name, region in self._regions.items()}
         return self._regions
