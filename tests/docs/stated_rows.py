@@ -552,6 +552,23 @@ def new_weights() -> tuple[str, ...]:
     return tuple(told)
 
 
+def sharded() -> tuple[str, ...]:
+    """Memory of an event by size: in MiB and in largest tensors, of the process that took more."""
+    kept = json.loads((RESULTS / "sharded" / "results.json").read_text(encoding="utf-8"))["rows"]
+    told = []
+    for pair in zip(kept[::2], kept[1::2], strict=True):
+        row = max(pair, key=lambda one: one["above_MiB"])
+        quarter = row["parameters"] / 4 * 12 / 2 / 2**20  # weights and two moments, on two processes
+        told += [
+            f"{row['parameters'] / 1e6:.0f}",
+            f"{row['above_MiB']:.0f}",
+            f"{row['tensors_above']:.1f}",
+            f"{quarter:.0f}",
+        ]
+        assert row["above_MiB"] < quarter + 2 * row["largest_MiB"]
+    return tuple(told)
+
+
 def tutorial_differences() -> tuple[str, ...]:
     """Of the grown network from the shorter training, and of the longer one from it, by seed."""
     grown, short, whole = (
@@ -898,6 +915,14 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "a GPT over characters ends at {} bits per character in place of {}, a Llama at {} bits per byte in place "
         "of {} (by seed the sign differs), a ResNet-20 on digits at {} % in place of {} (likewise).",
         new_weights,
+    ),
+    (
+        "notebooks/docs/pages/guide/sharded.md",
+        "| 512 x 8 | {} M | 2 | {} | {} | {} | "
+        "| 1024 x 4 | {} M | 8 | {} | {} | {} | "
+        "| 1024 x 8 | {} M | 8 | {} | {} | {} | "
+        "| 2048 x 4 | {} M | 32 | {} | {} | {} |",
+        sharded,
     ),
 ]
 
