@@ -189,6 +189,24 @@ class PlainBatchNorm(nn.Module):
         return self.head(self.norm(self.second(self.first(x).relu())).relu())
 
 
+@pytest.mark.parametrize("tolerance", [1e-12, 1e-6, 1e-2])
+def test_an_error_above_its_tolerance_in_either_mode_is_too_large(tolerance: float) -> None:
+    for sizes, kept in (((1, 1), True), ((1.01, 0), False), ((0, 1.01), False), ((0, float("nan")), False)):
+        errors = sizes[0] * tolerance, sizes[1] * tolerance
+        assert Parity(errors, (tolerance, tolerance)).kept is kept
+        assert Parity(errors, None).kept
+
+
+def test_one_wrong_entry_of_many_is_the_error() -> None:
+    """Relative to the largest entry, also where outputs are compared in pieces; a factor undoes a scale."""
+    before = torch.linspace(-4, 2, 2**19)
+    for place in (0, 2**18, 2**19 - 1):
+        after = before / 3
+        after[place] += 0.4
+        assert relative_error(before, after, 3.0) == pytest.approx(1.2 / 4, rel=1e-5)
+    assert relative_error(before, before) == 0.0
+
+
 @pytest.mark.parametrize(("affine", "running"), [(False, True), (True, False), (False, False)])
 def test_batch_normalisation_whose_eps_no_weight_takes_up_grows_exactly(affine: bool, running: bool) -> None:
     torch.manual_seed(0)
