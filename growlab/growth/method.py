@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.described import Described
+from growlab.base.errors import UserError
 from growlab.base.pieces import OneByOne
 from growlab.base.settings import above, at_least, one_of
 from growlab.growth.constants import at_widths
@@ -234,6 +235,11 @@ class NewWeights:
 def _spread(context: GrowthContext, layer: Layer) -> float:
     """Return the standard deviation of the layer's old weight, with the multipliers of its rows."""
     old = context.reference[layer.weight].detach().double()
+    if old.is_meta:
+        raise UserError(
+            f'new_weights="as_network" takes the spread of weights that have values, and {layer.weight} is on the meta '
+            'device: build the network on another one, or choose new_weights="fan_in".'
+        )
     if rows := context.multipliers.get(layer.weight):
         dim = 1 if layer.transposed else 0
         old = old.movedim(dim, -1) * torch.tensor(rows, dtype=old.dtype, device=old.device)

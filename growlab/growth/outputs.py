@@ -414,8 +414,7 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
     """Return inputs on the network's device, floating-point tensors in a precision of its own, integers unchanged."""
     if not isinstance(network, nn.Module):
         raise UserError(f"a network must be a torch.nn.Module, not a {type(network).__name__}.")
-    device, _ = device_and_precision(network)
-    place = placing(network)
+    (device, _), place = device_and_precision(network), placing(network)
 
     def moved(value: Tensor) -> Tensor:
         if value.is_meta and device is not None and device.type != "meta":

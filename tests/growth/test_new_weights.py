@@ -5,6 +5,8 @@ from math import prod, sqrt
 import pytest
 import torch
 
+from growlab import Grower
+from growlab.base.errors import UserError
 from growlab.growth import (
     FixedSize,
     GrowthContext,
@@ -141,6 +143,14 @@ def test_methods_draw_with_it(method: type, rule: str) -> None:
             torch.testing.assert_close(after, before, rtol=0, atol=1e-10)
         grown.append(network.layers[1][0].conv2.weight)
     assert not torch.equal(*grown)
+
+
+def test_a_network_without_values_has_no_spread() -> None:
+    with torch.device("meta"):
+        network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    method = VarianceTransfer(new_weights="as_network")
+    with pytest.raises(UserError, match="is on the meta device: build the network on another one"):
+        Grower(network, torch.randn(2, 8), method=method, trigger={0: 0.5, 1: 1.0})
 
 
 def test_a_wrong_rule_is_refused() -> None:

@@ -165,7 +165,7 @@ def pages(registry: Registry, results: Path) -> dict[str, str]:
         )
         parts = [
             f"# {about['title']}\n",
-            "[Terms and counts](index.md) are explained before.\n",
+            "The [overview](index.md) explains terms and counts.\n",
             _entries(entries),
         ]
         parts += [about["note"] + "\n"] if "note" in about else []
