@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "tests/gpu/test_engine.py"
 # Named one by one: collecting the whole tree needs more packages than such a machine has.
 OTHERS = (
+    "tests/gpu/test_cuda_graphs.py",
     "tests/optim/test_gpu.py",
     "tests/data/test_image_data.py",
     "tests/data/test_streaming.py",

@@ -1,0 +1,80 @@
+"""Training batches as CUDA graphs, captured anew behind each growth event."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError
+from growlab.lab.training.task import Task
+
+
+class CudaGraphs(Callback):
+    """Replays the network's forward and backward on training batches as CUDA graphs.
+
+    The steps of a small network then take the time that the GPU needs, and not the time that Python needs to start
+    its kernels. A graph is captured (`torch.cuda.make_graphed_callables`) for each shape of the batches and again
+    behind each growth event. The network's forward must not depend on values that change from step to step, such as
+    annealed norms; batch normalisation and dropout may be in it.
+
+    Raises:
+        UserError: training is not on one CUDA device.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[Any, ...], nn.Module] = {}
+        self._events = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the module's forward."""
+        if not _on_one_device(trainer):
+            raise UserError("callbacks=cuda_graphs needs training on one CUDA device: trainer=gpu.")
+        assert isinstance(pl_module, Task)
+        self._graphs = {}
+        pl_module.forward = partial(self._forward, pl_module)  # type: ignore[method-assign]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give it back."""
+        vars(pl_module).pop("forward", None)
+        self._graphs = {}
+
+    def _forward(self, task: Task, *inputs: Tensor) -> Tensor:
+        if not (task.network.training and torch.is_grad_enabled()):
+            return task.network(*inputs)
+        if self._events != len(task.events):
+            self._graphs, self._events = {}, len(task.events)
+        key = tuple((x.shape, x.dtype) for x in inputs)
+        if key not in self._graphs:
+            self._graphs[key] = _captured(task.network, inputs)
+        return self._graphs[key](*inputs)
+
+
+def _on_one_device(trainer: Trainer) -> bool:
+    return trainer.strategy.root_device.type == "cuda" and trainer.world_size == 1
+
+
+class _Called(nn.Module):
+    """Calls a network, whose own hooks then are part of a capture."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.network(*inputs)
+
+
+def _captured(network: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
+    """Capture a network in training mode; the trial passes leave its buffers as they were."""
+    before = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    mixed, precision = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    called = _Called(network)
+    with torch.autocast("cuda", precision, enabled=mixed, cache_enabled=False):
+        examples = tuple(x.clone() for x in inputs)
+        torch.cuda.make_graphed_callables(called, examples, allow_unused_input=True)
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+    return called
