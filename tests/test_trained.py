@@ -678,3 +678,26 @@ def test_masks_of_newborn_entries_cover_what_unusual_tensors_gained() -> None:
     assert new.masks["qkv.weight"][:, 0].view(3, 4, 4).any(-1).tolist() == [[False, False, True, True]] * 3
     halves = new.masks["gate_up"].view(3, 16, 2, 2, 16)
     assert not halves[:, :, :, 0].any() and halves[:, :, :, 1].all()
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+def test_tensors_alone_are_told_of_and_refused_where_code_computes_from_a_width(
+    as_number: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma's factor is a buffer that is not saved; other code keeps it as a number."""
+
+    class Scaled(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(64, width), nn.Linear(width, 5)
+            self.scale = width**0.5
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.scale * self.table(input_ids))
+
+    make: Any = Scaled if as_number else lambda width: gemma3(width, 1)
+    with pytest.raises(UserError, match="the root of a width that grows"):
+        Grower.from_trained(make(16).state_dict(), make(32), TEXT_ALONE)
+    assert "as tensors alone" not in caplog.text
+    Grower.from_trained(residual(16, 1).state_dict(), residual(32, 1), IMAGES)
+    assert "as tensors alone" in caplog.text

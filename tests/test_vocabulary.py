@@ -13,7 +13,7 @@ import growlab
 from growlab import Grower, UserError
 from growlab.growth.parity import relative_error
 from growlab.optim import BaseRate
-from growlab.parts import Freeze, Warmup
+from growlab.parts import Freeze, OldGradient, Warmup
 from tests.test_trained import TEXT, TOKENS, gpt2, llama, output, residual, same, train
 
 transformers = pytest.importorskip("transformers")
@@ -130,6 +130,29 @@ def test_averages_and_other_optimizers_follow() -> None:
     before = output(average.module, NEW)
     assert len(grower.step(epoch=1)) == 1
     assert relative_error(before, output(average.module, NEW)) < 1e-12
+
+
+def test_an_old_gradient_has_no_entries_for_new_tokens() -> None:
+    torch.manual_seed(0)
+    wide, part = gpt2(32, 1), OldGradient("run")
+    grower = Grower(wide, TEXT, trigger={0: 0.5, 1: 1.0}, parts=[part])
+    grower.provide(
+        loss=lambda output, words: nn.functional.cross_entropy(output.logits.flatten(0, 1), words.flatten()),
+        epoch_batches=lambda epoch, seed: [(TOKENS, TOKENS)],
+        steps=[1, 3],
+    )
+    optimizer = torch.optim.SGD(wide.parameters(), lr=1e-2)
+    grower.follow(optimizer)
+    train(wide, optimizer, TEXT, 1)
+    grower.step(epoch=1, step=1)
+    before = part.state_dict()["gradients"]
+    grower.resize_vocabulary(80)
+    old = part.state_dict()["gradients"]
+    table = "transformer.wte.weight"
+    assert torch.equal(old[table][:64], before[table]) and not old[table][64:].any()
+    train(wide, optimizer, NEW, 1)
+    along = sum(float((old[name] * p.grad).sum()) for name, p in wide.named_parameters())
+    assert abs(along) < 1e-12 and part.state_dict()["gradients"][table].abs().max() > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isclose
 from typing import Any
 
 import torch
@@ -313,6 +314,8 @@ def adopt(
                 moments = {k: t for k, t in entries.items() if getattr(t, "shape", None) == parameter.shape}
                 entries |= {key: placed(tensor, parameter) for key, tensor in moments.items()}
             rescale_state(optimizer, {new[name]: factor for name, factor in factors.items()})
+    else:
+        _warn_of_unknown_outputs(network, grower.graph, grower.seed_widths)
     grower.follow(*optimizers, state=state)
 
 
@@ -361,6 +364,36 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
         f"the trained network's weights fit {type(network).__name__}, which computes something else with them "
         f"(the output differs by {least:.0e}): they differ in more than widths and layers, such as the number "
         "of heads or a factor that the code computes from its width."
+    )
+
+
+def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widths) -> None:
+    """Log a warning that outputs cannot be compared where only a state_dict of the trained network is given.
+
+    Raises:
+        UserError: the network has a number that code computes from a width that grows: the trained one had another.
+    """
+    numbers = {
+        f"{path}.{name}".lstrip("."): number
+        for path, module in network.named_modules()
+        for name, number in vars(module).items()
+        if type(number) is float
+    }
+    buffers = ((name, b) for name, b in network.named_buffers() if not b.dim() and b.is_floating_point())
+    numbers |= {name: float(buffer) for name, buffer in buffers}
+    roots = [full**0.5 for group, full in graph.full_widths.items() if full != widths[group]]
+    for name, number in numbers.items():
+        # Roots below 1 could be a rate of dropout; buffers may be rounded to bfloat16.
+        if number > 1 and any(isclose(number, root, rel_tol=2**-8) for root in roots):
+            raise UserError(
+                f"{name} of {type(network).__name__} is {number:g}, the root of a width that grows, so the trained "
+                "network computes with another number: give that network, or a folder that its save_pretrained wrote, "
+                "in place of its tensors."
+            )
+    log.warning(
+        "the trained network was given as tensors alone: its outputs are not compared with those of %s, which differ "
+        "with another number of heads, for example: give the network itself to have them compared",
+        type(network).__name__,
     )
 
 

@@ -68,10 +68,12 @@ class Orthogonalised:
         Of the event's rule for gradients only rotations of bases are used.
         """
         rule = carry if carry is not None and carry.bases else Carry()
-        self.gradients = {
-            name: rule.carried(g, name, graph, widths_before, widths_after) if name in graph.axes else g
-            for name, g in self.gradients.items()
-        }
+        for name, gradient in self.gradients.items():
+            if name in graph.axes:
+                # Rows of tokens that were added are not channels of a group.
+                padded = gradient.new_zeros(graph.shape(name, widths_before))
+                padded[tuple(map(slice, gradient.shape))] = gradient
+                self.gradients[name] = rule.carried(padded, name, graph, widths_before, widths_after)
         self._square = None
 
     def project(self, strength: float) -> None:
