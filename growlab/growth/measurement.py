@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -369,15 +370,20 @@ class _FlopCounter:
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Add the FLOPs of an operation."""
-        formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+        formula, of_shapes = _formulas(func)
         if formula is None:
             return
-        # Most formulas take shapes: torch's wrappers that take tensors are ten times as slow.
-        of_shapes = getattr(formula, "__wrapped__", None)
         if of_shapes is None:
             self.flops += formula(*args, **kwargs, out_val=result)
         else:
             self.flops += of_shapes(*map(_shape, args), **kwargs, out_shape=_shape(result))
+
+
+@cache
+def _formulas(func: Any) -> tuple[Any, Any]:
+    """FLOP formula of an operation, or None, and the same of shapes: torch's wrapper is ten times as slow."""
+    formula = flop_registry.get(getattr(func, "_overloadpacket", func))
+    return formula, getattr(formula, "__wrapped__", None)
 
 
 def _shape(thing: Any) -> Any:
@@ -403,18 +409,19 @@ def right_derivatives() -> TorchFunctionMode:
     """Mode in which ReLU and similar have the derivative 1 at 0 (torch: 0), for channels at zero (Evci et al. 2022)."""
 
     def relu(x: Tensor, inplace: bool = False) -> Tensor:
-        return torch.where(x >= 0, x, torch.zeros_like(x))
+        # NaN stays NaN.
+        return torch.where(x < 0, torch.zeros_like(x), x)
 
     def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
         y = min_val + relu(x - min_val)
         # The derivative of `clamp` at its bound differs between versions of torch.
-        return torch.where(y < max_val, y, torch.full_like(y, max_val))
+        return torch.where(y >= max_val, torch.full_like(y, max_val), y)
 
     def relu6(x: Tensor, inplace: bool = False) -> Tensor:
         return hardtanh(x, 0.0, 6.0)
 
     def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-        return torch.where(x >= 0, x, negative_slope * x)
+        return torch.where(x < 0, negative_slope * x, x)
 
     # torch's module ReLU6 calls hardtanh.
     return _InPlaceOf(

@@ -184,16 +184,16 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
 @contextlib.contextmanager
 def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
     """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
-    double = {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float64}
-    in_double = doubles_kept() if double else contextlib.nullcontext()
+    devices, dtypes = _devices_and_dtypes(model)
+    in_double = doubles_kept() if dtypes == {torch.float64} else contextlib.nullcontext()
     with (
         torch.no_grad(),
-        own_precision(model),
+        autocast_off(devices),
         _full_precision(),
         unchanged(model, seed=0) as snapshot,
         # Entered first: otherwise its reads of tensors would pass through the other mode.
         in_double,
-        _Quiet(model, snapshot) as quiet,
+        _Quiet(model, snapshot, devices) as quiet,
     ):
         yield quiet
 
@@ -254,6 +254,7 @@ class _Quiet(TorchFunctionMode):
     Args:
         model: the network.
         snapshot: snapshot of its state.
+        devices: types of the devices on which autocast stays off.
 
     Attributes:
         snapshot: the same.
@@ -268,10 +269,9 @@ class _Quiet(TorchFunctionMode):
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
     _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
 
-    def __init__(self, model: nn.Module, snapshot: Snapshot) -> None:
+    def __init__(self, model: nn.Module, snapshot: Snapshot, devices: Collection[str]) -> None:
         super().__init__()
-        self._model, self.snapshot = model, snapshot
-        self._devices = _devices_of_one_precision(model)
+        self._model, self.snapshot, self._devices = model, snapshot, devices
         self.seen = self.means = False
 
     def again(self) -> None:
@@ -350,17 +350,24 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _devices_of_one_precision(model: nn.Module) -> Collection[str]:
-    """Types of the devices that a network of a single dtype uses; none for one of several dtypes."""
-    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return {"cpu", *(p.device.type for p in model.parameters())} - {"meta"} if len(types) == 1 else ()
+def _devices_and_dtypes(model: nn.Module) -> tuple[set[str], set[torch.dtype]]:
+    """Types of the devices that a network of a single dtype uses, none for one of several; dtypes of parameters."""
+    parameters = list(model.parameters())
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()}
+    devices = {"cpu", *(p.device.type for p in parameters)} - {"meta"} if len(dtypes) == 1 else set()
+    return devices, dtypes
+
+
+def own_precision(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Disable autocast if the network has a single dtype; networks of mixed dtypes may need it."""
+    return autocast_off(_devices_and_dtypes(model)[0])
 
 
 @contextlib.contextmanager
-def own_precision(model: nn.Module) -> Iterator[None]:
-    """Disable autocast if the network has a single dtype; networks of mixed dtypes may need it."""
+def autocast_off(devices: Collection[str]) -> Iterator[None]:
+    """Disable autocast on devices of these types."""
     with contextlib.ExitStack() as stack:
-        for device in _devices_of_one_precision(model):
+        for device in devices:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield

@@ -386,6 +386,8 @@ def states_of_draws(network: nn.Module) -> Callable[[], None]:
 
 
 def _cuda_devices(network: nn.Module) -> list[int]:
+    if not torch.cuda.is_initialized():
+        return []
     return sorted({p.device.index or 0 for p in network.parameters() if p.device.type == "cuda"})
 
 

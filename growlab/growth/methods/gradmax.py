@@ -96,13 +96,12 @@ class GradMax(DataDriven):
         matrices: dict[str, Tensor] = {}
         wanted: dict[str, float] = {}
         if solved:
-            matrices, refused = accumulated(self, context, data, solved)
-            flat = [
-                fans for fans in solved if fans.group in matrices and not bool(matrices[fans.group].any())
-            ]
-            refused |= _why_flat(context, data, flat)
-            if refused:
-                return GrownTensors({}), refused
+            matrices, loss = accumulated(self, context, data, solved)
+            flat = [fans for fans in solved if not bool(matrices[fans.group].any())]
+            if flat:
+                return GrownTensors({}), _not_zero(self, context, data, solved) or _why_flat(
+                    context, data, flat
+                )
         tensors = padded(self, context)
         view = ChannelView(context.graph, context.new_widths, context.old_widths)
         for fans in solved:
@@ -116,7 +115,10 @@ class GradMax(DataDriven):
             wanted[fans.group] = length * float(torch.linalg.vector_norm(kept))
             report[fans.group] = {"zero": "fan_in", "singular_values": kept.tolist()}
         if solved:
-            shown = self._rest(context, data, solved, tensors, view, wanted)
+            shown, at_zero = self._rest(context, data, solved, tensors, view, wanted)
+            # Other outgoing weights of channels that are zero change nothing.
+            if _differ(at_zero, loss) and (refused := _not_zero(self, context, data, solved)):
+                return GrownTensors({}), refused
             asleep = {
                 group: "no gradient reaches what leads to its channels (does an activation have the derivative 0 at 0?)"
                 for group, norm in shown.items()
@@ -144,13 +146,15 @@ class GradMax(DataDriven):
         tensors: dict[str, Tensor],
         view: ChannelView,
         wanted: Mapping[str, float],
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], float]:
         """Write the incoming weights, at or next to zero, with which the network shows the predicted gradient.
 
         Returns:
-            The norm of the gradient that it shows, by group; `wanted` are the predicted ones.
+            The norm of the gradient that it shows, by group (`wanted` are the predicted ones), and the mean loss at
+            zero.
         """
         best: dict[str, float] = {}
+        losses: list[float] = []
         chosen: dict[str, Tensor] = {}
         names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
         for side in _RESTS:
@@ -161,6 +165,7 @@ class GradMax(DataDriven):
             for fans in trying:
                 view.write(tensors, fans.incoming, fans.group, view.new(fans.group), rests[fans.group])
             found = data.gradients(tensors, names)
+            losses.append(float(found[""]))
             for fans in trying:
                 rows = view.read(found, fans.incoming, fans.group, view.new(fans.group))
                 norm = float(torch.linalg.vector_norm(rows.double()))
@@ -168,7 +173,7 @@ class GradMax(DataDriven):
                     best[fans.group], chosen[fans.group] = norm, rests[fans.group]
         for fans in groups:
             view.write(tensors, fans.incoming, fans.group, view.new(fans.group), chosen[fans.group])
-        return best
+        return best, losses[0]
 
     def _ascend(
         self,
@@ -256,18 +261,12 @@ class _Ascent:
 
 def accumulated(
     method: DataDriven, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Measure the matrix G of each group, [outgoing entries, incoming entries], float64.
+) -> tuple[dict[str, Tensor], float]:
+    """Measure the matrix G of each group, [outgoing entries, incoming entries], float64, and the mean loss.
 
     All groups are measured at once: new channels are zero and so do not affect one another.
-
-    Returns:
-        The matrices; and a reason for each group whose channels are not zero though their incoming weights are.
     """
     names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
-    refused = _not_zero(method, context, data, groups)
-    if refused:
-        return {}, refused
     rows: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
     growth = {group: context.new_widths[group] - width for group, width in context.old_widths.items()}
     for one in Candidates.of_each_entry(method, context, groups, growth):
@@ -276,7 +275,7 @@ def accumulated(
             rows[fans.group].append(
                 one.view.read(found, fans.incoming, fans.group, one.new[fans.group]).double()
             )
-    return {group: torch.cat(parts) for group, parts in rows.items()}, {}
+    return {group: torch.cat(parts) for group, parts in rows.items()}, float(found[""])
 
 
 def _why_flat(context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]) -> dict[str, str]:
@@ -314,7 +313,7 @@ def _not_zero(
     plain = data.loss(context.old)
 
     def differs(chosen: Sequence[GroupTensors]) -> bool:
-        return abs(loss(chosen) - plain) > _ROUNDING * (abs(plain) + 1e-3)
+        return _differ(loss(chosen), plain)
 
     if not differs(groups):
         return {}
@@ -323,6 +322,10 @@ def _not_zero(
         fans.group: f"behind {fans.producers[0].name} its channels are not zero where the weights that lead to them are"
         for fans in alone
     }
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > _ROUNDING * (abs(other) + 1e-3)
 
 
 def _next_to_zero(context: GrowthContext, fans: GroupTensors, view: ChannelView, near_zero: float) -> Tensor:

@@ -170,11 +170,12 @@ class Tiny(DataDriven):
             return tensors
 
         before = held_out.loss(context.old)
-        amplitude, lowest = 0.0, before
+        amplitude, lowest, best = 0.0, before, None
         for gamma in sorted(self.amplitudes, reverse=True):
-            loss = held_out.loss(at(gamma), finite=False)
+            tensors = at(gamma)
+            loss = held_out.loss(tensors, finite=False)
             if loss < lowest:
-                amplitude, lowest = gamma, loss
+                amplitude, lowest, best = gamma, loss, tensors
             elif amplitude:
                 break
         report = {
@@ -183,7 +184,7 @@ class Tiny(DataDriven):
             "loss_after": lowest,
             "singular_values": {fans.group: found[fans.group][2].tolist() for fans in groups},
         }
-        return GrownTensors(at(amplitude), report=report)
+        return GrownTensors(at(0.0) if best is None else best, report=report)
 
     def _rows(
         self,
