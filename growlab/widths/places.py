@@ -98,10 +98,18 @@ def _integers_of(module: nn.Module) -> Iterator[tuple[str, int | str | None, int
             yield attribute, None, content
         elif isinstance(content, (tuple, list)):
             yield from ((attribute, i, item) for i, item in enumerate(content) if type(item) is int)
+            if _has_keys(content):
+                yield from ((attribute, key, item) for key, item in content if type(item) is int)
         elif type(content) is dict:
             yield from ((attribute, key, item) for key, item in content.items() if type(item) is int)
         elif _is_plain(content) and attribute.count(".") < _DEEPEST:
             waiting += [(f"{attribute}.{name}", item) for name, item in _attributes(content).items()]
+
+
+def _has_keys(content: Any) -> bool:
+    """Return True for items of a dictionary, which einops' layers keep their sizes in."""
+    pairs = isinstance(content, (tuple, list)) and bool(content)
+    return pairs and all(type(i) is tuple and len(i) == 2 and type(i[0]) is str for i in content)
 
 
 def _is_plain(content: Any) -> bool:
@@ -127,13 +135,19 @@ def kept_at(module: nn.Module, place: HardcodedSize) -> Any:
         except Exception:
             # Configurations may raise for a setting that differs from layer to layer.
             return None
+    content = dict(content) if _has_keys(content) else content
     return content if place.index is None else content[place.index]
 
 
 def write(module: nn.Module, place: HardcodedSize, size: int) -> None:
     """Store a size at a place of a module; objects on the path are replaced by copies, since they may be shared."""
     first, *rest = place.attribute.split(".")
-    setattr(module, first, _with(getattr(module, first), rest, place.index, size))
+    before = getattr(module, first)
+    if _has_keys(before):
+        # einops' layers are copied and pickled by a dictionary of the same sizes.
+        for name in [n for n, c in vars(module).items() if type(c) is dict and c == dict(before)]:
+            setattr(module, name, _with(getattr(module, name), (), place.index, size))
+    setattr(module, first, _with(before, rest, place.index, size))
 
 
 def _with(holder: Any, path: Sequence[str], index: int | str | None, size: int) -> Any:
@@ -149,5 +163,7 @@ def _with(holder: Any, path: Sequence[str], index: int | str | None, size: int) 
         return size
     if isinstance(holder, dict):
         return {**holder, index: size}
+    if _has_keys(holder):
+        return type(holder)({**dict(holder), index: size}.items())
     changed = [size if i == index else item for i, item in enumerate(holder)]
     return type(holder)._make(changed) if hasattr(holder, "_make") else type(holder)(changed)

@@ -271,7 +271,11 @@ class Record:
             for node, (module, axis, remaining) in self._choices.items()
             if remaining
             and self.atoms.frozen_whole(axis)
-            and (module in self.attending or self.atoms.why_fixed(axis) == SLID_OVER)
+            # A layer of einops reshapes for the module that it belongs to.
+            and (
+                not self.attending.isdisjoint((module, module.rpartition(".")[0]))
+                or self.atoms.why_fixed(axis) == SLID_OVER
+            )
         ]
 
     def weight_axes(

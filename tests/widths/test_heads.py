@@ -162,6 +162,29 @@ def of_function(net: Block, x: Tensor) -> Tensor:
     return weighted(*(net.split(y) for y in net.each(x)))
 
 
+class Splitting(nn.Module):
+    """A layer that makes heads, as einops has them: copied by a dictionary that its forward does not read."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        self.sizes, self._items = sizes, tuple(sizes.items())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return split_heads(x, dict(self._items)["h"])
+
+    def __getstate__(self) -> dict[str, int]:
+        return self.sizes
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__init__(**state)
+
+
+def of_layer_and_einsum(net: Block, x: Tensor) -> Tensor:
+    q, k, v = (net.split(y) for y in net.each(x))
+    weights = (torch.einsum("bhxd,bhyd->bhxy", q, k) * 3**-0.5).softmax(-1)
+    return torch.einsum("bhxy,bhyd->bhxd", weights, v).transpose(1, 2).flatten(2)
+
+
 def of_chunks(net: Block, x: Tensor) -> Tensor:
     q, k, v = (torch.stack(y.chunk(net.h, -1), 1) for y in net.each(x))
     return torch.cat(F.scaled_dot_product_attention(q, k, v).unbind(1), -1)
@@ -196,6 +219,7 @@ SPELLINGS: dict[str, Callable[[], Block]] = {
     ),
     "a list's entries": lambda: Block(of_list, True, sizes=[HEADS, CHANNELS // HEADS]),
     "a partial function": lambda: Block(of_function, True, split=partial(split_heads, number=HEADS)),
+    "a layer, and einsum": lambda: Block(of_layer_and_einsum, True, split=Splitting(h=HEADS)),
     "an attribute of the class": lambda: type("Classed", (Block,), {"h": HEADS})(of_reshape, True),
     "pairs as complex numbers": lambda: Block(of_rotated_pairs, False),
     "one key and value for all heads": lambda: Block(
@@ -231,6 +255,13 @@ def test_settings_that_modules_share_are_copied_where_they_follow_a_width() -> N
     resize(network, graph, graph.full_widths, {name: 1 for name in graph.groups})
     network(torch.randn(3, 7, 5))
     assert shared.heads == HEADS
+
+
+def test_copies_of_a_narrow_network_split_as_it_does() -> None:
+    network, x = SPELLINGS["a layer, and einsum"](), torch.randn(2, 7, 5)
+    graph = trace(network, x)
+    resize(network, graph, graph.full_widths, {name: 2 for name in graph.groups})
+    assert torch.equal(copy.deepcopy(network)(x), network(x))
 
 
 class Correlation(nn.Module):
