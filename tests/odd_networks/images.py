@@ -29,20 +29,6 @@ def inception():
     return Net(run, a=Conv(3, 9, 3), n=Norm2d(9), n2=Norm2d(18), c=Linear(18, 3), **parts)
 
 
-@odd(real(2, 8, 8), last="out")
-def u_net_with_group_norms():
-    def run(m, x):
-        x = F.silu(m.n(m.a(x)))
-        y = F.silu(m.b(F.avg_pool2d(x, 2)))
-        y = F.interpolate(m.up(y), scale_factor=2, mode="bilinear", align_corners=False)
-        return m.out(F.silu(m.d(torch.cat([x, y], 1)))) + m.skip.to(x)
-
-    parts = {"up": nn.Conv2d(15, 6, 1), "d": Conv(15, 9, 3), "out": nn.Conv2d(9, 2, 1)}
-    return Net(
-        run, a=Conv(2, 9, 3), n=nn.GroupNorm(1, 9), b=Conv(9, 15, 3), skip=torch.zeros(2, 1, 1), **parts
-    )
-
-
 @odd(real(1, 4, 6, 6))
 def video():
     def run(m, x):
@@ -64,17 +50,6 @@ def super_resolution():
         return F.pixel_shuffle(m.c(y), 2) + F.interpolate(x, scale_factor=2, mode="nearest")
 
     return Net(run, a=Conv(3, 12, 3), b=Conv(12, 12, 3), c=Conv(12, 12, 3))
-
-
-@odd(real(3, 8, 8))
-def two_filters_a_channel():
-    def run(m, x):
-        x = F.relu(m.n(m.d(F.relu(m.a(x)))))
-        return m.c(F.relu(m.b(x)).mean((2, 3)))
-
-    return Net(
-        run, a=Conv(3, 6, 3), d=Conv(6, 12, 3, groups=6), n=Norm2d(12), b=nn.Conv2d(12, 9, 1), c=Linear(9, 3)
-    )
 
 
 @odd(real(3, 8, 8))

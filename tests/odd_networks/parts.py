@@ -40,17 +40,6 @@ def tied_language_model():
     return net
 
 
-@odd(real(5, 3))
-def recurrence_by_hand():
-    def run(m, x):
-        h = m.start.expand(len(x), -1)
-        for now in x.unbind(1):
-            h = torch.tanh(m.a(now) + m.b(h))
-        return m.c(h)
-
-    return Net(run, a=Linear(3, 12), b=Linear(12, 12, bias=False), start=torch.zeros(1, 12), c=Linear(12, 2))
-
-
 @odd(real(3, 8, 8), last="head")
 def pyramid_with_one_head():
     def run(m, x):
@@ -114,15 +103,6 @@ def detector():
     return Net(run, a=Conv(3, 6, 3), b=Conv(6, 9, 3), n=Norm2d(9), neck=Conv(9, 15, 3), **parts)
 
 
-@odd(real(6), last="actor critic")
-def actor_and_critic():
-    def run(m, x):
-        x = torch.tanh(m.b(torch.tanh(m.a(x))))
-        return m.actor(x).log_softmax(-1), m.critic(x).squeeze(-1)
-
-    return Net(run, a=Linear(6, 12), b=Linear(12, 12), actor=Linear(12, 3), critic=Linear(12, 1))
-
-
 @odd(real(10), last="d")
 def autoencoder_with_codes():
     def run(m, x):
@@ -130,14 +110,3 @@ def autoencoder_with_codes():
         return m.d(F.relu(m.c(mean + 0.1 * spread.exp()))), mean, spread
 
     return Net(run, a=Linear(10, 12), b=Linear(12, 8), c=Linear(4, 12), d=Linear(12, 10))
-
-
-@odd(real(3, 8, 8), last="late early")
-def deep_supervision():
-    def run(m, x):
-        x = F.relu(m.a(x))
-        y = F.relu(m.n(m.b(F.max_pool2d(x, 2))))
-        return m.late(y.flatten(1)), m.early(x.amax((-1, -2)))
-
-    parts = {"early": Linear(9, 4), "late": Linear(9 * 16, 4)}
-    return Net(run, a=Conv(3, 9, 3), b=Conv(9, 9, 3), n=Norm2d(9), **parts)

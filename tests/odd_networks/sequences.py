@@ -9,17 +9,6 @@ from tests.odd_networks.table import Linear, Net, Norm1d, odd, real, tokens
 # Embeddings -------------------------------------------------------------------------------------------------
 
 
-@odd(tokens(5), last="c w")
-def factorisation_machine():
-    def run(m, i):
-        v = m.e(i)
-        pairs = 0.5 * (v.sum(1).square() - v.square().sum(1)).sum(-1, keepdim=True)
-        return pairs + m.w(i).sum(1) + m.c(F.relu(m.b(v.flatten(1))))
-
-    parts = {"b": Linear(40, 12), "c": Linear(12, 1)}
-    return Net(run, e=nn.Embedding(11, 8), w=nn.Embedding(11, 1), **parts)
-
-
 @odd(tokens(1), tokens(3), real(3), last="b d")
 def two_towers():
     def run(m, user, items, about):
@@ -28,14 +17,6 @@ def two_towers():
 
     parts = {"users": nn.Embedding(11, 6), "items": nn.Embedding(11, 9)}
     return Net(run, a=Linear(9, 12), b=Linear(12, 8), d=Linear(9, 8), **parts)
-
-
-@odd(tokens(6))
-def bag_of_words():
-    def run(m, i):
-        return m.c(F.relu(m.n(m.b(m.e(i)))))
-
-    return Net(run, e=nn.EmbeddingBag(11, 12), b=Linear(12, 15), n=Norm1d(15), c=Linear(15, 3))
 
 
 # Sequences --------------------------------------------------------------------------------------------------
@@ -51,33 +32,6 @@ def attention_pooling():
     return Net(run, a=Linear(5, 15), key=Linear(15, 9), score=Linear(9, 1), c=Linear(15, 3))
 
 
-@odd(real(6, 5))
-def latent_queries():
-    def run(m, x):
-        x = m.norm(m.a(x))
-        q = m.q(m.latents).expand(len(x), -1, -1)
-        mixed = torch.softmax(q @ m.k(x).transpose(1, 2) / 8**0.5, -1) @ m.v(x)
-        return m.c(F.gelu(m.out(mixed)).flatten(1))
-
-    parts = {"q": Linear(6, 8), "k": Linear(12, 8), "v": Linear(12, 10), "out": Linear(10, 9)}
-    return Net(
-        run, a=Linear(5, 12), norm=nn.LayerNorm(12), latents=torch.randn(3, 6), c=Linear(27, 3), **parts
-    )
-
-
-@odd(real(6, 5))
-def mixer():
-    def run(m, x):
-        x = m.a(x)
-        x = x + m.token2(F.gelu(m.token1(m.n1(x).transpose(1, 2)))).transpose(1, 2)
-        x = x + m.channel2(F.gelu(m.channel1(m.n2(x))))
-        return m.c(x.mean(1))
-
-    parts = {"token1": Linear(6, 9), "token2": Linear(9, 6), "channel1": Linear(12, 18)}
-    norms = {"n1": nn.LayerNorm(12), "n2": nn.LayerNorm(12), "channel2": Linear(18, 12)}
-    return Net(run, a=Linear(5, 12), c=Linear(12, 3), **parts, **norms)
-
-
 @odd(tokens(6))
 def lstm_inside():
     def run(m, i):
@@ -88,17 +42,6 @@ def lstm_inside():
     return Net(run, e=nn.Embedding(11, 12), a=Linear(12, 8), lstm=lstm, b=Linear(6, 12), c=Linear(12, 3))
 
 
-@odd(real(5, 4), real(5, 5))
-def graph_convolution():
-    def run(m, x, edges):
-        edges = torch.softmax(edges, -1)
-        x = F.relu(torch.bmm(edges, m.a(x)))
-        x = F.relu((edges[..., None] * m.b(x)[:, None]).sum(2))
-        return m.c(x.sum(1)).squeeze(-1)
-
-    return Net(run, a=Linear(4, 12), b=Linear(12, 15), c=Linear(15, 1))
-
-
 @odd(real(5, 4))
 def set_of_points():
     def run(m, x):
@@ -106,16 +49,6 @@ def set_of_points():
         return m.c(torch.cat([x.mean(1), x.max(1).values, x.logsumexp(1)], -1))
 
     return Net(run, a=Linear(4, 9), n=Norm1d(9), b=Linear(9, 12), c=Linear(36, 3))
-
-
-@odd(tokens(5), tokens(5, 3))
-def tables_summed():
-    def run(m, i, j):
-        x = m.n(m.e(i) * 3 + m.k(j) + m.places[: i.shape[1]].unsqueeze(0))
-        return m.c((x + m.down(F.gelu(m.up(x)))).amax(1))
-
-    parts = {"e": nn.Embedding(11, 9), "k": nn.Embedding(3, 9), "places": torch.randn(8, 9)}
-    return Net(run, n=nn.LayerNorm(9), up=Linear(9, 18), down=Linear(18, 9), c=Linear(9, 3), **parts)
 
 
 @odd(real(6, 5))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.odd_networks.table import Conv, Linear, Net, Norm1d, Norm2d, odd, real, tokens
+from tests.odd_networks.table import Linear, Net, odd, real, tokens
 
 
 @odd(tokens(6), tokens(5))
@@ -44,23 +44,6 @@ def language_model_in_one_forward():
     network = Net(run, e=nn.Embedding(11, 12), p=nn.Embedding(8, 12), c=Linear(12, 11), **norms, **layers)
     network.register_buffer("future", torch.ones(8, 8).triu(1).bool())
     return network
-
-
-@odd(real(7))
-def generator_of_images():
-    def run(m, z):
-        return torch.tanh(m.c(F.relu(m.n(m.b(F.relu(m.m(m.a(z))).view(len(z), -1, 2, 2))))))
-
-    up = nn.ConvTranspose2d(24, 12, 4, 2, 1)
-    return Net(run, a=Linear(7, 24 * 4), m=Norm1d(24 * 4), b=up, n=Norm2d(12), c=Conv(12, 3, 3))
-
-
-@odd(real(7))
-def decoder_of_modules():
-    def run(m, z):
-        return m.c(F.relu(m.b(m.u(F.relu(m.a(z))))))
-
-    return Net(run, a=Linear(7, 12 * 4), u=nn.Unflatten(1, (12, 2, 2)), b=Conv(12, 9, 3), c=Conv(9, 3, 3))
 
 
 class _Checked(nn.Module):

@@ -1,7 +1,6 @@
 """An optimizer through growth events: tracked parameters, carried state, refused state, ages, resumed runs."""
 
 import gc
-import io
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.nn import functional as F
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, make_seed
-from growlab.growth.multipliers import multiply
 from growlab.optim import (
     LARS,
     SGD,
@@ -26,7 +24,7 @@ from growlab.optim import (
     weight_regions,
 )
 from growlab.optim.followers import replace_parameters
-from growlab.widths import Carry, replaced, resize, trace
+from growlab.widths import Carry, replaced, trace
 from tests.cases import NETWORKS, graph_of, widths_at
 
 
@@ -340,31 +338,6 @@ def test_state_of_unknown_meaning_keeps_old_entries_as_they_are():
     assert run.state_of("6.weight")["count"] == 3 and run.state_of("6.weight")["flag"] is True
 
 
-@pytest.mark.parametrize(
-    "make, name",
-    [
-        (lambda p: torch.optim.Adafactor(p, 0.01), "Adafactor's 'row_var'"),
-        (lambda p: torch.optim.LBFGS(p, 0.01), "LBFGS"),
-    ],
-)
-def test_other_state_is_refused_by_name_and_left_alone(make, name):
-    run = Run(make, PairGrowth(), "inherit", regional=False)
-    x, y = torch.randn(8, 3, 4, 4), torch.randint(3, (8,))
-
-    def closure():
-        run.optimizer.zero_grad()
-        loss = F.cross_entropy(run.network(x), y)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        run.optimizer.step(closure)
-    params = list(run.network.parameters())
-    with pytest.raises(ValueError, match=name):
-        run.grow()
-    assert all(a is b for a, b in zip(run.optimizer.param_groups[0]["params"], params, strict=True))
-
-
 def test_a_scaled_gradient_leaves_numbers_and_state_of_unknown_meaning_alone():
     weight = nn.Parameter(torch.ones(3, 2))
     optimizer = Unheard([weight])
@@ -398,45 +371,6 @@ def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="auto, inherit, reset, zero_new or reset_new"):
         run = Run(SGD, PairGrowth(), "keep")
         run.grow()
-
-
-@pytest.mark.parametrize(
-    ("make", "method", "at"),
-    [
-        (lambda p: SGD(p, 0.05, 0.9, rule=NormRatio()), VarianceTransfer, 6),
-        (lambda p: Adam(p, 0.01, rule=NormRatio()), Net2Net, 4),
-        (lambda p: Adam(p, 0.01, rule=NormRatio()), VarianceTransfer, 6),
-        (lambda p: AvaGrad(p, 0.05, rule=BaseRate()), Net2Net, 4),
-    ],
-    ids=["sgd", "adam inside", "adam", "avagrad"],
-)
-def test_resumed_around_growth_equals_uninterrupted_bit_for_bit(make, method, at):
-    """Checkpoint inside a stage (4) and right before an event (6); read back with weights_only."""
-
-    def play(run, until):
-        while run.step_index < until:
-            if run.step_index // 3 > run.state.stage:
-                run.grow()
-            run.steps(1)
-        return run
-
-    whole = play(Run(make, method(noise_std=1e-3)), 9)
-    stopped = play(Run(make, method(noise_std=1e-3)), at)
-    file = io.BytesIO()
-    torch.save({"net": stopped.network.state_dict(), "opt": stopped.optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = Run(make, method(noise_std=1e-3))
-    resize(resumed.network, GRAPH, resumed.state.widths, stopped.state.widths)
-    multiply(resumed.network, GRAPH, stopped.state.multipliers)
-    resumed.network.load_state_dict(saved["net"])
-    resumed.state, resumed.step_index = stopped.state, at
-    resumed.optimizer = make(resumed.network.parameters())
-    resumed.relabel()
-    resumed.optimizer.load_state_dict(saved["opt"])
-    play(resumed, 9)
-    for a, b in zip(whole.network.parameters(), resumed.network.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 class Sequences(nn.Module):

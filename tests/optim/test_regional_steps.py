@@ -207,18 +207,6 @@ def test_autograd_notices_a_step():
         loss.backward()
 
 
-def test_bfloat16_and_transposed_weights_take_steps():
-    transposed = nn.Parameter(torch.randn(6, 8).T)
-    half = nn.Parameter(torch.randn(8, 6).bfloat16())
-    optimizer = SGD([transposed, half], 0.1, 0.9, rule=NormRatio())
-    optimizer.set_regions({p: Regions(grown(8, False), grown(6, False)) for p in (transposed, half)})
-    for param in (transposed, half):
-        before = param.detach().clone()
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        assert not torch.equal(before, param)
-
-
 @pytest.mark.parametrize("cls", [SGD, AdamW, AvaGrad, LARS, Muon], ids=lambda cls: cls.__name__)
 def test_columns_over_several_axes_are_those_of_the_flattened_tensor(cls):
     """[O, I, K, 2] whose second and third axis have grown, against the matrix [O, 2 I K]."""

@@ -2,7 +2,6 @@
 
 import copy
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,6 @@ from growlab.lab.networks import resnet20
 from growlab.lab.training.build import user_callbacks
 from growlab.parts import Averages
 from growlab.widths import WidthGraph, tensors_of, trace
-from tests.command_line import CommandLine
-from tests.runs import MLP
 from tests.test_grower import PROBE, Loop, mlp, normed
 
 METHODS = {
@@ -124,21 +121,6 @@ def test_an_average_changes_nothing_else() -> None:
     plain, averaged = Loop().train(), Loop(parts=[Averages(decay=0.7)]).train()
     for name, tensor in plain.network.state_dict().items():
         assert torch.equal(averaged.network.state_dict()[name], tensor), name
-
-
-@pytest.mark.slow  # test_ranks.py has two ranks with an average
-def test_the_average_of_two_ranks_is_that_of_one(cli: CommandLine, tmp_path: Path) -> None:
-    """With statistics over all images, in float64; the run itself compares ranks, averages included."""
-    arguments = (*MLP, "ema.decay=0.9", "trainer.precision=64-true")
-    ranks = ("trainer=ddp_cpu", "trainer.sync_batchnorm=true")
-    for name, more in (("one", ()), ("two", ranks)):
-        outcome = cli(*arguments, *more, f"hydra.run.dir={name}", cwd=tmp_path)
-        assert outcome.code == 0, outcome.err
-    one, two = (torch.load(tmp_path / name / "model_ema.pt", weights_only=True) for name in ("one", "two"))
-    for key, tensor in one.items():
-        torch.testing.assert_close(two[key], tensor, rtol=1e-7, atol=1e-9)
-    weights = torch.load(tmp_path / "two" / "model.pt", weights_only=True)
-    assert not any(torch.equal(two[key], tensor) for key, tensor in weights.items() if tensor.dim() > 1)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, None, "x"])

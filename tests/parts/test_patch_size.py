@@ -1,7 +1,6 @@
 """Vision Transformers that train on large patches first."""
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -12,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from growlab import Grower, Growth
+from growlab import Grower
 from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
 from growlab.grower.triggers import Never
@@ -214,14 +212,3 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def test_any_lightning_module_trains_on_the_patches(tmp_path: Path) -> None:
-    module = Model()
-    growth = Growth("network", method=PairGrowth(), trigger=STAGES, parts=[PatchSize(SIZES)])
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = lightning.Trainer(
-        max_epochs=2, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet
-    )
-    trainer.fit(module, DataLoader(list(zip(IMAGES, LABELS, strict=True)), batch_size=4))
-    assert module.seen == {0: 8, 1: 4}

@@ -117,39 +117,6 @@ def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
     assert not Left.by(folder / "run").differences(whole)
 
 
-@pytest.mark.slow
-def test_blocks_that_come_in_are_synchronised_too(cli: CommandLine, tmp_path: Path) -> None:
-    """With batch statistics over all images two ranks end as one does, in float64, the average too."""
-    command = (
-        *(
-            "data.limit_train=64",
-            "data.limit_test=20",
-            "data.batch_size=32",
-            "model=resnet20",
-            "model.width=8",
-        ),
-        *("growth=net2net", "growth.noise_std=0", "lr_adapt=none", "schedule.epochs=[1,1,1]"),
-        *("schedule.widths=[0.5,0.75,1]", "depth.blocks=auto", "ema.decay=0.9", "trainer.precision=64-true"),
-    )
-    for name, more in (("one", ()), ("two", ("trainer=ddp_cpu", "trainer.sync_batchnorm=true"))):
-        outcome = cli(*command, *more, f"hydra.run.dir={name}", cwd=tmp_path)
-        assert outcome.code == 0, outcome.err
-    for file in ("model.pt", "model_ema.pt"):
-        one, two = (torch.load(tmp_path / name / file, weights_only=True) for name in ("one", "two"))
-        for key, tensor in one.items():
-            torch.testing.assert_close(two[key], tensor, rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.slow  # test_ranks.py has two ranks with parts
-def test_blocks_sizes_and_old_gradients_on_two_ranks(cli: CommandLine, tmp_path: Path) -> None:
-    """The run itself compares the ranks after every event and at the end."""
-    run = finished(cli, tmp_path, *BLOCKS, "trainer=ddp_cpu", "trainer.devices=2")
-    events = run.growth["events"]
-    assert [len(event["inserted"]) for event in events] == [1, 1]
-    assert [event["input_size"] for event in events] == [6, 8]
-    assert [event["auxiliary_samples"] for event in events] == [86, 86]
-
-
 def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> None:
     run, *_ = kept("blocks")
     events, stages = run.growth["events"], run.results["stages"]

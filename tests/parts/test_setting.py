@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from growlab import Grower, Growth
+from growlab import Grower
 from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
 from growlab.grower.network import no_widths
-from growlab.grower.triggers import At, ByMethod, Never
+from growlab.grower.triggers import Never
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
@@ -212,12 +211,6 @@ def test_settings_that_do_not_fit_are_refused(names: str, values: Any, message: 
     assert network.repeats == 4
 
 
-def test_it_needs_a_trigger_that_knows_how_far_growth_has_come() -> None:
-    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
-        grower("repeats", trigger=ByMethod())
-    assert Setting("repeats", [1, 4]).applies(At(STAGES)) and not Setting("repeats", [1, 4]).applies(Never())
-
-
 class Model(lightning.LightningModule):
     """Anyone's module."""
 
@@ -231,17 +224,6 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def test_any_lightning_module_trains_with_the_values(tmp_path: Path) -> None:
-    module = Model()
-    growth = Growth("network", method=PairGrowth(), trigger=STAGES, parts=[Setting("repeats", [1, 2, 4])])
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = lightning.Trainer(
-        max_epochs=3, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet
-    )
-    trainer.fit(module, DataLoader(TOKENS, batch_size=4))
-    assert module.seen == {0: 1, 1: 2, 2: 4}
 
 
 @pytest.mark.slow

@@ -248,16 +248,6 @@ def test_gradients_of_old_entries_follow_the_carry_rule(kind: str) -> None:
         torch.testing.assert_close(after[name][index], carried[index], rtol=1e-6, atol=1e-12)
 
 
-def test_the_same_seed_grows_the_same_network() -> None:
-    states = []
-    for global_seed in (0, 1):
-        torch.manual_seed(global_seed)
-        run = Run.of("resnet A", "layer")
-        run.grow(1.0)
-        states.append(copy.deepcopy(run.network.state_dict()))
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

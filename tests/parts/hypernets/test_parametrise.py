@@ -159,14 +159,6 @@ def test_weights_are_emitted_in_full_precision_under_autocast(sharing: str) -> N
         assert net(torch.randn(2, 16)).dtype == torch.bfloat16
 
 
-def test_a_compiled_network_computes_the_same() -> None:
-    net = parametrise(MLP(6, [5], 4), Hypernet("layer", embedding_features=3))
-    x = torch.randn(2, 6)
-    expected = net(x)
-    net.compile(backend="eager")
-    torch.testing.assert_close(net(x), expected)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

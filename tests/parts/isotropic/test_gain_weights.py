@@ -79,13 +79,6 @@ def test_decayed_weights_have_the_gradient_of_their_squares() -> None:
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_without_the_part_they_are_trained_like_others() -> None:
-    network, x, y = made()
-    before = [gain_weights(layer).clone() for layer in readers(network)]
-    trained(network, x, y, None, 1, adamw)
-    assert all((gain_weights(a) != b).all() for a, b in zip(readers(network), before, strict=True))
-
-
 def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
     network, x, y = made()
     method, part = Isotropic(reserve_neurons=1, threshold=0.5), GainWeights("constant")
