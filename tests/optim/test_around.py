@@ -278,3 +278,18 @@ def test_state_in_objects_is_reset_with_a_warning(name: str, caplog: pytest.LogC
     assert all("Mine's 'memory' of 0.weight is" in one for one in told)
     with pytest.raises(UserError, match=r"Mine's 'memory' of 0\.weight is .*state='reset'"):
         train(lambda p: Mine(p, begin, mean), "inherit")
+
+
+def test_state_that_two_optimizers_share_for_each_parameter_stays_shared() -> None:
+    class Sharing(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner, self.param_groups = inner, inner.param_groups
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.inner.step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = self.state.get(p) or self.inner.state[p]
+                assert self.state[p] is self.inner.state[p]
+
+    train(lambda p: Sharing(torch.optim.Adam(p, lr=0.01)), "inherit")

@@ -1,5 +1,6 @@
 """Blocks that come into a network while it trains."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
+from growlab.grower.triggers import ByMethod
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import ParityError
@@ -237,6 +239,12 @@ def test_blocks_come_evenly() -> None:
     depth = Blocks(network, trace(network, IMAGES), None, "zero", (IMAGES,))
     assert [len(depth.present_at(stage / 4)) for stage in range(5)] == [0, 2, 3, 4, 6]
     assert len(depth.present_at(1.0)) == 6
+
+
+def test_blocks_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
+    run = SimpleNamespace(trigger=ByMethod(), seed_widths=trace(resnet(), IMAGES).full_widths)
+    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
+        Depth().check(run)
 
 
 def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:

@@ -16,7 +16,7 @@ from growlab import Grower
 from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
 from growlab.grower.network import no_widths
-from growlab.grower.triggers import Never
+from growlab.grower.triggers import At, ByMethod, Never
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
@@ -209,6 +209,12 @@ def test_settings_that_do_not_fit_are_refused(names: str, values: Any, message: 
     with pytest.raises(UserError, match=message):
         Grower(network, TOKENS, method=PairGrowth(), trigger=STAGES, parts=[Setting(names, values)])
     assert network.repeats == 4
+
+
+def test_it_needs_a_trigger_that_knows_how_far_growth_has_come() -> None:
+    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
+        grower("repeats", trigger=ByMethod())
+    assert Setting("repeats", [1, 4]).applies(At(STAGES)) and not Setting("repeats", [1, 4]).applies(Never())
 
 
 class Model(lightning.LightningModule):
