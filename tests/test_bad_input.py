@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,30 @@ TABLE = {
     "objective._target_=fractions.Fraction": "is no growlab.lab.training.Objective",
     "model=gpt": "does not take image_shape and num_classes",
     "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
+    "schedule.batch_size=auto": "set schedule.max_memory_gib_per_device",
+    "model=mlp5 schedule.batch_size=auto schedule.max_memory_gib_per_device=1e-5": "not even 2 images on each device",
+    "model=isotropic_mlp growth=isotropic lr_adapt=none schedule.batch_size=auto "
+    "schedule.max_memory_gib_per_device=1": "schedule.batch_size=auto needs to know how wide",
+    "plan.size=full": "plan.size: Key 'size' is not in struct.",
+    "plan=default": "a run has no plan: leave plan=... out, or ask `growlab plan`.",
+    "callbacks=early_stopping data.validation=test callbacks.early_stopping.monitor=test_loss": (
+        "would decide by test_loss"
+    ),
+    "callbacks=early_stopping data.validation=none data.limit_train=32 model=mlp5": "`val_loss` which is not available",
+    "+trainer.callbacks=[{_target_:lightning.pytorch.callbacks.GradientAccumulationScheduler,scheduling:{0:2}}]": (
+        "set trainer.accumulate_grad_batches"
+    ),
+    "experiment=papers/hyperfan_mnist data=digits data.limit_train=60 model.network.width=9 growth=pairs": (
+        "take the plain network as model with growth=hyperfan"
+    ),
+    # Data and networks of the user.
+    "data=custom data.source._target_=mine.Odd +data.source.kind=alone model=custom model._target_=mine.Net": (
+        "samples must be (inputs..., target) or a mapping with a target"
+    ),
+    "data=custom data.source._target_=mine.Waves model=mlp8": "takes image_shape, which these data do not",
+    "data=custom data.source._target_=mine.Waves model=custom model._target_=mine.Net": (
+        "Classification takes classes as targets, not numbers"
+    ),
     # Commands.
     "widths --input-shape x growlab/mlp8": "'x' is not of the form 3,32,32",
     "table nowhere": "nowhere",
@@ -57,6 +83,9 @@ TABLE = {
     "reproduce nope": "nope",
     "widen nowhere --width 2 -o out": "no config.json",
     "plan ckpt_path=last": "ckpt_path is of runs",
+    "plan plan.size=huge": "plan.size=huge: Input should be 'any' or 'full'.",
+    "plan plan.sise=full": "did you mean 'size'?",
+    "plan plan=none": "there is no plan 'none'",
 }
 # All of them in one process, as if each were called from a shell.
 PROGRAM = """
@@ -84,6 +113,7 @@ def ended(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """Exit code, output and messages by command line; all of them have ended when this returns."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "file").touch()
+    shutil.copy(Path(__file__).with_name("own_data.py"), folder / "mine.py")
     (folder / "own" / "experiment").mkdir(parents=True)
     (folder / "own" / "experiment" / "torn.yaml").write_text("# @package _global_\na: [1\nb: 2\n")
     program = PROGRAM.format(commands=[shlex.split(one) for one in TABLE])

@@ -65,27 +65,6 @@ def test_two_processes_take_what_fits_on_both_devices(cli: CommandLine, tmp_path
     assert json.loads((tmp_path / "run" / "results.json").read_text())["world_size"] == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        (("schedule.max_memory_gib_per_device=null",), "set schedule.max_memory_gib_per_device"),
-        (("schedule.max_memory_gib_per_device=1e-5",), "not even 2 images on each device fit"),
-        (("growth=isotropic",), "schedule.batch_size=auto needs to know how wide"),
-    ],
-)
-def test_what_cannot_be_done_is_told(
-    cli: CommandLine, tmp_path: Path, changes: tuple[str, ...], told: str
-) -> None:
-    arguments = AUTO
-    if "growth=isotropic" in changes:
-        kept = [a for a in IMAGES if a.startswith("data.")]
-        found = ("schedule.batch_size=auto", "schedule.max_memory_gib_per_device=1")
-        arguments = (*kept, *found, "model=isotropic_mlp", "lr_adapt=none")
-    outcome = cli(*arguments, *changes, "hydra.run.dir=run", cwd=tmp_path)
-    assert (outcome.code, outcome.err.count("\n")) == (2, 1), outcome.err
-    assert told in outcome.err
-
-
 @pytest.mark.gpu
 def test_a_gpu_is_filled(tmp_path: Path) -> None:
     if not torch.cuda.is_available():

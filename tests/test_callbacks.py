@@ -14,8 +14,6 @@ STOPPED = (
     "callbacks.early_stopping.min_delta=10",
     "schedule.epochs=[1,1,9]",
 )
-STOPPING = "callbacks=early_stopping"
-SCHEDULER = "lightning.pytorch.callbacks.GradientAccumulationScheduler"
 
 
 def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(
@@ -41,25 +39,3 @@ def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(
 def test_before_growth_is_over_there_is_none(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*STOPPED, "callbacks.early_stopping.patience=1", "hydra.run.dir=run", cwd=tmp_path)
     assert outcome.code == 2 and "stopped after 2 of 11 epochs, before the network has grown" in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ((STOPPING, "data.validation=none"), "`val_loss` which is not available"),
-        (
-            (STOPPING, "data.validation=test", "callbacks.early_stopping.monitor=test_loss"),
-            "would decide by test_loss",
-        ),
-        (
-            (f"+trainer.callbacks=[{{_target_: {SCHEDULER}, scheduling: {{0: 2}}}}]",),
-            "set trainer.accumulate_grad_batches",
-        ),
-    ],
-    ids=["nothing", "test set", "steps"],
-)
-def test_no_callback_decides_by_the_test_set_or_by_nothing_or_changes_the_steps(
-    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
-) -> None:
-    outcome = cli(*MLP, *arguments, "hydra.run.dir=run", cwd=tmp_path)
-    assert outcome.code == 2 and told in outcome.err and "Traceback" not in outcome.err, outcome.err

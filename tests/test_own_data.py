@@ -117,22 +117,3 @@ def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) ->
         assert outcome.code == 0, outcome.err
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["metric"] == {"name": "mae", "higher_is_better": False} and results["test_mae"] < 1
-
-
-def test_networks_and_objectives_that_do_not_fit_are_refused(cli: CommandLine, mine: Path) -> None:
-    for arguments, sentence in (
-        (
-            "mine.Odd +data.source.kind=alone",
-            "error: samples must be (inputs..., target) or a mapping with a target",
-        ),
-        (
-            "mine.Waves model=mlp8 model._target_=growlab.lab.networks.mlp8",
-            "takes image_shape, which these data do not",
-        ),
-        ("mine.Waves", "Classification takes classes as targets, not numbers"),
-    ):
-        source, *rest = arguments.split()
-        command = (f"data.source._target_={source}", "model._target_=mine.Net", *rest, "hydra.run.dir=run")
-        outcome = cli(*OWN, *command, cwd=mine)
-        assert outcome.code == 2 and "Traceback" not in outcome.err, outcome.err
-        assert sentence in outcome.err.splitlines()[-1]

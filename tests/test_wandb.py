@@ -174,6 +174,7 @@ def test_figures_are_images_and_files(sweep: Path) -> None:
             ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_id_and_tables(cli: CommandLine, tmp_path: Path) -> None:
     command = (*SHORT, "logger=wandb", "hydra.run.dir=run")
     assert cli(*command, cwd=tmp_path, fault=("at_step", 4, int(signal.SIGKILL))).code < 0

@@ -140,6 +140,7 @@ def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> No
     assert run.results["train_cost_percent"] == pytest.approx(100 * spent / (6 * flops[-1]))
 
 
+@pytest.mark.slow
 def test_emitted_weights_and_their_averages_leave_plain_networks(cli: CommandLine, kept: Kept) -> None:
     run, *_ = kept("hypernetworks")
     whole = small_resnet((1, 8, 8), 10, width=8)

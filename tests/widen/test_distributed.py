@@ -70,7 +70,7 @@ def tensors(network: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     return {name: whole(tensor.detach()) for name, tensor in found.items()}
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_it_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
     """Straight into a wider sharded network, and by way of a wider folder."""
     small, optimizer = saved(tmp_path, tied)

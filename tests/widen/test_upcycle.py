@@ -1,6 +1,7 @@
 """Dense models become mixtures of experts, and mixtures get more experts, without a change of their outputs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ transformers = pytest.importorskip("transformers")
 transformers.logging.disable_progress_bar()
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+
+
+def by_turns(kinds: Sequence[str]) -> list[Any]:
+    """Every other kind is slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (n % 2)) for n, kind in enumerate(kinds)]
 
 
 def model_of(kind: str) -> Any:
@@ -59,7 +65,7 @@ def copies_of(model: nn.Module) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", by_turns(DENSE))
 def test_a_mixture_computes_what_the_dense_model_does_and_its_experts_separate(kind: str) -> None:
     dense = model_of(kind)
     mixture = upcycle(dense, experts=4, top_k=2)
@@ -69,7 +75,7 @@ def test_a_mixture_computes_what_the_dense_model_does_and_its_experts_separate(k
     assert copies_of(mixture) > 1e-4
 
 
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("kind", by_turns(SPARSE))
 def test_more_experts_compute_the_same_and_separate(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     mixture = model_of(kind)
     larger = more_experts(mixture, by=2)
@@ -82,7 +88,7 @@ def test_more_experts_compute_the_same_and_separate(kind: str, caplog: pytest.Lo
     assert copies_of(without) == 0 and "stay equal throughout training" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", by_turns(["llama", "qwen2"]))
 def test_a_saved_model_becomes_a_mixture_and_generates_the_same(tmp_path: Path, kind: str) -> None:
     dense = model_of(kind)
     dense.save_pretrained(tmp_path / "dense")

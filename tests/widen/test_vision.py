@@ -39,7 +39,7 @@ def saved(path: Path, name: str) -> nn.Module:
         ("torchvision/squeezenet1_1", 1.3, 64, "pairs"),
         ("timm/test_resnet", 1.5, 64, "hypercloning"),
         # Its state_dict carries a version without which it does not load.
-        ("torchvision/mnasnet0_5", 1.25, 64, "pairs"),
+        pytest.param("torchvision/mnasnet0_5", 1.25, 64, "pairs", marks=pytest.mark.slow),
         ("timm/test_vit", 1.5, 160, "lemon"),
     ],
 )

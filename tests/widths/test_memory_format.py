@@ -19,6 +19,7 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_TH
 STRIDED = (1, 1), (2, 2)
 
 
+@pytest.mark.slow
 def test_convolutions_of_all_kinds_survive_a_backward_pass_on_a_cpu_without_avx_512():
     """In a process of its own, which torch would take down (2 to 7 channels, 1x1, strided, channels_last)."""
     command = [sys.executable, "-m", "tests.widths.unsafe_kernels"]

@@ -259,6 +259,7 @@ def test_attention_of_three_heads_narrows_to_one():
     assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
 
 
+@pytest.mark.slow
 def test_cosine_attention_whose_biases_of_keys_are_cleared_in_place_follows_the_stream():
     """Swin V2 takes a slice of a copy of its bias and writes zeros there."""
     from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2

@@ -118,9 +118,3 @@ def test_recording_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
         assert outcome.code == 0, outcome.err
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("with", "without"))
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_growing_an_emitted_network_is_refused(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(*SMALL, "growth=pairs", "schedule.num_stages=2", cwd=tmp_path)
-    assert outcome.code == 2 and "Traceback" not in outcome.err
-    assert "take the plain network as model with growth=hyperfan" in outcome.err
