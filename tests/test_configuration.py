@@ -8,10 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from hydra.core.config_store import ConfigStore
 
 from growlab.base.errors import UserError
-from growlab.lab.training.configuration import config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import config_dir
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -46,13 +45,6 @@ def test_conf_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert config_dir() == here
     assert here.is_absolute()
-
-
-def test_registering_again_changes_nothing() -> None:
-    set_plugin_defaults()
-    once = str(ConfigStore.instance().repo)
-    set_plugin_defaults()
-    assert str(ConfigStore.instance().repo) == once
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Language models of transformers: made from sizes, grown in runs, and saved so that `from_pretrained` loads them."""
 
-import json
 import random
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from growlab.lab.networks.language_models import CausalModel, plain_model
 from growlab.widths import trace
 from tests.command_line import CommandLine
 from tests.parts_here import needs
-from tests.runs import Left, Whole, resumed_from, table, whole_run
+from tests.runs import Left, Whole, resumed_from, whole_run
 
 transformers = pytest.importorskip("transformers")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2}
@@ -292,25 +291,6 @@ def test_resumed_inside_an_epoch_it_ends_with_the_same_bits(
     outcome = resumed_from(cli, tmp_path, (*llama, "ema.decay=0.9"), checkpoint)
     assert outcome.code == 0, outcome.err
     assert Left.by(tmp_path / "run").differences(grown.left) == []
-
-
-@pytest.mark.slow  # test_language.py has the same of characters
-def test_two_processes_compute_what_one_does(
-    cli: CommandLine, llama: tuple[str, ...], tmp_path: Path
-) -> None:
-    rows = []
-    for folder, trainer in (("one", "cpu"), ("two", "ddp_cpu")):
-        outcome = cli(
-            *(*llama, "trainer.precision=64-true", f"trainer={trainer}", f"hydra.run.dir={folder}"),
-            cwd=tmp_path,
-        )
-        assert outcome.code == 0, outcome.err
-        rows.append(table(tmp_path / folder / "metrics.csv"))
-    for one, two in zip(*rows, strict=True):
-        for name in ("train_bits_per_byte", "val_bits_per_byte"):
-            assert float(two[name]) == pytest.approx(float(one[name]), rel=1e-6)
-    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
-    assert results[1]["test_bits_per_byte"] == pytest.approx(results[0]["test_bits_per_byte"], rel=1e-6)
 
 
 def test_half_precision_and_accumulation(

@@ -309,14 +309,6 @@ def test_a_wrong_command_line_is_answered_with_one_sentence(
     assert streams.err.startswith("error: ") and streams.err.endswith(f"see growlab {command} --help.\n")
 
 
-@pytest.mark.parametrize("command", ["widths", "widen"])
-def test_sizes_that_cannot_be_read_are_refused_with_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command([command, "torchvision/resnet18", "--input-shape", "3,x"]) == 2
-    assert "'3,x' is not of the form 3,32,32" in capsys.readouterr().err
-
-
 def test_a_terminal_shows_why_the_user_waits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,12 +479,6 @@ def test_cfg_does_not_wait_for_torch() -> None:
     code = "import sys; from growlab.lab.cli.app import main; sys.exit(main() or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "--cfg", "job"], capture_output=True, check=False)
     assert done.returncode == 0 and done.stdout.startswith(b"model:")
-
-
-def test_info_names_the_files(growlab: Callable[..., Outcome]) -> None:
-    outcome = growlab("--info", "defaults-tree")
-    assert outcome.code == 0
-    assert "growth: ours" in outcome.out
 
 
 @pytest.mark.parametrize(

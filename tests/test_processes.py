@@ -351,17 +351,3 @@ def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
     last = outcome.err.splitlines()[-1]
     assert last.startswith("SIGINT: saved after step ") and "resume with: growlab " in last
     assert outcome.err.count("SIGINT: ") == 1 and "Traceback" not in outcome.err
-
-
-@pytest.mark.slow  # tests/parts/test_ranks.py has it in a plain loop
-def test_two_processes_add_and_remove_the_same_neurons(finished: Callable[..., Path], tmp_path: Path) -> None:
-    """Inside epochs, scored by gradients; ranks are compared after every event."""
-    run = finished(
-        *(*IMAGES, *TWO, "schedule.total_epochs=3", "model=isotropic_cnn", "model.width=4"),
-        *("model.pools=[2,2]", "growth=isotropic", "growth.mode=scheduled", "growth.target_width=6"),
-        *("growth.every_n_steps=2", "growth.importance=gradient", "growth.neurons_per_event=1"),
-        *("lr_adapt=none", "optimizer=adam", "optimizer.lr=0.02"),
-    )
-    events = json.loads((run / "growth.json").read_text())["events"]
-    assert [list(event["widths_after"].values()) for event in events] == [[5, 7], [6, 6]]
-    assert all(event["seconds_by_part"]["rank_check"] > 0 for event in events)

@@ -114,6 +114,7 @@ def test_a_resumed_training_is_equal_bit_for_bit(network_first: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(wide.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_averages_and_other_optimizers_follow() -> None:
     torch.manual_seed(0)
     wide = gpt2(32, 2)

@@ -41,11 +41,3 @@ def test_other_data_configs_give_every_argument_of_their_classes(name):
     data = instantiate(config)
     assert data.seed == 7
     assert set(config) - {"_target_"} == set(parameters(type(data)))
-
-
-def test_a_value_is_overridden_like_any_other():
-    assert instantiate(_compose("cifar10", "data.limit_train=128", "data.mean=[0.1,0.2,0.3]")).mean == [
-        0.1,
-        0.2,
-        0.3,
-    ]

@@ -123,7 +123,13 @@ class Grown:
             return self.network.eval()(*self.inputs(7)) * self.state.output_factor
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("vision transformer", "encoder-decoder")))
+        for name in NETWORKS
+    ],
+)
 def test_ours_and_pairs_differ_in_every_layer_whose_fan_in_grows(name: str) -> None:
     ours, pairs = Grown(name, VarianceTransfer()), Grown(name, PairGrowth())
     pairs.network.load_state_dict(ours.network.state_dict())
@@ -307,7 +313,11 @@ def test_modules_are_found_that_apply_weights_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "backend"), [("nothing", "aot_eager"), ("norm", "eager"), ("nothing compiled", "eager")]
+    ("beside", "backend"),
+    [
+        *(("norm", "eager"), ("nothing compiled", "eager")),
+        pytest.param("nothing", "aot_eager", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_module_inside_grows_and_is_finished(beside: str, backend: str) -> None:
     def compiled(module: nn.Module) -> nn.Module:

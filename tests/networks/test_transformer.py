@@ -87,7 +87,9 @@ def outputs(network: nn.Module, inputs: tuple[Tensor, ...], training: bool = Fal
         return network.train(training)(*inputs)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "normalised first")) for n in NETWORKS]
+)
 def test_all_of_a_transformer_grows_exactly(name: str) -> None:
     network = made(name)
     graph = trace(network, inputs(name))

@@ -66,14 +66,11 @@ def test_types_whose_code_is_odd_are_traced(name: str) -> None:
     assert sum(size for key, size in sizes.items() if graph.grows(key)) > 0.5 * sum(sizes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        "deepseek_v3",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("clip", "llama4_text", "mamba", "mamba2", "lfm2_moe", "segformer")
-        ),
+        *("deepseek_v3", "clip", "llama4_text", "mamba", "mamba2", "lfm2_moe", "segformer"),
     ],
 )
 def test_recent_types_grow_for_the_most_part(name: str) -> None:
