@@ -43,6 +43,7 @@ def test_two_processes_resume_in_the_middle_of_an_epoch(
     assert Left.by(tmp_path / "run").differences(whole) == []
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(cli: CommandLine, data: TranslationData, tmp_path: Path) -> None:
     """Sentences of different lengths: every token weighs the same, on whichever rank it is."""
     results, precise = {}, ("model.dropout=0", "trainer.precision=64-true")

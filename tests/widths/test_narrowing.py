@@ -244,6 +244,7 @@ def test_sizes_that_are_gone_or_cannot_be_read_are_none_that_follow() -> None:
     assert kept_at(module, HardcodedSize("", "out_features")) == 4
 
 
+@pytest.mark.slow
 def test_attention_of_three_heads_narrows_to_one():
     """What is contiguous already at one head, `contiguous()` is not called for: no other forward, and heads follow."""
     from torchvision.models import SwinTransformer
