@@ -81,13 +81,12 @@ def test_every_published_table_has_an_entry() -> None:
 
 @needs()
 def test_every_prepared_sweep_has_an_entry() -> None:
-    """Those of the papers: the frontier, multipliers under Adam, the digits and the short table 2 are not in them."""
+    """Those of the papers: the frontier, multipliers under Adam, and the digits are not in them."""
     papers = config_dir() / "experiment" / "papers"
     presets = {path.stem for path in papers.glob("*.yaml") if "sweeper:" in path.read_text()}
     named = {command.split()[0].removeprefix("experiment=papers/") for command in COMMANDS}
     assert {name for name in presets - named if not name.startswith(("frontier_", "multipliers_"))} == {
-        "digits_methods",
-        "table2_short",
+        "digits_methods"
     }
 
 

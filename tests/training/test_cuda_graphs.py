@@ -1,4 +1,4 @@
-"""Training with graphs of forward and backward, which a CPU imitates: captured anew behind each event."""
+"""Training with graphs of forward and backward, which a CPU imitates: captured again after each event."""
 
 from pathlib import Path
 from typing import Any

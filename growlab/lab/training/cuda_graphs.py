@@ -1,4 +1,4 @@
-"""Training batches as CUDA graphs, captured anew behind each growth event."""
+"""Training batches as CUDA graphs, captured again after each growth event."""
 
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ class CudaGraphs(Callback):
 
     The steps of a small network then take the time that the GPU needs, and not the time that Python needs to start
     its kernels. A graph is captured (`torch.cuda.make_graphed_callables`) for each shape of the batches and again
-    behind each growth event. The network's forward must not depend on values that change from step to step, such as
+    after each growth event. The network's forward must not depend on values that change from step to step, such as
     annealed norms; batch normalisation and dropout may be in it.
 
     Raises:
