@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from growlab.base.devices import methods_on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import gathered
+from growlab.grower.experts import fit_experts, multiply_experts, number_of_experts, tensors_of_experts
 from growlab.grower.forecast import Forecast
 from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
@@ -28,7 +29,14 @@ from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
 from growlab.widths.meta import FAILURES
 
 
-@methods_on_cpu("load_state_dict", "resize_vocabulary", "put_back", "reattach_hooks", "resize_for_loading")
+@methods_on_cpu(
+    "load_state_dict",
+    "resize_vocabulary",
+    "multiply_experts",
+    "put_back",
+    "reattach_hooks",
+    "resize_for_loading",
+)
 class LoadingNetwork(GrowingNetwork):
     """A growing network that loads checkpoints of any stage; `growlab.Grower` is one."""
 
@@ -41,6 +49,10 @@ class LoadingNetwork(GrowingNetwork):
     sharding: Sharding | None
     # By name: factors on a parameter and on its gradient, with which trained weights were loaded.
     moved_factors: Mapping[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def _experts(self) -> int | None:
+        return number_of_experts(getattr(self.network, "config", None))
 
     @property
     def _block_parts(self) -> Iterator[BlockPart]:
@@ -87,6 +99,7 @@ class LoadingNetwork(GrowingNetwork):
             "trigger": self.trigger.state_dict(),
             "parts": {part.name: part.state_dict() for part in self.parts},
             "vocabulary": self._vocabulary,
+            "experts": self._experts,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,6 +111,8 @@ class LoadingNetwork(GrowingNetwork):
         self.forecast.check_state(state)
         if (size := state.get("vocabulary")) is not None:
             self._fit_vocabulary(size)
+        if (number := state.get("experts")) != self._experts and number is not None:
+            fit_experts(self, number)
         self._set_state(GrowthState.from_dict(state["growth"]))
         self._units, self._annealing = (
             {"epoch", "step", "cost"},
@@ -129,6 +144,30 @@ class LoadingNetwork(GrowingNetwork):
                 the number of tokens.
         """
         return resize_vocabulary(self, size, multiple_of)
+
+    def multiply_experts(self, by: int = 2, *, noise: float = 0.1) -> GrowthEvent:
+        """Multiply the experts of a mixture of transformers while it trains, between two steps.
+
+        Each expert and its router's row are copied, and `by` times as many experts compute each token, so outputs stay
+        the same. Noise that sums to zero over the copies of an expert is added to their last layers, so that training
+        separates them. Optimizers and averages follow: moments are those of the copies' gradients, which are the
+        expert's over `by`. With DistributedDataParallel call `growlab.grower.renew` afterwards.
+
+        A loss that balances the load by the number of experts, as with `output_router_logits`, is `by` times as large.
+
+        Args:
+            by: copies of each expert.
+            noise: standard deviation of the noise, relative to that of the weights.
+
+        Returns:
+            The receipt, also in `events`; its notes have the numbers of experts. It begins a stage. Copies of experts
+            are no newborn entries: they have their originals' ages.
+
+        Raises:
+            UserError: the network is no mixture of experts that growlab knows, is sharded, or is to get more layers; or
+                its outputs would change.
+        """
+        return multiply_experts(self, by, noise)
 
     def checkpoint(self) -> dict[str, Any]:
         """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
@@ -179,11 +218,11 @@ class LoadingNetwork(GrowingNetwork):
         return plain_tensors(network, self.graph, self.state.output_factor)
 
     def set_rows(self, names: Sequence[str], size: int) -> None:
-        """Record the number of rows of tensors with one row per token."""
+        """Record the number of rows of tensors, such as one per token."""
         self.full_graph, self.graph = (
             with_rows(graph, names, size) for graph in (self.full_graph, self.graph)
         )
-        self._vocabulary, self._regions = size, None
+        self._regions = None
 
     def _fit_vocabulary(self, size: int) -> None:
         """Give the network and its copies as many tokens as a checkpoint has."""
@@ -195,6 +234,7 @@ class LoadingNetwork(GrowingNetwork):
             note_tokens(network, size)
         # The ages of its tokens come with its state.
         self.set_rows(names, size)
+        self._vocabulary = size
         self.state.tokens = []
         self.followers.exchange(past)
 
@@ -218,6 +258,10 @@ class LoadingNetwork(GrowingNetwork):
             size = len(tensors[tokens[0]])
             if size != len(network.get_parameter(tokens[0])):
                 self._fit_vocabulary(size)
+        experts = tensors_of_experts(network, self.graph)
+        number = len(tensors[experts[0]]) if experts and experts[0] in tensors else None
+        if state is not None and number not in (None, self._experts):
+            fit_experts(self, number)
         needed = self.graph.axes.keys() - self.graph.constants.keys()
         if self.method.changes_storage and not needed <= network.state_dict().keys():
             raise UserError(

@@ -51,10 +51,10 @@ def rows_of_tokens(network: nn.Module, graph: WidthGraph) -> list[str]:
     return found if graph.axes.keys() >= {*found} else []
 
 
-def with_tokens(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
-    """Make tokens a width group."""
-    axes = {name: (Axis((Part(TOKENS),), "out"), *graph.axes[name][1:]) for name in names}
-    return replace(graph, groups={**graph.groups, TOKENS: Group(TOKENS, size)}, axes={**graph.axes, **axes})
+def with_group(graph: WidthGraph, names: Iterable[str], group: str, size: int) -> WidthGraph:
+    """Make the rows of tensors, such as tokens, channels of a width group."""
+    axes = {name: (Axis((Part(group),), "out"), *graph.axes[name][1:]) for name in names}
+    return replace(graph, groups={**graph.groups, group: Group(group, size)}, axes={**graph.axes, **axes})
 
 
 def with_rows(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
@@ -88,7 +88,7 @@ def set_tokens(
         rest = old.mean(0, keepdim=True).expand(max(0, size - len(old)), *old.shape[1:])
         new[name] = torch.cat([old[:size], rest])
     widths = [{**state.widths, TOKENS: count} for count in (len(tensors[names[0]]), size)]
-    opened = with_tokens(graph, names, size)
+    opened = with_group(graph, names, TOKENS, size)
     state.multipliers = carried_multipliers(opened, state.multipliers, {}, Carry(), *widths)
     replaced = replace_tensors(network, graph, new)
     multiply(network, graph, state.multipliers)
@@ -128,11 +128,12 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
         for copy in grower.copies().values():
             set_tokens(copy, grower.graph, names, size)
         replaced = set_tokens(network, grower.graph, names, size)
-        opened = with_tokens(grower.graph, names, size)
+        opened = with_group(grower.graph, names, TOKENS, size)
         state = grower.state
         state.stage, state.unscheduled = state.stage + 1, state.unscheduled + 1
         state.tokens = [*(state.tokens or [0] * before), *[state.stage] * (size - before)]
         grower.set_rows(names, size)
+        grower._vocabulary = size
         widths = [{**grower.state.widths, TOKENS: count} for count in (before, size)]
         grower.followers.carry(replaced, *widths, Carry(), opened)
         found = evaluate(network, grower.probe())
@@ -143,30 +144,54 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
                 f"{type(network).__name__} cannot take {size} tokens: something else than its embeddings and its "
                 f"output layer depends on their number (the output differs by {error:.0e})."
             )
-        event = GrowthEvent(
-            stage=state.stage,
-            method=TOKENS,
-            widths_before=dict(state.widths),
-            widths_after=dict(state.widths),
-            num_params_before=num_params,
-            num_params=sum(p.numel() for p in network.parameters()),
-            parity_error_eval=error,
-            parity_error_train=error,
-            parity_tolerance_eval=tolerance,
-            parity_tolerance_train=tolerance,
-            eps_error_train=0.0,
-            noise_error_eval=0.0,
-            output_factor=1.0,
-            weighted_norms=[],
-            report={},
-            seconds=seconds.total,
-            notes={"tokens_before": before, "tokens": size},
-            **asdict(grower.clock),
-        )
-        for part in grower.parts:
-            event.notes.update(part.after_growth(grower, event))
+        notes = {"tokens_before": before, "tokens": size}
+        event = receipt(grower, TOKENS, (error, tolerance), num_params, seconds, notes)
     for one in (network, *grower.copies().values()):
         note_tokens(one, size)
     torch.compiler.reset()
     grower.events.append(event)
+    return event
+
+
+def receipt(
+    grower: Any,
+    method: str,
+    parity: tuple[float, float],
+    num_params: int,
+    seconds: Seconds,
+    notes: dict[str, Any],
+) -> GrowthEvent:
+    """Let parts follow an event that keeps the width of all groups, and return its receipt.
+
+    Args:
+        grower: of the network, at its new stage.
+        method: kind of the event.
+        parity: relative output error on the probe batch, and the largest one that is allowed.
+        num_params: number of parameters before.
+        seconds: begun with the event.
+        notes: further entries.
+    """
+    state = grower.state
+    event = GrowthEvent(
+        stage=state.stage,
+        method=method,
+        widths_before=dict(state.widths),
+        widths_after=dict(state.widths),
+        num_params_before=num_params,
+        num_params=sum(p.numel() for p in grower.network.parameters()),
+        parity_error_eval=parity[0],
+        parity_error_train=parity[0],
+        parity_tolerance_eval=parity[1],
+        parity_tolerance_train=parity[1],
+        eps_error_train=0.0,
+        noise_error_eval=0.0,
+        output_factor=1.0,
+        weighted_norms=[],
+        report={},
+        seconds=seconds.total,
+        notes=notes,
+        **asdict(grower.clock),
+    )
+    for part in grower.parts:
+        event.notes.update(part.after_growth(grower, event))
     return event

@@ -8,10 +8,8 @@ changed so.
 """
 
 import argparse
-import copy
 import importlib
 import importlib.metadata
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from growlab.base.command_parser import CommandParser, amount, count, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
+from growlab.grower.experts import EXACT, copies, multiplied, number_of_experts
 from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
@@ -33,10 +32,6 @@ from growlab.widen.skeletons import output_of, skeleton
 from growlab.widen.tensors import read_folder, write_folder
 from growlab.widen.weights import blocks_of
 
-log = logging.getLogger(__name__)
-
-#: Largest relative change of the outputs: routers of transformers compute in float32.
-EXACT = 1e-6
 # Model type of a dense model -> configuration and model class of its mixture.
 _FAMILIES = {
     "llama": ("MixtralConfig", "MixtralForCausalLM"),
@@ -131,32 +126,6 @@ def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
     return getattr(transformers, names[1]), kind(**wanted)
 
 
-def multiplied(config: Any, by: int, noise: float) -> Any:
-    """Return the configuration of a mixture with `by` times as many experts in all and for each token.
-
-    Logs a warning if no noise separates copies.
-
-    Raises:
-        UserError: it names no experts, or routes tokens to groups of them.
-    """
-    number = next((name for name in _EXPERTS if getattr(config, name, None)), None)
-    if number is None or not getattr(config, "num_experts_per_tok", None):
-        raise UserError(f"{config.model_type} has no experts that growlab can multiply.")
-    if getattr(config, "n_group", None) or getattr(config, "topk_group", None):
-        raise UserError(
-            f"{config.model_type} routes tokens to groups of experts; copies would change the groups."
-        )
-    if not noise:
-        log.warning(
-            "more experts without noise: copies of an expert get equal gradients and stay equal throughout training; "
-            "give noise (--noise), e.g. 0.1"
-        )
-    target = copy.deepcopy(config)
-    setattr(target, number, by * getattr(config, number))
-    target.num_experts_per_tok = by * config.num_experts_per_tok
-    return target
-
-
 def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: float, seed: int) -> Tensor:
     """Make a tensor of a mixture from the dense model's; experts are views of one tensor."""
     path, _, own = name.rpartition(".")
@@ -181,11 +150,7 @@ def _copied(name: str, read: Read, shape: tuple[int, ...], by: int, noise: float
     old = read(name)
     if old.shape == shape:
         return old
-    new = old.repeat_interleave(by, 0)
-    if name.endswith("experts.down_proj") and noise:
-        drawn = _drawn(name, (len(old), by, *old.shape[1:]), noise * float(old.float().std()), seed)
-        new = (new.double() + (drawn - drawn.mean(1, keepdim=True)).flatten(0, 1)).to(old.dtype)
-    return new
+    return copies(name, old, by, noise, seed)
 
 
 def _drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -269,7 +234,7 @@ def upcycle_folder(
         "from": folder.name,
         "model_type": target_config.model_type,
         "class": target_kind.__name__,
-        "experts": next(getattr(target_config, name) for name in _EXPERTS if hasattr(target_config, name)),
+        "experts": number_of_experts(target_config),
         "experts_per_token": target_config.num_experts_per_tok,
         "more_experts": by,
         "router_std": router_std if by is None else None,

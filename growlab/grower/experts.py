@@ -1,0 +1,198 @@
+"""More experts for a growing mixture of experts of transformers: copies of each expert and of its router's row."""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import whole
+from growlab.grower.transaction import Seconds, transaction
+from growlab.grower.vocabulary import receipt, with_group
+from growlab.growth.hooks import state_of
+from growlab.growth.method import generator
+from growlab.growth.multipliers import carried_multipliers, multiply
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
+from growlab.growth.state import GrowthEvent
+from growlab.widths import Carry, WidthGraph, replace_tensors, tensors_of
+
+log = logging.getLogger(__name__)
+
+#: The group whose channels are experts while their number changes.
+EXPERTS = "experts"
+#: Largest relative change of the outputs: routers of transformers compute in float32.
+EXACT = 1e-6
+# Attributes of configurations and modules.
+_NUMBERS = ("num_local_experts", "num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k")
+
+
+def number_of_experts(config: Any) -> int | None:
+    """Number of experts of each layer by a model's configuration; None if it names none."""
+    found = next((getattr(config, name, None) for name in _NUMBERS if getattr(config, name, None)), None)
+    return found if getattr(config, "num_experts_per_tok", None) else None
+
+
+def multiplied(config: Any, by: int, noise: float) -> Any:
+    """Return the configuration of a mixture with `by` times as many experts in all and for each token.
+
+    Logs a warning if no noise separates copies.
+
+    Raises:
+        UserError: it names no experts, or routes tokens to groups of them.
+    """
+    number = number_of_experts(config)
+    if number is None:
+        raise UserError(
+            f"{getattr(config, 'model_type', 'this network')} has no experts that growlab can multiply."
+        )
+    if getattr(config, "n_group", None) or getattr(config, "topk_group", None):
+        raise UserError(
+            f"{config.model_type} routes tokens to groups of experts; copies would change the groups."
+        )
+    if not noise:
+        log.warning(
+            "more experts without noise: copies of an expert get equal gradients and stay equal throughout training; "
+            "give noise (--noise), e.g. 0.1"
+        )
+    target = copy.deepcopy(config)
+    _set(target, by * number, by * config.num_experts_per_tok)
+    return target
+
+
+def _set(holder: Any, experts: int, chosen: int) -> None:
+    """Write both numbers into a configuration or a module that has them."""
+    for names, value in ((_NUMBERS, experts), (_CHOSEN, chosen)):
+        for name in names:
+            if type(vars(holder).get(name)) is int:
+                setattr(holder, name, value)
+
+
+def copies(name: str, old: Tensor, by: int, noise: float, seed: int, stage: int = 0) -> Tensor:
+    """Repeat the first dimension of a tensor, with noise that sums to zero over the copies of an expert's last layer.
+
+    Args:
+        name: of the tensor.
+        old: [experts, ...].
+        by: number of copies of each entry, which follow one another.
+        noise: standard deviation relative to that of `old`.
+        seed: of the noise.
+        stage: likewise.
+    """
+    new = old.repeat_interleave(by, 0)
+    if name.endswith("experts.down_proj") and noise:
+        shape, std = (len(old), by, *old.shape[1:]), noise * float(old.detach().float().std())
+        drawn = torch.randn(shape, generator=generator(seed, stage, name), dtype=torch.float64) * std
+        drawn = (drawn - drawn.mean(1, keepdim=True)).flatten(0, 1)
+        new = (new.double() + drawn.to(new.device)).to(old.dtype)
+    return new
+
+
+def tensors_of_experts(network: nn.Module, graph: WidthGraph) -> list[str]:
+    """Names of tensors with one entry per expert along the first dimension."""
+    if (number := number_of_experts(getattr(network, "config", None))) is None:
+        return []
+    own = {path for path, module in network.named_modules() if vars(module).get("num_experts") == number}
+    return [
+        name
+        for name, axes in graph.axes.items()
+        if name.rpartition(".")[0] in own and not axes[0].groups and axes[0].length({}) == number
+    ]
+
+
+def set_experts(
+    network: Any, graph: WidthGraph, names: Sequence[str], by: int, noise: float = 0.0, seed: int = 0
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Multiply the experts in place, in tensors, modules and the configuration; return old and new tensors by name.
+
+    Args:
+        network: a growing mixture of experts of transformers, or an average of it, whose state has the new multipliers.
+        graph: its width graph.
+        names: from `tensors_of_experts`.
+        by: copies of each expert.
+        noise: see `copies`.
+        seed: likewise.
+    """
+    tensors, state = tensors_of(network, graph), state_of(network)
+    assert state is not None
+    number, chosen = len(tensors[names[0]]), network.config.num_experts_per_tok
+    with torch.no_grad():
+        new = {name: copies(name, tensors[name].detach(), by, noise, seed, state.stage) for name in names}
+    replaced = replace_tensors(network, graph, new)
+    multiply(network, graph, state.multipliers)
+    for holder in (network.config, *network.modules()):
+        _set(holder, by * number, by * chosen)
+    return replaced
+
+
+def opening(
+    graph: WidthGraph, names: Sequence[str], widths: Mapping[str, int], number: int, by: int
+) -> tuple[WidthGraph, list[dict[str, int]], Carry]:
+    """Make experts a width group; return the graph, widths before and after, and the rule for gradients.
+
+    The copies of an expert share its routing weight, so gradients of each are those of the expert over `by`.
+    """
+    both = [{**widths, EXPERTS: count} for count in (number, by * number)]
+    source = torch.arange(number).repeat_interleave(by)
+    carry = Carry(sources={EXPERTS: source}, scales=dict.fromkeys(names, 1.0 / by))
+    return with_group(graph, names, EXPERTS, number), both, carry
+
+
+def multiply_experts(grower: Any, by: int, noise: float) -> GrowthEvent:
+    """Implement `Grower.multiply_experts`."""
+    with as_user_errors():
+        whole(2, by=by)
+    network: Any = grower.network
+    multiplied(getattr(network, "config", None), by, noise)
+    names = tensors_of_experts(network, grower.graph)
+    present = {name for name, _ in network.named_parameters()} | {name for name, _ in network.named_buffers()}
+    if not names or grower.sharding is not None or grower.full_graph.axes.keys() - present:
+        reason = "the network is sharded" if grower.sharding is not None else "layers are still to come"
+        raise UserError(
+            f"the experts of {type(network).__name__} cannot be multiplied: "
+            f"{reason if names else 'growlab has traced none of their tensors'}."
+        )
+    seconds, num_params = Seconds(), sum(p.numel() for p in network.parameters())
+    with transaction(grower, grower.parts):
+        state, number = grower.state, len(network.get_parameter(names[0]))
+        expected = evaluate(network, grower.probe())
+        state.stage, state.unscheduled = state.stage + 1, state.unscheduled + 1
+        opened, widths, carry = opening(grower.graph, names, state.widths, number, by)
+        state.multipliers = carried_multipliers(opened, state.multipliers, {}, carry, *widths)
+        for average in grower.copies().values():
+            set_experts(average, grower.graph, names, by, noise, grower.seed)
+        replaced = set_experts(network, grower.graph, names, by, noise, grower.seed)
+        grower.set_rows(names, by * number)
+        grower.followers.carry(replaced, *widths, carry, opened)
+        found = evaluate(network, grower.probe())
+        error = relative_error(expected, found)
+        tolerance = max(EXACT, 1e3 * torch.finfo(found.dtype).eps)
+        if error > tolerance:
+            raise UserError(
+                f"{type(network).__name__} does not route to copies of experts as to the experts: its output would "
+                f"change by {error:.0e}."
+            )
+        notes = {"experts_before": number, "experts": by * number}
+        event = receipt(grower, EXPERTS, (error, tolerance), num_params, seconds, notes)
+    torch.compiler.reset()
+    grower.events.append(event)
+    return event
+
+
+def fit_experts(grower: Any, number: int) -> None:
+    """Give a grower's network and its averages as many experts as a checkpoint has."""
+    names = tensors_of_experts(grower.network, grower.graph)
+    now = len(grower.network.get_parameter(names[0]))
+    if number % now:
+        raise UserError(f"the checkpoint has {number} experts, which is no multiple of {now}.")
+    past, by, state = dict(grower.network.named_parameters()), number // now, grower.state
+    opened, widths, carry = opening(grower.graph, names, state.widths, now, by)
+    state.multipliers = carried_multipliers(opened, state.multipliers, {}, carry, *widths)
+    for network in (grower.network, *grower.copies().values()):
+        set_experts(network, grower.graph, names, by)
+    grower.set_rows(names, number)
+    grower.followers.exchange(past)
