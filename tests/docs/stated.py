@@ -583,8 +583,8 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "`ours` is {} points below the full network after 40 epochs and {} after 80; it was {} after 160 (ResNet-20, one "
-        "seed)",
+        "`ours` is {} points below the full network after 40 epochs and {} after 80; it was {} after 160 (ResNet-20, "
+        "one seed)",
         lambda: (
             *(gap(f"{SHORT}/fixed_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (40, 80)),
             gap(f"{LONG}/fixed_size_s0", f"{LONG}/ours_s0"),
