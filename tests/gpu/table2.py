@@ -1,0 +1,103 @@
+"""Runs of `experiment=papers/table2_short` on one GPU: those that are not kept yet, as many at a time as cores allow.
+
+    tests/gpu/run.sh --steps table2 --out FOLDER
+
+What ends in time lies in FOLDER/table2, to be copied to `notebooks/results/table2_short`; the others begin again
+on the next machine. NVIDIA's MPS, where it is installed, lets the kernels of several processes run at once.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "notebooks/results/table2_short"
+CLOCK = "schedule.learning_rate.progress_unit=cost"
+# Name and settings, each of three seeds, in the order of what they decide.
+ARMS = {
+    "fixed_40": "method=fixed_size",
+    "flops_40": "method=equal_flops",
+    "ours_40": "method=ours",
+    "net2net_40": "method=net2net",
+    "pairs_40": "method=growing",
+    "fixed_80": "method=fixed_size schedule.total_epochs=80",
+    "flops_80": "method=equal_flops schedule.total_epochs=80",
+    "ours_80": "method=ours schedule.total_epochs=80",
+    "net2net_80": "method=net2net schedule.total_epochs=80",
+    "ours_cost_80": f"method=ours schedule.total_epochs=80 {CLOCK}",
+    "ours_cost_40": f"method=ours {CLOCK}",
+    "flops_cost_40": f"method=equal_flops {CLOCK}",
+    "ours_published_40": "method=ours growth.as_published=true",
+    "ours_no_ra_40": "method=growing_vt",
+    "ours_no_fan_in_40": "method=ours lr_adapt.divide_output_lr_by_fan_in=false",
+    "pairs_ra_40": "method=growing_ra",
+    "ours_inherit_40": "method=ours optimizer_state=inherit",
+    "ours_no_limit_40": "method=ours lr_adapt.rule.max_factor=1e9",
+    "ours_shortcut_b_40": "method=ours model.shortcut=B",
+    "fixed_shortcut_b_40": "method=fixed_size model.shortcut=B",
+    "flops_shortcut_b_40": "method=equal_flops model.shortcut=B",
+    "ours_bf16_40": "method=ours trainer.precision=bf16-mixed",
+    "fixed_bf16_40": "method=fixed_size trainer.precision=bf16-mixed",
+    "fixed_160": "method=fixed_size schedule.total_epochs=160",
+    "flops_160": "method=equal_flops schedule.total_epochs=160",
+    "ours_160": "method=ours schedule.total_epochs=160",
+}
+SMALL = ("data.name=digits", "data.root=null", "data.image_size=null", "schedule.total_epochs=10", "model.width=8")
+
+
+def command(name: str, seed: int, folder: Path, device: str, data: str) -> list[str]:
+    """The command line of a run."""
+    given = [f"experiment=papers/table2_short {ARMS[name]} seed={seed} num_threads=1 logger=csv hydra.run.dir={folder}"]
+    given.append(f"data.root={data} trainer=gpu callbacks=cuda_graphs" if device == "cuda" else "trainer=cpu")
+    return [sys.executable, "-m", "growlab", *" ".join(given).split(), *(SMALL if device == "cpu" else ())]
+
+
+def trained(name: str, seed: int, out: Path, device: str, data: str, until: float) -> None:
+    """Train one, and keep what says how it went."""
+    folder = out / f"{name}_s{seed}"
+    if time.monotonic() >= until or (KEPT / folder.name / "results.json").is_file() and device == "cuda":
+        return
+    try:
+        done = subprocess.run(
+            command(name, seed, folder, device, data),
+            capture_output=True,
+            text=True,
+            timeout=until - time.monotonic(),
+        )
+    except subprocess.TimeoutExpired:
+        return shutil.rmtree(folder, ignore_errors=True)
+    told = [line for line in done.stdout.splitlines() if line.startswith("test accuracy")]
+    print(folder.name, *(told or [f"exit code {done.returncode}: {done.stderr[-300:]}"]), flush=True)
+    for path in folder.iterdir():
+        if path.name not in ("config.yaml", "growth.json", "metrics.csv", "results.json"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def main() -> None:
+    """Train all that are missing until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--write", type=Path, required=True, help="folder of the runs")
+    given = parser.parse_args()
+    data = str(Path(os.environ.get("GROWLAB_DATA", ROOT.parent / "shared/data")) / "cifar10")
+    names = [(name, seed) for name in ARMS for seed in range(3)]
+    if given.device == "cpu":
+        names = names[:1]
+    elif shutil.which("nvidia-cuda-mps-control"):
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
+    until = time.monotonic() + given.seconds
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(max(1, cores - 1)) as pool:
+        for name, seed in names:
+            pool.submit(trained, name, seed, given.write, given.device, data, until)
+    print(f"{len(list(given.write.glob('*/results.json')))} runs")
+
+
+if __name__ == "__main__":
+    main()
