@@ -126,7 +126,11 @@ def main() -> None:
         # A CPU that others share may be slow.
         step.limit *= 3 if given.device == "cpu" else 1
         # It fills a lent machine's time by itself.
-        if step.name not in given.steps.split(",") if given.steps else step.name == "table2" and not given.small:
+        if (
+            step.name not in given.steps.split(",")
+            if given.steps
+            else step.name == "table2" and not given.small
+        ):
             continue
         done[step.name] = found = run(step, out)
         write_json(out / "summary.json", summary)

@@ -47,12 +47,20 @@ ARMS = {
     "flops_160": "method=equal_flops schedule.total_epochs=160",
     "ours_160": "method=ours schedule.total_epochs=160",
 }
-SMALL = ("data.name=digits", "data.root=null", "data.image_size=null", "schedule.total_epochs=10", "model.width=8")
+SMALL = (
+    "data.name=digits",
+    "data.root=null",
+    "data.image_size=null",
+    "schedule.total_epochs=10",
+    "model.width=8",
+)
 
 
 def command(name: str, seed: int, folder: Path, device: str, data: str) -> list[str]:
     """The command line of a run."""
-    given = [f"experiment=papers/table2_short {ARMS[name]} seed={seed} num_threads=1 logger=csv hydra.run.dir={folder}"]
+    given = [
+        f"experiment=papers/table2_short {ARMS[name]} seed={seed} num_threads=1 logger=csv hydra.run.dir={folder}"
+    ]
     given.append(f"data.root={data} trainer=gpu callbacks=cuda_graphs" if device == "cuda" else "trainer=cpu")
     return [sys.executable, "-m", "growlab", *" ".join(given).split(), *(SMALL if device == "cpu" else ())]
 
@@ -60,7 +68,7 @@ def command(name: str, seed: int, folder: Path, device: str, data: str) -> list[
 def trained(name: str, seed: int, out: Path, device: str, data: str, until: float) -> None:
     """Train one, and keep what says how it went."""
     folder = out / f"{name}_s{seed}"
-    if time.monotonic() >= until or (KEPT / folder.name / "results.json").is_file() and device == "cuda":
+    if time.monotonic() >= until or ((KEPT / folder.name / "results.json").is_file() and device == "cuda"):
         return
     try:
         done = subprocess.run(
