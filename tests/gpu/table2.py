@@ -1,6 +1,7 @@
-"""Runs of `experiment=papers/table2_short` on one GPU: those that are not kept yet, as many at a time as cores allow.
+"""Runs of the first paper's table 2 on one GPU: those that are not kept yet, as many at a time as cores allow.
 
     tests/gpu/run.sh --steps table2 --out FOLDER
+    python -m tests.gpu.table2 --only whole_ --seeds 1 --write FOLDER/table2   # ResNet-20 at 160 epochs, four runs
 
 What ends in time lies in FOLDER/table2, to be copied to `notebooks/results/table2_short`; the others begin again
 on the next machine. NVIDIA's MPS, where it is installed, lets the kernels of several processes run at once.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "notebooks/results/table2_short"
+WHOLE = "model=resnet20 data.image_size=null data.shift=4 schedule.total_epochs=160"
 CLOCK = "schedule.learning_rate.progress_unit=cost"
 # Name and settings, each of three seeds, in the order of what they decide.
 ARMS = {
@@ -46,6 +48,10 @@ ARMS = {
     "fixed_160": "method=fixed_size schedule.total_epochs=160",
     "flops_160": "method=equal_flops schedule.total_epochs=160",
     "ours_160": "method=ours schedule.total_epochs=160",
+    "whole_fixed": f"method=fixed_size {WHOLE}",
+    "whole_flops": f"method=equal_flops {WHOLE}",
+    "whole_ours": f"method=ours {WHOLE}",
+    "whole_net2net": f"method=net2net {WHOLE}",
 }
 SMALL = (
     "data.name=digits",
@@ -92,9 +98,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--write", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--only", default="", help="names begin with this")
+    parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
     data = str(Path(os.environ.get("GROWLAB_DATA", ROOT.parent / "shared/data")) / "cifar10")
-    names = [(name, seed) for name in ARMS for seed in range(3)]
+    wanted = [name for name in ARMS if name.startswith(given.only)]
+    names = [(name, int(seed)) for name in wanted for seed in given.seeds.split(",")]
     if given.device == "cpu":
         names = names[:1]
     elif shutil.which("nvidia-cuda-mps-control"):
