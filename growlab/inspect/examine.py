@@ -143,14 +143,6 @@ def examine(
 ) -> Report:
     """Trace a network, grow it with every method on random data, and measure parity in float64.
 
-    Args:
-        name: see `load`.
-        input_shape: shape of one sample, [C, H, W].
-        stages: number of stages to the full width.
-        keep_full: operations that growth need not pass.
-        methods: names in `METHODS`.
-        parts: also collect what parts report about the network.
-
     Returns:
         The report; its `error` is set if the network was refused or a method failed.
     """
@@ -348,9 +340,6 @@ def matrix(
 
     Returns:
         The reports in the order of the names.
-
-    Raises:
-        UserError: FILE.json exists and is not a matrix.
     """
     done = {report.model: report for report in _read(file.with_suffix(".json"))}
     context = multiprocessing.get_context("forkserver")

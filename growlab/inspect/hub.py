@@ -43,9 +43,6 @@ def torchvision_network(
         pretrained: download weights: True for torchvision's default ones, or their name. A classifier for another
             number of classes is not loaded.
         weights: a file to load instead; see `read_weights`.
-
-    Raises:
-        UserError: there is no such network or no such weights, or the images are not in colour.
     """
     if image_shape[0] != 3:
         raise UserError(f"torchvision's networks take images of 3 channels, these have {image_shape[0]}.")
@@ -86,9 +83,6 @@ def timm_network(
         pretrained: download weights. A classifier for another number of classes is not loaded, and a first layer for
             other channels is adapted by timm.
         weights: a file to load instead; see `read_weights`.
-
-    Raises:
-        UserError: timm is not installed, or has no such network or no such weights.
     """
     _check_one(pretrained, weights)
     network = _of_timm(name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0])
@@ -135,15 +129,7 @@ def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
 
 
 def read_saved(path: str, what: str) -> Any:
-    """Load the content of a file that `torch.save` wrote, or of one with the ending .safetensors.
-
-    Args:
-        path: path of the file.
-        what: name of the file in error messages.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Load the content of a file that `torch.save` wrote, or of one with the ending .safetensors."""
     file = Path(path).expanduser()
     try:
         if file.suffix == ".safetensors":
@@ -161,11 +147,7 @@ def read_saved(path: str, what: str) -> Any:
 
 
 def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
-    """Return the state_dict in the content of a file: the content itself, or its entry `state_dict` or `model`.
-
-    Raises:
-        UserError: it contains no state_dict.
-    """
+    """Return the state_dict in the content of a file: the content itself, or its entry `state_dict` or `model`."""
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -175,17 +157,7 @@ def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
 
 
 def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: int, what: str) -> None:
-    """Load a state_dict; a classifier for another number of classes is not loaded and keeps its initial weights.
-
-    Args:
-        network: loaded in place.
-        state: tensors by name.
-        num_classes: number of logits of the network.
-        what: name of the weights in error messages.
-
-    Raises:
-        UserError: they do not fit the network.
-    """
+    """Load a state_dict; a classifier for another number of classes is not loaded and keeps its initial weights."""
     own = network.state_dict()
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     other = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)
@@ -249,9 +221,6 @@ def load(
 
     Returns:
         The network and a tuple of its inputs.
-
-    Raises:
-        UserError: there is no such network, or its package is not installed.
     """
     source, slash, model = name.partition("/")
     shape = tuple(input_shape or (3, 224, 224))

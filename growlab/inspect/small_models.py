@@ -120,9 +120,6 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
     Returns:
         The network, which returns only its main output, and its positional inputs.
-
-    Raises:
-        UserError: transformers is not installed, does not know the type, or cannot make it small.
     """
     auto = automatic_classes(model_type)
     try:
@@ -144,11 +141,7 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def automatic_classes(model_type: str) -> Any:
-    """Import `transformers.models.auto`, which maps a model type to its classes.
-
-    Raises:
-        UserError: transformers is not installed, or does not know the type.
-    """
+    """Import `transformers.models.auto`, which maps a model type to its classes."""
     try:
         auto = importlib.import_module("transformers.models.auto")
     except ImportError as error:

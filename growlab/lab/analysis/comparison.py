@@ -65,9 +65,6 @@ def compare(runs: Sequence[Run]) -> Figure:
     deviation. Curves that would be indistinguishable are drawn minus their common mean. If all costs are equal, the
     last panel has a column for each method. Accuracy is the held-out one if every run has it, else that of training.
     Growth events are lines if all grown runs share them, else ticks at the top in the method's colour.
-
-    Raises:
-        UserError: the runs are of several networks or data sets, whose numbers do not compare.
     """
     rows = _rows(runs, "a comparison")
     drawn = list(zip(rows, style.line_styles([row.group.method for row in rows]), strict=True))
@@ -224,9 +221,6 @@ def frontier(runs: Sequence[Run]) -> Figure:
     Fixed-size training is black. Means over seeds, bars one sample standard deviation. Markers are open: those behind
     others show through. The grey steps are the best score measured at a cost or below it. Costs that differ by more
     than six times stand on a logarithmic axis (Yuan et al. 2023, Figure 6).
-
-    Raises:
-        UserError: the runs are of several networks or data sets, whose numbers do not compare.
     """
     label = "training cost, in epochs of the fixed-size network at full width"
     return _frontier(_rows(runs, "a frontier"), lambda point: point.cost, label, "cost", of_cost=True)
@@ -236,9 +230,6 @@ def frontier_seconds(runs: Sequence[Run]) -> Figure:
     """Wall-clock seconds of a training against test accuracy (or BLEU), else as `frontier`.
 
     Seconds are means over seeds, bars to the left and right one sample standard deviation.
-
-    Raises:
-        UserError: the runs are of several networks or data sets, or of several machines, or have no seconds.
     """
     rows = _rows(runs, "a frontier")
     machines = sorted({_machine(run) for row in rows for run in row.runs})
@@ -332,9 +323,6 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
 
     Means over seeds, bars one sample standard deviation. A rate whose runs have left no finite value is left out
     (Yuan et al. 2023, Figure 14).
-
-    Raises:
-        UserError: the runs are of several networks, data sets or metrics, or all of one rate.
     """
     rows = _rows(runs, "a figure over learning rates")
     curves = over_rates(rows)
@@ -374,14 +362,8 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
 def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
     """Join the rows that differ by their learning rate only.
 
-    Args:
-        rows: rows of one network and data set, from `summarise`.
-
     Returns:
         By name of the method without its rate: (learning rate, row), by rising rate.
-
-    Raises:
-        UserError: the rate of a run is not known.
     """
     joined: dict[str, list[tuple[float, Row]]] = defaultdict(list)
     plain = []

@@ -102,11 +102,7 @@ def _make(argv: Sequence[str]) -> None:
 
 
 def build(entity: str, project: str) -> tuple[Any, Any]:
-    """The workspace and the report as objects of `wandb-workspaces`, not saved yet.
-
-    Raises:
-        UserError: the package is missing.
-    """
+    """The workspace and the report as objects of `wandb-workspaces`, not saved yet."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces

@@ -59,12 +59,6 @@ def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: s
     """Return the settings, by dotted name, that all runs of a table's row share.
 
     Classes of growlab are compared by name only, without their module.
-
-    Args:
-        config: the composed configuration in plain containers, resolved.
-        data: the choice of the config group of that name.
-        optimizer: likewise.
-        growth: likewise.
     """
     settings = dict(leaves(config, ""))
     if settings.get("data.seed") == settings["seed"]:
@@ -109,11 +103,7 @@ def choice_of(group: str, choice: str, overrides: Sequence[str]) -> str:
 
 
 def resume_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested settings that determine a run's numbers, which a resuming run must share.
-
-    Args:
-        config: the composed configuration in plain containers, resolved.
-    """
+    """Return the nested settings that determine a run's numbers, which a resuming run must share."""
     settings = copy.deepcopy(dict(config))
     for name in _FREE_ON_RESUME:
         *parents, key = name.split(".")

@@ -24,11 +24,7 @@ _AGES = LinearSegmentedColormap.from_list("ages", [style.PALETTE[1], style.PALET
 
 
 def save_movie(run: Run, path: str | os.PathLike[str]) -> Path:
-    """Write a GIF of a run: its silhouette stage by stage, new channels in colour, next to the held-out metric.
-
-    Raises:
-        UserError: the name does not end in .gif, or the run has no growth events, width groups or metrics.
-    """
+    """Write a GIF of a run: its silhouette stage by stage, new channels in colour, next to the held-out metric."""
     if Path(path).suffix.lower() != ".gif":
         raise UserError(f"cannot write a movie to {path}: its name must end in .gif.")
     (first, *others), times = zip(*_frames(run), strict=True)

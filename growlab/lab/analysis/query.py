@@ -30,9 +30,6 @@ def answer(
         metrics: numbers of `results.json`, such as "val_loss"; none: the metric that the runs are compared by.
         filters: `KEY=VALUE` or `KEY=PATTERN` with * and ?, all of which a run must match.
         sort: name of a column, with - in front from the largest; None: the columns of `by`.
-
-    Raises:
-        UserError: no run matches, or a name is in none of the runs.
     """
     by, metrics = [*by] or ["method"], [*metrics]
     metrics = metrics or sorted({f"test_{row.metric.key}" for row in rows})

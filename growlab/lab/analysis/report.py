@@ -75,11 +75,7 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
 
 
 def write_run_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write a run's figures, and its page `report.html`, into its folder; return the page.
-
-    Raises:
-        UserError: as `growlab.lab.analysis.figures.write_run_figures`.
-    """
+    """Write a run's figures, and its page `report.html`, into its folder; return the page."""
     write_run_figures(run_dir)
     run = open_run(run_dir)
     write_text(run.path / "report.html", page([run]))

@@ -293,11 +293,7 @@ class Run:
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
-    """Open one run folder, finished or not (without a usable `results.json`, `results` is empty).
-
-    Raises:
-        UserError: the folder is not there, or has none of a run's files.
-    """
+    """Open one run folder, finished or not (without a usable `results.json`, `results` is empty)."""
     path = Path(folder)
     if not (path / "metrics.csv").exists() and not (path / "results.json").exists():
         raise UserError(f"{path} is not a run folder: neither results.json nor metrics.csv is in it.")

@@ -69,9 +69,6 @@ def rate_factors(run: Run, parameters: Sequence[str] | None = None) -> Figure:
     Args:
         run: a run with rate adaptation.
         parameters: names of the parameters to show; by default the first, a middle and the last one.
-
-    Raises:
-        UserError: the run has no rate factors, or none of a parameter asked for.
     """
     if not has_rate_factors(run):
         raise UserError(
@@ -118,9 +115,6 @@ def region_norms(runs: Sequence[Run], parameters: Sequence[str] | None = None) -
         runs: one to three runs with a `rates.csv`.
         parameters: names of the parameters to show; by default the first, a middle and the last one of one
             run, the middle one of several.
-
-    Raises:
-        UserError: there are too many runs or parameters, no norms, or none of a parameter asked for.
     """
     if len(runs) > _MOST_RUNS:
         raise UserError(f"norms shows {_MOST_RUNS} runs side by side and there are {len(runs)}: name fewer.")

@@ -53,11 +53,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 
 def check_output(path: str | os.PathLike[str]) -> str:
-    """File ending of a figure's path, such as ".png".
-
-    Raises:
-        UserError: figures are not written as that.
-    """
+    """File ending of a figure's path, such as ".png"."""
     suffix = Path(path).suffix.lower()
     if suffix not in _METADATA:
         raise UserError(f"cannot write a figure to {path}: its name must end in {', '.join(_METADATA)}.")
@@ -65,11 +61,7 @@ def check_output(path: str | os.PathLike[str]) -> str:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure atomically; the kind of file follows from the name's end.
-
-    Raises:
-        UserError: the name's end is unknown or the file cannot be written.
-    """
+    """Write a figure atomically; the kind of file follows from the name's end."""
     suffix, content = check_output(path), io.BytesIO()
     with styled():
         figure.savefig(content, format=suffix[1:], metadata=_METADATA[suffix])
@@ -85,16 +77,7 @@ def legend_below(
     length: float = 3,
     note: str = "",
 ) -> None:
-    """Add a legend under the axes in at most `columns` columns, no wider than the figure.
-
-    Args:
-        figure: the figure.
-        handles: artists that are explained.
-        names: their names.
-        columns: the largest number of columns.
-        length: of a line, in font sizes.
-        note: meaning of bars, bands and symbols; stands above the names.
-    """
+    """Add a legend under the axes in at most `columns` columns, no wider than the figure."""
     title = textwrap.fill(note, max(40, int(17 * figure.get_figwidth())), break_long_words=False) or None
     place = {"loc": "outside lower center", "handlelength": length, "title": title, "title_fontsize": 7}
     for number in range(columns, 0, -1):
@@ -135,9 +118,6 @@ def line_styles(methods: Sequence[str]) -> list[dict[str, Any]]:
     Black is the full network that never grows, grey a smaller or shorter one, all others have the palette;
     `colours.csv` says which has which, by its name. Of several curves of a figure that belong to one colour the one
     with the shortest name has it; the others, and those that belong to none, get the next that is free.
-
-    Args:
-        methods: names as `Group.method` has them.
 
     Examples:
         >>> [one["color"] for one in line_styles(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
@@ -233,13 +213,7 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
 def mark_points(
     axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float
 ) -> None:
-    """Draw a marker a point, with its deviation: open ones, so that those behind others show through.
-
-    Args:
-        axes: where the points belong.
-        points: (x, y, deviation or 0, line style with colour and marker).
-        size_points: diameter of a marker.
-    """
+    """Draw a marker a point, with its deviation: open ones, so that those behind others show through."""
     form = {"markersize": size_points, "markerfacecolor": "none", "markeredgewidth": 1.2, "capsize": 2}
     for x, y, reach, line in points:
         mark = {"color": line["color"], "marker": line["marker"], "elinewidth": 0.8, "clip_on": False}

@@ -40,11 +40,7 @@ def relative_widths(run: Run) -> list[float]:
 
 @style.styled()
 def widths_over_time(run: Run) -> Figure:
-    """Width of every group over epochs; groups that grow equally share a line.
-
-    Raises:
-        UserError: the run has no metrics or no width groups.
-    """
+    """Width of every group over epochs; groups that grow equally share a line."""
     equal: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, group in run.groups.items():
         equal[tuple(group["widths"])].append(name)
@@ -125,9 +121,6 @@ def network_map(run: Run) -> Figure:
     """Every width group (a row) and its width at every stage (a column); the shade is the share of full width.
 
     In a network of more than forty groups, neighbours that grow equally share a row.
-
-    Raises:
-        UserError: the run has no width groups.
     """
     rows, lengths = rows_of_groups(run), _stage_epochs(run)
     num_stages = len(lengths)
@@ -157,11 +150,7 @@ def network_map(run: Run) -> Figure:
 
 @style.styled()
 def silhouettes(run: Run) -> Figure:
-    """The network's shape at each stage: a bar a width group, input on top, new channels in colour at its ends.
-
-    Raises:
-        UserError: the run has no width groups.
-    """
+    """The network's shape at each stage: a bar a width group, input on top, new channels in colour at its ends."""
     rows, lengths = rows_of_groups(run), _stage_epochs(run)
     num_stages, num_rows, widest = len(lengths), len(rows), max(full for _, _, full in rows)
     apart = widest + 0.12 * widest
@@ -230,9 +219,6 @@ def width_paths(runs: Sequence[Run]) -> Figure:
     """Channels of all groups over epochs above, held-out accuracy below; runs of one start share a colour.
 
     They show whether layers that decide their widths arrive at the same one.
-
-    Raises:
-        UserError: there is no run, or one has no metrics or no width groups.
     """
     if not runs:
         raise UserError("width_paths needs at least one run.")
@@ -317,13 +303,6 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
     grey. Behind the last epoch stands each line's mean with one sample standard deviation; bands of noise would cover
     each other. The bar of a line's colour at the foot spans the epochs in which its width changes. The panels of
     Bird, "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
-
-    Args:
-        runs: finished runs of one network and data set.
-        by: the end that the panels are sorted by.
-
-    Raises:
-        UserError: there is no run that grows, or one has no width groups or was not validated.
     """
     lines = _lines(runs)
     here, there = (0, 1) if by == "start" else (1, 0)

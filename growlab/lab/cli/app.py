@@ -136,11 +136,7 @@ def _remove_if_empty(run_dir: Path) -> None:
 
 
 def _read_arguments() -> Namespace:
-    """Parse the command line as Hydra will.
-
-    Raises:
-        UserError: an option is unknown or invalid, or stands between overrides.
-    """
+    """Parse the command line as Hydra will."""
 
     def complain(message: str) -> None:
         raise UserError(f"{message}; options stand before or after all overrides, see growlab --help")
@@ -228,12 +224,7 @@ def _complete_commands() -> bool:
 
 
 def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> int:
-    """Run a command line and return the exit code.
-
-    Args:
-        job: called with the composed configuration.
-        more: further overrides; those of the command line win.
-    """
+    """Run a command line and return the exit code."""
     try:
         try:
             return _main(job, more)

@@ -73,9 +73,6 @@ _FIRST = ("widths", "plan", "table", "resume")
 def run_command(arguments: Sequence[str]) -> int | None:
     """Run a command line that begins with a command; return None if it does not.
 
-    Args:
-        arguments: after the program's name.
-
     Returns:
         The exit code.
     """
@@ -100,11 +97,7 @@ def described(short: bool = False) -> str:
 
 
 def experiments(folder: Path) -> str:
-    """The experiments to begin with, a line each with the first words of its file.
-
-    Args:
-        folder: `conf/experiment`.
-    """
+    """The experiments to begin with, a line each with the first words of its file."""
     lines = []
     for path in sorted(folder.glob("*.yaml")):
         said = path.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
@@ -114,11 +107,7 @@ def experiments(folder: Path) -> str:
 
 
 def settings_of_plan(file: Path) -> str:
-    """List the settings of a plan as overrides, one per line with value and comment; candidates verbatim.
-
-    Args:
-        file: `conf/plan/default.yaml`.
-    """
+    """List the settings of a plan as overrides, one per line with value and comment; candidates verbatim."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines()[1:] if line]
     return "\n".join(re.sub(r"^([a-z_]+): ?", r"plan.\1=", line) for line in lines)
 
@@ -131,9 +120,6 @@ def import_from_here() -> None:
 
 def run_without(missing: ModuleNotFoundError) -> int:
     """Run a command that does not need the packages of experiments when they are not installed.
-
-    Args:
-        missing: the failed import.
 
     Returns:
         The exit code.
@@ -161,9 +147,6 @@ def run_without(missing: ModuleNotFoundError) -> int:
 
 def complete(line: str) -> tuple[list[str], str | None]:
     """Complete the commands of an unfinished command line.
-
-    Args:
-        line: up to the cursor, the program's name included.
 
     Returns:
         Candidates for the last word, and the line whose overrides come next, or None.

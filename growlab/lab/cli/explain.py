@@ -32,12 +32,7 @@ _INSIDES = (
 
 
 def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
-    """Return the sentence to print after `error:`, without a line break; None if the failure deserves a traceback.
-
-    Args:
-        error: the exception; its causes are read too.
-        overrides: of the command line.
-    """
+    """Return the sentence to print after `error:`, without a line break; None if the failure deserves a traceback."""
     for link in sorted(_chain(error), key=lambda link: not isinstance(link, UserError)):
         if text := _sentence(link, overrides):
             return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -34,11 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
-    """Return the command line that resumes a run, or a sweep with the jobs that are not done.
-
-    Raises:
-        UserError: the folder is of neither.
-    """
+    """Return the command line that resumes a run, or a sweep with the jobs that are not done."""
     parser = CommandParser(
         prog="growlab resume",
         description="Resume an interrupted run, or a sweep: finished jobs are skipped.",
@@ -60,11 +56,7 @@ def resumed(argv: Sequence[str]) -> list[str]:
 
 
 def _command(file: Path) -> tuple[list[str], list[str]]:
-    """Options that a run's configuration was found with, and its overrides, as Hydra has written them down.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Options that a run's configuration was found with, and its overrides, as Hydra has written them down."""
     if not file.is_file():
         raise UserError(f"{file.parent.parent} is no folder of a run or sweep that growlab has written.")
     # Interpolations are left as they are.
@@ -108,11 +100,7 @@ def show(argv: Sequence[str]) -> None:
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Test a run's weights on the data of its configuration, or on others.
-
-    Raises:
-        UserError: the run has no weights, or the network is not for such data.
-    """
+    """Test a run's weights on the data of its configuration, or on others."""
     parser = CommandParser(
         prog="growlab eval",
         description="Test a finished run's weights, on its own test set or on other data of the same shape and "

@@ -64,9 +64,6 @@ def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
         cfg: composed.
         name: of a group, a setting, or the last part of a setting's name.
         choices: the option chosen in each group, whose files have remarks.
-
-    Raises:
-        UserError: there is no such setting.
     """
     options = sorted(path.relative_to(config_dir() / name) for path in (config_dir() / name).rglob("*.yaml"))
     listed = textwrap.fill(

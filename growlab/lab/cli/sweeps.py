@@ -22,11 +22,7 @@ _SIDE_BY_SIDE = ("JoblibLauncher", "submitit_launcher.LocalLauncher")
 
 
 def check_selection(cfg: DictConfig) -> None:
-    """Refuse a search that would select on training or test images, or by an objective that runs do not return.
-
-    Raises:
-        UserError: the sweeper selects without held-out samples, or its objectives are not those of a run.
-    """
+    """Refuse a search that would select on training or test images, or by an objective that runs do not return."""
     job = HydraConfig.get()
     searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
     if job.mode != RunMode.MULTIRUN or not searches:
@@ -79,11 +75,7 @@ def _has_validation(cfg: DictConfig) -> bool:
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
-    """Return True if a job of a sweep has finished in this folder before.
-
-    Raises:
-        UserError: the folder contains the result of other settings, which a new run would overwrite.
-    """
+    """Return True if a job of a sweep has finished in this folder before."""
     if HydraConfig.get().mode != RunMode.MULTIRUN or not (run_dir / "results.json").exists():
         return False
     if other := _other_settings(cfg, run_dir):

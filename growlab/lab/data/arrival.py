@@ -22,11 +22,6 @@ def first_balanced(labels_N: np.ndarray, count: int) -> np.ndarray:
 def stratified_split(labels_N: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Split positions in two, every class in the same proportion up to rounding.
 
-    Args:
-        labels_N: class of each image.
-        fraction: share of the second part, between 0 and 1.
-        seed: the split is a function of labels, fraction and seed alone.
-
     Returns:
         Sorted positions of the first part and of the second, which has `round(fraction * N)` images:
         disjoint, together everything.
@@ -146,9 +141,6 @@ class Arrival:
         class_schedule: classes by epoch, or None for all; see `ImageData`.
         incremental: the part of the data that each stage of the run has; None = all.
         epochs_per_pass: epochs that a pass over the training images is divided into.
-
-    Raises:
-        UserError: the schedule is impossible, or two of them do not go together.
     """
 
     def __init__(

@@ -49,9 +49,6 @@ class Documents:
 
     Attributes:
         skipped: files of a folder without text in UTF-8; known once the documents were read.
-
-    Raises:
-        UserError: nothing is there; while they are read also: a file cannot be read.
     """
 
     path: str
@@ -163,11 +160,7 @@ class Documents:
 
 
 def saved_datasets(path: str | Path) -> Any:
-    """Return the data set, or its splits by name, that `datasets.save_to_disk` wrote into a folder; None for others.
-
-    Raises:
-        UserError: `datasets` is not installed.
-    """
+    """Return the data set, or its splits by name, that `datasets.save_to_disk` wrote into a folder; None for others."""
     folder = Path(path).expanduser()
     if not any((folder / name).is_file() for name in _SAVED):
         return None
@@ -275,9 +268,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     Args:
         texts: to learn merges from.
         vocab_size: tokens, the 256 bytes and the end of a text among them; fewer where the text has no more to merge.
-
-    Raises:
-        UserError: fewer tokens than bytes, or `tokenizers` is not installed.
     """
     library = _library()
     if vocab_size <= _BYTES:
@@ -303,9 +293,6 @@ def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
     Args:
         path: of the file or folder.
         end_of_text: the token after each document; None: as the folder says, or by the usual names.
-
-    Raises:
-        UserError: there is no such tokenizer, or no such token.
     """
     file = tokenizer_file(path)
     try:
@@ -330,11 +317,7 @@ def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The `tokenizer.json` that a path means.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """The `tokenizer.json` that a path means."""
     place = Path(path).expanduser()
     file = place / _TOKENIZER if place.is_dir() else place
     if not file.is_file():

@@ -70,9 +70,6 @@ def open_images(
         fit: brings images in folders and Parquet files to one size; None = as they are.
         skip_damaged: leave out images in class folders that cannot be decoded, with a warning.
         without_test: accept data without a test set, such as `<class>/*.png` in `root`.
-
-    Raises:
-        UserError: nothing usable is there, in a sentence that says what was searched for and where.
     """
     if name == "digits" and root is None:
         return load_digits()
@@ -149,11 +146,7 @@ def load_digits() -> dict[str, Images]:
 
 
 def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]:
-    """Return the training and the test set from torchvision's files, downloaded first if they are missing.
-
-    Raises:
-        UserError: the files are missing or damaged and may not or cannot be downloaded.
-    """
+    """Return the training and the test set from torchvision's files, downloaded first if they are missing."""
     # A slow import, that other data need not wait for.
     import torchvision.datasets
 

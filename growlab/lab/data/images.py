@@ -34,9 +34,6 @@ class Fit:
         size: pixels of the square that comes out; None leaves images as they are.
         resize: pixels of the shorter side before the crop; None = `size`.
         interpolation: of the pixels.
-
-    Raises:
-        UserError: the shorter side would be shorter than the square.
     """
 
     size: int | None = None

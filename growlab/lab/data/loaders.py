@@ -98,11 +98,7 @@ class EpochPlan:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples in each training batch of the epoch, over all ranks.
-
-        Raises:
-            UserError: the pass has fewer batches than parts.
-        """
+        """Samples in each training batch of the epoch, over all ranks."""
         if self.steps is None and self._in_pass < self.parts:
             raise UserError(
                 f"data.epochs_per_pass={self.parts} leaves epochs without a batch: a pass over the samples has "
@@ -246,13 +242,7 @@ class BatchSource(ABC):
     def read_batch(
         self, positions: np.ndarray, epoch: int | None, contents: list[bytes] | None = None
     ) -> Any:
-        """Return the batch of the samples at these positions.
-
-        Args:
-            positions: int64 [B].
-            epoch: counted from 0; None: evaluation.
-            contents: of the samples, if `contents` has read them.
-        """
+        """Return the batch of the samples at these positions."""
 
     def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes] | None]:
         """Yield what this process reads for the workers of each batch, or None."""
@@ -335,10 +325,6 @@ class WorkerPool:
 
     def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Any]:
         """Yield the batches, on the CPU; a new reading ends the one before it.
-
-        Args:
-            batches: positions of the samples of each batch.
-            epoch: counted from 0; None: evaluation.
 
         Raises:
             RuntimeError: another reading began meanwhile, or a worker process died (`DIED`).

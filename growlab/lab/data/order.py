@@ -17,10 +17,6 @@ _WORD = (1 << 64) - 1
 def draws(indices_N: np.ndarray, *key: int) -> np.ndarray:
     """Return one uniform 64-bit number for each index, a function of (key, index) alone.
 
-    Args:
-        indices_N: integer counters, one a number wanted.
-        key: integers of any sign; another key gives unrelated numbers.
-
     Returns:
         uint64 array [N].
     """
@@ -65,12 +61,6 @@ def training_batches(
     evenly: it is filled up from the start of the order, as `DistributedSampler` does, because gradients are
     averaged over ranks with equal weight.
 
-    Args:
-        order_N: indices of the training images in the order of this epoch.
-        batch_size: images in a global batch; a multiple of `world_size`.
-        rank: this process, 0 <= rank < world_size.
-        world_size: number of processes.
-
     Returns:
         One index array a step, of the same number of steps and the same sizes on all ranks.
     """
@@ -91,12 +81,6 @@ def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: 
     No image is repeated, so that accuracies over several ranks are exact, and no rank's slice is empty: a batch is
     larger than `batch_size` only if that is less than the number of ranks. Only a set
     smaller than the number of ranks has its images repeated.
-
-    Args:
-        length: number of images.
-        batch_size: most images in a global batch.
-        rank: this process, 0 <= rank < world_size.
-        world_size: number of processes.
 
     Returns:
         One index array a step, of the same number of steps on all ranks.

@@ -146,11 +146,7 @@ class WindowData(RunData):
         return {"digest": self.digest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare with a checkpoint's text.
-
-        Raises:
-            UserError: it is another one.
-        """
+        """Compare with a checkpoint's text."""
         if state_dict.get("digest", self.digest) != self.digest:
             raise UserError(
                 "the text is not the one that the checkpoint was trained on: its files, its split or its tokenizer "

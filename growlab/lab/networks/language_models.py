@@ -54,9 +54,6 @@ class CausalModel(FirstOutput):
         num_hidden_layers: layers.
         num_attention_heads: heads of each layer; None for a type without heads, such as mamba.
         num_key_value_heads: heads of keys and values; None: as many as `num_attention_heads`.
-
-    Raises:
-        UserError: transformers is not installed, does not know the type or an entry, or the sizes do not fit.
     """
 
     def __init__(
@@ -100,11 +97,7 @@ class CausalModel(FirstOutput):
         self.context = context
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that `from_pretrained` loads: the configuration at the final sizes, and the weights.
-
-        Raises:
-            UserError: no configuration of this type has these sizes.
-        """
+        """Write a folder that `from_pretrained` loads: the configuration at the final sizes, and the weights."""
         model = plain_model(self)
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -119,11 +112,7 @@ class CausalModel(FirstOutput):
 
 
 def plain_model(network: CausalModel) -> Any:
-    """Rebuild the model of a grown network by transformers at its present sizes.
-
-    Raises:
-        UserError: no configuration of this type has these sizes, such as heads that differ from layer to layer.
-    """
+    """Rebuild the model of a grown network by transformers at its present sizes."""
     trained = network.network
     tensors, present = _present(trained)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -162,11 +151,7 @@ def _names(kind: Any) -> set[str]:
 def _entries(
     kind: Any, model_type: str, own: Mapping[str, int | None], config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the entries of a configuration from sizes and further arguments.
-
-    Raises:
-        UserError: an entry is unknown, or the heads do not divide the width.
-    """
+    """Make the entries of a configuration from sizes and further arguments."""
     usual = kind()
     direct, names = set(usual.to_dict()), _names(kind)
     for name in config:
@@ -221,11 +206,7 @@ def _built(found: Any, kind: Any, model_type: str, given: Mapping[str, Any]) -> 
 
 
 def _sees_later_tokens(model: Any, vocabulary_size: int, context: int) -> bool:
-    """Return True if logits depend on later tokens.
-
-    Raises:
-        UserError: the model cannot be called.
-    """
+    """Return True if logits depend on later tokens."""
     tokens = torch.arange(min(_PROBE, context))[None] % vocabulary_size
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % vocabulary_size

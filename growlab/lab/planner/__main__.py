@@ -46,11 +46,7 @@ def _print_cases(folders: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan what the command line says and return the exit code.
-
-    Args:
-        arguments: in place of the command line's.
-    """
+    """Plan what the command line says and return the exit code."""
     if arguments is not None:
         sys.argv[1:] = arguments
     if sys.argv[1:2] == ["--cases"]:

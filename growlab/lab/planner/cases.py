@@ -17,11 +17,7 @@ _EQUAL_COST = 10.0
 
 
 def read(sources: Sequence[str]) -> list[Case]:
-    """Cases of the package, and of a user's CSV files and folders of runs.
-
-    Raises:
-        UserError: a file or folder cannot be read, or has no cases.
-    """
+    """Cases of the package, and of a user's CSV files and folders of runs."""
     folders = [Path(source) for source in sources if Path(source).is_dir()]
     found = read_cases(*(source for source in sources if Path(source) not in folders))
     for folder in folders:
@@ -48,12 +44,6 @@ def cases_of(folder: Path) -> list[Case]:
 
     A case needs runs of one experiment and budget in which the full network and a smaller one never grow. Seeds are
     averaged, and of several smaller or grown networks the best one counts.
-
-    Args:
-        folder: `growlab table` takes the same.
-
-    Raises:
-        UserError: there is no finished run.
     """
     if (folder / "arms.csv").exists():
         return list(_pairs(folder))

@@ -105,18 +105,7 @@ def train(problem: Problem, rate: float, steps: int, seed: int) -> Probe:
 def best_rate(
     problem: Problem, rates: Sequence[float], steps: int, seed: int, say: Callable[[str], None]
 ) -> Probe:
-    """Train at each rate for as many steps; the first one in doubt.
-
-    Args:
-        problem: the network.
-        rates: multiples of the usual one.
-        steps: of all rates together.
-        seed: of the network.
-        say: takes lines of progress.
-
-    Raises:
-        UserError: there are too few steps, or training breaks down at every rate.
-    """
+    """Train at each rate for as many steps; the first one in doubt."""
     each = steps // len(rates)
     if each < _LEAST_STEPS:
         raise UserError(

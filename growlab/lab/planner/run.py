@@ -118,9 +118,6 @@ def run(cfg: DictConfig) -> None:
 
     Args:
         cfg: the composed configuration of `conf/config.yaml`, with `plan`.
-
-    Raises:
-        UserError: the configuration cannot be planned for.
     """
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
@@ -172,11 +169,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """Settings of the plan.
-
-    Raises:
-        UserError: a value is invalid.
-    """
+    """Settings of the plan."""
     given, where = OmegaConf.to_container(cfg.plan, resolve=True), "plan."
     assert isinstance(given, dict)
     try:
@@ -194,11 +187,7 @@ def settings_of(cfg: DictConfig) -> Settings:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse a run that cannot be planned for.
-
-    Raises:
-        UserError: naming the reason.
-    """
+    """Refuse a run that cannot be planned for."""
     check_trainer_options(cfg.trainer)
     budget, from_start = cfg.schedule.budget, "is of networks from their beginning."
     if budget is not None and not 0 < budget < inf:
@@ -239,13 +228,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def budget_of(cfg: DictConfig, data: Any, samples: int) -> float:
-    """Passes of the full network over the training data: `schedule.budget`, else the run's own length.
-
-    Args:
-        cfg: the configuration.
-        data: set up.
-        samples: of a pass.
-    """
+    """Passes of the full network over the training data: `schedule.budget`, else the run's own length."""
     schedule = cfg.schedule
     if schedule.budget:
         return float(schedule.budget)
@@ -258,11 +241,7 @@ def budget_of(cfg: DictConfig, data: Any, samples: int) -> float:
 
 
 def arms_of(cfg: DictConfig, data: Any, settings: Settings) -> dict[str, Arm]:
-    """The full network, the smaller one and the one that growing starts from.
-
-    Raises:
-        UserError: the network cannot be traced, or is no larger than the smaller one.
-    """
+    """The full network, the smaller one and the one that growing starts from."""
     full = _arm(cfg, data, Start())
     arms = {"full": full, "smaller": _arm(cfg, data, settings.smaller)}
     try:

@@ -57,9 +57,6 @@ def fit_batch_sizes(
 
     Returns:
         A dict per stage: `stage`, `eq8` (the global size by Eq. 8) and `batch_size` (the one to train with).
-
-    Raises:
-        UserError: not even the smallest batch fits, or sizes are also given.
     """
     if settings["batch_sizes"] is not None:
         raise UserError("schedule.batch_size=auto finds the sizes; leave schedule.batch_sizes out.")
@@ -155,9 +152,6 @@ class TrialSteps:
     Args:
         run: everything of a step.
         stages: width of each group at each stage.
-
-    Raises:
-        UserError: the limit is unknown and not given, or it is not positive.
     """
 
     def __init__(self, run: TrialRun, stages: Sequence[Mapping[str, int]]) -> None:

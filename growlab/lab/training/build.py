@@ -72,14 +72,7 @@ _WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", 
 
 
 def train(cfg: DictConfig) -> None:
-    """Train one network as configured, or run the configured study; results go into the run's folder.
-
-    Args:
-        cfg: the composed configuration of `conf/config.yaml`.
-
-    Raises:
-        UserError: the configuration, the data, the machine or the training does not allow the run.
-    """
+    """Train one network as configured, or run the configured study; results go into the run's folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
@@ -97,15 +90,7 @@ def train(cfg: DictConfig) -> None:
 
 
 def build(cfg: DictConfig, folder: Path) -> Experiment:
-    """Build an experiment: data, network, widths, plan and seed.
-
-    Args:
-        cfg: the composed configuration of `conf/config.yaml`.
-        folder: of the run, which may contain a checkpoint to resume from.
-
-    Raises:
-        UserError: the settings conflict with each other, the data or the checkpoint.
-    """
+    """Build an experiment: data, network, widths, plan and seed."""
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
         # Refused before data are read, which may take minutes.
@@ -161,9 +146,6 @@ def check_settings(cfg: DictConfig) -> None:
 
     Args:
         cfg: the configuration; integers become floats where a growth method, a schedule or a part takes floats.
-
-    Raises:
-        UserError: naming the first invalid value.
     """
     settings = OmegaConf.to_container(cfg, resolve=True)
     parts = settings.pop("parts") or {}
@@ -262,26 +244,13 @@ def _run_study(cfg: DictConfig, folder: Path) -> None:
 
 
 def make_data(settings: DictConfig, seed: int) -> RunData:
-    """Make the data module; anything but a growlab data module becomes the source of a `CustomData`.
-
-    Args:
-        settings: the configuration's `data`.
-        seed: of the order of samples.
-    """
+    """Make the data module; anything but a growlab data module becomes the source of a `CustomData`."""
     made = instantiate(settings)
     return made if isinstance(made, RunData) else CustomData(made, seed=seed)
 
 
 def make_network(model: DictConfig, data: RunData) -> nn.Module:
-    """Make the network at full width.
-
-    Args:
-        model: the configuration's `model`.
-        data: set up.
-
-    Raises:
-        UserError: the model does not suit the data, or is not a network.
-    """
+    """Make the network at full width."""
     given = data.network_arguments
     unknown = [name for name in given if not _takes(model._target_, name)]
     if unknown:
@@ -308,15 +277,7 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
 
 
 def make_objective(objective: DictConfig, data: RunData) -> Objective:
-    """Make the objective and bind it to the data.
-
-    Args:
-        objective: the configuration's `objective`.
-        data: set up.
-
-    Raises:
-        UserError: it is not an objective, or does not suit the data.
-    """
+    """Make the objective and bind it to the data."""
     if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
         # The default file's, where another loss is put in the place of its `_target_`.
         objective = OmegaConf.masked_copy(objective, [key for key in objective if key != "label_smoothing"])
@@ -485,11 +446,7 @@ def _graph(
 
 
 def probe_size(given: int | None, data: RunData) -> int:
-    """Number of training samples to check parity on; by default the data's choice, or 32.
-
-    Raises:
-        UserError: there are fewer samples.
-    """
+    """Number of training samples to check parity on; by default the data's choice, or 32."""
     if given is not None and given > data.num_train:
         raise UserError(
             f"probe_size={given} is more than the {data.num_train} training samples that there are; set "
@@ -499,11 +456,7 @@ def probe_size(given: int | None, data: RunData) -> int:
 
 
 def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Part]:
-    """Make the configured parts that are not null, and those that the data need.
-
-    Raises:
-        UserError: an entry is not a part, or depth is configured for a network without insertable blocks.
-    """
+    """Make the configured parts that are not null, and those that the data need."""
     given = [_make_part(str(name), part) for name, part in settings.items() if not left_out(part)]
     of_data = data.parts()
     if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in given):

@@ -106,9 +106,6 @@ def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
     """Find the newest intact checkpoint of a run, or None; also return a warning, or None.
 
     Changes nothing, since all ranks read at the same time.
-
-    Raises:
-        UserError: there are checkpoints, but none can be read.
     """
     last = last_checkpoint(run_dir)
     previous = last.with_name(PREVIOUS)
@@ -128,9 +125,6 @@ def damage(path: Path) -> str | None:
     """Read a checkpoint's whole file and describe damage; None if it is intact.
 
     torch writes a checksum for every tensor, but does not verify it on loading.
-
-    Raises:
-        UserError: the user has no permission to read it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -144,11 +138,7 @@ def damage(path: Path) -> str | None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's header; its tensors are checked but not loaded.
-
-    Raises:
-        UserError: there is no such file, or it is not a checkpoint of growlab.
-    """
+    """Read a checkpoint's header; its tensors are checked but not loaded."""
     if not path.is_file():
         raise UserError(f"ckpt_path={path} is not a file; give a checkpoint's path or ckpt_path=last.")
     reason = damage(path)
@@ -363,9 +353,6 @@ def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimi
 
     Returns:
         `make_optimizer` with the file's state; an optimizer of another class starts fresh, with a warning.
-
-    Raises:
-        UserError: the file cannot be read, or belongs to another network.
     """
     what = f"start_from={path}"
     content = read_saved(path, what)

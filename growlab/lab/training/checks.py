@@ -107,9 +107,6 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
 
     Returns:
         By dotted name, values with integers converted to floats where the annotation has floats.
-
-    Raises:
-        UserError: a value has another type than its parameter, or is not finite.
     """
     floats: dict[str, Any] = {}
     if isinstance(settings, list):
@@ -197,14 +194,7 @@ def _as_floats(value: Any) -> Any:
 
 
 def check_trainer_options(trainer: Mapping[str, Any]) -> None:
-    """Refuse options of Lightning's Trainer that would be ignored or change the meaning of a run's numbers.
-
-    Args:
-        trainer: the configuration's `trainer`.
-
-    Raises:
-        UserError: growlab sets the option itself, or its value is out of range.
-    """
+    """Refuse options of Lightning's Trainer that would be ignored or change the meaning of a run's numbers."""
     if taken := [str(name) for name in trainer if name in _OURS]:
         instead = _OURS[taken[0]].format(trainer[taken[0]])
         raise UserError(f"trainer.{taken[0]} is set by growlab: {instead}.")
@@ -222,9 +212,6 @@ def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_swee
         settings: the composed configuration in plain containers, resolved.
         overrides: of the command line.
         is_sweep: the command line starts several runs; a setting may then concern only some of them.
-
-    Raises:
-        UserError: naming the setting that overrides it, or that it requires.
     """
     typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     schedule = settings["schedule"]

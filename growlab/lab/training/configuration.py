@@ -49,9 +49,6 @@ def config_dir(package: Path | None = None) -> Path:
 
     Args:
         package: folder of the growlab package; found from this file if None.
-
-    Raises:
-        UserError: neither place has a `config.yaml`.
     """
     package = Path(__file__).resolve().parents[2] if package is None else package.resolve()
     places = (package / "conf", package.parent / "conf")
@@ -190,9 +187,6 @@ def resume_override(
     Returns:
         `hydra.run.dir=FOLDER` of the experiment's newest run if `ckpt_path=last` is given without a folder; else
         None.
-
-    Raises:
-        UserError: the experiment has no run yet, or the sweep's folder is not given.
     """
     given = {name_of(override): override.partition("=")[2] for override in overrides}
     if given.get("ckpt_path") != "last" or (_SWEEP_DIR if multirun else _RUN_DIR) in given:

@@ -58,11 +58,7 @@ def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that growth does not support.
-
-    Raises:
-        UserError: parameters are sharded, or ranks could drift apart.
-    """
+    """Refuse strategies that growth does not support."""
     strategy = trainer.strategy
     if isinstance(strategy, SingleDeviceStrategy):
         return
@@ -146,11 +142,7 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         self._classes: dict[nn.Module, type[nn.Module]] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Make every batch normalisation synchronised, in place.
-
-        Raises:
-            UserError: one has another class, whose forward would be lost.
-        """
+        """Make every batch normalisation synchronised, in place."""
         averages = model.grower.copies().values() if isinstance(model, Task) else ()
         for name, module in chain(*(network.named_modules() for network in (model, *averages))):
             if type(module) in _PLAIN:

@@ -26,12 +26,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @torch.no_grad()
 def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """Means over batches and ranks of the statistics, by the name of their running buffer.
-
-    Args:
-        network: not changed.
-        batches: inputs of the network; this rank's part.
-    """
+    """Means over batches and ranks of the statistics, by the name of their running buffer."""
     norms = {
         name: module
         for name, module in network.named_modules()
@@ -86,9 +81,6 @@ class FreshStatistics(Callback):
         images: number of training images; 0: evaluate with running averages.
         batches: maps (number of batches, epoch, augmented) to this rank's part of training batches
             (`ImageData.training_batches`); None: evaluate with running averages.
-
-    Raises:
-        UserError: a negative number of images.
     """
 
     def __init__(

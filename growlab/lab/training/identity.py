@@ -51,11 +51,6 @@ def other_settings(config: Mapping[str, Any], folder: Path) -> list[str]:
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Settings that differ, as `name=theirs, not ours`.
 
-    Args:
-        theirs: nested settings.
-        ours: likewise.
-        prefix: of the names.
-
     Examples:
         >>> differences({"seed": 0, "model": {"width": 16}}, {"seed": 0, "model": {"width": 32}})
         ['model.width=16, not 32']

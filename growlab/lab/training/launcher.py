@@ -159,9 +159,6 @@ class _Processes:
     def wait(self, restarts: int) -> BaseException | None:
         """Wait until all have ended, or a few seconds after one has failed.
 
-        Args:
-            restarts: number of previous restarts.
-
         Returns:
             The reason of failure: one that the user can fix if any, else the first; None after success.
         """

@@ -27,11 +27,7 @@ _REACH = 4.0
 def layer_statistics(
     every: int | None, data: LightningDataModule, grower: Grower, run_dir: Path
 ) -> list["LayerStatistics"]:
-    """Make the callback of `log_layers_every_n_steps`, on the first images of the test set; None for null.
-
-    Raises:
-        UserError: the data are not images, or classes arrive during training.
-    """
+    """Make the callback of `log_layers_every_n_steps`, on the first images of the test set; None for null."""
     if every is None:
         return []
     if not isinstance(data, ImageData) or any(part.groups for part in grower.parts):
@@ -60,9 +56,6 @@ class LayerStatistics(Callback):
         images: held-out images, [B, C, H, W].
         labels: their classes, [B].
         every_n_steps: steps between measurements; the first is before training.
-
-    Raises:
-        UserError: the interval is invalid.
     """
 
     def __init__(self, run_dir: Path, images: Tensor, labels: Tensor, every_n_steps: int) -> None:

@@ -149,10 +149,6 @@ def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
     """Close the loggers' runs, so that the next run of the process starts new ones.
 
     Lightning leaves a W&B run open, and the next logger of the process would write into it.
-
-    Args:
-        loggers: of the finished run.
-        succeeded: True if the run finished.
     """
     for logger in loggers:
         if succeeded:

@@ -183,9 +183,6 @@ class Planning:
         data: set up.
         loop: of the run.
         fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
-
-    Raises:
-        UserError: a budget that does not go with other settings of a run's length.
     """
 
     settings: dict[str, Any]
@@ -333,12 +330,6 @@ class Planning:
     ) -> tuple[Trigger, Plan]:
         """The trigger, of the epochs that a budget allows, and the plan.
 
-        Args:
-            trigger: of `trigger`.
-            graph: the network's width graph, as prepared.
-            cost: of the network.
-            parts: features besides growing.
-
         Raises:
             ValueError: the schedule is impossible.
             UserError: nothing in the network can grow, or the settings do not go together.
@@ -400,14 +391,6 @@ class Planning:
         """The most epochs whose training costs no more than the budget.
 
         The schedule that has them costs less than the budget by at most one epoch of its widest stage.
-
-        Args:
-            scheduled: the run grows by its schedule; else it has one stage.
-            flops: forward FLOPs per sample of each stage.
-            full_flops: the same of the full network.
-
-        Raises:
-            UserError: the budget is below the cost of the shortest schedule.
         """
         data, parts, budget = self.data, self.data.epochs_per_pass, self.settings["budget"]
         known: dict[int, list[int]] = {}

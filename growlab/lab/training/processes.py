@@ -81,14 +81,7 @@ def program() -> str:
 
 
 def to_start(trainer: Mapping[str, Any]) -> int:
-    """Count the processes that have to be started for this run; 0 if this one runs it.
-
-    Args:
-        trainer: the configuration's `trainer`.
-
-    Raises:
-        UserError: several machines, on which something else has to start them; restarts where something else has.
-    """
+    """Count the processes that have to be started for this run; 0 if this one runs it."""
     if started_by_growlab():
         return 0
     restarts = max_restarts(trainer)
@@ -114,11 +107,7 @@ def to_start(trainer: Mapping[str, Any]) -> int:
 
 
 def max_restarts(trainer: Mapping[str, Any]) -> int:
-    """Times that the processes of a run may start again, of the configuration's `trainer`.
-
-    Raises:
-        UserError: it is no count.
-    """
+    """Times that the processes of a run may start again, of the configuration's `trainer`."""
     restarts = trainer.get("max_restarts", 0)
     if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
         raise UserError(f"trainer.max_restarts={restarts} must be a number of restarts, 0 for none.")
@@ -215,12 +204,7 @@ def _escaped(found: "re.Match[str]") -> str:
 
 
 def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
-    """Overrides that keep a process other than the first from leaving folders and logs.
-
-    Args:
-        overrides: those given; folders named there stay.
-        multirun: whether they make a sweep.
-    """
+    """Overrides that keep a process other than the first from leaving folders and logs."""
     if is_first() or not (started_elsewhere() or started_by_growlab()):
         return []
     folder = Path(tempfile.gettempdir()) / f"growlab_{secrets.token_hex(8)}"

@@ -299,13 +299,7 @@ class RunRecorder(Callback):
 
 
 def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:
-    """The columns of metrics.csv; those of averages of the network come last.
-
-    Args:
-        objective: names the metrics.
-        averages: names of averages of the network.
-        watched: what is evaluated behind each epoch, "val" or "test".
-    """
+    """The columns of metrics.csv; those of averages of the network come last."""
     names = list(objective.metric_names)
     metrics = [f"train_{name}" for name in names]
     metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]

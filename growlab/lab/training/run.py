@@ -115,15 +115,7 @@ class Experiment:
 
 
 def run(experiment: Experiment, folder: Path) -> None:
-    """Train, test, and leave everything about the run in its folder.
-
-    Args:
-        experiment: as `build` made it; its data are torn down at the end.
-        folder: of the run.
-
-    Raises:
-        UserError: the data, the machine or the training itself does not allow the run.
-    """
+    """Train, test, and leave everything about the run in its folder."""
     data, grower, plan, options = experiment.data, experiment.grower, experiment.plan, experiment.options
     with contextlib.ExitStack() as ending:
         ending.callback(data.teardown, "test")
@@ -199,11 +191,7 @@ def near_zero(precision: str) -> float:
 
 
 def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer: Trainer) -> None:
-    """Give the grower the training's data, cost and records, for methods, triggers and parts that ask for them.
-
-    Raises:
-        UserError: trigger, method or parts do not go with the data.
-    """
+    """Give the grower the training's data, cost and records, for methods, triggers and parts that ask for them."""
     data, grower, plan = experiment.data, experiment.grower, experiment.plan
     batches = data.training_batches
     arriving = any(part.groups for part in grower.parts)
@@ -259,11 +247,7 @@ class StayStopped(Callback):
 
 
 def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
-    """Shorten the plan to the epochs that were trained, if a callback ended the run after the last growth event.
-
-    Raises:
-        UserError: the run was ended before the network had grown to its end, or because its time was over.
-    """
+    """Shorten the plan to the epochs that were trained, if a callback ended the run after the last growth event."""
     plan, trigger, state = experiment.plan, task.grower.trigger, task.growth_state
     wanted = plan.schedule.total_epochs
     if done >= wanted:

@@ -19,10 +19,6 @@ _LOCKED: set[int] = set()
 def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
     """Lock a folder while this process writes to it; the system unlocks it when the process ends.
 
-    Args:
-        folder: that is there.
-        wait_sec: for a process that is about to end.
-
     Raises:
         FolderLocked: another process has locked it.
     """

@@ -42,11 +42,7 @@ class Place:
     device: tuple[str, ...] = ()
 
     def root(self, registry: Registry, name: str) -> Path | None:
-        """Folder of a data set; None for one that needs no files.
-
-        Raises:
-            UserError: it does not exist.
-        """
+        """Folder of a data set; None for one that needs no files."""
         about = registry.data[name]
         if about.get("built_in"):
             return None
@@ -112,15 +108,7 @@ class Training:
             process.terminate()
 
     def train(self, jobs: Sequence[Job], seconds: float) -> list[str]:
-        """Train jobs in this order and return the folders of those that failed.
-
-        Args:
-            jobs: to be trained.
-            seconds: until `stop`.
-
-        Raises:
-            UserError: data is missing.
-        """
+        """Train jobs in this order and return the folders of those that failed."""
         deadline = Timer(max(seconds, 0.0), self.stop)
         deadline.start()
         try:

@@ -143,12 +143,7 @@ def standings(registry: Registry, results: Path | None, seeds: Sequence[int] | N
 
 
 def pages(registry: Registry, results: Path) -> dict[str, str]:
-    """Return the pages as Markdown, by file name: `index.md`, and one of each paper.
-
-    Args:
-        registry: all entries.
-        results: folder of the kept results.
-    """
+    """Return the pages as Markdown, by file name: `index.md`, and one of each paper."""
     by_paper: dict[str, list[Standing]] = {paper: [] for paper in registry.papers}
     for standing in standings(registry, results):
         by_paper[standing.item.paper].append(standing)

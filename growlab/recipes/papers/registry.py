@@ -129,11 +129,7 @@ class Item:
     checks: tuple[Check, ...] = ()
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
-        """Return the runs of all commands, each once.
-
-        Args:
-            seeds: replace the commands' seeds.
-        """
+        """Return the runs of all commands, each once."""
         found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
         return list(found.values())
 
@@ -158,11 +154,7 @@ class Registry:
     data: dict[str, dict[str, Any]]
 
     def find(self, name: str) -> Item:
-        """Find an entry by name.
-
-        Raises:
-            UserError: no such entry; the nearest name is suggested.
-        """
+        """Find an entry by name."""
         if name not in self.items:
             near = difflib.get_close_matches(name, self.items, 1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else "--list names them all."
@@ -253,11 +245,7 @@ class Experiment:
 
 @cache
 def experiment(name: str) -> Experiment:
-    """Read an experiment's file without composing it, which takes a second.
-
-    Raises:
-        UserError: no such experiment.
-    """
+    """Read an experiment's file without composing it, which takes a second."""
     folder = config_dir() / "experiment"
     path = folder / f"{name}.yaml"
     if not path.is_file():

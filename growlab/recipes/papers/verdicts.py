@@ -236,11 +236,7 @@ def signed(value: float) -> str:
 
 
 def outcome(check: Check, results: Path) -> Outcome:
-    """Compare a statement with the rows in a folder such as `notebooks/results`.
-
-    Raises:
-        UserError: there are no such results.
-    """
+    """Compare a statement with the rows in a folder such as `notebooks/results`."""
     if check.summary is not None:
         # A number that a study has computed over its networks, or a count of names.
         summary = _read_summary(results / check.first)
@@ -280,11 +276,7 @@ def outcome(check: Check, results: Path) -> Outcome:
 
 
 def _by_seed(results: Path, pattern: str, measure: Callable[[Run], float]) -> dict[int, float]:
-    """Map each run's seed to a number.
-
-    Raises:
-        UserError: two runs have the same seed.
-    """
+    """Map each run's seed to a number."""
     of_seed: dict[int, Run] = {}
     for run in _runs(results, pattern):
         other = of_seed.setdefault(run.results["seed"], run)
@@ -310,11 +302,7 @@ def _published(network: str, name: str, override: Sequence[str]) -> Published:
 
 @cache
 def _runs(results: Path, pattern: str) -> tuple[Run, ...]:
-    """Finished runs of a pattern, or of several with " + " between them.
-
-    Raises:
-        UserError: no such run.
-    """
+    """Finished runs of a pattern, or of several with " + " between them."""
     paths = [path for one in pattern.split(" + ") for path in sorted(results.glob(one))]
     runs = [open_run(path) for path in paths if (path / "results.json").is_file()]
     if not runs:
@@ -333,11 +321,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def _of_rows(check: Check, results: Path, name: str, column: str, *wanted: str) -> Outcome:
-    """Return a number for each network of a study.
-
-    Raises:
-        UserError: the table is missing, or does not have exactly one such row for each network.
-    """
+    """Return a number for each network of a study."""
     path = _there(results / check.first / name)
     found = pandas.read_csv(path, dtype=str)
     for key, value in (one.split("=") for one in wanted):

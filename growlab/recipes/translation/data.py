@@ -185,9 +185,6 @@ class TranslationData(RunData):
         limit_train: use only so many training pairs, the first ones.
         limit_test: likewise of validation and test.
         validation: "split", on the validation set, if there is one; or "none". True and False are the same.
-
-    Raises:
-        UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
     """
 
     only_in_epochs = "data of sentence pairs"

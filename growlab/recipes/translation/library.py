@@ -18,9 +18,6 @@ def fairseq_module(name: str) -> ModuleType:
     On its first import fairseq registers configurations in Hydra's store under names of growlab's groups (`model`,
     `optimizer`). They are removed, so that a sweep's later jobs are composed as the first. Its messages about
     optional packages are suppressed.
-
-    Raises:
-        UserError: fairseq is not installed, or does not import.
     """
     store = ConfigStore.instance()
     before = _copied(store.repo)
@@ -40,11 +37,7 @@ def fairseq_module(name: str) -> ModuleType:
 
 
 def extra_module(name: str) -> ModuleType:
-    """Import a module of another package of the extra `translation`.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import a module of another package of the extra `translation`."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -30,9 +30,6 @@ class Layers:
         attention_dropout: of attention weights.
         activation_dropout: of feed-forward activations.
         normalize_before: normalise before each residual branch instead of after the addition.
-
-    Raises:
-        UserError: heads do not divide the width.
     """
 
     features: int = 512

@@ -17,11 +17,6 @@ from growlab.recipes.translation.network import FairseqTransformer, fairseq_chec
 def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:
     """Compute BLEU, from 0 to 100.
 
-    Args:
-        hypotheses: one translation per sentence.
-        references: one reference per sentence.
-        language: of both, two letters, for Moses' tokeniser.
-
     Returns:
         `bleu` and its `bleu_signature`; `tokenised_bleu`, on Moses' words, and `tokenised_bleu_signature`.
     """
@@ -105,9 +100,6 @@ class Translation(TokenPrediction):
         max_len_a: a translation has at most `max_len_a * source + max_len_b` tokens.
         max_len_b: likewise.
         bleu_every_n_epochs: also translate the validation set every n epochs; None: only the test set, after the run.
-
-    Raises:
-        UserError: a value that cannot be used.
     """
 
     evaluated_names = ("bleu", "tokenised_bleu")
@@ -132,11 +124,7 @@ class Translation(TokenPrediction):
         self._tested: list[str] = []
 
     def bind(self, data: Any) -> None:
-        """Take the padding and the dictionaries from the data.
-
-        Raises:
-            UserError: the data are not sentence pairs.
-        """
+        """Take the padding and the dictionaries from the data."""
         if not isinstance(data, TranslationData):
             raise UserError(
                 "objective=translation is for sentence pairs; choose data=iwslt14 or data=multi30k."

@@ -131,11 +131,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Preparation:
-    """Settings for converting raw text to token ids; see `TranslationData`.
-
-    Raises:
-        UserError: there are no such subwords.
-    """
+    """Settings for converting raw text to token ids; see `TranslationData`."""
 
     source: str = "de"
     target: str = "en"
@@ -224,9 +220,6 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
             gzipped or not, and likewise for the other language.
         name: of the data, for messages.
         preparation: of raw text; of a binarised folder only the languages.
-
-    Raises:
-        UserError: nothing usable is there, or fairseq is not installed.
     """
     # First, because nothing works without it.
     fairseq_module("fairseq.data")
@@ -270,13 +263,7 @@ def _binarised(root: Path, preparation: Preparation) -> Path | None:
 
 
 def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, Path | None]:
-    """Find the files of a split, one per language: the first two with the same name, else the first of each.
-
-    Args:
-        root: the folder.
-        split: train, valid or test.
-        languages: endings of the names.
-    """
+    """Find the files of a split, one per language: the first two with the same name, else the first of each."""
     found = [_texts(root, split, each) for each in languages]
     both = [stem for stem in found[0] if stem in found[1]]
     chosen = [paths[both[0]] if both else next(iter(paths.values()), None) for paths in found]

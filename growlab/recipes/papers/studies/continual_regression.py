@@ -76,13 +76,7 @@ class Curves:
 
 
 def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
-    """Train all combinations at once and write `losses.csv`, `summary.json` and `losses.png` into the run's folder.
-
-    Args:
-        run_dir: the folder.
-        seed: of all random draws.
-        settings: see `Settings`.
-    """
+    """Train all combinations at once and write `losses.csv`, `summary.json` and `losses.png` into the run's folder."""
     chosen = Settings(**settings)
     curves = train(chosen, seed)
     rows = summarise(chosen, curves)
