@@ -9,7 +9,6 @@ from growlab.lab.data.order import (
     draws,
     evaluation_batches,
     permutation,
-    rolling_order,
     training_batches,
 )
 
@@ -101,19 +100,3 @@ def test_evaluation_shows_every_image_once_over_all_ranks(length, batch_size, wo
     assert max(len(batch) for batch in whole) <= batch_size
     if batch_size >= 2 * world_size and length >= world_size:
         assert [batch.tolist() for batch in steps] == [batch.tolist() for batch in whole]
-
-
-@pytest.mark.parametrize("window", [1, 40, 400, 5000])
-def test_a_rolling_order_needs_few_blocks_at_a_time(window):
-    blocks_N = np.repeat(np.arange(100), np.random.default_rng(0).integers(1, 40, 100))
-    order = rolling_order(blocks_N, window, 1, 2)
-    assert np.array_equal(np.sort(order), np.arange(len(blocks_N)))
-    assert not np.array_equal(order, rolling_order(blocks_N, window, 1, 3))
-    blocks = blocks_N[order]
-    first = {block: step for step, block in reversed(list(enumerate(blocks.tolist())))}
-    last = {block: step for step, block in enumerate(blocks.tolist())}
-    opened = max(sum(first[b] <= step <= last[b] for b in first) for step in range(0, len(blocks), 7))
-    wanted = window * 100 / len(blocks_N)
-    assert opened <= wanted + 2
-    if 400 <= window < len(blocks_N):
-        assert opened >= 0.7 * wanted

@@ -118,15 +118,15 @@ def test_evaluation_and_crops_are_torchvisions(layout, request):
 def test_a_resumed_run_sees_the_same_batches_with_any_number_of_workers(layout, request, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     root = request.getfixturevalue(layout)
-    whole = _open(root, num_workers=2, shuffle_window=20)
+    whole = _open(root, num_workers=2)
     epochs = [train_batches(whole, epoch) for epoch in range(3)]
     (pids,) = {tuple(w.pid for w in whole._workers["train"]._loader._iterator._workers)}
     assert len(pids) == 2  # kept over three epochs
     before = torch.get_rng_state()
-    assert equal(train_batches(_open(root, num_workers=0, shuffle_window=20), 2), epochs[2])
+    assert equal(train_batches(_open(root, num_workers=0), 2), epochs[2])
     assert torch.equal(torch.get_rng_state(), before)
     assert not equal(epochs[1], epochs[2])
-    ranks = [train_batches(_open(root, shuffle_window=20), 1, rank, 2) for rank in range(2)]
+    ranks = [train_batches(_open(root), 1, rank, 2) for rank in range(2)]
     for step, (x, _) in enumerate(epochs[1]):
         assert torch.equal(torch.cat([ranks[0][step][0], ranks[1][step][0]])[: len(x)], x)
     workers = whole._workers["train"]._loader._iterator._workers
@@ -146,23 +146,11 @@ def test_an_abandoned_epoch_leaves_nothing_behind(folders, num_workers):
     data.teardown()
 
 
-def test_each_row_group_is_read_once_an_epoch(shards, monkeypatch):
-    data = _open(shards, shuffle_window=10)
-    source = data._images["train"].source
-    reads, read = [], source.read_block
-    monkeypatch.setattr(source, "read_block", lambda block: reads.append(block) or read(block))
-    assert len(train_batches(data)) == 7
-    assert sorted(reads) == list(range(len(source.block_starts)))
-    data.batch_size_at_epoch = lambda epoch: 3
-    assert len(train_batches(data, 1)) == 17 and len(reads) == 2 * len(source.block_starts)
-
-
-def test_limits_and_validation_splits_of_row_groups(shards, folders):
-    options = {"limit_train": 20, "validation": "split", "validation_fraction": 0.2, "shuffle_window": 10**6}
+def test_limits_and_validation_splits_of_shards(shards, folders):
+    options = {"limit_train": 20, "validation": "split", "validation_fraction": 0.2}
     ours, theirs = _open(shards, **options), _open(folders, **options)
     assert (ours.num_train, ours.num_val) == (16, 4)
     assert equal(list(ours.val_dataloader()), list(theirs.val_dataloader()))
-    # A window over everything is a plain permutation, so even the order is the same.
     assert equal(train_batches(ours), train_batches(theirs))
     assert torch.equal(ours.probe_batch(6), theirs.probe_batch(6))
 

@@ -16,7 +16,6 @@ from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, strat
 from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.image_files import open_images
 from growlab.lab.data.images import (
-    EncodedImages,
     Fit,
     ImageArray,
     Images,
@@ -32,7 +31,6 @@ from growlab.lab.data.loaders import (
     WorkerPool,
     workers_of_rank,
 )
-from growlab.lab.data.order import ORDER, rolling_order
 from growlab.lab.data.run_data import RunData
 from growlab.parts import Classes, Part
 
@@ -92,8 +90,6 @@ class ImageData(RunData):
             schedules, budgets and validation are finer than a pass.
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
         num_workers: processes that read images which are not in memory; None = one a core, at most 16.
-        shuffle_window: images of Parquet files above 2 GiB that are shuffled together; they are read in row groups, and
-            as many are kept in memory, encoded.
         channels_last: memory layout of the batches.
 
     Raises:
@@ -136,11 +132,10 @@ class ImageData(RunData):
         epochs_per_pass: int = 1,
         in_memory: bool | None = None,
         num_workers: int | None = 0,
-        shuffle_window: int = 8192,
         channels_last: bool = True,
     ) -> None:
         super().__init__(batch_size, seed)
-        whole(1, batch_size=batch_size, eval_batch_size=eval_batch_size, shuffle_window=shuffle_window)
+        whole(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
         whole(0, **not_none(num_workers=num_workers))
         self.name, self.root, self.download, self.on_error = name, root, download, on_error
@@ -159,7 +154,7 @@ class ImageData(RunData):
         self.only_in_epochs = (
             "data.class_schedule" if class_schedule else "data.incremental" if incremental else ""
         )
-        self.in_memory, self.num_workers, self.shuffle_window = in_memory, num_workers, shuffle_window
+        self.in_memory, self.num_workers = in_memory, num_workers
         self._images: dict[str, Images] = {}
         # Of each part of the data the images of the current task: the key that they were chosen by, and the images.
         self._of_task: dict[str, tuple[Any, Images]] = {}
@@ -274,15 +269,7 @@ class ImageData(RunData):
         return self._loader("train", self._plan(epoch, draw), epoch)
 
     def _plan(self, epoch: int, draw: int) -> EpochPlan:
-        train = self._current("train", epoch)
-        blocks_N, order = train.blocks_N if isinstance(train, EncodedImages) else None, None
-        if blocks_N is not None:
-            window, seed = self.shuffle_window, self.seed
-
-            def order(number: int) -> np.ndarray:
-                return rolling_order(blocks_N, window, ORDER, seed, number)
-
-        return self._training_plan(len(train), epoch, draw, order=order)
+        return self._training_plan(len(self._current("train", epoch)), epoch, draw)
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
         """Return the number of training images in this epoch, with batches of this size if it is given."""

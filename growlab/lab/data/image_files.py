@@ -1,6 +1,7 @@
 """Open labelled images in a folder: torchvision's files, Hugging Face's Parquet files, or a folder for each class."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -8,9 +9,9 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from growlab.base.errors import UserError
+from growlab.base.files import write_atomically
 from growlab.lab.data.arrival import stratified_split
 from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
 from growlab.lab.data.images import EncodedImages, Fit, ImageArray, Images, Source
@@ -38,10 +40,8 @@ _LAYOUTS = (
     "test/<class>/*.png; data=folder also takes <class>/*.png)"
 )
 _EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-# Parquet files above this are read in row groups, in an order that needs few of them at a time.
+# Parquet files up to this size are read into memory.
 _HELD_BYTES = 2 << 30
-# Row groups of such files that are kept for single images.
-_RECENT_BYTES = 256 << 20
 # Seconds that a network may swallow packets.
 _TIMEOUT_SEC = 20
 
@@ -379,7 +379,7 @@ def _labels(paths: Sequence[Path], column: str) -> np.ndarray:
 
 
 class _Rows(Source):
-    """The image column of Parquet files, read in row groups; see `Source`.
+    """The image column of Parquet files, memory-mapped from an uncompressed copy in the cache if it is large.
 
     Args:
         paths: the files of one split, in order.
@@ -388,55 +388,52 @@ class _Rows(Source):
 
     def __init__(self, paths: Sequence[Path], column: str) -> None:
         self.paths, self.column = list(paths), column
-        # (file, row group, first row in the file) of each block.
-        self._places: list[tuple[Path, int, int]] = []
-        lengths: list[int] = []
-        for path in paths:
-            metadata = _readable(path, partial(pq.read_metadata, path))
-            rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-            self._places += [(path, group, sum(rows[:group])) for group in range(len(rows))]
-            lengths += rows
-        self._starts, self._length = np.cumsum([0, *lengths[:-1]]), sum(lengths)
-        size = sum(path.stat().st_size for path in paths)
-        self.block_starts = self._starts if size > _HELD_BYTES else None
-        self._num_kept = max(1, _RECENT_BYTES * len(lengths) // size) if size > _HELD_BYTES else None
+        lengths = [_readable(path, partial(pq.read_metadata, path)).num_rows for path in paths]
+        self._starts, self._length = np.cumsum([0, *lengths]), sum(lengths)
 
     @cached_property
-    def _recent(self) -> Callable[[int], list[bytes]]:
-        return lru_cache(self._num_kept)(self.read_block)
+    def _values(self) -> pa.ChunkedArray:
+        if sum(path.stat().st_size for path in self.paths) <= _HELD_BYTES:
+            columns = [
+                _readable(path, partial(pq.read_table, path, columns=[self.column])) for path in self.paths
+            ]
+            return pa.concat_tables(columns).column(0)
+        name = hashlib.sha256(f"{self.column}\n{self.fingerprint()}".encode()).hexdigest()[:24]
+        copy = cache_dir() / "images" / f"{name}.arrow"
+        with locked(copy):
+            if not copy.is_file():
+                write_atomically(copy, self._copy)
+        return pa.ipc.open_file(pa.memory_map(str(copy))).read_all().column(0)
+
+    def _copy(self, file: BinaryIO) -> None:
+        schema = pa.schema([pq.read_schema(self.paths[0]).field(self.column)])
+        with pa.ipc.new_file(file, schema) as written:
+            for path in self.paths:
+                for batch in _readable(path, partial(pq.ParquetFile, path)).iter_batches(
+                    columns=[self.column]
+                ):
+                    written.write_batch(batch.cast(schema))
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes read for themselves.
-        return {name: value for name, value in vars(self).items() if name != "_recent"}
+        return {name: value for name, value in vars(self).items() if name != "_values"}
 
     def __len__(self) -> int:
         return self._length
 
-    def _place(self, position: int) -> tuple[int, int]:
-        block = int(np.searchsorted(self._starts, position, side="right")) - 1
-        return block, position - int(self._starts[block])
-
     def read(self, position: int) -> bytes:
-        block, row = self._place(position)
-        return self._recent(block)[row]
-
-    def read_block(self, block: int) -> list[bytes]:
-        path, group, first_row = self._places[block]
-        table = _readable(path, lambda: pq.ParquetFile(path).read_row_group(group, [self.column]))
-        values = table.column(self.column).to_pylist()
-        contents = [value.get("bytes") if isinstance(value, dict) else value for value in values]
-        for row, content in enumerate(contents, first_row):
-            if not isinstance(content, bytes):
-                raise UserError(
-                    f"the image in row {row} of {path} is of type {type(content).__name__}, not the bytes of an image "
-                    "file; write images as PNG or JPEG into the column."
-                )
-        return contents
+        value = self._values[position].as_py()
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(content, bytes):
+            raise UserError(
+                f"the image {self.describe(position)} is of type {type(content).__name__}, not the bytes of an image "
+                "file; write images as PNG or JPEG into the column."
+            )
+        return content
 
     def describe(self, position: int) -> str:
-        block, row = self._place(position)
-        path, _, first_row = self._places[block]
-        return f"in row {first_row + row} of {path}"
+        file = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return f"in row {position - int(self._starts[file])} of {self.paths[file]}"
 
     def fingerprint(self) -> str:
         return files_fingerprint(self.paths)

@@ -2,7 +2,7 @@
 
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -141,12 +141,7 @@ class ImageArray:
         index = torch.from_numpy(positions).to(self.labels_N.device)
         return replace(self, images_NHWC=self.images_NHWC[index], labels_N=self.labels_N[index])
 
-    def read(
-        self,
-        positions: np.ndarray,
-        views: Sequence[View] | None = None,
-        contents: Sequence[bytes] | None = None,
-    ) -> Tensor:
+    def read(self, positions: np.ndarray, views: Sequence[View] | None = None) -> Tensor:
         """Return the images at these positions, uint8 [B, H, W, C]; see `EncodedImages.read`."""
         images = self.images_NHWC.index_select(0, torch.from_numpy(positions).to(self.images_NHWC.device))
         if views is None:
@@ -161,14 +156,7 @@ class ImageArray:
 
 
 class Source(ABC):
-    """Encoded images, found by position.
-
-    Attributes:
-        block_starts: position of the first image of each block, where images have to be read block by block; else
-            None.
-    """
-
-    block_starts: np.ndarray | None = None
+    """Encoded images, found by position."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -176,10 +164,6 @@ class Source(ABC):
     @abstractmethod
     def read(self, position: int) -> bytes:
         """Return the file's bytes."""
-
-    def read_block(self, block: int) -> list[bytes]:
-        """Return the bytes of all images of a block."""
-        raise NotImplementedError
 
     @abstractmethod
     def describe(self, position: int) -> str:
@@ -253,43 +237,17 @@ class EncodedImages:
         """Return the images at these positions, in that order."""
         return replace(self, labels=self.labels[positions], positions=self.positions[positions])
 
-    @property
-    def blocks_N(self) -> np.ndarray | None:
-        """Block of each selected image, where they are read in blocks."""
-        starts = self.source.block_starts
-        return None if starts is None else np.searchsorted(starts, self.positions, side="right") - 1
-
-    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes]]:
-        """Yield the encoded images of each batch of images in blocks; each block is kept from first to last use."""
-        starts, blocks_N = self.source.block_starts, self.blocks_N
-        assert starts is not None and blocks_N is not None
-        last_use = {block: step for step, batch in enumerate(batches) for block in blocks_N[batch].tolist()}
-        kept: dict[int, list[bytes]] = {}
-        for step, batch in enumerate(batches):
-            blocks_B = blocks_N[batch].tolist()
-            for block in set(blocks_B) - kept.keys():
-                kept[block] = self.source.read_block(block)
-            rows_B = (self.positions[batch] - starts[blocks_B]).tolist()
-            yield [kept[block][row] for block, row in zip(blocks_B, rows_B, strict=True)]
-            kept = {block: images for block, images in kept.items() if last_use[block] > step}
-
-    def read(
-        self,
-        positions: np.ndarray,
-        views: Sequence[View] | None = None,
-        contents: Sequence[bytes] | None = None,
-    ) -> Tensor:
+    def read(self, positions: np.ndarray, views: Sequence[View] | None = None) -> Tensor:
         """Decode the images at these positions into uint8 [B, H, W, C].
 
         Args:
             positions: int64 [B].
             views: functions that bring each image to the frame's size; None = `fit`.
-            contents: the encoded images, if they have been read already.
         """
         frame = self.frame
         images_BHWC = np.empty((len(positions), *frame), dtype=np.uint8)
         for number, position in enumerate(self.positions[positions].tolist()):
-            image = self._open(position, None if contents is None else contents[number])
+            image = self._open(position)
             levels = self.levels if _is_deep(image) else None
             view = self.fit if views is None else views[number]
             image = view(self._plain(position, image, frame.channels, levels))
@@ -343,9 +301,9 @@ class EncodedImages:
         with ThreadPoolExecutor(max_workers=8) as pool:
             return torch.cat([*parts, *pool.map(self.read, chunks[1:])])
 
-    def _open(self, position: int, content: bytes | None = None) -> PIL.Image.Image:
+    def _open(self, position: int) -> PIL.Image.Image:
         try:
-            image = PIL.Image.open(io.BytesIO(self.source.read(position) if content is None else content))
+            image = PIL.Image.open(io.BytesIO(self.source.read(position)))
             image.load()
         except UserError:
             raise

@@ -3,12 +3,11 @@
 import os
 import signal
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch.utils.data._utils import signal_handling
 
 from growlab.base.errors import UserError
 from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.images import EncodedImages, ImageArray, Images, RandomCrop
+from growlab.lab.data.images import ImageArray, Images, RandomCrop
 from growlab.lab.data.order import ORDER, evaluation_batches, permutation, training_batches
 
 # First words of torch's RuntimeError about a dead worker process. Its handler of SIGCHLD raises it wherever the
@@ -235,22 +234,15 @@ def workers_of_rank(num_ranks: int) -> int:
     return min(_MOST_WORKERS, max(1, cores() // num_ranks))
 
 
-class BatchSource(ABC):
+class BatchSource(Protocol):
     """Reads whole batches of a set."""
 
-    @abstractmethod
-    def read_batch(
-        self, positions: np.ndarray, epoch: int | None, contents: list[bytes] | None = None
-    ) -> Any:
-        """Return the batch of the samples at these positions."""
-
-    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes] | None]:
-        """Yield what this process reads for the workers of each batch, or None."""
-        return (None for _ in batches)
+    def read_batch(self, positions: np.ndarray, epoch: int | None) -> Any:
+        """Return the batch of the samples at these positions, int64 [B]; `epoch` is None in evaluation."""
 
 
 @dataclass
-class ImageBatches(BatchSource):
+class ImageBatches:
     """Batches of images (uint8 [B, H, W, C], labels int64 [B]); augmentation is vectorised in the workers too.
 
     Attributes:
@@ -265,28 +257,13 @@ class ImageBatches(BatchSource):
     augmentation: Augmentation
     crop: RandomCrop | None
 
-    def contents(self, batches: Sequence[np.ndarray]) -> Iterator[list[bytes] | None]:
-        """Yield the encoded images of each batch where they are read in blocks, once for all workers."""
-        if isinstance(self.images, EncodedImages) and self.images.blocks_N is not None:
-            # A thread reads the next batch meanwhile.
-            found = self.images.contents(batches)
-            with ThreadPoolExecutor(max_workers=1) as thread:
-                following = thread.submit(next, found, None)
-                while (item := following.result()) is not None:
-                    following = thread.submit(next, found, None)
-                    yield item
-        else:
-            yield from super().contents(batches)
-
-    def read_batch(
-        self, positions: np.ndarray, epoch: int | None, contents: list[bytes] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def read_batch(self, positions: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         """Return the images at these positions, cropped and augmented in training, and their labels."""
         views = None
         if self.crop is not None and epoch is not None:
             frame = self.images.frame
             views = self.crop.views(positions, self.seed, epoch, (frame.height, frame.width))
-        images_BHWC = self.images.read(positions, views, contents)
+        images_BHWC = self.images.read(positions, views)
         if epoch is not None:
             draw_3B = self.augmentation.draw(positions, self.seed, epoch)
             images_BHWC = self.augmentation.apply(images_BHWC, draw_3B)
@@ -307,7 +284,7 @@ class WorkerPool:
 
     def __init__(self, source: BatchSource, num_workers: int = 0, pinned: bool = False) -> None:
         # torch warns of more processes than cores.
-        self._source, self._requests, num_workers = source, _Requests(), min(num_workers, cores())
+        self._requests, num_workers = _Requests(), min(num_workers, cores())
         self._loader = DataLoader(
             _Batches(source),
             sampler=self._requests,
@@ -331,10 +308,7 @@ class WorkerPool:
         """
         self._readings += 1
         reading = self._readings
-        self._requests.items = (
-            (positions, epoch, contents)
-            for positions, contents in zip(batches, self._source.contents(batches), strict=True)
-        )
+        self._requests.items = ((positions, epoch) for positions in batches)
         iterator = iter(self._loader)
         if self._end is None and self._loader.num_workers:
             # Not weakref.finalize: at the interpreter's exit multiprocessing waits for the workers before that runs.
@@ -378,7 +352,7 @@ class _Batches(Dataset):
 
     source: BatchSource
 
-    def __getitem__(self, request: tuple[np.ndarray, int | None, list[bytes] | None]) -> Any:
+    def __getitem__(self, request: tuple[np.ndarray, int | None]) -> Any:
         try:
             return self.source.read_batch(*request)
         except UserError as error:

@@ -31,27 +31,6 @@ def permutation(length: int, *key: int) -> np.ndarray:
     return np.argsort(draws(np.arange(length), *key), kind="stable")
 
 
-def rolling_order(blocks_N: np.ndarray, window: int, *key: int) -> np.ndarray:
-    """Return an order of images that can be read block by block, a function of the key alone.
-
-    Like a shuffle buffer of `window` images, but stateless: blocks come in random order, and each image is delayed
-    from the start of its block by up to `window` images, so the images in use at any time come from about `window`
-    images' worth of blocks.
-
-    Args:
-        blocks_N: block of each image, counted from 0.
-        window: images over which a block is spread; all of them give a plain permutation.
-        key: integers, as for `draws`.
-    """
-    if window >= len(blocks_N):
-        return permutation(len(blocks_N), *key)
-    num_blocks = int(blocks_N.max()) + 1
-    place_of_block = np.argsort(permutation(num_blocks, BLOCKS, *key))
-    span = max(1.0, window * num_blocks / len(blocks_N))
-    uniform_N = draws(np.arange(len(blocks_N)), *key) * 2.0**-64
-    return np.argsort(place_of_block[blocks_N] + span * uniform_N, kind="stable")
-
-
 def training_batches(
     order_N: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[np.ndarray]:

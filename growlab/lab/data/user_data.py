@@ -38,7 +38,7 @@ from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import first_balanced, stratified_split
 from growlab.lab.data.cache import cache_dir, locked
 from growlab.lab.data.documents import saved_datasets
-from growlab.lab.data.loaders import BatchSource, EpochPlan, StreamLoader, WorkerPool
+from growlab.lab.data.loaders import EpochPlan, StreamLoader, WorkerPool
 from growlab.lab.data.order import COLLATE, SAMPLE, draws
 from growlab.lab.data.run_data import PART_NAMES, RunData
 
@@ -105,7 +105,7 @@ class Columns:
 
 
 @dataclass(frozen=True, eq=False)
-class SamplePart(BatchSource):
+class SamplePart:
     """The training, validation or test part of a user's data, whose samples are read by position.
 
     Attributes:
@@ -150,7 +150,7 @@ class SamplePart(BatchSource):
                 self.sampler.set_epoch(epoch)
             return np.array([int(position) for position in self.sampler], dtype=np.int64)
 
-    def read_batch(self, places: np.ndarray, epoch: int | None, contents: list[bytes] | None = None) -> Any:
+    def read_batch(self, places: np.ndarray, epoch: int | None) -> Any:
         """The collated batch of the samples at these places."""
         positions = self.positions[places]
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
