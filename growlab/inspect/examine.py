@@ -82,21 +82,14 @@ class Report:
     """Result of examining one network.
 
     Attributes:
-        model: name of the network, as given.
         error: why it was refused or what went wrong; None if it grows to full width.
-        groups: name -> full width.
         steps: name -> number of channels that the group's first layer gains per unit of width: those of a head, or one
             for every group of a grouped convolution. Left out if it is 1.
         fixed: module path -> reason why its channels keep their width.
         last: modules of the last affine layers, such as the classifier -> True if the scale of their output may change.
         tied: modules of embeddings whose tables are output layers too; rules for last layers do not apply to them.
-        growing_share: parameters in tensors that grow, over all parameters.
-        seed_params: number of parameters of the seed.
-        full_params: number of parameters at full width.
         seed_flops: forward FLOPs of the seed per sample, or of the example where its rows are not samples.
-        full_flops: the same at full width.
         samples: number of samples in the example; 1 if its rows are not samples.
-        trace_sec: CPU seconds of tracing.
         event_sec: CPU seconds of the longest growth event, including its checks in float64.
         probe: shapes of the inputs that parity was measured on.
         parts: part's name -> lines that it reports about the network.
@@ -143,8 +136,7 @@ def examine(
 ) -> Report:
     """Trace a network, grow it with every method on random data, and measure parity in float64.
 
-    Returns:
-        The report; its `error` is set if the network was refused or a method failed.
+    The report's `error` is set if the network was refused or a method failed.
     """
     torch.manual_seed(0)
     network, inputs = load(name, input_shape)
@@ -327,19 +319,10 @@ def matrix(
     memory_limit_gb: float | None = None,
     jobs: int = 1,
 ) -> list[Report]:
-    """Examine many networks and write FILE.json and FILE.md after each one; resume from such a file.
+    """Examine networks, write FILE.json and FILE.md after each one, and resume from such a file.
 
-    Args:
-        names: networks; those that are in FILE.json already are not examined again.
-        file: path of the two files without suffix.
-        methods: growth methods that parity is measured for.
-        input_shape: shape of one sample; by default that of each library.
-        time_limit_sec: CPU seconds of one network (building, tracing, growing; not importing libraries).
-        memory_limit_gb: private memory of one network's process; None: no limit.
-        jobs: processes at a time.
-
-    Returns:
-        The reports in the order of the names.
+    Each network has a process with `time_limit_sec` seconds of CPU time, without the import of libraries, and
+    `memory_limit_gb` of private memory; None: no limit.
     """
     done = {report.model: report for report in _read(file.with_suffix(".json"))}
     context = multiprocessing.get_context("forkserver")

@@ -218,9 +218,6 @@ def load(
             `python -m growlab model=custom`; it returns a module, or (module, inputs).
         input_shape: shape of one sample.
         num_classes: number of classes, for growlab's networks and for factories that have this argument.
-
-    Returns:
-        The network and a tuple of its inputs.
     """
     source, slash, model = name.partition("/")
     shape = tuple(input_shape or (3, 224, 224))

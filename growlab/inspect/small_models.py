@@ -111,15 +111,9 @@ _TASK_OF = {
 
 
 def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Create a small untrained network of a model type of transformers, and two samples.
+    """Create a small untrained network of a model type of transformers, and its positional inputs for two samples.
 
     It has a language modelling head or a classifier if transformers has such a class.
-
-    Args:
-        model_type: as in a configuration's `model_type`: `llama`, `bert`, `clip_text_model`.
-
-    Returns:
-        The network, which returns only its main output, and its positional inputs.
     """
     auto = automatic_classes(model_type)
     try:
@@ -156,12 +150,7 @@ def automatic_classes(model_type: str) -> Any:
 
 
 class FirstOutput(nn.Module):
-    """Wrapper of a network of transformers that returns its main output alone, such as logits.
-
-    Args:
-        network: network of transformers.
-        names: names of the inputs, in the order in which they are given.
-    """
+    """Wrapper of a network of transformers: inputs in the order of `names`, and its main output alone."""
 
     def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
         super().__init__()

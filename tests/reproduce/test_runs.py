@@ -140,14 +140,12 @@ def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None
 def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
     capabilities: dict[str, bool], precision: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    items = {name: (REGISTRY.items[name], REGISTRY.papers["yuan"]) for name in ("table2", "table4")}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
     assert runs.device({"cpu_bfloat16": ["x"]}) == ("trainer=cpu", *precision)
     assert runs.device({}) == ("trainer=cpu",)
-    assert [runs.runs_at_once(*items[name]) for name in items] == [1, 1]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert [runs.runs_at_once(*items[name]) for name in items] == [4, 1]
+    assert runs.device({"gpu": ["y"], "cpu_bfloat16": ["x"]}) == ("y",)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +249,7 @@ import sys
 from growlab.recipes.papers import __main__ as command
 line = lambda job, place, *_: [sys.executable, "-c", {COUNTER!r}, str(place.runs / job.folder), "10000"]
 command.command = line
-command.device = lambda paper: ()
-command.runs_at_once = lambda item, paper: 1
+command.device = lambda paper: ("trainer=cpu",)
 sys.exit(command.main(sys.argv[1:]))
 """
 

@@ -360,11 +360,7 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
 
 
 def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
-    """Join the rows that differ by their learning rate only.
-
-    Returns:
-        By name of the method without its rate: (learning rate, row), by rising rate.
-    """
+    """Join rows that differ by their learning rate only: by name without it, (learning rate, row) by rising rate."""
     joined: dict[str, list[tuple[float, Row]]] = defaultdict(list)
     plain = []
     for row in rows:

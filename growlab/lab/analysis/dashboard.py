@@ -19,10 +19,8 @@ class Panel(NamedTuple):
 
     Attributes:
         kind: curves over steps, one run's end against another number, images, or a table of all runs.
-        title: above it.
         keys: names of logged values: curves; x and y; images; the table.
         pattern: curves whose names match this regular expression, in place of `keys`.
-        log_y: a logarithmic y axis.
     """
 
     kind: Literal["curves", "scatter", "images", "table"]

@@ -60,9 +60,6 @@ def write_run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
     """Draw a run's figures into its folder `figures/`: learning_curves, widths and, if adapted, rate_factors.
 
     The run need not have a `results.json` yet. Returns the files written.
-
-    Raises:
-        UserError: the run has no metrics, or a file cannot be read or written.
     """
     run = open_run(run_dir)
     wanted: dict[str, Callable[[Run], Figure]] = {"learning_curves": learning_curves}
@@ -135,9 +132,6 @@ def resources(runs: Sequence[Run]) -> Figure:
     A fixed-size run is a line: its memory, its throughput, and the time in which it trains as many epochs as
     the stage has. Memory is shown if it was recorded, which it is on CUDA devices and, for the process as a whole
     and only roughly, on CPUs under Linux.
-
-    Raises:
-        UserError: none of the runs grows, or the grown ones differ in their stages' epochs.
     """
     grown = [run for run in runs if len(run.results.get("stages") or ()) > 1]
     fixed = [run for run in runs if len(run.results.get("stages") or ()) == 1 and run.keeps_full_width]
@@ -256,11 +250,7 @@ FIGURES: dict[str, Draw] = {name: partial(_draw, name) for name in (*_ONE_RUN, *
 
 
 def find(name: str) -> Draw:
-    """Find the function that draws a figure from runs and, if it shows single ones, parameters.
-
-    Raises:
-        UserError: no such figure; the nearest name is suggested.
-    """
+    """Find the function that draws a figure from runs and, if it shows single ones, parameters."""
     if name not in FIGURES:
         near = difflib.get_close_matches(name, FIGURES, 1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(FIGURES)}."

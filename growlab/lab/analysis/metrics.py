@@ -13,10 +13,7 @@ class Metric:
 
     Attributes:
         key: its name there, after the split's ("test_bleu").
-        name: in words.
         scale: factor of tables and figures.
-        unit: of the scaled number.
-        higher_is_better: True if larger values are better.
         digits: format of the scaled number.
     """
 

@@ -57,9 +57,6 @@ def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Compa
     Args:
         rows: from `summarise`.
         against: a method's name, as the tables print it, that all others are compared with.
-
-    Raises:
-        UserError: no row has that name, or no two rows are of one network, data set and metric.
     """
     names = dict(zip(map(id, rows), unique_names(rows), strict=True))
     wanted = {id(row) for row in rows if against in (row.method, names[id(row)])}

@@ -34,13 +34,7 @@ _RECEIPT_END = ("parity_tolerance_eval", "output_factor", "seconds")
 
 
 def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
-    """Print a run's stages and its result.
-
-    Args:
-        results: the content of `results.json`.
-        run_dir: the run's folder.
-        console: where to print; standard output if None.
-    """
+    """Print a run's stages and its result, of `results.json`; on standard output without a console."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         # Piped output is read by programs and logs: no wrapping at a terminal's width.

@@ -100,11 +100,7 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Content of `config.yaml`, the composed configuration; empty without the file.
-
-        Raises:
-            UserError: it is there but is not such a configuration.
-        """
+        """Content of `config.yaml`, the composed configuration; empty without the file."""
         path = self.path / "config.yaml"
         if not path.exists():
             return {}
@@ -116,11 +112,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, str] | None:
-        """Composed settings that decide the numbers of its row; None if no configuration was kept.
-
-        Raises:
-            UserError: `config.yaml` is there but is not such a configuration.
-        """
+        """Composed settings that decide the numbers of its row; None if no configuration was kept."""
         if "settings" in self.results or not (self.path / "config.yaml").exists():
             return self.results.get("settings")
         choices = {key: str(self.results[key]) for key in ("data", "optimizer", "growth")}
@@ -168,11 +160,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
-        """`metrics.csv`: one row an epoch; `epoch` counts from 0, values are those at that epoch's end.
-
-        Raises:
-            UserError: the file is missing or is not such a table.
-        """
+        """`metrics.csv`: one row an epoch; `epoch` counts from 0, values are those at that epoch's end."""
         # An epoch that was trained again counts as it was trained last.
         return self._table("metrics.csv", "epoch", "step", "stage").drop_duplicates(
             "epoch", keep="last", ignore_index=True
@@ -195,33 +183,21 @@ class Run:
 
     @cached_property
     def rates(self) -> "pandas.DataFrame | None":
-        """`rates.csv`: rate factor, weight and gradient norm of every region over steps; None without the file.
-
-        Raises:
-            UserError: the file is there but is not such a table.
-        """
+        """`rates.csv`: rate factor, weight and gradient norm of every region over steps; None without the file."""
         if not (self.path / "rates.csv").exists():
             return None
         return self._table("rates.csv", "step", "epoch", "parameter", "region", "rate_factor")
 
     @cached_property
     def layers(self) -> "pandas.DataFrame":
-        """`layers.csv`: statistics of layers over steps.
-
-        Raises:
-            UserError: the run did not record it, or it is not such a table.
-        """
+        """`layers.csv`: statistics of layers over steps."""
         if not (self.path / "layers.csv").is_file():
             raise UserError(f"{self.path} has no layers.csv; train with log_layers_every_n_steps=N.")
         return self._table("layers.csv", "step", "layer", "quantity", "mean", "std", "low", "high", "counts")
 
     @cached_property
     def growth(self) -> dict[str, Any]:
-        """`growth.json`: `events` and `groups`; both empty if the file is missing.
-
-        Raises:
-            UserError: the file is there but is not a growth history.
-        """
+        """`growth.json`: `events` and `groups`; both empty if the file is missing."""
         path = self.path / "growth.json"
         if not path.exists():
             return {"events": [], "groups": {}}
@@ -236,11 +212,7 @@ class Run:
 
     @property
     def groups(self) -> dict[str, Any]:
-        """Width groups of `growth.json`.
-
-        Raises:
-            UserError: the run has no width groups.
-        """
+        """Width groups of `growth.json`."""
         if not self.growth["groups"]:
             raise UserError(
                 f"{self.path} has no width groups in growth.json, so there are no widths to draw."
@@ -259,11 +231,7 @@ class Run:
 
     @property
     def width_path(self) -> list[int]:
-        """Channels of all groups in each epoch.
-
-        Raises:
-            UserError: the run has no width groups.
-        """
+        """Channels of all groups in each epoch."""
         groups = self.groups.values()
         return [sum(group["widths"][stage] for group in groups) for stage in self.metrics["stage"]]
 
@@ -312,9 +280,6 @@ def load_runs(
         paths: run folders or any folders above them.
         report: called with one sentence for each `results.json` that is torn or not a run's, and for each
             reason why jobs of sweeps failed; by default the sentence is issued as a warning.
-
-    Raises:
-        UserError: a folder is missing, or there is no finished run in any of them.
     """
     report = report or (lambda message: warnings.warn(message, stacklevel=3))
     folders = [Path(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]

@@ -284,10 +284,6 @@ def times_to_scores(
         against: name of the reference, as `time_to_score_table` prints it; if None, the fixed-size network at full
             width.
         level: the score, of accuracy a fraction; if None, that of the reference at each of its budgets.
-
-    Raises:
-        UserError: the rows are of several networks or data sets, there is no such reference, or the score is not
-            finite.
     """
     one_task(rows, "the time to a score")
     if level is not None and not math.isfinite(level):

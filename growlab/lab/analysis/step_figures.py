@@ -64,12 +64,7 @@ def has_rate_factors(run: Run) -> bool:
 
 @style.styled()
 def rate_factors(run: Run, parameters: Sequence[str] | None = None) -> Figure:
-    """Rate factor of every region over epochs: median over parameters, then single parameters.
-
-    Args:
-        run: a run with rate adaptation.
-        parameters: names of the parameters to show; by default the first, a middle and the last one.
-    """
+    """Rate factor of every region over epochs: median, then single parameters (the first, a middle, the last)."""
     if not has_rate_factors(run):
         raise UserError(
             f"{run.path} has no rate factors: it was run without rate adaptation (lr_adapt=none)."
@@ -110,11 +105,6 @@ def region_norms(runs: Sequence[Run], parameters: Sequence[str] | None = None) -
     Regions are the paper's sub-components: the elements of one weight that came with one stage. Of
     one run the columns are parameters; of two or three runs, such as with and without rate adaptation, they
     are the runs, and one parameter is shown. The axes of a row are shared, logarithmic, and Frobenius norms.
-
-    Args:
-        runs: one to three runs with a `rates.csv`.
-        parameters: names of the parameters to show; by default the first, a middle and the last one of one
-            run, the middle one of several.
     """
     if len(runs) > _MOST_RUNS:
         raise UserError(f"norms shows {_MOST_RUNS} runs side by side and there are {len(runs)}: name fewer.")

@@ -184,10 +184,7 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
 
 
 def one_task(rows: Sequence[Row], what: str) -> None:
-    """Raise UserError if rows of a figure or table are of several networks, data sets or metrics.
-
-    Their numbers do not compare.
-    """
+    """Raise UserError if rows of a figure or table are of several networks, data sets or metrics."""
     tasks = {f"{model} on {data}" for model, data in (row.group.task for row in rows)}
     if len(tasks) > 1:
         kind, listed = "of one network and data set", ", ".join(sorted(tasks))
@@ -198,11 +195,7 @@ def one_task(rows: Sequence[Row], what: str) -> None:
 
 
 def unique_names(rows: Sequence[Row]) -> list[str]:
-    """Unique row names: the method, plus optimizer, epochs, precision and experiment where two rows would share it.
-
-    Args:
-        rows: from `summarise`; names are unique within a network and data set.
-    """
+    """Unique row names: the method, plus optimizer, epochs, precision and experiment where two rows would share it."""
     names = [row.method for row in rows]
     for field in ("optimizer", "epochs", "precision", "experiment"):
         seen: dict[tuple[str, ...], set[str]] = defaultdict(set)

@@ -19,7 +19,6 @@ class Command(NamedTuple):
     Attributes:
         module: whose `main` takes the arguments and returns the exit code.
         first: arguments put before the user's.
-        does: its line in the help.
         imports: packages whose import takes seconds, to name on a terminal while the user waits.
     """
 
@@ -71,11 +70,7 @@ _FIRST = ("widths", "plan", "table", "resume")
 
 
 def run_command(arguments: Sequence[str]) -> int | None:
-    """Run a command line that begins with a command; return None if it does not.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command line that begins with a command and return the exit code; None if it does not."""
     if not arguments or arguments[0] not in COMMANDS:
         return None
     command = COMMANDS[arguments[0]]
@@ -119,11 +114,7 @@ def import_from_here() -> None:
 
 
 def run_without(missing: ModuleNotFoundError) -> int:
-    """Run a command that does not need the packages of experiments when they are not installed.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command that does not need the packages of experiments, which are not installed; return the exit code."""
     import_from_here()
     if sys.argv[1:] == ["--version"]:
         print(f"growlab {version('growlab')}")
@@ -146,10 +137,7 @@ def run_without(missing: ModuleNotFoundError) -> int:
 
 
 def complete(line: str) -> tuple[list[str], str | None]:
-    """Complete the commands of an unfinished command line.
-
-    Returns:
-        Candidates for the last word, and the line whose overrides come next, or None.
+    """Complete the commands of a line: candidates for its last word, and the line whose overrides come next, or None.
 
     Examples:
         >>> complete("growlab wid")

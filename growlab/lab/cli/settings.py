@@ -23,12 +23,9 @@ _COLUMNS = 79
 
 
 def in_short(cfg: DictConfig, default: DictConfig, typed: Collection[str] = ()) -> str:
-    """The settings of a run in YAML, without parts that are left out and what is not set or off, as by default.
+    """The settings of a run in YAML, without parts that are left out and settings that are not set or off.
 
-    Args:
-        cfg: composed, without Hydra's own settings.
-        default: that of the default run; a setting that is off here and on there is shown.
-        typed: names of settings on the command line, which are shown whatever their values.
+    Those that are on in the `default` run, or were `typed` on the command line, are shown whatever their values.
     """
     config = _plain(cfg)
     parts: Any = OmegaConf.to_container(cfg.parts, resolve=True)
@@ -58,13 +55,7 @@ def difference(cfg: DictConfig, default: DictConfig) -> str:
 
 
 def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
-    """Value, type and meaning of a setting, or of every one in a group.
-
-    Args:
-        cfg: composed.
-        name: of a group, a setting, or the last part of a setting's name.
-        choices: the option chosen in each group, whose files have remarks.
-    """
+    """Value, type and meaning of a setting, or of every one in a group, from classes and the files of `choices`."""
     options = sorted(path.relative_to(config_dir() / name) for path in (config_dir() / name).rglob("*.yaml"))
     listed = textwrap.fill(
         f"{name}: " + ", ".join(path.with_suffix("").as_posix() for path in options),

@@ -41,11 +41,10 @@ def check_selection(cfg: DictConfig) -> None:
 
 
 def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | None:
-    """Return the values that a search may select on: the metric on the validation split, and the cost.
+    """Return the values that a search may select on, or None without validation data or before the run's end.
 
-    Returns:
-        The metric that the objective is compared by, negative where lower is better; for a search in two directions
-        also `train_cost_percent`; None without `data.validation=split`, or if the run has not come to its end.
+    The metric that the objective is compared by, negative where lower is better; for a search in two directions also
+    `train_cost_percent`.
     """
     path = run_dir / "results.json"
     if not _has_validation(cfg) or not path.exists():
@@ -124,9 +123,6 @@ def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
 
     Jobs that want k of n GPUs get them in turn, by their number in the sweep. With as many jobs at once as there are
     turns (`hydra.launcher.n_jobs` = n / k) each has its own as long as they take equally long.
-
-    Returns:
-        Their numbers; None if the job is to take what `trainer.devices` says.
     """
     job, trainer = HydraConfig.get(), cfg.get("trainer") or {}
     launcher = str(job.launcher.get("_target_"))

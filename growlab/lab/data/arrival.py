@@ -20,12 +20,7 @@ def first_balanced(labels_N: np.ndarray, count: int) -> np.ndarray:
 
 
 def stratified_split(labels_N: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split positions in two, every class in the same proportion up to rounding.
-
-    Returns:
-        Sorted positions of the first part and of the second, which has `round(fraction * N)` images:
-        disjoint, together everything.
-    """
+    """Split positions in two, every class in the same proportion; `round(fraction * N)` in the second part."""
     _, class_of_N, counts_K = np.unique(labels_N, return_inverse=True, return_counts=True)
     # Largest remainders: integer parts in proportion to the counts that sum to the total.
     total = round(fraction * len(labels_N))
@@ -135,13 +130,7 @@ class Incremental:
 
 
 class Arrival:
-    """The images that there are in each epoch.
-
-    Args:
-        class_schedule: classes by epoch, or None for all; see `ImageData`.
-        incremental: the part of the data that each stage of the run has; None = all.
-        epochs_per_pass: epochs that a pass over the training images is divided into.
-    """
+    """The images that there are in each epoch."""
 
     def __init__(
         self,
@@ -201,13 +190,7 @@ class Arrival:
 
 
 def positions_of(labels_N: np.ndarray, classes: Sequence[int], length: int | None = None) -> np.ndarray:
-    """Positions of the images of some classes, in order.
-
-    Args:
-        labels_N: of all images.
-        classes: those wanted.
-        length: repeat or cut them to so many, so that every epoch has as many steps; None for all, once.
-    """
+    """Positions of the images of some classes in order, repeated or cut to a `length` if it is given."""
     found = np.flatnonzero(np.isin(labels_N, classes))
     if not len(found):
         raise UserError(f"data.class_schedule: there is no image of the classes {list(classes)}.")

@@ -21,13 +21,6 @@ class Augmentation:
     The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the
     raw image, as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image)
     alone.
-
-    Attributes:
-        shift: largest shift of a training image in pixels; 0 = none.
-        mirror: mirror training images left to right with chance 1/2.
-
-    Raises:
-        ValueError: there is no such shift.
     """
 
     shift: int = 0

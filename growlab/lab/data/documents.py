@@ -42,9 +42,6 @@ class Documents:
 
     Args:
         path: a file, a folder (searched with all below it), a pattern with `*`, or a folder that `datasets` saved.
-        suffixes: of the files that are taken from a folder; see `TokenData`.
-        column: of text in Parquet files and data sets of Hugging Face.
-        strip_html: read the text of HTML files, in place of their source.
         split: of a saved data set of several splits, the one that is read.
 
     Attributes:
@@ -214,12 +211,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text to token ids.
-
-    Attributes:
-        core: of the `tokenizers` library.
-        end_text: the token after each document.
-    """
+    """Text to token ids by the library `tokenizers`; `end_text` is the token after each document."""
 
     core: Any
     end_text: str
@@ -265,9 +257,7 @@ class TextTokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Byte-level byte-pair encoding (Radford et al. 2019): no text is unknown, and every one comes back to the letter.
 
-    Args:
-        texts: to learn merges from.
-        vocab_size: tokens, the 256 bytes and the end of a text among them; fewer where the text has no more to merge.
+    The 256 bytes and the end of a text are among the tokens; there are fewer where the text has no more to merge.
     """
     library = _library()
     if vocab_size <= _BYTES:
@@ -288,12 +278,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
-    """A tokenizer from a `tokenizer.json`, or the folder of one.
-
-    Args:
-        path: of the file or folder.
-        end_of_text: the token after each document; None: as the folder says, or by the usual names.
-    """
+    """A tokenizer from a `tokenizer.json` or its folder, which says what ends a text unless `end_of_text` does."""
     file = tokenizer_file(path)
     try:
         core = _library().Tokenizer.from_file(str(file))

@@ -91,9 +91,6 @@ class ImageData(RunData):
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
         num_workers: processes that read images which are not in memory; None = one a core, at most 16.
         channels_last: memory layout of the batches.
-
-    Raises:
-        UserError: an argument cannot be used; from `setup()` also, the data cannot be found or read.
     """
 
     goes_with = (

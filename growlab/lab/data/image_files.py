@@ -62,14 +62,8 @@ def open_images(
 ) -> dict[str, Images]:
     """Return the sets of `name`: "train", "test", and "val" where the data has one as well as a test set.
 
-    Args:
-        name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data in `root`.
-        root: folder with Parquet files, folders of images or torchvision's files; None =
-            `default_root(name)`, but digits come from scikit-learn.
-        download: fetch the data (of the names that torchvision knows) where the folder is empty or missing.
-        fit: brings images in folders and Parquet files to one size; None = as they are.
-        skip_damaged: leave out images in class folders that cannot be decoded, with a warning.
-        without_test: accept data without a test set, such as `<class>/*.png` in `root`.
+    A folder has Parquet files, folders of images or torchvision's files. `skip_damaged` leaves out images in class
+    folders that cannot be decoded, `without_test` accepts data without a test set, such as `<class>/*.png` in `root`.
     """
     if name == "digits" and root is None:
         return load_digits()
@@ -379,12 +373,7 @@ def _labels(paths: Sequence[Path], column: str) -> np.ndarray:
 
 
 class _Rows(Source):
-    """The image column of Parquet files, memory-mapped from an uncompressed copy in the cache if it is large.
-
-    Args:
-        paths: the files of one split, in order.
-        column: name of the column: encoded bytes, or a struct with a field `bytes`.
-    """
+    """The image column of Parquet files, memory-mapped from an uncompressed copy in the cache if it is large."""
 
     def __init__(self, paths: Sequence[Path], column: str) -> None:
         self.paths, self.column = list(paths), column

@@ -28,13 +28,7 @@ _WORTH_CACHING = 2000
 
 @dataclass(frozen=True)
 class Fit:
-    """Scale the shorter side and crop the centre, as torchvision's `Resize` and `CenterCrop` do.
-
-    Attributes:
-        size: pixels of the square that comes out; None leaves images as they are.
-        resize: pixels of the shorter side before the crop; None = `size`.
-        interpolation: of the pixels.
-    """
+    """Scale the shorter side to `resize` pixels and crop `size`, as torchvision's `Resize` and `CenterCrop`."""
 
     size: int | None = None
     resize: int | None = None
@@ -65,11 +59,6 @@ class RandomCrop:
     """torchvision's `RandomResizedCrop`, seeded by (seed, epoch, index of the image).
 
     The crop of Szegedy et al. 2015 that networks are trained with on ImageNet.
-
-    Attributes:
-        scale: least and largest area of a crop relative to the image's.
-        ratio: least and largest width over height; its logarithm is uniform.
-        interpolation: of the pixels.
     """
 
     scale: tuple[float, ...] = (0.08, 1.0)
@@ -109,13 +98,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageArray:
-    """Decoded images.
-
-    Attributes:
-        images_NHWC: uint8.
-        labels_N: int64, classes counted from 0.
-        classes: a name for each class.
-    """
+    """Decoded images, uint8 [N, H, W, C], their classes, int64 [N], and a name for each class."""
 
     images_NHWC: Tensor
     labels_N: Tensor
@@ -180,10 +163,7 @@ class EncodedImages:
 
     Attributes:
         source: the encoded images of the whole set.
-        labels: int64 [N], of the selected images.
-        classes: a name for each class.
         positions: int64 [N], of the selected images in `source`.
-        fit: brings images to one size.
         frame_of: images whose frame this set shares (a test set is read as its training set); None = its own.
     """
 
@@ -238,12 +218,7 @@ class EncodedImages:
         return replace(self, labels=self.labels[positions], positions=self.positions[positions])
 
     def read(self, positions: np.ndarray, views: Sequence[View] | None = None) -> Tensor:
-        """Decode the images at these positions into uint8 [B, H, W, C].
-
-        Args:
-            positions: int64 [B].
-            views: functions that bring each image to the frame's size; None = `fit`.
-        """
+        """Decode images into uint8 [B, H, W, C], each brought to the frame's size by its view or `fit`."""
         frame = self.frame
         images_BHWC = np.empty((len(positions), *frame), dtype=np.uint8)
         for number, position in enumerate(self.positions[positions].tolist()):
@@ -347,12 +322,7 @@ def _is_deep(image: PIL.Image.Image) -> bool:
 
 
 def image_statistics(images_NHWC: Tensor, of_each: str = "channel") -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and population standard deviation on the scale 0..1, of uint8 images.
-
-    Args:
-        images_NHWC: the images.
-        of_each: "channel", float64 [C]; or "feature", each pixel and channel, [H, W, C].
-    """
+    """Mean and population standard deviation on the scale 0..1 of each channel, [C], or each "feature", [H, W, C]."""
     total, squares = torch.zeros(2, *images_NHWC.shape[1:], dtype=torch.float64)
     # 256 * 255^2 < 2^24: the sums over 256 images are whole numbers that float32 represents exactly.
     for images in images_NHWC.split(256):

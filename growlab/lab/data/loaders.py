@@ -54,12 +54,7 @@ class EpochPlan:
 
     Attributes:
         num_samples: in the set; in a pass over it, where `order` draws them.
-        batch_size: global batch size.
-        seed: order and augmentation are functions of seed and epoch.
-        epoch: counted from 0.
         training: False = evaluation: in order, every sample once over all ranks.
-        rank: this process.
-        world_size: number of processes.
         parts: epochs that a pass over the samples is divided into.
         order: positions of a pass by its number, int64 [N]; None = a permutation by (seed, number).
         drop_last: leave out a last, smaller batch of training, unless it is the only one.
@@ -166,11 +161,7 @@ class ResumableLoader:
         return {"epoch": self.plan.epoch, "batches": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next pass, and that one alone, after the batches that were given before the checkpoint.
-
-        Raises:
-            ValueError: the state is of another epoch.
-        """
+        """Begin the next pass, and that one alone, after the batches that were given before the checkpoint."""
         if state["epoch"] != self.plan.epoch:
             raise ValueError(f"a loader of epoch {self.plan.epoch} cannot resume in epoch {state['epoch']}.")
         self._skip = self._given = state["batches"]
@@ -243,14 +234,7 @@ class BatchSource(Protocol):
 
 @dataclass
 class ImageBatches:
-    """Batches of images (uint8 [B, H, W, C], labels int64 [B]); augmentation is vectorised in the workers too.
-
-    Attributes:
-        images: the set.
-        seed: augmentation is a function of seed and epoch.
-        augmentation: shifts and mirroring, in training.
-        crop: random crops before them, in training.
-    """
+    """Batches of images (uint8 [B, H, W, C], labels int64 [B]), cropped and augmented in training, in the workers."""
 
     images: Images
     seed: int
@@ -277,7 +261,6 @@ class WorkerPool:
     with this object, and with this process, whatever ends it.
 
     Args:
-        source: reads whole batches.
         num_workers: processes, of which there are no more than cores that this one may use; 0 reads in this one.
         pinned: copy batches to page-locked memory, from which a GPU fetches them faster.
     """
@@ -375,9 +358,6 @@ def _end_workers(iterator: Any) -> None:
 
     The iterator may still be referenced, such as by a traceback. torch alone would wait for each worker for five
     seconds and then send it SIGTERM, which workers ignore.
-
-    Args:
-        iterator: `torch.utils.data.dataloader._MultiProcessingDataLoaderIter`.
     """
     workers = list(iterator._workers)
 

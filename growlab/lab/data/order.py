@@ -15,11 +15,7 @@ _WORD = (1 << 64) - 1
 
 
 def draws(indices_N: np.ndarray, *key: int) -> np.ndarray:
-    """Return one uniform 64-bit number for each index, a function of (key, index) alone.
-
-    Returns:
-        uint64 array [N].
-    """
+    """Return one uniform uint64 number for each index, a function of (key, index) alone."""
     state_1 = np.zeros(1, dtype=np.uint64)
     for part in key:
         state_1 = _mix(state_1 + _GAMMA + np.uint64(part & _WORD))
@@ -39,9 +35,6 @@ def training_batches(
     Rank r takes the r-th contiguous slice of every global batch. Only a last, smaller batch may not divide
     evenly: it is filled up from the start of the order, as `DistributedSampler` does, because gradients are
     averaged over ranks with equal weight.
-
-    Returns:
-        One index array a step, of the same number of steps and the same sizes on all ranks.
     """
     batches = []
     for start in range(0, len(order_N), batch_size):
@@ -60,9 +53,6 @@ def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: 
     No image is repeated, so that accuracies over several ranks are exact, and no rank's slice is empty: a batch is
     larger than `batch_size` only if that is less than the number of ranks. Only a set
     smaller than the number of ranks has its images repeated.
-
-    Returns:
-        One index array a step, of the same number of steps on all ranks.
     """
     positions = np.arange(length) if length >= world_size else np.resize(np.arange(length), world_size)
     num_batches = min(-(-len(positions) // batch_size), len(positions) // world_size)

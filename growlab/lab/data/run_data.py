@@ -69,17 +69,10 @@ class RunData(LightningDataModule, ABC):
         Args:
             epoch: decides which samples there are, and the batch size.
             draw: order and augmentation are functions of the seed and this number.
-
-        Raises:
-            UserError: the number of processes does not divide the batch size.
         """
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of samples in each training batch of an epoch with global batches of this size.
-
-        Raises:
-            UserError: a pass over the samples has fewer batches than `epochs_per_pass`.
-        """
+        """Return the number of samples in each training batch of an epoch with global batches of this size."""
         number = self.num_train_at(epoch, batch_size)
         return EpochPlan(
             number, batch_size, self.seed, epoch, parts=self.epochs_per_pass, steps=self.steps

@@ -29,11 +29,6 @@ class WindowLoader(ResumableLoader):
     """Windows of a sequence of tokens.
 
     Yields (tokens int64 [B, T], the next tokens int64 [B, T]); after the sequence's end there is `NO_TOKEN`.
-
-    Attributes:
-        tokens_N: the sequence, of integers, in memory or memory-mapped.
-        context: T.
-        device: of the batches.
     """
 
     tokens_N: np.ndarray
@@ -72,18 +67,8 @@ def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.nd
 class WindowData(RunData):
     """Sequences of tokens to train, validate and test on; subclasses read them in `_sequences`.
 
-    Args:
-        context: tokens that a window predicts from.
-        batch_size: windows in a training batch over all devices.
-        eval_batch_size: windows in another batch.
-        epochs_per_pass: divide each pass over the training windows into so many epochs of nearly equal length.
-        seed: of the order.
-
     Attributes:
         whole_windows: leave out the windows of validation and test that the sequence ends in.
-
-    Raises:
-        ValueError: an argument cannot be used.
     """
 
     whole_windows = True
@@ -191,9 +176,6 @@ class TextData(WindowData):
         test_fraction: part of the text after it, which the result is of.
         limit_characters: use only so many characters from the beginning; None: all.
         seed: of the order.
-
-    Raises:
-        UserError: an argument cannot be used; from `setup()` also, the text cannot be read or is too short.
     """
 
     goes_with = "text goes with model=gpt objective=characters"

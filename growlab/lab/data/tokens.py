@@ -69,9 +69,6 @@ class TokenData(WindowData):
         vocab_size: of the byte-level tokenizer that is trained on the training part.
         tokenizer: a `tokenizer.json`, or its folder, to take in its place.
         end_of_text: of that one, the token after each document; None: as its own settings say.
-
-    Raises:
-        UserError: an argument cannot be used; from `setup()` also, the text or its tokenizer cannot be read.
     """
 
     goes_with = "tokens go with objective=tokens and model=transformers or model=gpt"
@@ -224,11 +221,7 @@ class TokenData(WindowData):
 class TokenStore:
     """Prepared text.
 
-    Args:
-        folder: of the files.
-
     Attributes:
-        tokenizer: made the tokens.
         parts: for each of `PARTS` the numbers of "documents", their "bytes" of UTF-8 and "tokens": an end of text in
             front, and one after each document.
         split: "documents" or "position": how the parts were taken from the text.
@@ -272,10 +265,8 @@ class _Plan:
     """The part that each document goes to; reads all documents once, for their sizes and which are the same.
 
     Attributes:
-        sources: of documents, by part.
         part_of: for each source the part of each of its documents: a place in `PARTS`; -1: left out.
         cuts: where the training text is cut by position, the parts' ends, as parts of each document; else None.
-        dropped: documents that are empty or the same as another.
     """
 
     def __init__(self, sources: dict[str, Documents], fractions: dict[str, float], seed: int) -> None:

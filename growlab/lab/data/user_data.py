@@ -63,9 +63,6 @@ class Split:
         validation: part that is validated on after each epoch; 0: no validation, also on a set of the source.
         test: part that the result is of.
         seed: decides which samples, whatever the seed of the run.
-
-    Raises:
-        UserError: there are no such parts.
     """
 
     validation: float = 0.1
@@ -109,13 +106,8 @@ class SamplePart:
     """The training, validation or test part of a user's data, whose samples are read by position.
 
     Attributes:
-        dataset: samples by position.
         positions: int64 [N], of those that belong to this part.
-        seed: of the order and of transforms.
-        columns: inputs and target of samples that are mappings.
-        collate: makes a batch of samples.
         sampler: draws the positions of an epoch in place of a permutation; None: a permutation.
-        drop_last: leave out a last, smaller batch of training.
         batch_size: of the loader that the part came from, if it came from one; `num_workers` likewise.
         in_rows: the data set reads many samples at once, and draws nothing.
     """
@@ -332,9 +324,6 @@ class CustomData(RunData):
         network: arguments that the network is made with, such as `num_classes`; others are found from the data.
         num_workers: processes that read; None: the source's loader's, else 0.
         seed: of the order and of transforms.
-
-    Raises:
-        UserError: an argument cannot be used; from `setup()` also, the data cannot.
     """
 
     goes_with = (
@@ -436,9 +425,6 @@ class CustomData(RunData):
 
         Known are `image_shape` [C, H, W], `input_shape`, `in_features`, `in_channels`; `num_classes` (of targets that
         are numbers, how many there are in a sample) and `out_features`, the same.
-
-        Raises:
-            UserError: classes would have to be counted over too many samples.
         """
         shape = self._shapes[0]
         found = {"input_shape": shape, "target_shape": list(self._target.shape[1:])}

@@ -26,14 +26,7 @@ class PaddedShortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with batch normalisation around a shortcut.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of both convolutions.
-        stride: of the first convolution.
-        shortcut: "A" (padded identity) or "B" (1x1 convolution), used where the shape changes.
-    """
+    """Two 3x3 convolutions with batch normalisation around a shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, shortcut: str) -> None:
         super().__init__()

@@ -19,10 +19,6 @@ class Rotary(nn.Module):
     """Rotates the first channels of each head by position-dependent angles (Su et al. 2021).
 
     Only some channels are rotated, as in GPT-NeoX; the others are interchangeable, so their number can grow.
-
-    Args:
-        num_channels: number of rotated channels; even.
-        context: the largest number of positions.
     """
 
     def __init__(self, num_channels: int, context: int) -> None:
@@ -46,16 +42,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Several heads of scaled dot-product attention.
-
-    Args:
-        width: of the stream.
-        num_heads: H.
-        head_dim: D.
-        dropout: of attention weights, in training.
-        bias: whether the layers have biases.
-        rotary: rotates queries and keys, or None.
-    """
+    """Several heads of scaled dot-product attention."""
 
     def __init__(
         self,
@@ -82,11 +69,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attention output of each position: [B, T, C].
 
-        Args:
-            x_BTC: input of the queries.
-            source_BSC: input of keys and values; None: `x_BTC`.
-            mask: True at visible positions; broadcasts with [B, H, T, S].
-            causal: positions see only themselves and earlier ones.
+        Keys and values are of the source, or of the stream without one. The mask is True at visible positions and
+        broadcasts with [B, H, T, S].
         """
         source_BSC = x_BTC if source_BSC is None else source_BSC
         query_BHTD, key_BHSD, value_BHSD = (

@@ -9,15 +9,7 @@ from growlab.lab.networks.convolutional import conv
 
 
 class PreActivationBlock(nn.Module):
-    """Normalise, activate and convolve, twice, around a shortcut.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of both convolutions.
-        stride: of the first convolution; with it or with another width the shortcut is a 1x1 convolution.
-        batch_norm: normalise before each activation.
-        residual_scale: factor on what is added to the shortcut.
-    """
+    """Normalise, activate and convolve, twice, around a shortcut, a 1x1 convolution where the shape changes."""
 
     def __init__(
         self, in_channels: int, out_channels: int, stride: int, batch_norm: bool, residual_scale: float = 1.0

@@ -32,9 +32,6 @@ class Problem:
         make_optimizer: makes the optimizer of a network with a multiple of its usual rate.
         batches: maps the number of an epoch to its training batches: tuples of inputs and, last, the target.
         loss: mean loss of a batch from the network's output and the target.
-        device: to train on.
-        precision: a context in which networks are called.
-        clip: largest norm of the gradient; None: any.
         accumulate: batches whose gradients make a step.
     """
 
@@ -53,11 +50,7 @@ class Probe:
     """Training at one rate.
 
     Attributes:
-        rate: multiple of the usual one.
         loss: mean training loss of the later half of its steps, each batch before it is learned from.
-        steps: of the optimizer.
-        seconds_per_step: median.
-        weights: at its end, by name.
         optimizer: `growlab.optim.named_state`; None if no file of weights can contain it.
     """
 

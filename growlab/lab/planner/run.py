@@ -83,7 +83,6 @@ class Start:
     Attributes:
         width: of every width group, relative to the full network.
         depth: part of the blocks that it has, of those that come in as a network grows.
-        settings: of the configuration that go with it.
     """
 
     width: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -114,11 +113,7 @@ class Arm:
 
 
 def run(cfg: DictConfig) -> None:
-    """Plan as configured: print the odds, and write them and experiments into the run's folder.
-
-    Args:
-        cfg: the composed configuration of `conf/config.yaml`, with `plan`.
-    """
+    """Plan as configured: print the odds, and write them and experiments into the run's folder."""
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -336,18 +331,7 @@ def write_experiments(
 ) -> str:
     """Write `experiment/{planned,full,smaller,grown}.yaml`, each to be run as it is, at equal cost.
 
-    Args:
-        folder: the plan's; `--config-dir` of runs.
-        cfg: the configuration that was planned for.
-        data: set up.
-        settings: of the plan.
-        arms: the networks.
-        chosen: experiment of the likelier one.
-        probe: of the chosen network; its rate, weights and cost are those of its experiment.
-        spent: part of the budget that probing took.
-
-    Returns:
-        The command that trains the likelier one.
+    The chosen one has the probe's rate, weights and cost. Returns the command that trains it.
     """
     fixed: dict[str, Any] = {"/growth": "none", "/lr_adapt": "none"}
     small, begin = arms["smaller"].start, arms["grown"]

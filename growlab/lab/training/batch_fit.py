@@ -45,16 +45,6 @@ def fit_batch_sizes(
     The last stage (or the first, `batch_size_stage`) takes the largest batch that fits. The others follow by Eq. 8, or
     take the largest that fits if that is smaller.
 
-    Args:
-        num_stages: N.
-        settings: `batch_growth_rate`, `max_batch_size`, `max_batch_size_per_device`, `batch_size_stage` and
-            `batch_sizes` of the schedule.
-        num_train: number of images, the largest possible batch.
-        num_processes: processes that share a batch.
-        fits: returns True if a training step at a stage fits on this process's device with a number of images.
-        agree: maps the size that fits on this process's device to one that fits on all; called N times by each
-            process.
-
     Returns:
         A dict per stage: `stage`, `eq8` (the global size by Eq. 8) and `batch_size` (the one to train with).
     """
@@ -116,15 +106,7 @@ class TrialRun:
     """Everything that takes memory in a training step.
 
     Attributes:
-        network: at full width, on the CPU; copied.
-        graph: its width graph.
-        make_optimizer: makes the optimizer from the parameters.
-        precision: Lightning's plugin for the run's precision.
-        device: where the run trains.
-        image_shape: (C, H, W).
-        channels_last: memory layout of batches.
         num_copies: copies of all weights besides the network: an average, buckets of gradients.
-        held_bytes: bytes of the run's images on the device.
         narrow: removes from a copy what a stage, by its number, lacks, and returns the copy's width graph.
         max_memory_gib: limit for training; None: nine tenths of a GPU's free memory.
     """
@@ -148,10 +130,6 @@ class TrialSteps:
     On CUDA a step either runs or runs out of memory. Elsewhere the bytes of live tensors are counted
     (`LiveTensors`), and a step that is too large by extrapolation from two smaller ones is not tried, since the
     system would kill the process.
-
-    Args:
-        run: everything of a step.
-        stages: width of each group at each stage.
     """
 
     def __init__(self, run: TrialRun, stages: Sequence[Mapping[str, int]]) -> None:
@@ -273,13 +251,6 @@ class LiveTensors(TorchDispatchMode):
 
     While it is active, outputs of operations are counted until they are freed, in the backward pass too. Temporary
     memory within an operation is not counted.
-
-    Args:
-        tensors: those already alive.
-
-    Attributes:
-        bytes: of all live tensors.
-        peak: maximum since it was last set.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:

@@ -142,11 +142,7 @@ def _check(cfg: DictConfig) -> None:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Refuse values of wrong types and numbers out of range.
-
-    Args:
-        cfg: the configuration; integers become floats where a growth method, a schedule or a part takes floats.
-    """
+    """Refuse values of wrong types and numbers out of range; integers become floats where a class takes floats."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     parts = settings.pop("parts") or {}
     floats = check_types({name: value for name, value in settings.items() if name not in parts})
@@ -326,11 +322,7 @@ def _advice(data: RunData) -> str:
 
 
 def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
-    """Return a function that makes the configured optimizer of parameters, with its rates by region.
-
-    It raises:
-        UserError: the optimizer does not accept its settings, or rates by region.
-    """
+    """Return a function that makes the configured optimizer of parameters, with its rates by region."""
     try:
         make = instantiate(cfg.optimizer)
     except (TypeError, InstantiationException):
@@ -379,10 +371,7 @@ def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
 def _plan(
     cfg: DictConfig, data: RunData, known_sizes: list[dict[str, int]] | None
 ) -> tuple[Grower, Plan, StageCost, list[dict[str, int]] | None]:
-    """Make the grower, the plan, the network's cost at any widths, and batch sizes, if these are searched for.
-
-    `known_sizes` were found before the run was interrupted.
-    """
+    """Make the grower, the plan, the network's cost, and batch sizes if these are searched for and not known."""
     network = make_network(cfg.model, data)
     method: GrowthMethod = instantiate(cfg.growth)
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)

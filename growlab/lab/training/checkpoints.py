@@ -50,9 +50,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically and keeps the previous one, so that neither a kill nor a full disk loses both.
 
     If a checkpoint cannot be written, a warning is issued and training continues: there may be room for the next one.
-
-    Attributes:
-        failure: reason why the newest checkpoint could not be written, or None.
     """
 
     def __init__(self) -> None:
@@ -74,16 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def save(path: str | os.PathLike[str], content: Any, previous: Path | None = None) -> None:
-    """`torch.save`, atomically.
-
-    Args:
-        path: of the file.
-        content: plain containers of tensors and numbers.
-        previous: new path of the old file; None: it is replaced.
-
-    Raises:
-        WriteError: the disk is full or not writable; the file at `path` is unchanged.
-    """
+    """`torch.save`, atomically: WriteError leaves the file unchanged. The old file goes to `previous`."""
 
     def write(file: BinaryIO) -> None:
         try:
@@ -183,9 +171,6 @@ class SavePolicy:
         every_n_steps: save after this many optimizer steps; None: never.
         every_minutes: save when the last checkpoint is this old; None: never.
         signals: names of the signals (besides Ctrl-C) after which a run saves and ends.
-
-    Raises:
-        UserError: a value is invalid.
     """
 
     every_n_steps: int | None = None
@@ -215,12 +200,6 @@ class SaveCheckpoints(Checkpoint):
     Lightning runs checkpoint callbacks after all others. Its `ModelCheckpoint(save_top_k=0, save_last=True)` saves
     nothing before training ends, and its signal handlers save nothing or, under SLURM, into another file; they are
     replaced during training.
-
-    Args:
-        path: the file.
-        writer: writes the file.
-        policy: decides when.
-        resumed: the file that the run resumes from.
     """
 
     def __init__(
@@ -343,16 +322,9 @@ class SaveCheckpoints(Checkpoint):
 
 
 def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimizer]) -> Any:
-    """Load a file's weights into the first stage's network and its averages.
+    """Load a file's weights into the first stage's network and its averages, and return the optimizer's maker.
 
-    Args:
-        grower: its network has not been trained yet.
-        path: of a state_dict, of a network of the seed's widths, or of "state_dict" and "optimizer", as
-            `growlab.lab.planner` writes it.
-        make_optimizer: makes the optimizer from the parameters.
-
-    Returns:
-        `make_optimizer` with the file's state; an optimizer of another class starts fresh, with a warning.
+    It makes the optimizer with the file's state, if that has one of its class, as `growlab.lab.planner` writes it.
     """
     what = f"start_from={path}"
     content = read_saved(path, what)

@@ -100,13 +100,8 @@ _NEEDS = {
 def check_types(settings: Any, name: str = "") -> dict[str, Any]:
     """Refuse values that constructors of growlab and Lightning would misinterpret, or fail on later.
 
-    Args:
-        settings: nested plain containers; entries with a `_target_` in growlab or Lightning are checked against its
-            annotations. Numbers for growlab, Lightning and torch must be finite and fit into 64 bits.
-        name: dotted prefix of the settings' names.
-
-    Returns:
-        By dotted name, values with integers converted to floats where the annotation has floats.
+    Entries with a `_target_` are checked against its annotations; numbers must be finite and fit into 64 bits. Returns
+    by dotted name the values with integers as floats where the annotation has floats.
     """
     floats: dict[str, Any] = {}
     if isinstance(settings, list):
@@ -206,13 +201,7 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
 
 
 def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_sweep: bool = False) -> None:
-    """Refuse typed settings that have no effect.
-
-    Args:
-        settings: the composed configuration in plain containers, resolved.
-        overrides: of the command line.
-        is_sweep: the command line starts several runs; a setting may then concern only some of them.
-    """
+    """Refuse typed settings that have no effect; in a sweep one may concern only some of the runs."""
     typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     schedule = settings["schedule"]
     for name, stronger in _BEFORE.items():

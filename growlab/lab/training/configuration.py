@@ -45,11 +45,7 @@ _PLUGINS: dict[str, dict[str, Any]] = {
 
 
 def config_dir(package: Path | None = None) -> Path:
-    """Absolute path of `conf/`: inside the package in a wheel, next to it in a checkout or editable install.
-
-    Args:
-        package: folder of the growlab package; found from this file if None.
-    """
+    """Absolute path of `conf/`: inside the package in a wheel, next to it in a checkout or editable install."""
     package = Path(__file__).resolve().parents[2] if package is None else package.resolve()
     places = (package / "conf", package.parent / "conf")
     for place in places:
@@ -75,11 +71,7 @@ def set_plugin_defaults() -> None:
 
 
 def search_options() -> list[str]:
-    """Options that another command needs to find this job's configuration, if it is not only in `conf/`.
-
-    Returns:
-        `--config-name`, `--config-dir` and `hydra.searchpath` as they were given; they go before overrides.
-    """
+    """Options (and `hydra.searchpath`) with which another command finds this job's configuration."""
     job = HydraConfig.get()
     options = [] if job.job.config_name == PRIMARY else ["--config-name", job.job.config_name]
     for source in job.runtime.config_sources:
@@ -97,11 +89,6 @@ def experiment_name(
     """Name of the experiment, or of the network and the data chosen on the command line instead.
 
     With another network or data the default experiment's name is left out.
-
-    Args:
-        choices: the option chosen in each group of the configuration.
-        overrides: those of the command line.
-        swept: keys that the experiment itself sweeps over; its name stands for all their values.
 
     Examples:
         >>> choices = {"experiment": "digits", "model": "resnet20", "data": "digits"}
@@ -176,18 +163,7 @@ OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=Tr
 def resume_override(
     overrides: list[str], multirun: bool = False, more: str | None = None, primary: str = PRIMARY
 ) -> str | None:
-    """Return the override that directs a run to the folder of the run that it resumes.
-
-    Args:
-        overrides: those given on the command line.
-        multirun: they start a sweep; each job resumes in its folder below the sweep's.
-        more: a folder of the user's configurations, in addition to `conf/`.
-        primary: name of the primary configuration.
-
-    Returns:
-        `hydra.run.dir=FOLDER` of the experiment's newest run if `ckpt_path=last` is given without a folder; else
-        None.
-    """
+    """Return `hydra.run.dir=FOLDER` of the newest run for `ckpt_path=last` without a folder, else None."""
     given = {name_of(override): override.partition("=")[2] for override in overrides}
     if given.get("ckpt_path") != "last" or (_SWEEP_DIR if multirun else _RUN_DIR) in given:
         return None

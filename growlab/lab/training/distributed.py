@@ -44,11 +44,7 @@ class OneProcess(LightningEnvironment):
 
 
 def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
-    """Return the trainer plugin that provides this process's rank; empty if Lightning can find it.
-
-    Args:
-        started_by_growlab: False if this process is alone, True if growlab has started several.
-    """
+    """Return the trainer plugin that provides this process's rank; empty if Lightning can find it."""
     if started_by_growlab:
         return [TorchElasticEnvironment() if TorchElasticEnvironment.detect() else OneProcess()]
     if "SLURM_PROCID" in os.environ and "GROUP_RANK" not in os.environ:
@@ -132,9 +128,6 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
 
     Lightning's version replaces modules and cannot restore them. Here modules temporarily change their class, so that
     the trained network has its original classes.
-
-    Args:
-        on_cpu: whether the network trains on the CPU.
     """
 
     def __init__(self, on_cpu: bool) -> None:
@@ -172,9 +165,6 @@ class RankCheck(Callback):
 
     Ranks are compared when training begins, after every growth event (by the grower), at the end of the epoch after
     it and at the end of training. They exchange one hash each, and a checksum per tensor only if those differ.
-
-    Args:
-        enabled: compare ranks. Running statistics are synchronised at the end of each epoch in any case.
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -76,11 +76,6 @@ class FreshStatistics(Callback):
 
     Between batches of an evaluation the network has its running averages, so checkpoints contain these. Batches are a
     function of seed and epoch, so a resumed run computes the same statistics.
-
-    Args:
-        images: number of training images; 0: evaluate with running averages.
-        batches: maps (number of batches, epoch, augmented) to this rank's part of training batches
-            (`ImageData.training_batches`); None: evaluate with running averages.
     """
 
     def __init__(

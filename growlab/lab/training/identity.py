@@ -17,7 +17,6 @@ class Identity:
     Attributes:
         run_id: name for loggers that survives interruptions.
         settings: those that determine the run's numbers; a checkpoint of other settings is not resumed.
-        yaml: all settings, for config.yaml.
         row: entries of results.json that follow from settings alone.
         before: those of the run in the folder to resume, or None.
     """

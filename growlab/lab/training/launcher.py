@@ -49,20 +49,7 @@ _FORWARDED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT}
 
 
 def run(number: int, max_restarts: int, run_dir: Path, more: Sequence[str] = ()) -> None:
-    """Run the job that Hydra has composed in several processes and wait for them.
-
-    Args:
-        number: of processes.
-        max_restarts: largest number of restarts of all processes after one was killed or failed.
-        run_dir: folder of the run.
-        more: further overrides.
-
-    Raises:
-        UserError: a process met input that cannot be used, or was ended from outside.
-        ProcessFailed: a process ended with a traceback.
-        KeyboardInterrupt: the run was interrupted before it could save itself.
-        Stopped: a signal ended the run, after its state was saved.
-    """
+    """Run the job that Hydra has composed in several processes, wait for them, and raise the reason of a failure."""
     # A new run may have been given the folder of an older one.
     older, overrides = _checkpoints(run_dir), [*HydraConfig.get().overrides.task, *more]
     # Not TemporaryDirectory, which a process that is forked from this one would remove at its end.
@@ -157,11 +144,7 @@ class _Processes:
             self._forward(number, None)
 
     def wait(self, restarts: int) -> BaseException | None:
-        """Wait until all have ended, or a few seconds after one has failed.
-
-        Returns:
-            The reason of failure: one that the user can fix if any, else the first; None after success.
-        """
+        """Wait until all have ended, or a few seconds after one has failed; return the reason, if any."""
         while not any(codes := [process.poll() for process in self._running]) and None in codes:
             time.sleep(_POLL_SEC)
         self._end(_GRACE_SEC)

@@ -50,12 +50,6 @@ class LayerStatistics(Callback):
 
     Quantities are `activation`, a layer's output; `gradient`, the loss's gradient by it; `weight`, also a computed
     one; and `weight_gradient`. There are also rows of `loss` and `accuracy` on the same images.
-
-    Args:
-        run_dir: the run's folder.
-        images: held-out images, [B, C, H, W].
-        labels: their classes, [B].
-        every_n_steps: steps between measurements; the first is before training.
     """
 
     def __init__(self, run_dir: Path, images: Tensor, labels: Tensor, every_n_steps: int) -> None:

@@ -124,11 +124,7 @@ class LearningRate:
         )
 
     def by_steps(self) -> "LearningRate":
-        """The same for a run whose length is in steps.
-
-        Raises:
-            UserError: the warm-up is in epochs.
-        """
+        """The same for a run whose length is in steps."""
         if self.warmup_epochs:
             raise UserError(
                 "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
@@ -148,10 +144,6 @@ class LearningRate:
             schedule: stages of the run.
             steps_in_epoch: optimizer steps of each epoch.
             flops_in_epoch: forward FLOPs of each epoch, for `progress_unit="cost"`.
-
-        Raises:
-            UserError: the warm-up takes the whole run, warm-up and decay take more, or the clock has no FLOPs to
-                count.
         """
         total, warmup = schedule.total_epochs, f"schedule.learning_rate.warmup_epochs={self.warmup_epochs}"
         if self.progress_unit == "cost" and flops_in_epoch is None:
@@ -241,9 +233,6 @@ class RateAdaptation:
         rule: factors from norms, or None for one global rate.
         divide_output_lr_by_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
         optimizers: class names of supported optimizers; empty for all of `growlab.optim`.
-
-    Raises:
-        UserError: `divide_output_lr_by_fan_in` without a rule.
     """
 
     rule: RateRule | None = None
@@ -257,11 +246,7 @@ class RateAdaptation:
             )
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make an optimizer adapt its rates, in place.
-
-        Raises:
-            UserError: the rule does not support the optimizer.
-        """
+        """Make an optimizer adapt its rates, in place."""
         if self.rule is None:
             return
         if not isinstance(optimizer, Regional) or (

@@ -31,9 +31,6 @@ class WandbRecords(Callback):
 
     TensorBoard receives the figures. Without either logger it does nothing. Spectra are singular values of every weight
     at the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
-
-    Args:
-        loggers: those of the run.
     """
 
     def __init__(self, loggers: Sequence[Logger]) -> None:

@@ -131,9 +131,6 @@ class Classification(Objective):
     Args:
         label_smoothing: the part of the target's probability that is spread over all classes; 0: none.
 
-    Raises:
-        UserError: no such part.
-
     Examples:
         >>> loss, sums = Classification()(torch.tensor([[0.0, 0.0], [8.0, 0.0]]), torch.tensor([1, 0]))
         >>> Classification().metrics(sums.tolist())["accuracy"]
@@ -144,11 +141,7 @@ class Classification(Objective):
         self.label_smoothing = _smoothing(label_smoothing)
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples.
-
-        Raises:
-            UserError: they have other shapes, or a class has no output.
-        """
+        """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples."""
         logits = _tensor_of(output)
         if logits.dim() != 2 or target.shape != logits.shape[:1]:
             raise self._refuse("outputs [batch, classes] and targets [batch]", logits, target)
@@ -183,9 +176,6 @@ class TokenPrediction(Objective):
         label_smoothing: the part of the target's probability that is spread over all tokens; 0: none.
         padding: the token that fills up targets; -100: none does.
 
-    Raises:
-        UserError: no such part.
-
     Examples:
         >>> loss, sums = TokenPrediction(padding=1)(torch.zeros(1, 3, 4), torch.tensor([[0, 2, 1]]))
         >>> round(TokenPrediction().metrics(sums.tolist())["perplexity"], 3)  # one of four tokens, and two positions
@@ -200,11 +190,7 @@ class TokenPrediction(Objective):
         self.label_smoothing, self.padding = _smoothing(label_smoothing), padding
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood and tokens.
-
-        Raises:
-            UserError: they have other shapes.
-        """
+        """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood and tokens."""
         logits = _tensor_of(output)
         if logits.dim() != 3 or target.shape != logits.shape[:2]:
             takes = "outputs [batch, positions, tokens] and targets [batch, positions]"
@@ -270,11 +256,7 @@ class SubwordPrediction(TokenPrediction):
     compared_by = ("bits_per_byte", False)
 
     def bind(self, data: Any) -> None:
-        """Take the number of bytes that each token stands for.
-
-        Raises:
-            UserError: the data do not know.
-        """
+        """Take the number of bytes that each token stands for."""
         super().bind(data)
         found: Tensor | None = data.bytes_of_tokens
         if found is None:
@@ -285,11 +267,7 @@ class SubwordPrediction(TokenPrediction):
         self._bytes_of_tokens = found
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood, bytes and tokens.
-
-        Raises:
-            UserError: they have other shapes.
-        """
+        """The mean loss of logits [B, T, V] and tokens [B, T]; sums of loss, hits, likelihood, bytes and tokens."""
         loss, sums = super().__call__(output, target)
         if self._bytes_of_tokens.device != target.device:
             self._bytes_of_tokens = self._bytes_of_tokens.to(target.device)
@@ -312,9 +290,6 @@ class MultiLabel(Objective):
     Args:
         threshold: probability from which on a label counts as predicted.
 
-    Raises:
-        UserError: no such probability.
-
     Examples:
         >>> loss, sums = MultiLabel()(torch.tensor([[2.0, -1.0], [3.0, 1.0]]), torch.tensor([[1, 0], [0, 1]]))
         >>> MultiLabel().metrics(sums.tolist())["exact_match"]
@@ -330,11 +305,7 @@ class MultiLabel(Objective):
         self.threshold = threshold
 
     def __call__(self, output: Any, target_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, L] and labels [B, L] of 0 and 1; sums over the batch.
-
-        Raises:
-            UserError: they have other shapes.
-        """
+        """The mean loss of logits [B, L] and labels [B, L] of 0 and 1; sums over the batch."""
         logits_BL = _tensor_of(output)
         if logits_BL.dim() < 2 or logits_BL.shape != target_BL.shape:
             takes = "outputs [batch, labels] and targets [batch, labels] of 0 and 1"
@@ -378,9 +349,6 @@ class Regression(Objective):
     Args:
         loss: mse, l1, smooth_l1 or huber, as in torch.nn.functional.
 
-    Raises:
-        UserError: no such loss.
-
     Examples:
         >>> loss, sums = Regression()(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 2.0, 4.0]))
         >>> round(Regression().metrics(sums.tolist())["rmse"], 4)
@@ -396,11 +364,7 @@ class Regression(Objective):
         self.loss = loss
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of outputs and targets of one shape; targets [B] also go with outputs [B, 1].
-
-        Raises:
-            UserError: they have other shapes.
-        """
+        """The mean loss of outputs and targets of one shape; targets [B] also go with outputs [B, 1]."""
         found = _aligned(_tensor_of(output), target)
         if found.shape != target.shape:
             raise self._refuse("outputs and targets of one shape", found, target)
@@ -440,9 +404,6 @@ class Segmentation(Objective):
         label_smoothing: as in `Classification`.
         ignore_index: pixels of this class count nowhere, such as borders in Pascal VOC's masks.
 
-    Raises:
-        UserError: no such smoothing.
-
     Examples:
         >>> logits, masks = torch.zeros(1, 2, 1, 4), torch.tensor([[[0, 0, 1, 255]]])
         >>> metrics = Segmentation().metrics(Segmentation()(logits, masks)[1].tolist())
@@ -459,11 +420,7 @@ class Segmentation(Objective):
         self.label_smoothing, self.ignore_index = _smoothing(label_smoothing), ignore_index
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss of logits [B, C, ...] and classes [B, ...]; sums over pixels.
-
-        Raises:
-            UserError: they have other shapes, or a class has no output.
-        """
+        """The mean loss of logits [B, C, ...] and classes [B, ...]; sums over pixels."""
         logits = _tensor_of(output)
         fits = logits.dim() > 2 and logits.shape[:1] + logits.shape[2:] == target.shape
         if not fits or target.is_floating_point():
@@ -510,9 +467,6 @@ class CustomObjective(Objective):
         loss: maps (outputs, targets) to their mean loss, a scalar: a loss of torch.nn, or any callable.
         metrics: metrics of torchmetrics by name, each of a single number.
         predict: maps outputs to what metrics take, such as `torch.nn.Sigmoid`; None: the outputs.
-
-    Raises:
-        UserError: something is no loss or no metric.
     """
 
     def __init__(
@@ -542,11 +496,7 @@ class CustomObjective(Objective):
         self._known: set[tuple[Any, ...]] = set()
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a batch, and the sums that its metrics are made from.
-
-        Raises:
-            UserError: the loss or a metric does not take such outputs and targets.
-        """
+        """The loss of a batch, and the sums that its metrics are made from."""
         found = self._found(output, target)
         loss = self._loss(found, target)
         weight = self._weight(target)
@@ -563,11 +513,7 @@ class CustomObjective(Objective):
             return loss, _sums_of(*sums, loss.detach() * weight, weight)
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Mean loss and metrics.
-
-        Raises:
-            UserError: a metric is not a single number.
-        """
+        """Mean loss and metrics."""
         *states, loss, weight = sums
         result = {"loss": loss / weight if weight else math.nan}
         start = 0

@@ -57,14 +57,9 @@ class Plan:
     """Stages, cost, batches and steps of a run.
 
     Attributes:
-        schedule: its stages.
-        widths: width of each group at each stage.
         flops: forward FLOPs per sample of each stage.
         full_flops: the same of the full-width network.
         reference_epochs: epochs of the fixed-size run that cost is relative to.
-        batches: batches of each epoch.
-        steps: optimizer steps of each epoch.
-        samples: training samples of each epoch.
         reference_samples: training samples of the fixed-size run that cost is relative to, where epochs differ in
             them because data arrives with the stages; else None.
         stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
@@ -120,7 +115,6 @@ class Loop:
     Attributes:
         limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
         accumulate: batches whose gradients make a step.
-        num_processes: that every batch is divided among.
     """
 
     limit_batches: float | None = None
@@ -129,14 +123,7 @@ class Loop:
 
 
 class StageCost:
-    """Forward FLOPs per sample of a network at any stage of its growth.
-
-    Args:
-        network: as `growlab.grower.trace_for_growth` left it, at full width; copied.
-        graph: what it returned.
-        parts: features besides growing.
-        example: inputs, [B, ...], a tuple of them or inputs by name; the first sample is taken.
-    """
+    """Forward FLOPs per sample of a network at any stage of its growth."""
 
     def __init__(
         self,
@@ -179,9 +166,6 @@ class Planning:
             epochs as cost what growing by this schedule costs; and `budget`: the run trains for as many epochs as cost
             at most that many epochs of the fixed full network.
         method: one of fixed size never grows; one that decides widths is asked.
-        demand: asks for growth in place of the schedule.
-        data: set up.
-        loop: of the run.
         fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
     """
 
@@ -272,12 +256,7 @@ class Planning:
         return self.data.batch_size if self.fit is None else self.loop.num_processes
 
     def trigger(self) -> Trigger:
-        """The trigger that settings, demand and growth method mean together.
-
-        Raises:
-            ValueError: the schedule is impossible.
-            UserError: the settings do not go together.
-        """
+        """The trigger that settings, demand and growth method mean together."""
         settings, method = self.settings, self.method
         if isinstance(method, FixedSize):
             if settings["equal_flops"] and self.demand is not None:
@@ -328,12 +307,7 @@ class Planning:
     def plan(
         self, trigger: Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
     ) -> tuple[Trigger, Plan]:
-        """The trigger, of the epochs that a budget allows, and the plan.
-
-        Raises:
-            ValueError: the schedule is impossible.
-            UserError: nothing in the network can grow, or the settings do not go together.
-        """
+        """The trigger, of the epochs that a budget allows, and the plan."""
         forecast = Forecast(trigger, graph, parts)
         if reason := forecast.nothing_grows():
             raise UserError(
@@ -503,15 +477,6 @@ def carried_out(
     """The plan of a run as it turned out whose widths were decided while it trained.
 
     Its stages are those that an epoch ended in. An epoch in which widths changed counts with its last ones.
-
-    Args:
-        plan: known before.
-        trigger: of the run.
-        stage_of_epoch: the stage that each epoch ended in.
-        stages: width of each group at every stage.
-        cost: of the network.
-        scheduled: the number that the trigger gives to each of them; those that parts asked for count with the one
-            before.
     """
     numbers = sorted(set(stage_of_epoch))
     widths = [dict(stages[number]) for number in numbers]
@@ -527,14 +492,9 @@ def carried_out(
 
 
 def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
-    """Optimizer steps after the last growth event in which statistics over channels go back to plain ones.
+    """Optimizer steps after the last event in which statistics over channels go back to plain: part of the stage's.
 
     At least the last step of the training is one of the plain network.
-
-    Args:
-        grower: after its last event.
-        part: of a stage's optimizer steps; of an epoch's, where it is not known before when the network grows.
-        plan: of the run.
     """
     if not grower.events:
         return 0

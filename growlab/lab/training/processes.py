@@ -160,14 +160,9 @@ def end_with_parent() -> None:
 
 
 def report(code: int, reason: str) -> bool:
-    """Leave the reason of this process's end in torch's error file, if one of its agents has started it.
+    """Leave the reason of this process's end (a sentence or a traceback) in torch's error file, if an agent started it.
 
-    Args:
-        code: the exit code, or minus the number of a signal that ended the run in good order.
-        reason: a sentence for codes 2 and below 0, else a traceback.
-
-    Returns:
-        True if growlab's own launcher will print the reason, so that this process need not.
+    The code is minus the number of a signal that ended the run in good order. True: growlab's launcher will print it.
     """
     if os.environ.get(ERROR_FILE):
         # The layout of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`; torchrun prints `py_callstack`.

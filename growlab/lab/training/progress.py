@@ -171,12 +171,7 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 
 def first_line(graph: WidthGraph, grows: bool = True) -> str:
-    """The line at a run's beginning: how much grows, and which layers count as the output's.
-
-    Args:
-        graph: of the network.
-        grows: False where the trigger changes no widths.
-    """
+    """The line at a run's beginning: how much grows, and which layers count as the output's."""
     last = [
         name if free else f"{name} (something behind it fixes its scale)"
         for name, free in graph.last_layers.items()

@@ -40,9 +40,6 @@ class RunRecorder(Callback):
         log_every_n_steps: how often a line goes into steps.csv: the rate, training metrics since the line before (or
             the epoch's beginning), the gradient's norm before clipping, and the speed; None: never.
         tokens_per_sample: speed is then in tokens.
-
-    Raises:
-        UserError: there is no such interval.
     """
 
     def __init__(

@@ -84,19 +84,11 @@ class Experiment:
     """A run, ready to train, as `growlab.lab.training.build` makes it.
 
     Attributes:
-        data: set up.
         grower: has the network, which is a seed, its growth method, trigger and parts.
-        plan: stages, cost, batches and steps.
-        cost: of the network at any widths.
         batch_fit: batch sizes that were found to fit; None where the schedule says them.
-        objective: loss and metrics.
-        optimizer: makes the optimizer from parameters.
-        learning_rate: the schedule of its rate.
         trainer: makes Lightning's Trainer from the run's folder, callbacks, loggers and plugins.
         loggers: makes the loggers, which end with the context.
-        checkpoint: to resume from; None: begin.
         identity: settings that distinguish the run from others.
-        options: of the runner.
     """
 
     data: RunData

@@ -17,11 +17,7 @@ _LOCKED: set[int] = set()
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
-    """Lock a folder while this process writes to it; the system unlocks it when the process ends.
-
-    Raises:
-        FolderLocked: another process has locked it.
-    """
+    """Lock a folder while this process writes to it; the system unlocks it when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     _LOCKED.add(descriptor)
     try:

@@ -200,11 +200,7 @@ class Task(LightningModule):
         return self.objective.metrics(self._sums["train"].tolist()) if "train" in self._sums else {}
 
     def check_loss(self) -> None:
-        """Stop the run if a training loss was not finite.
-
-        Raises:
-            UserError: naming the first such step.
-        """
+        """Stop the run if a training loss was not finite."""
         if self._bad_step is None:
             return
         # Of all ranks, so that all stop together.
@@ -213,11 +209,7 @@ class Task(LightningModule):
             raise UserError(self._not_finite("the training loss became NaN or infinite at", min(bad)))
 
     def check_weights(self) -> None:
-        """Stop the run if the last step left a weight or statistic that is not finite, before it is saved.
-
-        Raises:
-            UserError: naming the step and the tensor.
-        """
+        """Stop the run if the last step left a weight or statistic that is not finite, before it is saved."""
         tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
         # The factors of hooks, which are entries too, are kept on the CPU.
         finite = torch.stack([tensor.isfinite().all().to(self.device) for tensor in tensors.values()])
@@ -281,11 +273,7 @@ class Task(LightningModule):
         return {"method": self.grower.method.name, "epochs": epochs, "batch_sizes": sizes}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring the network to the structure and the widths that the weights were saved at.
-
-        Raises:
-            UserError: the checkpoint is of another network, method or schedule, or of other settings.
-        """
+        """Bring the network to the structure and the widths that the weights were saved at."""
         saved = checkpoint.get(HEADER)
         if saved is None:
             raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")

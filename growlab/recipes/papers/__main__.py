@@ -32,9 +32,7 @@ class Place:
     """Folders of the runs and of their data, and the device.
 
     Attributes:
-        runs: the folder of all runs.
         data: folder that contains the data sets' folders; None: $GROWLAB_DATA, else ~/.cache/growlab.
-        device: overrides that choose the device.
     """
 
     runs: Path
@@ -89,11 +87,6 @@ class Training:
 
     A job that fails does not stop the others, since some runs of a sweep over learning rates diverge. A job that
     another process trains is skipped.
-
-    Args:
-        place: the folders and the device.
-        registry: of the data sets.
-        at_once: number of runs at the same time.
     """
 
     def __init__(self, place: Place, registry: Registry, at_once: int = 1) -> None:
@@ -149,22 +142,13 @@ class Training:
 
 def device(about: Mapping[str, Any]) -> tuple[str, ...]:
     """Overrides for a GPU, or for a CPU that multiplies matrices faster in bfloat16 than in float32."""
-    # Imported here, so that --list need not wait for torch.
-    import torch
+    import torch  # --list need not wait for it
 
     if torch.cuda.is_available():
         return tuple(about.get("gpu", ()))
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     fast = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return ("trainer=cpu", *(about.get("cpu_bfloat16", ()) if fast else ()))
-
-
-def runs_at_once(item: Item, about: Mapping[str, Any]) -> int:
-    """Number of runs to train at the same time: several small ones on a GPU, one on a CPU."""
-    import torch
-
-    several = item.gpu_runs if item.gpu_runs is not None else about.get("gpu_runs", 1)
-    return int(several) if torch.cuda.is_available() else 1
 
 
 _RESULTS = Path("notebooks", "results")
@@ -177,11 +161,7 @@ class _Ended(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`.
-
-    Returns:
-        The exit code: 2 after one sentence on stderr; 128 and the number of a signal that ended it, as in a shell.
-    """
+    """Run a command line; the exit code is 2 after a sentence on stderr, 128 + N after signal N."""
     started = time.monotonic()
     try:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
@@ -205,30 +185,18 @@ def _parser() -> CommandParser:
         epilog="Example: growlab reproduce table2 --minutes 60",
         allow_abbrev=False,
     )
-    options: dict[str, dict[str, Any]] = {
-        "name": {"metavar": "NAME", "nargs": "?", "help": "a table or figure; --list names them"},
-        "--list": {"action": "store_true", "help": "print the number of rows of each entry, and stop"},
-        "--minutes": {"type": amount, "default": 60.0, "help": "save and end after this many minutes (60)"},
-        "--at-once": {
-            **{"type": count, "metavar": "N"},
-            "help": "number of runs to train at the same time (several small ones on a GPU, one on a CPU)",
-        },
-        "--seeds": {"type": _seeds, "metavar": "0,1", "help": "these seeds alone"},
-        "--data": {
-            "type": Path,
-            "metavar": "DIR",
-            "help": "folder that contains the data sets ($GROWLAB_DATA)",
-        },
-        "--runs": {"type": Path, "metavar": "DIR", "default": Path("runs"), "help": "folder of runs (runs)"},
-        "--dry-run": {
-            "action": "store_true",
-            "help": "estimate the time from runs that have finished, and stop",
-        },
-        "--pages": {"type": Path, "metavar": "DIR", "help": "make the docs' pages from the results in DIR"},
-    }
-    for name, settings in options.items():
-        parser.add_argument(name, **settings)
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="folder of --pages")
+    add, folder = parser.add_argument, {"type": Path, "metavar": "DIR"}
+    add("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")
+    add("--list", action="store_true", help="print the number of rows of each entry, and stop")
+    add("--minutes", type=amount, default=60.0, help="save and end after this many minutes (60)")
+    at_once = "number of runs to train at the same time (several small ones on a GPU, one on a CPU)"
+    add("--at-once", type=count, metavar="N", help=at_once)
+    add("--seeds", type=_seeds, metavar="0,1", help="these seeds alone")
+    add("--data", **folder, help="folder that contains the data sets ($GROWLAB_DATA)")
+    add("--runs", **folder, default=Path("runs"), help="folder of runs (runs)")
+    add("--dry-run", action="store_true", help="estimate the time from runs that have finished, and stop")
+    add("--pages", **folder, help="make the docs' pages from the results in DIR")
+    add("-o", "--output", **folder, help="folder of --pages")
     return parser
 
 
@@ -265,8 +233,7 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
     try:
         # Fail before training for a folder that cannot be written.
         arguments.runs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=arguments.runs):
-            pass
+        tempfile.TemporaryFile(dir=arguments.runs).close()
     except OSError as error:
         raise UserError(
             f"{arguments.runs} cannot take runs: {error.strerror}; name another with --runs."
@@ -286,12 +253,7 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     paper = known.papers[item.paper]
     place = Place(arguments.runs, arguments.data, device(paper))
     jobs = item.jobs(arguments.seeds)
-    absent: dict[str, str] = {}
-    for name in item.data:
-        try:
-            place.root(known, name)
-        except UserError as error:
-            absent[name] = str(error)
+    absent = {name: reason for name in item.data if (reason := _absence(place, known, name))}
     if item.data and len(absent) == len(item.data):
         raise UserError(next(iter(absent.values())))
     left = [job for job in jobs if not place.done(job) and job.data not in absent]
@@ -300,7 +262,8 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     print(f"{item.title}\n{item.claim}")
     for name, sentence in absent.items():
         print(f"{sum(job.data == name for job in jobs)} run(s) left out: {sentence}", file=sys.stderr)
-    at_once = min(arguments.at_once or runs_at_once(item, paper), max(len(left), 1))
+    several = 1 if "trainer=cpu" in place.device else item.gpu_runs or paper.get("gpu_runs", 1)
+    at_once = min(arguments.at_once or several, max(len(left), 1))
     if left:
         together = f", {at_once} at the same time" if at_once > 1 else ""
         print(f"{len(left)} run(s) to go{together}: {_estimate(item, left, place, at_once)}", flush=True)
@@ -319,6 +282,14 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
         raise _Ended(received[0])
     if failed:
         raise UserError(f"{len(failed)} run(s) failed, for the reasons above: {'; '.join(failed)}.")
+
+
+def _absence(place: Place, known: Registry, name: str) -> str:
+    try:
+        place.root(known, name)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

@@ -23,7 +23,6 @@ class Standing:
     """An entry and our results for it.
 
     Attributes:
-        item: the entry.
         results: the folder of the rows that are kept, such as `notebooks/results`; None without one.
         seeds: only runs of these count; None: those that the commands name.
     """

@@ -23,7 +23,6 @@ class Check:
     """A statement of a paper to compare with our results.
 
     Attributes:
-        says: the statement, in words.
         first: pattern of run folders below `notebooks/results`, or several with " + " between them.
         second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
         quantity: "score" (the test metric), or another name of `growlab.recipes.papers.verdicts.QUANTITIES`.
@@ -32,8 +31,6 @@ class Check:
         summary: a number of a study's `summary.json`, by its keys, that is compared with `at_most` or `at_least`.
         rows: in its place a number of each network: a table in the study's folder, a column of it, and other cells of
             the row, as "task=rings".
-        at_most: the statement's bound.
-        at_least: likewise.
         published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
         expect: "more", "less" or "equal": sign of first less second in the statement.
         margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
@@ -73,7 +70,6 @@ class Rows:
     """Runs kept in `notebooks/results`.
 
     Attributes:
-        folder: below it.
         select: pattern of run folders in it, or several with " + " between them.
         kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not
             make.
@@ -88,15 +84,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an entry.
-
-    Attributes:
-        experiment: its file in conf/experiment.
-        overrides: of the command and the sweep.
-        epochs: number of epochs; None for a study.
-        data: name of its data.
-        is_study: True for a study, which cannot be resumed.
-    """
+    """One run of an entry; a study has no epochs and cannot be resumed."""
 
     experiment: str
     overrides: tuple[str, ...]
@@ -143,7 +131,6 @@ class Registry:
     """All entries.
 
     Attributes:
-        items: by name, in the papers' order.
         papers: title of each paper, a `note` on parts that need no run, overrides on a GPU (`gpu`) and on a CPU that
             multiplies in bfloat16 (`cpu_bfloat16`), and the number of runs that share a GPU (`gpu_runs`).
         data: by name of each data set: other names of its folder (`also`), and `built_in` for those of growlab.

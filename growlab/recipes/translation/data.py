@@ -28,12 +28,6 @@ def budget_batches(
     As fairseq's `--max-tokens`: the longest sentence of a batch times its number of sentences is at most `tokens`.
     A single sentence that is longer forms a separate batch.
 
-    Args:
-        order_N: indices of sentences.
-        lengths_N: tokens of each sentence, padding left out; of a pair, of its longer side.
-        tokens: budget; None: no limit.
-        sentences: likewise.
-
     Examples:
         >>> [batch.tolist() for batch in budget_batches(np.arange(5), np.array([2, 2, 3, 5, 9]), 6, None)]
         [[0, 1], [2], [3], [4]]
@@ -59,14 +53,8 @@ class TokenPlan:
     Sentences are sorted by length, those of the same length in random order; batches come in random order.
 
     Attributes:
-        lengths_N: tokens of each sentence.
-        budget: of a global batch, in tokens or sentences.
-        seed: the order is a function of seed and epoch.
-        epoch: counted from 0.
         in_tokens: what the budget counts.
         training: False: in order of length, every sentence once over all ranks.
-        rank: this process.
-        world_size: number of processes.
     """
 
     lengths_N: np.ndarray

@@ -80,10 +80,6 @@ class FairseqTransformer(nn.Module):
         embedding_features: dimension of embeddings.
         share_embeddings: "none"; "decoder": its output layer is its embedding; "all": the encoder's as well.
         layers: fields of `Layers`.
-
-    Raises:
-        UserError: arguments that do not fit together, or fairseq is not installed.
-        TypeError: layers have no such setting.
     """
 
     SETTINGS = (Layers,)
@@ -186,14 +182,7 @@ class FairseqTransformer(nn.Module):
 
 
 def sinusoids(length: int, features: int, first: int, like: Tensor) -> Tensor:
-    """Position encodings [T, E], equal to fairseq's `SinusoidalPositionalEmbedding`.
-
-    Args:
-        length: T, number of positions.
-        features: E.
-        first: number of the first position; fairseq counts from the padding id plus one.
-        like: gives device and precision.
-    """
+    """Position encodings [T, E], equal to fairseq's `SinusoidalPositionalEmbedding`, from the `first` position on."""
     half = features // 2
     # float32 as fairseq computes them, whatever the network's precision.
     rates = torch.exp(torch.arange(half, device=like.device).float() * (-math.log(10000) / max(half - 1, 1)))
@@ -230,14 +219,6 @@ def fairseq_checkpoint(
     fairseq's encoder has no linear map between embeddings and layers, so the maps are multiplied into neighbouring
     weights: those into the layers' width into embeddings and positions (which become a learned table), the one out of
     it into the output layer.
-
-    Args:
-        network: at full width, with its output factor folded into the weights.
-        pairs: the data that it was trained on.
-        label_smoothing: of the loss.
-
-    Returns:
-        Plain containers of tensors and numbers, in single precision.
     """
     weights: dict[str, Tensor] = {}
     with torch.no_grad():

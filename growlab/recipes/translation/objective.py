@@ -15,11 +15,7 @@ from growlab.recipes.translation.network import FairseqTransformer, fairseq_chec
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:
-    """Compute BLEU, from 0 to 100.
-
-    Returns:
-        `bleu` and its `bleu_signature`; `tokenised_bleu`, on Moses' words, and `tokenised_bleu_signature`.
-    """
+    """BLEU, from 0 to 100, and its signature; `tokenised_bleu` and its own are on Moses' words."""
     score, signature = _scored(hypotheses, references, "13a")
     moses = extra_module("sacremoses").MosesTokenizer(language)
 
@@ -45,12 +41,6 @@ def make_generator(
 
     Every prefix is recomputed from its start: the caches of fairseq's layers assume that a head's width is the
     layers' width over the number of heads, which need not be so while a network grows.
-
-    Args:
-        network: in eval mode.
-        dictionary: of the target.
-        output_factor: of the logits.
-        settings: of the generator: `beam_size`, `len_penalty`, `max_len_a`, `max_len_b`.
     """
     models = fairseq_module("fairseq.models")
 

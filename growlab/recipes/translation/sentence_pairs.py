@@ -45,11 +45,7 @@ class Words:
 
 
 class SentencePiece(Words):
-    """Byte-pair encoding of raw text by SentencePiece, one model for all languages.
-
-    Args:
-        folder: of the model.
-    """
+    """Byte-pair encoding of raw text by SentencePiece, one model for all languages."""
 
     def __init__(self, folder: Path) -> None:
         library = extra_module("sentencepiece")
@@ -83,12 +79,7 @@ class SentencePiece(Words):
 
 
 class SubwordNMT(Words):
-    """Moses' tokeniser, then byte-pair encoding by subword-nmt, as in fairseq's prepare-iwslt14.sh.
-
-    Args:
-        folder: of the merges.
-        language: two letters, for the tokeniser.
-    """
+    """Moses' tokeniser, then byte-pair encoding by subword-nmt, as in fairseq's prepare-iwslt14.sh."""
 
     def __init__(self, folder: Path, language: str) -> None:
         moses, merges = extra_module("sacremoses"), extra_module("subword_nmt.apply_bpe")
@@ -169,16 +160,7 @@ class Side:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Binarised text in the format of fairseq-preprocess.
-
-    Attributes:
-        folder: of the files, which fairseq's commands can read.
-        source: language.
-        target: language.
-        source_dictionary: fairseq's.
-        target_dictionary: fairseq's; the same object if there is one for both.
-        subwords: of the target.
-    """
+    """Binarised text in the format of fairseq-preprocess, for fairseq's commands; `subwords` are the target's."""
 
     folder: Path
     source: str
@@ -215,11 +197,8 @@ class SentencePairs:
 def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs:
     """Open a folder of binarised data, or of raw text, which is prepared once in the cache folder.
 
-    Args:
-        root: has `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them
-            gzipped or not, and likewise for the other language.
-        name: of the data, for messages.
-        preparation: of raw text; of a binarised folder only the languages.
+    It has `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them gzipped or
+    not, and likewise for the other language.
     """
     # First, because nothing works without it.
     fairseq_module("fairseq.data")

@@ -36,12 +36,8 @@ class Settings:
     """Settings of the study; the defaults are the paper's.
 
     Attributes:
-        initialisations: to compare.
         learning_rates: each initialisation is shown at the best of these.
-        num_seeds: number of runs of each.
         steps: SGD steps per task.
-        batch_size: samples per step.
-        beta: weight of the regulariser.
         measure_every: steps between measurements.
         lookahead: take the regulariser's gradient where the step on the task alone would lead, as von Oswald et al.
             do (their Eq. 2, its step a constant); False: where the weights are.
@@ -139,11 +135,7 @@ class Stack:
 
 
 def train(settings: Settings, seed: int) -> Curves:
-    """Train every combination of initialisation, rate and seed in one batched computation.
-
-    Returns:
-        Losses on all tasks over the steps.
-    """
+    """Train every combination of initialisation, rate and seed in one batched computation; return all losses."""
     shape = (len(settings.initialisations), len(settings.learning_rates), settings.num_seeds)
     networks = []
     for name in settings.initialisations:
@@ -185,16 +177,7 @@ def _step(
     rates: Tensor,
     settings: Settings,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return weights and embedding after a step of SGD.
-
-    Args:
-        stack: the networks.
-        embedding_EL: of the task.
-        batch: inputs and targets, [E, S, 1] each.
-        old: embedding of each earlier task, and what was emitted for it.
-        rates: of each network, [E].
-        settings: see there.
-    """
+    """Return weights and embedding after a step of SGD; `old` has (embedding, emitted) of earlier tasks."""
     trained = [tensor.requires_grad_(True) for tensor in (*stack.weights, embedding_EL)]
 
     def moved(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -62,19 +62,9 @@ def isotropic_appendices(
     divergence_steps: int,
     num_seeds: int,
 ) -> None:
-    """Train small networks and measure, in float64, each statement; tables and a figure.
+    """Train small networks and measure, in float64, each statement; tables, a summary and a figure.
 
-    Args:
-        run_dir: the run's folder: `collapse.csv`, `divergence.csv`, `directions.csv`, `lengths.csv`, `summary.json`,
-            `appendices.png`.
-        seed: of the first network; the others' follow.
-        data: `growlab.lab.data.ImageData`.
-        width: of both hidden layers.
-        epochs: of training, with Adam.
-        lr: its rate; SGD steps that follow take ten times as much.
-        removed: numbers of neurons that the second hidden layer loses, in either direction.
-        divergence_steps: SGD steps over which networks that compute the same are compared.
-        num_seeds: number of networks of each kind.
+    Networks train with Adam; SGD steps that follow, on pairs that compute the same, take ten times its rate.
     """
     data.setup()
     test = tuple(torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
@@ -219,15 +209,7 @@ def _factored(network: nn.Module) -> nn.Module:
 def directions(
     network: nn.Module, graph: WidthGraph, seen: Tensor, test: tuple[Tensor, Tensor], removed: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """The second layer with fewer neurons, chosen by its incoming or by its outgoing weights.
-
-    Args:
-        network: the network.
-        graph: its width graph.
-        seen: training samples by which what removed neurons carried is corrected.
-        test: samples and labels that the change is measured on.
-        removed: numbers of neurons.
-    """
+    """The second layer with fewer neurons, chosen by incoming or outgoing weights, corrected by samples `seen`."""
     group, (x, labels) = list(graph.isotropic)[1], test
     tensors, observed = tensors_of(network, graph), watch(network, graph, (seen,))
     before = network(x).detach()

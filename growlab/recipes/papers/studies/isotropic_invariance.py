@@ -45,20 +45,9 @@ def isotropic_invariance(
     divergence_steps: int,
     num_seeds: int,
 ) -> None:
-    """Train networks and measure, in float64, what each reparameterisation changes; tables and a figure.
+    """Train networks and measure, in float64, what each reparameterisation changes; tables, a summary and a figure.
 
-    Args:
-        run_dir: the run's folder: `changes.csv`, `spectra.csv` (of the first network), `sparsity.csv`,
-            `divergence.csv`, `summary.json`, `invariance.png`.
-        seed: of the first network; the others' follow.
-        data: `growlab.lab.data.ImageData`.
-        width: of every hidden layer.
-        depth: number of hidden layers.
-        epochs: of training, with Adam.
-        lr: its rate, and that of the steps that follow in two bases; for SGD ten times as much.
-        changes: numbers of neurons that come (positive) to the second hidden layer, or go.
-        divergence_steps: optimizer steps that a network and its copy in another basis are compared over.
-        num_seeds: number of networks.
+    Networks train with Adam, and so do pairs in two bases; SGD takes ten times its rate.
     """
     data.setup()
     x, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
