@@ -263,20 +263,6 @@ def check(*overrides: str, is_sweep: bool = False) -> None:
             ("experiment=transformer_multi30k", "schedule.initial_width=0.5"),
             "with schedule.widths=[0.25,0.5,1.0]",
         ),
-        (
-            ("schedule.learning_rate.shape=wsd", "schedule.learning_rate.milestones=[1,2]"),
-            "schedule.learning_rate.milestones=[1,2] has no effect with schedule.learning_rate.shape=wsd: it is of "
-            "schedule.learning_rate.shape=steps.",
-        ),
-        (
-            ("data.standardise=feature", "data.mean=[0.5]"),
-            "data.mean=[0.5] has no effect with data.standardise=feature: it is of data.standardise=channel.",
-        ),
-        (
-            ("schedule.max_memory_gib_per_device=2",),
-            "schedule.max_memory_gib_per_device=2 has no effect with schedule.batch_size=null: it is of "
-            "schedule.batch_size=auto.",
-        ),
     ],
 )
 def test_a_setting_without_effect_is_refused(overrides: tuple[str, ...], sentence: str) -> None:

@@ -11,7 +11,6 @@ from growlab.lab.analysis.comparison import frontier, frontier_seconds
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.schedules import (
     best_at_cost,
-    gains,
     series_over_budgets,
     time_to_score_table,
     times_to_scores,
@@ -102,20 +101,6 @@ def test_a_setting_that_is_younger_than_a_run_is_off_there(tmp_path):
         write_run(tmp_path / name, lr_adapt="none", stage_epochs=lengths, schedule=schedule)
     (one,) = series_over_budgets(rows_of(tmp_path))
     assert one.name == "ours" and len(one.points) == 2
-
-
-def test_gains_are_against_fixed_size_of_equal_cost(folder, tmp_path):
-    found = {(name, round(point.cost)): gain for name, point, gain in gains(rows_of(folder))}
-    assert found == {
-        ("ours, p_t = 0", 4): pytest.approx(-0.01),
-        ("ours, p_t = 0.2", 6): pytest.approx(0.01),
-        ("ours, p_t = 0.2", 12): pytest.approx(0.01),
-    }
-    # There is none outside of the budgets measured.
-    write_run(tmp_path / "fixed", **FIXED, stage_epochs=(8,), cost_percent=100)
-    write_run(tmp_path / "grown", stage_epochs=(4, 4), cost_percent=60)
-    ((_, _, gain),) = gains(rows_of(tmp_path))
-    assert gain is None
 
 
 def test_within_budgets_cost_counts_passes_over_the_data_and_runs_have_names(tmp_path):

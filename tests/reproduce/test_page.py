@@ -173,8 +173,6 @@ def test_initialisations_of_a_study_are_compared_seed_by_seed(tmp_path: Path) ->
     study(tmp_path / "study", [1.0, None, 3.1], [0.9, 1.91, 3.0])
     with pytest.raises(UserError, match="a diverged"):
         outcome(check, tmp_path)
-    with pytest.raises(UserError, match="no first_loss of single seeds"):
-        outcome(Check("", "study", study=("a", "b"), quantity="first_loss"), tmp_path)
     named = Check("", "study", summary=("rows", 1, "rates"), at_least=2, at_most=2)
     assert outcome(named, tmp_path).verdict == HOLDS and outcome(named, tmp_path).n == 3
 

@@ -178,13 +178,6 @@ def test_impossible_schedules_are_refused(wrong: dict) -> None:
         LearningRate(**wrong)
 
 
-def test_a_warm_up_without_end_is_refused() -> None:
-    with pytest.raises(UserError, match="leaves none of 6 epochs"):
-        LearningRate(warmup_epochs=6).factor_at_step(SCHEDULE, STEPS)
-    with pytest.raises(UserError, match="take more than 6 epochs"):
-        LearningRate("wsd", warmup_epochs=3.5).factor_at_step(SCHEDULE, STEPS)
-
-
 def test_a_clock_without_flops_is_refused() -> None:
     with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
         LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)

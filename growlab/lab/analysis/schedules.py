@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from growlab.base.errors import UserError
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.results import in_words
@@ -155,37 +153,6 @@ def best_at_cost(points: Sequence[Point], amount: Callable[[Point], float] | Non
         if not best or point.quality > best[-1].quality:
             best.append(point)
     return best
-
-
-def fixed_size_at(cost: float, series: Sequence[Series]) -> float | None:
-    """Score of fixed-size training at a cost, between the nearest measured budgets; None outside of them.
-
-    Args:
-        cost: in epochs of the fixed-size network at full width.
-        series: as from `series_over_budgets`; of several fixed-size ones the best at that cost counts.
-    """
-    values = []
-    for fixed in (one for one in series if one.is_fixed_size):
-        costs = [point.cost for point in fixed.points]
-        slack = 1e-6 * costs[-1]
-        if costs[0] - slack <= cost <= costs[-1] + slack:
-            values.append(float(np.interp(cost, costs, [point.score for point in fixed.points])))
-    return max(values, key=series[0].points[0].row.metric.quality) if values else None
-
-
-def gains(rows: Sequence[Row]) -> list[tuple[str, Point, float | None]]:
-    """(series, point, its score less that of fixed-size training of equal cost) of every grown row.
-
-    The difference is in the score's own unit (of accuracy a fraction), interpolated between fixed-size budgets;
-    None outside of those measured.
-    """
-    series = series_over_budgets(rows)
-    points = [(one.name, point) for one in series if not one.is_fixed_size for point in one.points]
-    fixed = [fixed_size_at(point.cost, series) for _, point in points]
-    return [
-        (name, point, None if score is None else point.score - score)
-        for (name, point), score in zip(points, fixed, strict=True)
-    ]
 
 
 def _shape(row: Row) -> dict[str, str]:

@@ -161,7 +161,7 @@ def _entries(
                 f"model.config: {model_type} has no entry {name}"
                 + (f"; did you mean {near[0]}?" if near else ".")
             )
-    heads, groups, hidden = own["num_attention_heads"], own["num_key_value_heads"], own["hidden_size"] or 0
+    heads, hidden = own["num_attention_heads"], own["hidden_size"] or 0
     given: dict[str, Any] = {}
     for setting, size in own.items():
         there = [n for n in _FAMILIES[setting] if n in direct] or [
@@ -177,18 +177,12 @@ def _entries(
     given |= config
     if min(size for size in own.values() if size is not None) < 1:
         raise UserError("sizes of a model must be at least 1.")
-    if heads is not None and groups is not None and heads % groups:
+    if heads is not None and hidden % heads and config.get("head_dim") is None:
         raise UserError(
-            f"model.num_attention_heads={heads} are not a multiple of model.num_key_value_heads={groups}: each head of "
-            "keys and values serves as many heads."
+            f"model.hidden_size={hidden} does not divide among model.num_attention_heads={heads}."
         )
-    if heads is not None and config.get("head_dim") is None:
-        if hidden % heads:
-            raise UserError(
-                f"model.hidden_size={hidden} does not divide among model.num_attention_heads={heads}."
-            )
-        if "head_dim" in names:
-            given["head_dim"] = hidden // heads
+    if heads is not None and "head_dim" in names and config.get("head_dim") is None:
+        given["head_dim"] = hidden // heads
     return given
 
 

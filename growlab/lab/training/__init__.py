@@ -21,25 +21,6 @@ if TYPE_CHECKING:
     from growlab.lab.training.recorder import RunRecorder
     from growlab.lab.training.task import Task
 
-# Imported when used: composing a configuration, help and error messages need not wait for torch and Lightning.
-_HOMES = {
-    "CharacterPrediction": "objectives",
-    "Classification": "objectives",
-    "CustomObjective": "objectives",
-    "GrowthProgress": "progress",
-    "LearningRate": "learning_rate",
-    "MultiLabel": "objectives",
-    "Objective": "objectives",
-    "RateAdaptation": "learning_rate",
-    "Regression": "objectives",
-    "RunRecorder": "recorder",
-    "SavePolicy": "checkpoints",
-    "Segmentation": "objectives",
-    "SubwordPrediction": "objectives",
-    "Task": "task",
-    "TokenPrediction": "objectives",
-}
-
 __all__ = [
     "CharacterPrediction",
     "Classification",
@@ -60,6 +41,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    # Imported when used: composing a configuration, help and error messages need not wait for torch and Lightning.
+    for home in (
+        ("objectives", "progress", "learning_rate", "recorder", "checkpoints", "task")
+        if name in __all__
+        else ()
+    ):
+        if hasattr(module := importlib.import_module(f"{__name__}.{home}"), name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,18 +83,6 @@ _BEFORE = {
     "initial_width": ("widths",),
 }
 _SHAPE = "schedule.learning_rate.shape"
-# Settings that have an effect with one value of another setting alone.
-_NEEDS = {
-    "schedule.learning_rate.milestones": (_SHAPE, "steps"),
-    "schedule.learning_rate.decay": (_SHAPE, "steps"),
-    "schedule.learning_rate.decay_fraction": (_SHAPE, "wsd"),
-    "schedule.learning_rate.decay_shape": (_SHAPE, "wsd"),
-    "data.validation_fraction": ("data.validation", "split"),
-    "data.split_seed": ("data.validation", "split"),
-    "data.mean": ("data.standardise", "channel"),
-    "data.std": ("data.standardise", "channel"),
-    "schedule.max_memory_gib_per_device": ("schedule.batch_size", "auto"),
-}
 
 
 def check_types(settings: Any, name: str = "") -> dict[str, Any]:
@@ -214,14 +202,6 @@ def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_swee
                 )
     if is_sweep:
         return
-    for name, (other, needed) in _NEEDS.items():
-        value = _selected(settings, other)
-        # Other data than images have no `validation` and no `standardise`.
-        absent = value is None and other.startswith("data.")
-        if name in typed and value != needed and not absent:
-            raise UserError(
-                f"{name}={typed[name]} has no effect with {other}={_text(value)}: it is of {other}={needed}."
-            )
     for name, part in (settings.get("parts") or {}).items():
         own = settings.get(name)
         if not isinstance(own, Mapping) or part is None or not left_out(part):
@@ -245,14 +225,6 @@ def _agree(name: str, given: Any, value: Any) -> bool:
             name, value[0]
         )
     )
-
-
-def _selected(settings: Mapping[str, Any], name: str) -> Any:
-    """Return the value at a dotted name, or None."""
-    found: Any = settings
-    for key in name.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def _text(value: Any) -> str:

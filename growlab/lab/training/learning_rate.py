@@ -145,21 +145,10 @@ class LearningRate:
             steps_in_epoch: optimizer steps of each epoch.
             flops_in_epoch: forward FLOPs of each epoch, for `progress_unit="cost"`.
         """
-        total, warmup = schedule.total_epochs, f"schedule.learning_rate.warmup_epochs={self.warmup_epochs}"
+        total = schedule.total_epochs
         if self.progress_unit == "cost" and flops_in_epoch is None:
             raise UserError(
                 "schedule.learning_rate.progress_unit=cost needs to know the FLOPs of each epoch before the run."
-            )
-        if self.warmup_epochs >= total:
-            raise UserError(f"{warmup} leaves none of {total} epochs to train at the full rate.")
-        if self.shape != "inverse_sqrt" and (self.warmup_steps or 0) >= sum(steps_in_epoch):
-            raise UserError(
-                f"schedule.learning_rate.warmup_steps={self.warmup_steps} leaves none of {sum(steps_in_epoch)} steps "
-                "to train at the full rate."
-            )
-        if self.shape == "wsd" and self.warmup_epochs > (1 - self.decay_fraction) * total * _ROUNDING:
-            raise UserError(
-                f"{warmup} and decay_fraction={self.decay_fraction} take more than {total} epochs."
             )
         starts = [0, *accumulate(steps_in_epoch)]
         by_cost = self.progress_unit == "cost" or (

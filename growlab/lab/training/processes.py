@@ -28,8 +28,6 @@ from growlab.base.files import write_json
 RUN_ID, ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _OURS = "growlab-"
 _POLL_SEC = 0.1
-# Far beyond any machine's devices; a number with digits too many would fill its memory.
-_MOST_PROCESSES = 1024
 # A path that Hydra reads as it is where it stands unquoted.
 _PLAIN = re.compile(r"[\w.@%+-]*/[\w./@%+-]*", re.ASCII)
 
@@ -98,11 +96,6 @@ def to_start(trainer: Mapping[str, Any]) -> int:
             "SLURM job with srun."
         )
     number = num_devices(trainer)
-    if number > _MOST_PROCESSES:
-        raise UserError(
-            f"trainer.devices={trainer.get('devices')} asks for {number:,} processes on one machine, of which growlab "
-            f"starts at most {_MOST_PROCESSES:,}."
-        )
     return number if number > 1 or restarts else 0
 
 

@@ -8,6 +8,7 @@ intrinsic length may be negative (Section 3.1).
 
 import copy
 import itertools
+import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def isotropic_appendices(
     summary = summarise(measuring.write_tables(run_dir, tables))
     write_json(run_dir / "summary.json", summary)
     draw(run_dir)
-    print("\n".join(in_words(summary)))
+    print(json.dumps(summary, indent=2))
 
 
 # Appendix C ------------------------------------------------------------------------------------------------
@@ -285,24 +286,6 @@ def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
         "accuracy_of_lengths": over(lengths, "accuracy", mean, "lengths"),
         "smallest_length": float(known.min(axis=None)),
     }
-
-
-def in_words(summary: dict[str, Any]) -> Iterator[str]:
-    """The summary in lines to print."""
-    for name, share in summary["not_affine"].items():
-        yield (
-            f"{name}: gains spread by {summary['gain_spread'][name]:.2g}, {100 * share:.1f} % of the outputs' "
-            f"variance is not affine, accuracy {100 * summary['accuracy'][name]:.1f} %"
-        )
-    for twin, difference in summary["difference_at_end"].items():
-        yield (
-            f"{twin}: outputs differ by {summary['difference_at_start'][twin]:.2g} at first, by {difference:.2g} after "
-            f"{summary['divergence_steps']} steps"
-        )
-    for name, error in summary["removal_error"].items():
-        yield f"{name} neurons removed: outputs change by {error:.2g}"
-    for name, score in summary["accuracy_of_lengths"].items():
-        yield f"intrinsic length {name}: accuracy {100 * score:.2f} %"
 
 
 @style.styled()

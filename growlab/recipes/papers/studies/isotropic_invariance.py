@@ -7,6 +7,7 @@ computes the same but learns differently under an optimizer with a state for eac
 
 import copy
 import itertools
+import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,7 +74,7 @@ def isotropic_invariance(
     summary = summarise(measuring.write_tables(run_dir, tables))
     write_json(run_dir / "summary.json", summary)
     draw(run_dir)
-    print("\n".join(in_words(summary)))
+    print(json.dumps(summary, indent=2))
 
 
 def resized(
@@ -178,23 +179,6 @@ def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
         "divergence": {name: float(ends[name]) for name in OPTIMIZERS},
         "divergence_steps": int(last),
     }
-
-
-def in_words(summary: dict[str, Any]) -> Iterator[str]:
-    """The summary in lines to print."""
-    for change, row in summary["changes"].items():
-        yield (
-            f"{change:>4s} neurons: output changes by {row['largest_relative_error']:.2g} at most, accuracy "
-            f"{100 * row['accuracy_before']:.2f} -> {100 * row['accuracy']:.2f} % (n = {row['n']})"
-        )
-    sparse = summary["sparsity"]
-    yield (
-        f"diagonal layers: output changes by {sparse['largest_relative_error']:.2g}, hidden maps keep "
-        f"{100 * sparse['share_of_parameters']:.2f} % of their parameters (Eq. 19: "
-        f"{100 * sparse['share_by_equation_19']:.2f} %)"
-    )
-    for name, difference in summary["divergence"].items():
-        yield f"another basis, {summary['divergence_steps']} steps of {name}: outputs differ by {difference:.2g}"
 
 
 @style.styled()
