@@ -99,7 +99,6 @@ def test_weights_that_cannot_be_used(make, tmp_path):
     assert "also has a.extra" in _error(make, weights=str(file))
     torch.save(state | {first: torch.zeros(1, 2, 3)}, file)
     assert f"another shape of {first}" in _error(make, weights=str(file))
-    assert "exclude each other" in _error(make, weights=str(file), pretrained=True)
 
 
 def test_torchvisions_weights_come_from_its_cache(tmp_path):

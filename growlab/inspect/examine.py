@@ -25,24 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_map_only
 
+from growlab import growth
 from growlab.base.errors import UserError, first_line
 from growlab.base.files import write_json, write_text
 from growlab.grower.cost import forward_flops
-from growlab.growth import (
-    GrowthMethod,
-    HyperCloning,
-    Lemon,
-    Net2Net,
-    PairGrowth,
-    ParityError,
-    RandomGrowth,
-    VarianceTransfer,
-    anneal_norms,
-    finish,
-    grow,
-    make_schedule,
-    make_seed,
-)
 from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.inspect.hub import load
@@ -51,13 +37,13 @@ from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, lightened
 from growlab.widths.groups import layer_name
 from growlab.widths.inputs import call_with, named_in, values_of
 
-METHODS: Mapping[str, type[GrowthMethod]] = {
-    "ours": VarianceTransfer,
-    "pairs": PairGrowth,
-    "net2net": Net2Net,
-    "hypercloning": HyperCloning,
-    "lemon": Lemon,
-    "random": RandomGrowth,
+METHODS: Mapping[str, type[growth.GrowthMethod]] = {
+    "ours": growth.VarianceTransfer,
+    "pairs": growth.PairGrowth,
+    "net2net": growth.Net2Net,
+    "hypercloning": growth.HyperCloning,
+    "lemon": growth.Lemon,
+    "random": growth.RandomGrowth,
 }
 #: Methods that are tried by default.
 USUAL = ("ours", "pairs", "net2net", "random")
@@ -160,7 +146,7 @@ def examine(
     report.full_params = sum(p.numel() for p in tensors.values())
     growing = sum(p.numel() for n, p in tensors.items() if graph.grows(n))
     report.growing_share = growing / max(1, report.full_params)
-    widths = make_schedule(stages, 1, num_stages=stages, width_growth_rate=None).widths(graph)
+    widths = growth.make_schedule(stages, 1, num_stages=stages, width_growth_rate=None).widths(graph)
     report.samples, sample = _one_sample(network, inputs)
     _count(report, network, graph, widths[0], inputs)
     if not graph.groups:
@@ -174,7 +160,7 @@ def examine(
     for method in methods:
         try:
             report.parity[method] = _parity(report, network, graph, METHODS[method](), widths, probe)
-        except (ParityError, RuntimeError, ValueError) as error:
+        except (growth.ParityError, RuntimeError, ValueError) as error:
             report.error = f"{method}: {type(error).__name__}: {first_line(error)}"
             break
     return report
@@ -250,22 +236,22 @@ def _parity(
     report: Report,
     network: nn.Module,
     graph: WidthGraph,
-    method: GrowthMethod,
+    method: growth.GrowthMethod,
     widths: list[dict[str, int]],
     probe: tuple[Any, ...],
 ) -> dict[str, float]:
     grown = copy.deepcopy(network)
-    state = make_seed(grown, graph, method, widths[0], seed=0)
+    state = growth.make_seed(grown, graph, method, widths[0], seed=0)
     _roughen(grown, probe)
     worst = {"eval": 0.0, "train": 0.0}
     for stage in widths[1:]:
         began = time.process_time()
-        event = grow(grown, graph, method, state, stage, seed=0, probe=probe)
+        event = growth.grow(grown, graph, method, state, stage, seed=0, probe=probe)
         report.event_sec = max(report.event_sec, time.process_time() - began)
         worst["eval"] = max(worst["eval"], event.parity_error_eval)
         worst["train"] = max(worst["train"], event.parity_error_train)
-        anneal_norms(grown, graph, state, 1.0)
-    finish(grown, graph, method, state)
+        growth.anneal_norms(grown, graph, state, 1.0)
+    growth.finish(grown, graph, method, state)
     expected = observe(grown, probe).eval
     network.load_state_dict(grown.state_dict(), strict=True)
     return {**worst, "loaded": relative_error(expected, observe(network, probe).eval)}

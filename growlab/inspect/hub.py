@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import inspect
 import logging
-import pickle
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,6 @@ def torchvision_network(
     """
     if image_shape[0] != 3:
         raise UserError(f"torchvision's networks take images of 3 channels, these have {image_shape[0]}.")
-    _check_one(pretrained, weights)
     network = _of_torchvision(name, num_classes=num_classes)
     if pretrained:
         choices = importlib.import_module("torchvision.models").get_model_weights(name)
@@ -84,7 +82,6 @@ def timm_network(
             other channels is adapted by timm.
         weights: a file to load instead; see `read_weights`.
     """
-    _check_one(pretrained, weights)
     network = _of_timm(name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0])
     return _with_weights(network, weights, num_classes)
 
@@ -140,9 +137,9 @@ def read_saved(path: str, what: str) -> Any:
             f"{file} needs the package safetensors; pip install it, or save with torch.save."
         ) from error
     except Exception as error:  # what damaged files raise is not one family
-        reason = getattr(error, "strerror", None) or "it contains no weights that torch.load accepts"
-        if isinstance(error, pickle.UnpicklingError):
-            reason = "it is damaged, or contains objects other than tensors, which growlab does not load"
+        reason = (
+            getattr(error, "strerror", None) or "it is damaged, or has more than tensors, which may run code"
+        )
         raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
 
 
@@ -179,13 +176,6 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
     # Not a plain dictionary: some classes read the version in their state_dict's metadata.
     own.update((name, state[name]) for name in own.keys() - set(classifier))
     network.load_state_dict(own)
-
-
-def _check_one(pretrained: bool | str, weights: str | None) -> None:
-    if pretrained and weights is not None:
-        raise UserError(
-            f"model.pretrained={pretrained} and model.weights={weights} exclude each other; keep one."
-        )
 
 
 def _not_downloaded(name: str, error: Exception) -> UserError:

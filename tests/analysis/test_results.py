@@ -12,12 +12,11 @@ from growlab.lab.analysis.__main__ import main as table
 from growlab.lab.analysis.comparison import compare
 from growlab.lab.analysis.identity import row_overrides, row_settings
 from growlab.lab.analysis.paired import compare_pairs
-from growlab.lab.analysis.report import main as report
 from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.tables import summarise
 from growlab.lab.training.configuration import config_dir
 
-from .fake_runs import FIXED, STAGE_WIDTHS, changed, rows_of, write_run
+from .fake_runs import STAGE_WIDTHS, changed, rows_of, write_run
 
 
 def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
@@ -50,34 +49,6 @@ def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
     assert "data is missing" in next(one for one in reports if str(tmp_path / "foreign") in one)
     with pytest.warns(UserWarning, match="torn"):
         load_runs([tmp_path / "torn", tmp_path / "good"])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("schedule", {"budget": "long"}),
-        ("stages", [{"stage": 0}]),
-        ("metric", {"name": "loss"}),
-        ("overrides", 3),
-        ("test_accuracy", "good"),
-        ("epochs", 0),
-        ("seed", True),
-    ],
-)
-def test_results_of_another_form_are_named_and_skipped(tmp_path, capsys, field, value):
-    write_run(tmp_path / "good")
-    write_run(tmp_path / "fixed", **FIXED)
-    wrong = write_run(tmp_path / "wrong")
-    changed(wrong, **{field: value})
-    reports = []
-    assert [run.path.name for run in load_runs(tmp_path, reports.append)] == ["fixed", "good"]
-    assert reports[0].startswith(
-        f"skipped {wrong / 'results.json'}: it is not the result of a growlab run ({field}"
-    )
-    assert open_run(wrong).results == {}
-    assert table([str(tmp_path)]) == 0
-    assert report([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
-    assert capsys.readouterr().err.count("warning: skipped") == 2
 
 
 def test_fields_that_older_runs_lack_may_be_absent(tmp_path):

@@ -15,7 +15,6 @@ import yaml
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE
 from growlab.lab.analysis.identity import choice_of, row_overrides, row_settings
-from growlab.lab.analysis.metrics import check_form
 
 if TYPE_CHECKING:
     import numpy
@@ -29,6 +28,18 @@ _TOGETHER = {
     ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
     ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
 }
+# Entries of `results.json` that are read of every run; older ones lack others.
+_OF_RESULTS = (
+    "model",
+    "data",
+    "growth",
+    "lr_adapt",
+    "seed",
+    "epochs",
+    "train_cost_percent",
+    "test_loss",
+    "seconds",
+)
 Report = Callable[[str], None]
 
 
@@ -336,4 +347,7 @@ def _read_results(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError("it is torn or not JSON.") from error
-    return check_form(content)
+    missing = [key for key in _OF_RESULTS if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise ValueError(f"it is not the result of a growlab run ({missing[0]} is missing).")
+    return content

@@ -19,15 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from growlab.lab.cli.commands import (
-    complete,
-    described,
-    experiments,
-    import_from_here,
-    run_command,
-    run_without,
-    settings_of_plan,
-)
+from growlab.lab.cli import commands
 
 try:
     import hydra
@@ -38,12 +30,13 @@ try:
     from omegaconf import DictConfig, OmegaConf
 except ModuleNotFoundError as missing:
     # After `pip install --no-deps growlab` where torch is installed already.
-    sys.exit(run_without(missing))
+    sys.exit(commands.run_without(missing))
 
 from growlab.base.errors import FolderLocked, Stopped, UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.cli import settings, sweeps
 from growlab.lab.cli.explain import explain
+from growlab.lab.training import processes
 from growlab.lab.training.configuration import (
     LAST,
     PRIMARY,
@@ -52,18 +45,6 @@ from growlab.lab.training.configuration import (
     naming_override,
     resume_override,
     set_plugin_defaults,
-)
-from growlab.lab.training.processes import (
-    ProcessFailed,
-    announce,
-    apart,
-    end_with_parent,
-    is_first,
-    max_restarts,
-    name_of,
-    report,
-    started_elsewhere,
-    to_start,
 )
 
 _HELP_COLUMNS = 79
@@ -79,7 +60,7 @@ class JobFailed(BaseException):
 def _job(cfg: DictConfig) -> Any:
     """Train in this process or several; skip a finished job of a sweep, resume an interrupted one."""
     run_dir, job = Path(HydraConfig.get().runtime.output_dir), HydraConfig.get()
-    failure, alone = run_dir / FAILURE, not started_elsewhere()
+    failure, alone = run_dir / FAILURE, not processes.started_elsewhere()
     try:
         sweeps.check_selection(cfg)
         if alone and sweeps.has_finished(cfg, run_dir):
@@ -93,12 +74,12 @@ def _job(cfg: DictConfig) -> Any:
             more.append(f"trainer.devices={gpus}")
         trainer = cfg.get("trainer") or {}
         # Imported here: help, completion and error sentences need not wait for torch.
-        if number := to_start(trainer):
+        if number := processes.to_start(trainer):
             from growlab.lab.training import launcher
 
-            launcher.run(number, max_restarts(trainer), run_dir, more)
+            launcher.run(number, processes.max_restarts(trainer), run_dir, more)
         else:
-            announce("importing PyTorch and Lightning")
+            processes.announce("importing PyTorch and Lightning")
             from growlab.lab.training.build import train
 
             train(cfg)
@@ -120,7 +101,7 @@ def _job(cfg: DictConfig) -> Any:
 
 def _remove_if_empty(run_dir: Path) -> None:
     """Remove the folder of a run that was refused before it wrote anything but Hydra's files, and empty ones above."""
-    if not is_first() or not run_dir.is_dir():
+    if not processes.is_first() or not run_dir.is_dir():
         return
     if any(
         path.name != ".hydra" and (path.suffix != ".log" or path.stat().st_size) for path in run_dir.iterdir()
@@ -129,7 +110,7 @@ def _remove_if_empty(run_dir: Path) -> None:
     if run_dir.resolve() in (Path.cwd(), *Path.cwd().parents):
         return
     shutil.rmtree(run_dir, ignore_errors=True)
-    if "hydra.run.dir" not in map(name_of, HydraConfig.get().overrides.hydra):
+    if "hydra.run.dir" not in map(processes.name_of, HydraConfig.get().overrides.hydra):
         with contextlib.suppress(OSError):
             run_dir.parent.rmdir()
             run_dir.parent.parent.rmdir()
@@ -166,7 +147,9 @@ def _printed(arguments: Namespace, overrides: list[str]) -> bool:
     else:
         if arguments.resolve:
             OmegaConf.resolve(cfg)
-        sys.stdout.write(settings.in_short(cfg, composed([], *where), {name_of(one) for one in overrides}))
+        sys.stdout.write(
+            settings.in_short(cfg, composed([], *where), {processes.name_of(one) for one in overrides})
+        )
     return True
 
 
@@ -184,9 +167,11 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
         sentence = explain(error, overrides)
     except Exception:  # explaining must never hide what it explains
         sentence = None
-    if report(1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error)).rstrip()):
+    if processes.report(
+        1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error)).rstrip()
+    ):
         return 1 if sentence is None else 2
-    if isinstance(error, ProcessFailed) and not with_traceback:
+    if isinstance(error, processes.ProcessFailed) and not with_traceback:
         print(error, file=sys.stderr)
     elif sentence is None or with_traceback:
         traceback.print_exception(error)
@@ -216,7 +201,7 @@ def _complete_commands() -> bool:
     """Complete commands for a shell; return False unless Hydra has to complete configuration."""
     if not any(argument.startswith("query=") for argument in sys.argv[1:]):
         return True
-    names, line = complete(os.environ.get("COMP_LINE", ""))
+    names, line = commands.complete(os.environ.get("COMP_LINE", ""))
     for name in names:
         print(name)
     os.environ["COMP_LINE"] = line or ""
@@ -237,12 +222,12 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
 
 
 def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
-    import_from_here()
+    commands.import_from_here()
     if not _complete_commands():
         return 0
     if sys.argv[1:2] == ["run"]:
         del sys.argv[1]
-    code = run_command(sys.argv[1:]) if job is _job else None
+    code = commands.run_command(sys.argv[1:]) if job is _job else None
     if code is not None:
         return code
     # With this set Hydra raises what went wrong instead of printing it. A user who sets it sees tracebacks
@@ -253,28 +238,28 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
     try:
         arguments = _read_arguments()
         overrides, multirun = list(arguments.overrides), bool(arguments.multirun)
-        given = set(map(name_of, overrides))
-        added = [one for one in more if name_of(one) not in given]
+        given = set(map(processes.name_of, overrides))
+        added = [one for one in more if processes.name_of(one) not in given]
         set_plugin_defaults()
-        short = partial(described, short=True)
+        short = partial(commands.described, short=True)
         OmegaConf.register_new_resolver("growlab.commands", short, replace=True)
-        begin = partial(experiments, config_dir() / "experiment") if arguments.help else str
+        begin = partial(commands.experiments, config_dir() / "experiment") if arguments.help else str
         OmegaConf.register_new_resolver("growlab.experiments", begin, replace=True)
         # Composing resolves it, help or not, and the list takes a second.
         OmegaConf.register_new_resolver("growlab.groups", _groups if arguments.help else str, replace=True)
-        plan = partial(settings_of_plan, config_dir() / "plan" / "default.yaml")
+        plan = partial(commands.settings_of_plan, config_dir() / "plan" / "default.yaml")
         OmegaConf.register_new_resolver("growlab.settings_of_plan", plan, replace=True)
         folder = resume_override(overrides, multirun, arguments.config_dir, arguments.config_name or PRIMARY)
         added += [] if folder is None else [folder]
         if _printed(arguments, [*overrides, *added]):
             return 0
         if multirun and not any(
-            name_of(one).startswith("hydra.job.config.override_dirname") for one in overrides
+            processes.name_of(one).startswith("hydra.job.config.override_dirname") for one in overrides
         ):
             added.append(naming_override(overrides))
-        added += apart([*overrides, folder or ""], multirun)
+        added += processes.apart([*overrides, folder or ""], multirun)
         sys.argv = _with_more(sys.argv, overrides, added)
-        end_with_parent()
+        processes.end_with_parent()
         # It would print errors that are raised as well.
         logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(job)()
@@ -283,15 +268,15 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except Stopped as stop:
-        if report(-stop.signal, stop.sentence):
+        if processes.report(-stop.signal, stop.sentence):
             return 0
-        if is_first():
+        if processes.is_first():
             print(f"{stop.signal.name}: {stop.sentence}", file=sys.stderr)
         return 130 if stop.signal == signal.SIGINT else 0
     except (KeyboardInterrupt, SystemExit) as stop:
         if not _interrupted(stop):
             raise
-        if report(130, "interrupted"):
+        if processes.report(130, "interrupted"):
             return 130
         further = "the same command with ckpt_path=last resumes from the last checkpoint"
         print(f"interrupted; {further if job is _job else 'nothing of it is kept'}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,16 +34,7 @@ from growlab.growth import PairGrowth, WidthDecision
 from growlab.growth.outputs import network_inputs
 from growlab.lab.planner.cases import read
 from growlab.lab.planner.probes import Probe, Problem, best_rate
-from growlab.lab.training.build import (
-    check_settings,
-    for_lightning,
-    make_data,
-    make_network,
-    make_objective,
-    make_parts,
-    optimizer_maker,
-    probe_size,
-)
+from growlab.lab.training import build
 from growlab.lab.training.checkpoints import OPTIMIZER, save
 from growlab.lab.training.checks import check_trainer_options
 from growlab.lab.training.configuration import PRIMARY
@@ -128,7 +120,7 @@ def run(cfg: DictConfig) -> None:
         check(cfg)
         if cfg.num_threads:
             torch.set_num_threads(cfg.num_threads)
-        data = make_data(cfg.data, cfg.seed)
+        data = build.make_data(cfg.data, cfg.seed)
         ending.callback(data.teardown, "test")
         data.setup()
         in_pass = sum(
@@ -165,61 +157,47 @@ def run(cfg: DictConfig) -> None:
 
 def settings_of(cfg: DictConfig) -> Settings:
     """Settings of the plan."""
-    given, where = OmegaConf.to_container(cfg.plan, resolve=True), "plan."
-    assert isinstance(given, dict)
     try:
-        for name in ("smaller", "start"):
-            where = f"plan.{name}."
-            given[name] = Start(**given[name])
-        where = "plan."
-        return Settings(**given)
-    except (TypeError, pydantic.ValidationError) as error:
-        if isinstance(error, TypeError):
-            raise UserError(f"{where[:-1]} must have width, depth and settings.") from error
+        # As JSON, in which objects stand for dataclasses.
+        return pydantic.TypeAdapter(Settings).validate_json(
+            json.dumps(OmegaConf.to_container(cfg.plan, resolve=True))
+        )
+    except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
-        raise UserError(f"{where}{name}={first['input']}: {first['msg']}.") from error
+        raise UserError(f"plan.{name}={first['input']}: {first['msg']}.") from error
 
 
 def check(cfg: DictConfig) -> None:
     """Refuse a run that cannot be planned for."""
     check_trainer_options(cfg.trainer)
-    budget, from_start = cfg.schedule.budget, "is of networks from their beginning."
+    budget = cfg.schedule.budget
     if budget is not None and not 0 < budget < inf:
         raise UserError(f"schedule.budget={budget} must be a number above 0.")
-    check_settings(cfg)
+    build.check_settings(cfg)
     made = hydra.utils.instantiate(cfg.growth)
     pretrained = [f"model.{key}={cfg.model[key]}" for key in ("pretrained", "weights") if cfg.model.get(key)]
-    for wrong, reason in (
-        (cfg.start_from is not None, f"start_from={cfg.start_from} is of runs: a plan {from_start}"),
-        (
-            cfg.experiment_function is not None,
-            "a study is no training of one network, so there is nothing to plan.",
+    budget_alone = cfg.trainer.limit_train_batches in (None, 1.0)
+    refusals = {
+        "a plan is of networks from their beginning: leave start_from out.": cfg.start_from is not None,
+        "a study is no training of one network: nothing to plan.": cfg.experiment_function is not None,
+        "data that change while the network trains cannot be planned for: take data that are all there.": (
+            cfg.data.get("incremental") is not None or cfg.data.get("class_schedule")
         ),
-        (
-            cfg.data.get("incremental") is not None or cfg.data.get("class_schedule"),
-            "data that change while the network trains cannot be planned for: take data that are all there.",
+        "trainer.limit_train_batches changes what an epoch costs: set schedule.budget alone.": not budget_alone,
+        f"trainer.precision={cfg.trainer.precision} cannot be probed; plan in {' or '.join(_PRECISIONS[1:])}.": (
+            cfg.plan.probe and str(cfg.trainer.precision) not in _PRECISIONS
         ),
-        (
-            cfg.trainer.limit_train_batches not in (None, 1.0),
-            "trainer.limit_train_batches changes what an epoch costs: set schedule.budget alone.",
+        "the optimizer has no lr, whose multiples a plan tries: choose another, or leave plan.probe=0.": (
+            cfg.plan.probe and "lr" not in cfg.optimizer
         ),
-        (
-            cfg.plan.probe and str(cfg.trainer.precision) not in _PRECISIONS,
-            f"trainer.precision={cfg.trainer.precision} cannot be probed; plan in {' or '.join(_PRECISIONS[1:])}.",
+        f"{', '.join(pretrained)} starts from weights of the full network: nothing to grow.": pretrained,
+        "this growth decides widths while it trains, so nobody knows what it will cost: take growth=pairs.": (
+            isinstance(made, WidthDecision)
         ),
-        (
-            cfg.plan.probe and "lr" not in cfg.optimizer,
-            "the optimizer has no lr, whose multiples a plan tries: choose another, or leave plan.probe=0.",
-        ),
-        (pretrained, f"{', '.join(pretrained)} starts from weights of the full network: nothing to grow."),
-        (
-            isinstance(made, WidthDecision),
-            "this growth decides widths while it trains, so nobody knows what it will cost: take growth=pairs.",
-        ),
-    ):
-        if wrong:
-            raise UserError(reason)
+    }
+    if reason := next((sentence for sentence, wrong in refusals.items() if wrong), None):
+        raise UserError(reason)
 
 
 def budget_of(cfg: DictConfig, data: Any, samples: int) -> float:
@@ -263,11 +241,11 @@ def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
         changed_settings.merge_with(start.settings)
     trigger = Never(start.width, start.depth)
     grower = Grower(
-        make_network(cfg.model, data),
-        data.probe_batch(probe_size(cfg.probe_size, data)),
+        build.make_network(cfg.model, data),
+        data.probe_batch(build.probe_size(cfg.probe_size, data)),
         method=PairGrowth(gain=cfg.gain),
         trigger=trigger,
-        parts=make_parts(changed_settings.parts, data, trigger),
+        parts=build.make_parts(changed_settings.parts, data, trigger),
         seed=cfg.seed,
         verbose=False,
     )
@@ -283,10 +261,10 @@ def _probe(
 ) -> tuple[Probe, float]:
     """The best rate of the chosen network, and the part of the budget that trying them took."""
     arm, accumulate = arms[chosen], cfg.trainer.accumulate_grad_batches
-    objective = make_objective(cfg.objective, data)
+    objective = build.make_objective(cfg.objective, data)
     # Only for its device and its precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(
-        for_lightning(OmegaConf.merge(cfg.trainer, {"devices": 1})),
+        build.for_lightning(OmegaConf.merge(cfg.trainer, {"devices": 1})),
         **{"logger": False, "callbacks": [], "enable_checkpointing": False, "_convert_": "all"},
     )
     problem = Problem(
@@ -313,7 +291,7 @@ def _probe(
 def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float) -> Optimizer:
     scaled = cfg.copy()
     scaled.optimizer.lr = multiple * cfg.optimizer.lr
-    return optimizer_maker(scaled)(network.parameters())
+    return build.optimizer_maker(scaled)(network.parameters())
 
 
 # Experiments -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from growlab.grower.triggers import Never, Trigger
 from growlab.growth import GrowthMethod
 from growlab.lab.analysis.identity import resume_settings, row_settings
 from growlab.lab.data import CustomData, ImageData, RunData
+from growlab.lab.training import processes
 from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
 from growlab.lab.training.checkpoints import last_checkpoint, read_header, start_from, usable_checkpoint
 from growlab.lab.training.checks import check_effects, check_trainer_options, check_types
@@ -48,15 +49,6 @@ from growlab.lab.training.library_messages import plain_errors, quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
-from growlab.lab.training.processes import (
-    announce,
-    in_folder,
-    is_first,
-    name_of,
-    program,
-    started_elsewhere,
-    world_size,
-)
 from growlab.lab.training.run import Experiment, Options, StayStopped, provenance, run
 from growlab.lab.training.run_folder import lock_folder
 from growlab.parts import Part
@@ -76,15 +68,15 @@ def train(cfg: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
         with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
-            if is_first():
+            if processes.is_first():
                 ending.enter_context(lock_folder(folder))
             _check(cfg)
             if cfg.experiment_function is not None:
                 _run_study(cfg, folder)
                 return
             run(build(cfg, folder), folder)
-            if is_first() and HydraConfig.get().mode == RunMode.RUN:
-                print(f"compare runs: {program()} table runs")
+            if processes.is_first() and HydraConfig.get().mode == RunMode.RUN:
+                print(f"compare runs: {processes.program()} table runs")
     except Stopped as stop:
         raise Stopped(stop.signal, f"{stop.sentence}; resume with: {_resume_command(folder)}") from None
 
@@ -100,9 +92,9 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
         data = make_data(cfg.data, cfg.seed)
         # Lightning does so only for a run that succeeds.
         failing.callback(data.teardown, "test")
-        announce("reading data")
+        processes.announce("reading data")
         data.setup()
-        if is_first() and (line := data.describe()):
+        if processes.is_first() and (line := data.describe()):
             print(line, file=sys.stderr)
         torch.set_num_threads(cfg.num_threads or _NUM_THREADS)
         lightning.seed_everything(cfg.seed, verbose=False)
@@ -181,7 +173,7 @@ def _options(cfg: DictConfig) -> Options:
         compile=cfg.compile,
         max_time=cfg.trainer.get("max_time") is not None,
         synchronised=bool(cfg.trainer.get("sync_batchnorm")),
-        num_processes=world_size(cfg.trainer),
+        num_processes=processes.world_size(cfg.trainer),
     )
 
 
@@ -206,21 +198,22 @@ def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Id
 
 def _resume(cfg: DictConfig, folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """Find the checkpoint to resume from, and read its header."""
-    if is_first():
+    if processes.is_first():
         for place in (folder, last_checkpoint(folder).parent):
             remove_unfinished(place)
     checkpoint = None if cfg.ckpt_path is None else Path(cfg.ckpt_path)
     if cfg.ckpt_path == "last":
         checkpoint, warning = usable_checkpoint(folder)
-        if warning and is_first():
+        if warning and processes.is_first():
             print(warning, file=sys.stderr)
     return checkpoint, read_header(checkpoint) if checkpoint else {}
 
 
 def _resume_command(folder: Path) -> str:
     replaced = ("ckpt_path", "hydra.run.dir")
-    overrides = [o for o in HydraConfig.get().overrides.task if name_of(o) not in replaced]
-    return f"{program()} {shlex.join([*search_options(), *overrides, 'ckpt_path=last', in_folder(folder)])}"
+    overrides = [o for o in HydraConfig.get().overrides.task if processes.name_of(o) not in replaced]
+    overrides = [*search_options(), *overrides, LAST, processes.in_folder(folder)]
+    return f"{processes.program()} {shlex.join(overrides)}"
 
 
 def _run_study(cfg: DictConfig, folder: Path) -> None:
@@ -376,7 +369,11 @@ def _plan(
     method: GrowthMethod = instantiate(cfg.growth)
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
     settings = {name: value for name, value in settings.items() if name not in _OTHERS}
-    loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, world_size(cfg.trainer))
+    loop = Loop(
+        cfg.trainer.limit_train_batches,
+        cfg.trainer.accumulate_grad_batches,
+        processes.world_size(cfg.trainer),
+    )
     fits, sizes = cfg.schedule.batch_size is not None, known_sizes
     if fits:
         # The smallest that is possible, until the widths are known that sizes are found at.
@@ -430,7 +427,7 @@ def _graph(
             )
         return no_widths()
     if trigger.resizes:
-        announce("tracing the network: which channels grow together")
+        processes.announce("tracing the network: which channels grow together")
     return trace_for_growth(network, example, method, parts, cfg.seed, list(cfg.keep_full), trigger.resizes)
 
 
@@ -498,7 +495,7 @@ def _fitting_sizes(
         )
     # Only for its device, its precision and its connection to other processes, which the run's trainer will reuse.
     alone: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
-    alone["plugins"] = cluster_environment(not started_elsewhere())
+    alone["plugins"] = cluster_environment(not processes.started_elsewhere())
     trainer: lightning.Trainer = instantiate(for_lightning(cfg.trainer), **alone, _convert_="all")
     check_strategy(trainer)
     trainer.strategy.setup_environment()
@@ -527,7 +524,7 @@ def _fitting_sizes(
             *(len(stages), cfg.schedule, data.num_train, trainer.world_size, steps.fits),
             lambda size: min(gather(size)),
         )
-    if is_first():
+    if processes.is_first():
         sizes = " ".join(str(one["batch_size"]) for one in found)
         print(f"batch sizes that fit, stage by stage: {sizes}", file=sys.stderr)
     return found
@@ -553,7 +550,7 @@ def _trainer(
     callbacks: list[lightning.Callback],
     plugins: list[Any],
 ) -> lightning.Trainer:
-    plugins = [*plugins, *cluster_environment(not started_elsewhere())]
+    plugins = [*plugins, *cluster_environment(not processes.started_elsewhere())]
     if cfg.trainer.get("sync_batchnorm"):
         on_cpu = cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available()
         plugins.append(SynchroniseBatchNorm(on_cpu))

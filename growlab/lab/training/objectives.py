@@ -476,7 +476,7 @@ class CustomObjective(Objective):
         predict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         metrics = dict(metrics or {})
-        _check_custom(loss, metrics, predict)
+        _check_custom(loss, metrics)
         self.loss, self.predict = loss, predict
         self._adding = {name: metric for name, metric in metrics.items() if _is_sum(metric)}
         self._collecting = {name: metric for name, metric in metrics.items() if name not in self._adding}
@@ -591,7 +591,7 @@ def _naming(setting: str, called: Any, output: Tensor, target: Tensor) -> Iterat
         ) from error
 
 
-def _check_custom(loss: Any, metrics: Mapping[str, Any], predict: Any) -> None:
+def _check_custom(loss: Any, metrics: Mapping[str, Any]) -> None:
     if not callable(loss):
         raise UserError(
             f"objective.loss={loss} is no loss: give it a _target_, such as torch.nn.SmoothL1Loss, and functions "
@@ -609,10 +609,6 @@ def _check_custom(loss: Any, metrics: Mapping[str, Any], predict: Any) -> None:
                 f"objective.metrics.{name} is a {type(metric).__name__}, not a metric of torchmetrics: give it a "
                 "_target_, such as torchmetrics.MeanAbsoluteError."
             )
-    if "loss" in metrics:
-        raise UserError("objective.metrics.loss has the name of the loss; choose another.")
-    if predict is not None and not callable(predict):
-        raise UserError(f"objective.predict={predict} cannot be called; give it a _target_.")
 
 
 def _is_sum(metric: Metric) -> bool:

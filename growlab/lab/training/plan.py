@@ -11,19 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.grower import Forecast, Grower
+from growlab.grower import Forecast, Grower, triggers
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.grower.part import Part
-from growlab.grower.triggers import (
-    ByMethod,
-    Demand,
-    Never,
-    OnDemand,
-    Scheduled,
-    Trigger,
-    Widths,
-    cheapest_remaining_cost,
-)
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.growth.outputs import network_inputs
 from growlab.growth.schedule import MOST_EPOCHS
@@ -142,7 +132,7 @@ class StageCost:
         """Parameters of the whole network at full width."""
         return sum(parameter.numel() for parameter in self._network.parameters())
 
-    def __call__(self, widths: Widths, share: float | None = None) -> int:
+    def __call__(self, widths: triggers.Widths, share: float | None = None) -> int:
         """FLOPs at these widths, when a share of all growth is done; None: of the whole network and whole inputs."""
         key = (*(widths[group] for group in self._graph.groups), share)
         if key not in self._known:
@@ -171,10 +161,10 @@ class Planning:
 
     settings: dict[str, Any]
     method: GrowthMethod
-    demand: Demand | None
+    demand: triggers.Demand | None
     data: RunData
     loop: Loop = Loop()
-    fit: Callable[[Sequence[Widths]], Sequence[int]] | None = None
+    fit: Callable[[Sequence[triggers.Widths]], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         self.settings = {**dict.fromkeys(NOT_OF_STAGES), **self.settings}
@@ -255,7 +245,7 @@ class Planning:
         """Batch size of the schedule's reference stage; the smallest possible one where sizes are found."""
         return self.data.batch_size if self.fit is None else self.loop.num_processes
 
-    def trigger(self) -> Trigger:
+    def trigger(self) -> triggers.Trigger:
         """The trigger that settings, demand and growth method mean together."""
         settings, method = self.settings, self.method
         if isinstance(method, FixedSize):
@@ -264,7 +254,7 @@ class Planning:
                     "what growth on demand costs is not known before: set schedule.total_epochs in place of "
                     "schedule.equal_flops."
                 )
-            return Never(method.width_multiple, method.depth_multiple)
+            return triggers.Never(method.width_multiple, method.depth_multiple)
         if self.demand is not None:
             given = [name for name in ("epochs", "steps", "batch_sizes") if settings[name] is not None]
             given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
@@ -279,7 +269,9 @@ class Planning:
                 )
             number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
             stages = _schedule({**settings, "total_steps": None, "epochs": [1] * number}, 1, Loop())
-            return OnDemand(self.demand, stages, self._cut(self._alone(self._length))[0].total_epochs)
+            return triggers.OnDemand(
+                self.demand, stages, self._cut(self._alone(self._length))[0].total_epochs
+            )
         if isinstance(method, WidthDecision):
             given = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
             if given:
@@ -287,10 +279,10 @@ class Planning:
                     f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them "
                     "itself: set schedule.total_epochs alone."
                 )
-            return ByMethod()
+            return triggers.ByMethod()
         if settings["equal_flops"]:
             raise UserError("schedule.equal_flops is for the fixed-size run; set growth=none with it.")
-        return Scheduled(self._cut(_schedule(settings, self._batch_size, self.loop))[0])
+        return triggers.Scheduled(self._cut(_schedule(settings, self._batch_size, self.loop))[0])
 
     @property
     def _length(self) -> int:
@@ -305,8 +297,8 @@ class Planning:
         return _one_stage(length, self._batch_size, self.loop)
 
     def plan(
-        self, trigger: Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
-    ) -> tuple[Trigger, Plan]:
+        self, trigger: triggers.Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
+    ) -> tuple[triggers.Trigger, Plan]:
         """The trigger, of the epochs that a budget allows, and the plan."""
         forecast = Forecast(trigger, graph, parts)
         if reason := forecast.nothing_grows():
@@ -318,7 +310,7 @@ class Planning:
         flops = [cost(each, forecast.fraction_grown(stage, each)) for stage, each in enumerate(widths)]
         full_flops = cost(graph.full_widths)
         if settings["budget"] is not None:
-            scheduled = isinstance(trigger, Scheduled)
+            scheduled = isinstance(trigger, triggers.Scheduled)
             settings["total_epochs"] = self._epochs_of_budget(scheduled, flops, full_flops)
             trigger = self.trigger()
         total = length = self._length
@@ -326,9 +318,13 @@ class Planning:
             grown = _schedule(settings, base, loop)
             worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
             length = max(1, round(worth / flops[0]))
-        made = _schedule(settings, base, loop) if isinstance(trigger, Scheduled) else self._alone(length)
+        made = (
+            _schedule(settings, base, loop)
+            if isinstance(trigger, triggers.Scheduled)
+            else self._alone(length)
+        )
         schedule, data.steps = self._cut(made)
-        reference_epochs: float = schedule.total_epochs if isinstance(trigger, Scheduled) else total
+        reference_epochs: float = schedule.total_epochs if isinstance(trigger, triggers.Scheduled) else total
         if settings["budget"] is not None:
             whole = settings["budget"] * data.epochs_per_pass
             reference_epochs = int(whole) if whole == int(whole) else whole
@@ -357,7 +353,7 @@ class Planning:
             *(batches, steps, samples, reference_samples),
             total_steps=sum(steps) if in_steps else None,
         )
-        if isinstance(trigger, OnDemand):
+        if isinstance(trigger, triggers.OnDemand):
             _check_demand(trigger, graph, cost, plan)
         return trigger, plan
 
@@ -412,7 +408,7 @@ class Planning:
         return found
 
 
-def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:
+def _check_demand(trigger: triggers.OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:
     steps, demand = trigger.steps(graph), trigger.demand
     ahead, total = len(steps) - 1, trigger.total_epochs
     narrow = demand.latest(total, ahead) if ahead else 0
@@ -421,7 +417,7 @@ def _check_demand(trigger: OnDemand, graph: WidthGraph, cost: StageCost, plan: P
         for stage, widths in enumerate(steps)
     ]
     spent = ways[0] * sum(plan.samples[:narrow])
-    spent += cheapest_remaining_cost(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
+    spent += triggers.cheapest_remaining_cost(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
     demand.check(total, ahead, 100.0 * spent / plan.reference_flops)
 
 
@@ -468,9 +464,9 @@ def _limited(batches: int, limit: float | None) -> int:
 
 def carried_out(
     plan: Plan,
-    trigger: Trigger,
+    trigger: triggers.Trigger,
     stage_of_epoch: Sequence[int],
-    stages: Sequence[Widths],
+    stages: Sequence[triggers.Widths],
     cost: StageCost,
     scheduled: Sequence[int],
 ) -> Plan:

@@ -1,7 +1,6 @@
 """fairseq's Transformer in a form that can be traced and grown, and its export as a fairseq checkpoint."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,57 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.base.settings import sorted_into
 from growlab.recipes.translation.library import fairseq_module
 from growlab.recipes.translation.sentence_pairs import SentencePairs
 
 SHARINGS = ("none", "decoder", "all")
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The layers between the embeddings.
-
-    Attributes:
-        features: width of the stream.
-        hidden_features: of the feed-forward layers.
-        num_heads: of each attention.
-        encoder_layers: number of layers.
-        decoder_layers: number of layers.
-        dropout: after embeddings and before residual additions.
-        attention_dropout: of attention weights.
-        activation_dropout: of feed-forward activations.
-        normalize_before: normalise before each residual branch instead of after the addition.
-    """
-
-    features: int = 512
-    hidden_features: int = 2048
-    num_heads: int = 8
-    encoder_layers: int = 6
-    decoder_layers: int = 6
-    dropout: float = 0.3
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
-    normalize_before: bool = False
-
-    def __post_init__(self) -> None:
-        if self.features % self.num_heads:
-            raise UserError(
-                f"model.features={self.features} must be a multiple of model.num_heads={self.num_heads}."
-            )
-
-    def made(self) -> tuple[nn.ModuleList, nn.ModuleList]:
-        """Build fairseq's encoder and decoder layers."""
-        cfg = fairseq_module("fairseq.models.transformer").TransformerConfig()
-        kinds = fairseq_module("fairseq.modules.transformer_layer")
-        cfg.dropout, cfg.attention_dropout = self.dropout, self.attention_dropout
-        cfg.activation_dropout, cfg.activation_fn = self.activation_dropout, "relu"
-        for side in (cfg.encoder, cfg.decoder):
-            side.embed_dim, side.ffn_embed_dim = self.features, self.hidden_features
-            side.attention_heads, side.normalize_before = self.num_heads, self.normalize_before
-        encoder = [kinds.TransformerEncoderLayerBase(cfg) for _ in range(self.encoder_layers)]
-        decoder = [kinds.TransformerDecoderLayerBase(cfg) for _ in range(self.decoder_layers)]
-        return nn.ModuleList(encoder), nn.ModuleList(decoder)
 
 
 class FairseqTransformer(nn.Module):
@@ -79,10 +31,16 @@ class FairseqTransformer(nn.Module):
         padding: number of the token that fills up sentences, on the right.
         embedding_features: dimension of embeddings.
         share_embeddings: "none"; "decoder": its output layer is its embedding; "all": the encoder's as well.
-        layers: fields of `Layers`.
+        features: width of the stream.
+        hidden_features: of the feed-forward layers.
+        num_heads: of each attention.
+        encoder_layers: number of layers.
+        decoder_layers: number of layers.
+        dropout: after embeddings and before residual additions.
+        attention_dropout: of attention weights.
+        activation_dropout: of feed-forward activations.
+        normalize_before: normalise before each residual branch instead of after the addition.
     """
-
-    SETTINGS = (Layers,)
 
     def __init__(
         self,
@@ -92,7 +50,15 @@ class FairseqTransformer(nn.Module):
         padding: int,
         embedding_features: int = 512,
         share_embeddings: str = "decoder",
-        **layers: Any,
+        features: int = 512,
+        hidden_features: int = 2048,
+        num_heads: int = 8,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        dropout: float = 0.3,
+        attention_dropout: float = 0.0,
+        activation_dropout: float = 0.0,
+        normalize_before: bool = False,
     ) -> None:
         super().__init__()
         if share_embeddings not in SHARINGS:
@@ -105,14 +71,11 @@ class FairseqTransformer(nn.Module):
             )
         if embedding_features % 2:
             raise UserError(f"model.embedding_features={embedding_features} must be even.")
-        (kind,) = sorted_into(self.SETTINGS, layers, "FairseqTransformer")
+        if features % num_heads:
+            raise UserError(f"model.features={features} must be a multiple of model.num_heads={num_heads}.")
         self.padding, self.share_embeddings = padding, share_embeddings
-        self.num_heads, self.dropout, self.normalize_before = (
-            kind.num_heads,
-            kind.dropout,
-            kind.normalize_before,
-        )
-        features, library = kind.features, fairseq_module("fairseq.models.transformer")
+        self.num_heads, self.dropout, self.normalize_before = num_heads, dropout, normalize_before
+        library = fairseq_module("fairseq.models.transformer")
         self.target_tokens = library.Embedding(num_target_tokens, embedding_features, padding)
         if share_embeddings == "all":
             self.source_tokens = self.target_tokens
@@ -120,9 +83,16 @@ class FairseqTransformer(nn.Module):
             self.source_tokens = library.Embedding(num_source_tokens, embedding_features, padding)
         self.source_in = library.Linear(embedding_features, features, bias=False)
         self.target_in = library.Linear(embedding_features, features, bias=False)
-        self.encoder, self.decoder = kind.made()
-        self.encoder_norm = nn.LayerNorm(features) if kind.normalize_before else None
-        self.decoder_norm = nn.LayerNorm(features) if kind.normalize_before else None
+        cfg, kinds = library.TransformerConfig(), fairseq_module("fairseq.modules.transformer_layer")
+        cfg.dropout, cfg.attention_dropout = dropout, attention_dropout
+        cfg.activation_dropout, cfg.activation_fn = activation_dropout, "relu"
+        for side in (cfg.encoder, cfg.decoder):
+            side.embed_dim, side.ffn_embed_dim = features, hidden_features
+            side.attention_heads, side.normalize_before = num_heads, normalize_before
+        self.encoder = nn.ModuleList(kinds.TransformerEncoderLayerBase(cfg) for _ in range(encoder_layers))
+        self.decoder = nn.ModuleList(kinds.TransformerDecoderLayerBase(cfg) for _ in range(decoder_layers))
+        self.encoder_norm = nn.LayerNorm(features) if normalize_before else None
+        self.decoder_norm = nn.LayerNorm(features) if normalize_before else None
         self.target_out = library.Linear(features, embedding_features, bias=False)
         self.output = nn.Linear(embedding_features, num_target_tokens, bias=False)
         if share_embeddings == "none":

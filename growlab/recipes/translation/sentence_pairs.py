@@ -1,6 +1,5 @@
 """Read sentence pairs from a folder of raw text (split into subwords and binarised once) or fairseq's binary files."""
 
-import contextlib
 import gzip
 import hashlib
 import io
@@ -8,7 +7,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -328,52 +327,20 @@ def _binarise(folder: Path, lines: dict[str, dict[str, list[str]]], preparation:
     elif preparation.subwords == "subword_nmt":
         pairs = ((language, line) for language, sentences in texts.items() for line in sentences)
         SubwordNMT.learn(folder, pairs, preparation.subword_size)
-    pair = f"{preparation.source}-{preparation.target}"
-    with _text_files(folder, lines) as files:
-        dictionaries = _dictionaries(folder, files["train"], preparation)
-        binarizer = fairseq_module("fairseq.binarizer")
-        for split, sides in files.items():
-            for language, path in sides.items():
-                binarizer.FileBinarizer.multiprocess_dataset(
-                    str(path),
-                    "mmap",
-                    binarizer.VocabularyDatasetBinarizer(dictionaries[language], append_eos=True),
-                    str(folder / f"{split}.{pair}.{language}"),
-                    vocab_size=len(dictionaries[language]),
-                )
-    for split, sides in lines.items():
-        text = "".join(f"{line}\n" for line in sides[preparation.target])
-        (folder / f"{split}.{preparation.target}.txt").write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _text_files(folder: Path, lines: dict[str, dict[str, list[str]]]) -> Iterator[dict[str, dict[str, Path]]]:
-    """Write temporary files of subwords for fairseq, and remove them on exit."""
+    named = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
+    languages = [f"--source-lang={preparation.source}", f"--target-lang={preparation.target}"]
+    words = [f"--threshold{side}={preparation.least_count}" for side in ("src", "tgt")]
+    words += ["--joined-dictionary"] * preparation.joined_dictionary
     with tempfile.TemporaryDirectory() as made:
-        files: dict[str, dict[str, Path]] = {}
         for split, sides in lines.items():
             for language, sentences in sides.items():
                 subwords = open_subwords(folder, language)
-                path = Path(made) / f"{split}.{language}"
-                path.write_text("".join(f"{subwords.encode(line)}\n" for line in sentences), encoding="utf-8")
-                files.setdefault(split, {})[language] = path
-        yield files
-
-
-def _dictionaries(folder: Path, files: dict[str, Path], preparation: Preparation) -> dict[str, Any]:
-    def counted(paths: Iterable[Path]) -> Any:
-        dictionary = fairseq_module("fairseq.data").Dictionary()
-        tokenise = fairseq_module("fairseq.tokenizer").tokenize_line
-        for path in paths:
-            dictionary.add_file_to_dictionary(str(path), dictionary, tokenise, num_workers=1)
-        dictionary.finalize(threshold=preparation.least_count)
-        return dictionary
-
-    if preparation.joined_dictionary:
-        both = counted(files.values())
-        dictionaries = dict.fromkeys(files, both)
-    else:
-        dictionaries = {language: counted([path]) for language, path in files.items()}
-    for language, dictionary in dictionaries.items():
-        dictionary.save(str(folder / f"dict.{language}.txt"))
-    return dictionaries
+                encoded = "".join(f"{subwords.encode(line)}\n" for line in sentences)
+                Path(made, f"{split}.{language}").write_text(encoded, encoding="utf-8")
+        prefixes = [f"{named[split]}={made}/{split}" for split in lines]
+        parser = fairseq_module("fairseq.options").get_preprocessing_parser()
+        arguments = parser.parse_args([*prefixes, *languages, *words, f"--destdir={folder}"])
+        fairseq_module("fairseq_cli.preprocess").main(arguments)
+    for split, sides in lines.items():
+        text = "".join(f"{line}\n" for line in sides[preparation.target])
+        (folder / f"{split}.{preparation.target}.txt").write_text(text, encoding="utf-8")
