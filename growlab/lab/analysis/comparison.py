@@ -259,8 +259,7 @@ def _frontier(
     edge = best_at_cost(points, amount)
     x, y = list(map(amount, edge)), [point.row.scaled[0] for point in edge]
     axes.plot(x, y, drawstyle="steps-post", **_EDGE, zorder=0.5, gid="frontier")
-    axes.set_xlabel(label)
-    axes.set_ylabel(rows[0].metric.axis)
+    axes.set(xlabel=label, ylabel=rows[0].metric.axis)
     _cost_axis(axes, list(map(amount, points)), rows[0].reference_epochs if of_cost else None)
     handles = [Line2D([], [], **line, markersize=4.5) for line in lines] + [Line2D([], [], **_EDGE)]
     text = " ".join(one.name for one in series)

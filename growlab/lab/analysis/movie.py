@@ -65,10 +65,8 @@ def _frames(run: Run) -> Iterator[tuple[Image.Image, int]]:
             curve.plot(
                 epochs[:seen][shown], values[:seen][shown], marker="o", color=style.PALETTE[0], clip_on=False
             )
-            curve.set_xlim(0, epochs[-1])
-            curve.set_ylim(values[known].min() - margin, values[known].max() + margin)
-            curve.set_xlabel("epoch")
-            curve.set_ylabel(f"{metric.name} ({metric.unit})" if metric.unit else metric.name)
+            curve.set(xlim=(0, epochs[-1]), ylim=(values[known].min() - margin, values[known].max() + margin))
+            curve.set(xlabel="epoch", ylabel=f"{metric.name} ({metric.unit})" if metric.unit else metric.name)
             canvas = FigureCanvasAgg(figure)
             canvas.draw()
             picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())

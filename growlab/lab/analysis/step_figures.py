@@ -289,16 +289,14 @@ def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
     for axes, table, name in zip(panels, tables, names, strict=True):
         unresolved = _draw_histograms(axes, table, colours)
         heavy = f" (too heavy-tailed to show: {', '.join(unresolved)})" if unresolved else ""
-        axes.set_title("\n".join(textwrap.wrap(name + heavy, 58)))
-        axes.set_xlabel(QUANTITIES[quantity])
+        axes.set(title="\n".join(textwrap.wrap(name + heavy, 58)), xlabel=QUANTITIES[quantity])
         shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | shown
     for line, table, name in zip(_line_styles(names), tables, names, strict=True):
         positive = table["std"].where(table["std"] > 0)
         last.plot([layers.index(layer) for layer in table.index], positive, **line, label=name)
     last.set_xticks(range(len(layers)), layers, rotation=20, ha="right")
     style.log_axis(last)
-    last.set_ylabel("standard deviation")
-    last.set_xlabel("layer")
+    last.set(ylabel="standard deviation", xlabel="layer")
     # In place of a title.
     place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": legend_columns}
     last.legend(fontsize=6.5, **place, handlelength=3)
@@ -333,8 +331,7 @@ def _draw_histograms(axes: Axes, table: pandas.DataFrame, colours: Mapping[str, 
     if shown:
         axes.set_xlim(-_REACH * max(shown), _REACH * max(shown))
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.set_ylim(0, 1.05)
-    axes.set_ylabel("frequency (peak = 1)")
+    axes.set(ylim=(0, 1.05), ylabel="frequency (peak = 1)")
     return unresolved
 
 
@@ -357,9 +354,8 @@ def deviations(runs: Sequence[Run], quantity: str) -> Figure:
         for layer, of_layer in table.groupby("layer", sort=False):
             positive = of_layer["std"].where(of_layer["std"] > 0)
             axes.plot(of_layer["step"], positive, color=colours[layer], label=layer, linewidth=1.2)
-        axes.set_title(name)
-        axes.set_xlabel("step" if index + columns >= len(runs) else "")
-        axes.set_ylabel("standard deviation" if index % columns == 0 else "")
+        axes.set(title=name, xlabel="step" if index + columns >= len(runs) else "")
+        axes.set(ylabel="standard deviation" if index % columns == 0 else "")
     style.log_axis(panels[0])
     handles = panels[0].get_legend_handles_labels()
     style.legend_below(figure, *handles, min(6, len(layers)), 1.6, note="one run each")

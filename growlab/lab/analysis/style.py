@@ -165,8 +165,7 @@ def symbols(text: str) -> str:
 
 def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
     """Label the x axis in epochs done, whole numbers only."""
-    axes.set_xlabel("epoch")
-    axes.set_xlim(0, num_epochs)
+    axes.set(xlabel="epoch", xlim=(0, num_epochs))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True, min_n_ticks=1))
 
 

@@ -158,8 +158,7 @@ def silhouettes(run: Run) -> Figure:
     axes = figure.subplots()
     for stage in range(num_stages):
         draw_silhouette(axes, rows, stage, centre=stage * apart)
-    axes.set_ylim(num_rows - 0.4, -0.6)
-    axes.set_xlim(-widest / 2, (num_stages - 1) * apart + widest / 2)
+    axes.set(ylim=(num_rows - 0.4, -0.6), xlim=(-widest / 2, (num_stages - 1) * apart + widest / 2))
     heads = [f"stage {i}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)]
     axes.set_xticks(
         [stage * apart for stage in range(num_stages)], heads, fontsize=7 if num_stages < 7 else 6
@@ -348,8 +347,8 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
         axes.set_xlim(right=last * (1.025 + 0.025 * len(others)))
         # What stands behind the last epoch has no place on the axis.
         axes.spines["bottom"].set_bounds(0, last)
-        axes.set_xlabel("epoch" if index + columns >= len(widths) else "")
-        axes.set_ylabel(f"{_held_out_name(runs)} (%)" if index % columns == 0 else "")
+        axes.set(xlabel="epoch" if index + columns >= len(widths) else "")
+        axes.set(ylabel=f"{_held_out_name(runs)} (%)" if index % columns == 0 else "")
     keys = sorted(handles)
     names = [name for _, name in keys]
     style.legend_below(figure, [handles[key] for key in keys], names, len(keys), note=_note(lines))

@@ -344,9 +344,7 @@ def draw(run_dir: Path) -> Path:
             # On a logarithmic axis the band must stay above 0.
             low = (mean - error).clip(lower=mean.min() / 3)
             axes.fill_between(x, low, mean + error, color=line["color"], alpha=0.15, linewidth=0)
-        axes.set_title(f"task {task + 1}")
-        axes.set_xlim(0, length)
-        axes.set_xlabel("step of the task")
+        axes.set(title=f"task {task + 1}", xlim=(0, length), xlabel="step of the task")
     style.log_axis(panels[0])
     panels[0].set_ylabel("training loss of the task")
     handles, names = panels[0].get_legend_handles_labels()

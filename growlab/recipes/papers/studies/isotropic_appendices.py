@@ -305,17 +305,14 @@ def draw(run_dir: Path) -> Path:
         # "orthogonal" and "random" coincide: draw dashes over the solid line.
         above, y = 2 if line["linestyle"] == "-" else 2.1, own["relative_difference"].clip(lower=1e-17)
         middle.plot(own["step"], y, **line, linewidth=1.3, label=label, zorder=above)
-    middle.set_title("two networks that compute the same")
-    middle.set_xlabel("steps of SGD on both")
-    middle.set_ylabel("relative difference of outputs")
+    middle.set(title="two networks that compute the same", xlabel="steps of SGD on both")
+    middle.set(ylabel="relative difference of outputs")
     for index, direction in enumerate(DIRECTIONS):
         line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
         label = f"chosen by {'incoming' if direction == 'forward' else 'outgoing'} weights"
         for rank, (_, own) in enumerate(directions[directions["direction"] == direction].groupby("seed")):
             right.plot(own["removed"], own["relative_error"], **line, label=None if rank else label)
-    right.set_title("removing neurons")
-    right.set_xlabel("neurons removed")
-    right.set_ylabel("relative change of outputs")
+    right.set(title="removing neurons", xlabel="neurons removed", ylabel="relative change of outputs")
     for axes in (middle, right):
         axes.set_yscale("log")
     for axes, low in ((left, -0.42), (middle, -0.2), (right, -0.2)):
@@ -338,7 +335,4 @@ def _draw_collapse(axes: Any, rings: pandas.DataFrame) -> None:
             axes.plot(places, own, **look, markerfacecolor="none", label=label if place == 0 else None)
     ticks = ["none", "ChiNorm", "x / ||x||", "x / ||x||,\nno biases"]
     axes.set_xticks(range(len(NETWORKS)), ticks, fontsize=7, rotation=45)
-    axes.set_ylim(0, 1.05)
-    axes.set_title("two rings to tell apart")
-    axes.set_xlabel("normaliser")
-    axes.set_ylabel("share")
+    axes.set(ylim=(0, 1.05), title="two rings to tell apart", xlabel="normaliser", ylabel="share")

@@ -196,22 +196,18 @@ def draw(run_dir: Path) -> Path:
     # Removal and addition are separate lines: there is no width between one neuron fewer and one more.
     for own in (errors[errors.index < 0], errors[errors.index > 0]):
         left.plot(own.index, own, color=style.PALETTE[0], marker="o")
-    left.set_title("second layer resized")
-    left.set_xlabel("neurons removed (< 0) or added (> 0)")
-    left.set_ylabel("largest relative change of outputs")
+    left.set(title="second layer resized", xlabel="neurons removed (< 0) or added (> 0)")
+    left.set(ylabel="largest relative change of outputs")
     for _, own in spectrum[spectrum["group"] == spectrum["group"].unique()[1]].groupby("rank"):
         middle.plot(own["epoch"], own["singular_value"], color="0.4", linewidth=0.4)
-    middle.set_title("second layer while it trains")
-    middle.set_xlabel("epoch")
-    middle.set_ylabel("singular values, a line each")
+    middle.set(title="second layer while it trains", xlabel="epoch", ylabel="singular values, a line each")
     for index, name in enumerate(OPTIMIZERS):
         line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index], "linewidth": 1}
         for rank, (_, own) in enumerate(divergence[divergence["optimizer"] == name].groupby("seed")):
             y = own["relative_difference"].clip(lower=1e-17)
             right.plot(own["step"], y, **line, label=None if rank else name)
-    right.set_title("one network in two bases")
-    right.set_xlabel("optimizer steps in either basis")
-    right.set_ylabel("relative difference of outputs")
+    right.set(title="one network in two bases", xlabel="optimizer steps in either basis")
+    right.set(ylabel="relative difference of outputs")
     right.legend()
     for axes in (left, right):
         axes.set_yscale("log")
