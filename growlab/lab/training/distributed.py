@@ -7,6 +7,7 @@ Lightning;
 
 import os
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning import Callback, Trainer
@@ -19,7 +20,7 @@ from lightning.pytorch.plugins.environments import (
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
+from torch.distributed import ReduceOp
 
 from growlab.base.errors import UserError
 from growlab.base.ranks import broadcast_buffers, compare
@@ -88,12 +89,12 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [d for d in range(x.dim()) if d != 1]
         count = x.new_tensor([x.numel() / x.shape[1]])
-        totals = all_reduce(torch.cat([count, x.sum(dims)]))
+        totals = _SumOverRanks.apply(torch.cat([count, x.sum(dims)]))
         count, mean_C = totals[0], totals[1:] / totals[0]
         shape = [1, -1] + [1] * (x.dim() - 2)
         centred = x - mean_C.view(shape)
         # In two passes: the mean of squares less the squared mean would cancel.
-        var_C = all_reduce(centred.square().sum(dims)) / count
+        var_C = _SumOverRanks.apply(centred.square().sum(dims)) / count
         if self.track_running_stats:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
@@ -105,6 +106,21 @@ class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             normed = normed * self.weight.view(shape)
             normed = normed if self.bias is None else normed + self.bias.view(shape)
         return normed.to(input.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum of all ranks' tensors; every rank's gradient reaches every rank's input, second derivatives included."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        torch.distributed.all_reduce(total, ReduceOp.SUM)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        # Its own adjoint; the function itself, since growth methods differentiate this once more.
+        return _SumOverRanks.apply(grad)
 
 
 class SynchroniseBatchNorm(TorchSyncBatchNorm):
