@@ -59,33 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Example: growlab widths my_package.my_module:factory --input-shape 3,32,32",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument(
-        "--input-shape", type=sizes, metavar="C,H,W", help="of one sample that the network takes"
-    )
-    parser.add_argument(
-        "--keep-full",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="OP",
-        help="operations growth need not pass",
-    )
-    parser.add_argument(
-        "--methods", default=",".join(USUAL), help=f"growth methods, with commas: {', '.join(METHODS)}"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument(
-        "--matrix",
-        type=Path,
-        metavar="FILE",
-        help="examine each model in its own process and write FILE.md and FILE.json; resumes from these files",
-    )
-    parser.add_argument(
-        "--time-limit", type=amount, metavar="SEC", help="CPU seconds for each model of a matrix (60)"
-    )
-    parser.add_argument("--memory-limit", type=amount, metavar="GB", help="for each model of a matrix")
-    parser.add_argument("--jobs", type=count, metavar="N", help="processes of a matrix (1)")
+    add = parser.add_argument
+    add("models", nargs="+", metavar="MODEL")
+    add("--input-shape", type=sizes, metavar="C,H,W", help="of one sample that the network takes")
+    passed = "operations growth need not pass"
+    add("--keep-full", action="extend", nargs="+", default=[], metavar="OP", help=passed)
+    add("--methods", default=",".join(USUAL), help=f"growth methods, with commas: {', '.join(METHODS)}")
+    add("--json", action="store_true", help="print the report as JSON")
+    apart = "examine each model in its own process and write FILE.md and FILE.json; resumes from these files"
+    add("--matrix", type=Path, metavar="FILE", help=apart)
+    add("--time-limit", type=amount, metavar="SEC", help="CPU seconds for each model of a matrix (60)")
+    add("--memory-limit", type=amount, metavar="GB", help="for each model of a matrix")
+    add("--jobs", type=count, metavar="N", help="processes of a matrix (1)")
     try:
         args = parser.parse_args(arguments)
         methods = args.methods.split(",")

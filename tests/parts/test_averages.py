@@ -134,7 +134,7 @@ def test_averages_that_do_not_grow_are_refused(callback: str) -> None:
     given = {"_target_": f"lightning.pytorch.callbacks.{callback}"}
     if callback.startswith("Stochastic"):
         given["swa_lrs"] = 0.1
-    with pytest.raises(UserError, match="does not grow with the network"):
+    with pytest.raises(UserError, match="does not follow a growing network"):
         user_callbacks(OmegaConf.create({"trainer": {"callbacks": [given]}}))
 
 

@@ -137,7 +137,3 @@ def _panel(reports: Any, panel: Panel) -> Any:
         x, y = (reports.SummaryMetric(key) for key in keys)
         return reports.ScatterPlot(title=title, x=x, y=y)
     return reports.LinePlot(title=title, x=_STEP, y=list(keys), metric_regex=pattern, log_y=log_y or None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

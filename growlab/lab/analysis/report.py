@@ -205,7 +205,3 @@ def _number(value: Any) -> Any:
     if not np.isfinite(number):
         return None
     return int(number) if number.is_integer() else float(f"{number:.6g}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -285,7 +285,3 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         sweeps.conclude()
         return _fail(error, overrides, with_traceback)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

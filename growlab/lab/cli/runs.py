@@ -41,9 +41,8 @@ def resumed(argv: Sequence[str]) -> list[str]:
         epilog="Example: growlab resume runs/digits/2026-01-31_12-00-00_000000 trainer=gpu",
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run or of a sweep")
-    parser.add_argument(
-        "overrides", metavar="NAME=VALUE", nargs="*", help="settings that do not change the numbers"
-    )
+    free = "settings that do not change the numbers"
+    parser.add_argument("overrides", metavar="NAME=VALUE", nargs="*", help=free)
     arguments = parser.parse_args(argv)
     sweep = arguments.folder / "multirun.yaml"
     if sweep.is_file():
@@ -107,14 +106,11 @@ def evaluate(argv: Sequence[str]) -> None:
         "classes, such as corrupted images; classifiers get their calibration error too.",
         epilog="Example: growlab eval runs/digits/2026-01-31_12-00-00_000000 data=folder data.root=corrupted",
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run")
-    parser.add_argument(
-        "overrides", metavar="NAME=VALUE", nargs="*", help="such as data=folder data.root=FOLDER"
-    )
-    parser.add_argument(
-        "--weights", metavar="FILE", default="model.pt", help="in RUN (model.pt), such as model_ema.pt"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the numbers to a JSON file")
+    add = parser.add_argument
+    add("folder", metavar="RUN", type=Path, help="folder of a run")
+    add("overrides", metavar="NAME=VALUE", nargs="*", help="such as data=folder data.root=FOLDER")
+    add("--weights", metavar="FILE", default="model.pt", help="in RUN (model.pt), such as model_ema.pt")
+    add("-o", "--output", metavar="FILE", help="write the numbers to a JSON file")
     arguments = parser.parse_args(argv)
     file = arguments.folder / arguments.weights
     if not file.is_file():

@@ -13,7 +13,6 @@ from typing import Any
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import (
@@ -316,18 +315,9 @@ def _advice(data: RunData) -> str:
 
 def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
     """Return a function that makes the configured optimizer of parameters, with its rates by region."""
-    try:
-        make = instantiate(cfg.optimizer)
-    except (TypeError, InstantiationException):
-        if not isinstance(cfg.optimizer, DictConfig) or cfg.optimizer.get("_partial_") is True:
-            raise
-        make = None
+    make, adaptation = instantiate(cfg.optimizer), instantiate(cfg.lr_adapt)
     if not callable(make):
-        raise UserError(
-            "optimizer makes no function of parameters: choose one with optimizer=NAME, or give it a _target_ and "
-            "_partial_=true."
-        )
-    adaptation = instantiate(cfg.lr_adapt)
+        raise UserError("optimizer makes no function of parameters: give it a _target_ and _partial_=true.")
 
     def make_optimizer(parameters: Any) -> Optimizer:
         try:
@@ -599,14 +589,10 @@ def _user_callback(name: str, settings: Any) -> lightning.Callback:
             f"{kind} would decide by {monitor}, and nothing may be selected on the test set: monitor val_loss with "
             "data.validation=split, or train_loss."
         )
-    if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+    if isinstance(callback, StochasticWeightAveraging | WeightAveraging | GradientAccumulationScheduler):
         raise UserError(
-            f"{kind} keeps an average of the weights that does not grow with the network; use ema.decay=0.999 instead."
-        )
-    if isinstance(callback, GradientAccumulationScheduler):
-        raise UserError(
-            "GradientAccumulationScheduler changes the steps of an epoch, which the schedule of rates counts before: "
-            "set trainer.accumulate_grad_batches, or a batch size for each stage (schedule.batch_sizes)."
+            f"{kind} does not follow a growing network: ema.decay=0.999 averages its weights, "
+            "trainer.accumulate_grad_batches or schedule.batch_sizes set what makes a step."
         )
     return callback
 

@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Key of growlab's part of a checkpoint.
 HEADER = "growlab"
-# Entries besides the header that resuming needs; some tools leave them out.
-_WHOLE = {
-    **dict.fromkeys(("state_dict", "loops", "callbacks"), Mapping),
-    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
-    "pytorch-lightning_version": str,
-}
 # Wishes of a rank between two steps, the stronger one the larger number.
 _SAVE, _STOP = 1, 2
 _FORBIDDEN = {"SIGKILL", "SIGSTOP", "SIGINT"}
@@ -147,13 +141,6 @@ def read_header(path: Path) -> dict[str, Any]:
         raise UserError(
             f"ckpt_path={path} is not a checkpoint of a growlab run; give a run's {CHECKPOINT_FOLDER}/{LAST} or "
             "ckpt_path=last."
-        )
-    found = {name: checkpoint.get(name) for name in _WHOLE}
-    lacking = [name for name, kind in _WHOLE.items() if not found[name] or not isinstance(found[name], kind)]
-    if lacking:
-        raise UserError(
-            f"ckpt_path={path} is a checkpoint without {' and '.join(lacking)}, which a run needs to "
-            "resume: give one as a run has written it."
         )
     return header
 

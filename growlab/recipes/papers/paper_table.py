@@ -194,7 +194,3 @@ def _print(argv: Sequence[str]) -> None:
     parser.add_argument("--unmeasured", action="store_true", help=shown)
     arguments = parser.parse_args(argv)
     put(paper_table(rows_of(arguments), arguments.unmeasured), arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
