@@ -175,7 +175,7 @@ def test_figures_are_images_and_files(sweep: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_id_and_tables(cli: CommandLine, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_id_its_steps_and_tables(cli: CommandLine, tmp_path: Path) -> None:
     command = (*SHORT, "logger=wandb", "hydra.run.dir=run")
     assert cli(*command, cwd=tmp_path, fault=("at_step", 4, int(signal.SIGKILL))).code < 0
     assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
@@ -185,6 +185,12 @@ def test_a_resumed_run_keeps_its_id_and_tables(cli: CommandLine, tmp_path: Path)
     assert len(resumed.table("growth_events")["data"]) == 1
     assert sorted({row[0] for row in resumed.table("spectra")["data"]}) == [0, 1]
     assert resumed.group == ""
+    # One history: the second file's steps continue those at the checkpoint.
+    first = resumed.column("_step")[0]
+    kept = [row for row in broken.history if json.loads(row["_step"]) < first]
+    done = [json.loads(row["trainer/global_step"]) for row in kept if "trainer/global_step" in row]
+    assert resumed.column("_step") == sorted(set(resumed.column("_step"))) and 0 < len(kept) == first
+    assert max(done) <= min(resumed.column("trainer/global_step"))
 
 
 class OnlineRun:

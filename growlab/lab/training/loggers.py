@@ -9,6 +9,7 @@ import PIL.Image
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from growlab.lab.analysis.identity import FREE
@@ -37,14 +38,16 @@ class WandbRecords(Callback):
         self._all = loggers
         self._loggers = [logger for logger in loggers if isinstance(logger, WandbLogger)]
         self._spectra: list[list[Any]] = []
+        self._steps: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the table so far, so that a resumed run continues it."""
-        return {"spectra": self._spectra}
+        """Return the table and the steps of W&B's history so far, so that a resumed run continues them."""
+        steps = [logger.experiment.step for logger in self._loggers if rank_zero_only.rank == 0]
+        return {"spectra": self._spectra, "steps": steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the table of the checkpoint."""
-        self._spectra = list(state_dict["spectra"])
+        """Continue the table and the history of the checkpoint."""
+        self._spectra, self._steps = list(state_dict["spectra"]), state_dict["steps"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Define the value of each curve that summarises the run."""
@@ -57,7 +60,10 @@ class WandbRecords(Callback):
                     )
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Let TensorBoard drop the points behind the checkpoint that the run resumes from: they are logged again."""
+        """Continue offline histories of W&B; TensorBoard drops the points after the checkpoint, which come again."""
+        for logger, step in zip(self._loggers, self._steps, strict=False):
+            if trainer.is_global_zero and logger.experiment.offline:
+                logger.experiment.log({"trainer/global_step": trainer.global_step}, step=step)
         for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
             if trainer.is_global_zero and trainer.global_step:
                 # The writer opens its next file with the step from which on it replaces earlier ones.
