@@ -199,11 +199,9 @@ def conclude() -> None:
     if folder is None or not is_first() or not any(folder.rglob("results.json")):
         return
     # Imported here: Hydra makes callbacks before it knows whether anything will run.
+    from growlab.lab.analysis.__main__ import warn
     from growlab.lab.analysis.results import load_runs
     from growlab.lab.analysis.tables import summarise, write_table
-
-    def warn(sentence: str) -> None:
-        print(f"warning: {sentence}", file=sys.stderr)
 
     sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
     print(f"everything about these runs: {folder}")

@@ -32,6 +32,7 @@ from growlab.grower.cost import forward_flops
 from growlab.grower.triggers import Never
 from growlab.growth import PairGrowth, WidthDecision
 from growlab.growth.outputs import network_inputs
+from growlab.lab.analysis.identity import leaves
 from growlab.lab.planner.cases import read
 from growlab.lab.planner.probes import Probe, Problem, best_rate
 from growlab.lab.training import build
@@ -318,14 +319,14 @@ def write_experiments(
     small_epochs = before * arms["full"].flops / begin.flops
     runs: dict[str, dict[str, Any]] = {
         "full": fixed,
-        "smaller": {**fixed, **multiples, **_flat(small.settings)},
+        "smaller": {**fixed, **multiples, **dict(leaves(small.settings))},
         "grown": {
             **({"/growth": "pairs", "/lr_adapt": "none"} if _choices()["growth"] == "none" else {}),
             "schedule.num_stages": 2,
             "schedule.initial_width": begin.start.width,
             # Part of the epochs that is trained small.
             "schedule.initial_fraction": _rounded(small_epochs / (small_epochs + 1.0 - settings.switch)),
-            **_flat(begin.start.settings),
+            **dict(leaves(begin.start.settings)),
         },
     }
     command = f"python -m growlab --config-dir {shlex.quote(_short(folder))} experiment="
@@ -378,14 +379,6 @@ def _choices() -> dict[str, Any]:
     choices = HydraConfig.get().runtime.choices.items()
     kept = {key: choice for key, choice in choices if choice is not None and key not in _NOT_CHOSEN}
     return {key: choice for key, choice in kept.items() if "/" not in key and "@" not in key}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        nested = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
 
 
 def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
