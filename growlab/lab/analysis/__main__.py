@@ -132,7 +132,6 @@ def _time(argv: Sequence[str]) -> None:
 
 
 def _figure(argv: Sequence[str]) -> None:
-    # Imported here: the table must not wait for matplotlib.
     from growlab.lab.analysis import figures, style
 
     parser = CommandParser(

@@ -54,9 +54,6 @@ def _seeds(rows: Sequence[Row]) -> str:
     return "-".join(map(str, dict.fromkeys((min(row.n for row in rows), max(row.n for row in rows)))))
 
 
-# Side by side ----------------------------------------------------------------------------------------------
-
-
 @style.styled()
 def compare(runs: Sequence[Run]) -> Figure:
     """Compare runs: training loss, accuracy over epochs, and cost against test accuracy.
@@ -212,9 +209,6 @@ def _widen(axes: Axes, rows: Sequence[Row]) -> None:
         axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
-# Frontiers -------------------------------------------------------------------------------------------------
-
-
 def frontier(runs: Sequence[Run]) -> Figure:
     """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
 
@@ -311,9 +305,6 @@ def _machine(run: Run) -> str:
     first = str(known.pop("device", known.pop("name", "unknown")))
     several = [f"{number} {word}" for word, number in counts.items() if number != 1]
     return ", ".join([first, *(f"{value} {key}" for key, value in known.items()), *several])
-
-
-# Learning rates --------------------------------------------------------------------------------------------
 
 
 @style.styled()

@@ -197,8 +197,6 @@ def _label(run: Run) -> str:
     return f"{name}, {batch}: {run.results['seconds']:.0f} s in all"
 
 
-# By name ---------------------------------------------------------------------------------------------------
-
 _ONE_RUN: dict[str, Callable[..., Figure]] = {
     "learning_curves": learning_curves,
     "widths": widths_over_time,

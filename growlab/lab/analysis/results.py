@@ -252,7 +252,6 @@ class Run:
         return (self.config.get("data") or {}).get("class_schedule") or {}
 
     def _table(self, name: str, *columns: str) -> "pandas.DataFrame":
-        # Imported here: reading a table of results must not wait for pandas.
         import pandas
 
         path = self.path / name

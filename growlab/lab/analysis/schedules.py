@@ -188,9 +188,6 @@ def _value(key: str, text: str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# Time to a score -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Amount:
     """Amount that it takes to reach a score.

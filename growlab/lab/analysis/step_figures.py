@@ -53,9 +53,6 @@ def _shades(number: int) -> np.ndarray:
     return matplotlib.colormaps[style.STAGE_MAP](np.linspace(0.0, 0.9, number))
 
 
-# Regions ---------------------------------------------------------------------------------------------------
-
-
 def has_rate_factors(run: Run) -> bool:
     """True if the run recorded rate factors: norms are recorded without rate adaptation too."""
     adapted = run.results.get("lr_adapt") != "none"
@@ -198,9 +195,6 @@ def _region_bar(figure: Figure, panels: Sequence[Axes], colours: np.ndarray) -> 
     bar.set_label("region: stage of birth")
     bar.ax.tick_params(which="both", length=0)
     bar.outline.set_visible(False)
-
-
-# Layers ----------------------------------------------------------------------------------------------------
 
 
 @style.styled()

@@ -277,9 +277,6 @@ def _order(row: Row) -> tuple[Any, ...]:
     return (*row.group.task, *rank, worse, row.group)
 
 
-# As text ---------------------------------------------------------------------------------------------------
-
-
 def table(rows: Sequence[Row]) -> Grid:
     """The rows as a table, and below it the meaning of its 100 %.
 

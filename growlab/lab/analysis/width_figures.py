@@ -35,9 +35,6 @@ def relative_widths(run: Run) -> list[float]:
     return [sum(widths) / full for widths in zip(*(group["widths"] for group in groups), strict=False)]
 
 
-# One run ---------------------------------------------------------------------------------------------------
-
-
 @style.styled()
 def widths_over_time(run: Run) -> Figure:
     """Width of every group over epochs; groups that grow equally share a line."""
@@ -208,9 +205,6 @@ def _stage_epochs(run: Run) -> list[float]:
     if len(edges) != num_stages + 1:
         return [0.0] * num_stages
     return [right - left for left, right in itertools.pairwise(edges)]
-
-
-# Several runs ----------------------------------------------------------------------------------------------
 
 
 @style.styled()

@@ -73,7 +73,6 @@ def _job(cfg: DictConfig) -> Any:
             cfg.trainer.devices = gpus
             more.append(f"trainer.devices={gpus}")
         trainer = cfg.get("trainer") or {}
-        # Imported here: help, completion and error sentences need not wait for torch.
         if number := processes.to_start(trainer):
             from growlab.lab.training import launcher
 

@@ -132,7 +132,6 @@ def _tested(cfg: DictConfig, weights: Path) -> dict[str, float]:
 
     The calibration error is over 15 bins of confidence (Guo et al. 2017), by torchmetrics.
     """
-    # Imported here: help need not wait for torch.
     import torch
     from torchmetrics.classification import MulticlassCalibrationError
 

@@ -78,7 +78,6 @@ def _entry(cfg: DictConfig, name: str, value: Any, choices: Mapping[str, Any]) -
     parent, _, key = name.rpartition(".")
     node = OmegaConf.select(cfg, f"parts.{name.partition('.')[0]}") or OmegaConf.select(cfg, parent)
     target = str(node.get("_target_") or "") if parent and isinstance(node, DictConfig) else ""
-    # Imported here: constructors need torch.
     from growlab.lab.training.checks import hints_of, in_words
 
     hint = hints_of(parent, target).get(key)

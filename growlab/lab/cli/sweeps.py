@@ -93,7 +93,6 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
     checkpoints = any((run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")) and (run_dir / "config.yaml").exists()
     if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not checkpoints:
         return False
-    # Imported here: the first jobs of a sweep need not wait for torch.
     from growlab.lab.training.checkpoints import usable_checkpoint
 
     if other := _other_settings(cfg, run_dir):
@@ -111,7 +110,6 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
 
 
 def _other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
-    # Imported here: help need not wait for pandas.
     from growlab.lab.training.identity import other_settings
 
     config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
@@ -131,7 +129,6 @@ def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
     wanted = str(trainer.get("devices", "auto"))
     if trainer.get("accelerator", "auto") not in ("auto", "gpu", "cuda") or not wanted.isdigit():
         return None
-    # Imported here: a sweep on CPUs need not wait for torch.
     import torch
 
     wanted_gpus, there = int(wanted), torch.cuda.device_count()
@@ -174,7 +171,6 @@ class SweepTable(Callback):
 
 def _continue_search(sweeper: DictConfig) -> None:
     """Run the interrupted trials of an earlier search in the folder first, then as many as are left of `n_trials`."""
-    # Imported here: it comes with the plugin.
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -198,7 +194,6 @@ def conclude() -> None:
     folder, SweepTable.unfinished = SweepTable.unfinished, None
     if folder is None or not is_first() or not any(folder.rglob("results.json")):
         return
-    # Imported here: Hydra makes callbacks before it knows whether anything will run.
     from growlab.lab.analysis.__main__ import warn
     from growlab.lab.analysis.results import load_runs
     from growlab.lab.analysis.tables import summarise, write_table

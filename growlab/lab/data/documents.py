@@ -206,9 +206,6 @@ def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"cannot read {error.filename}: {error.strerror}.") from error
 
 
-# Tokenizers -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TextTokenizer:
     """Text to token ids by the library `tokenizers`; `end_text` is the token after each document."""

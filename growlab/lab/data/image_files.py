@@ -120,15 +120,11 @@ def _with_test(parts: dict[str, T]) -> dict[str, T]:
     return {"test" if name == "val" and "test" not in parts else name: part for name, part in parts.items()}
 
 
-# Libraries ------------------------------------------------------------------------------------------------------
-
-
 def load_digits() -> dict[str, Images]:
     """Return the 1,797 handwritten digits of 8x8 pixels: 1,438 training and 359 test images, a fixed stratified split.
 
     Pixels are scaled from scikit-learn's 0..16 to 0..255.
     """
-    # A slow import, that other data need not wait for.
     import sklearn.datasets
 
     bunch = sklearn.datasets.load_digits()
@@ -141,7 +137,6 @@ def load_digits() -> dict[str, Images]:
 
 def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]:
     """Return the training and the test set from torchvision's files, downloaded first if they are missing."""
-    # A slow import, that other data need not wait for.
     import torchvision.datasets
 
     dataset = getattr(torchvision.datasets, DATASETS[name][0])
@@ -183,9 +178,6 @@ def _downloaded(fetch: Callable[[], list[Any]], name: str, root: Path) -> list[A
         socket.setdefaulttimeout(timeout)
     log.info("downloaded %s to %s", name, root)
     return sets
-
-
-# Class folders --------------------------------------------------------------------------------------------------
 
 
 def _part_folders(root: Path) -> dict[str, Path]:
@@ -287,9 +279,6 @@ def _image_names(folder: Path) -> Iterator[str]:
 
 def _entries(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-
-
-# Parquet --------------------------------------------------------------------------------------------------------
 
 
 def _find_parquet(root: Path) -> dict[str, list[Path]]:

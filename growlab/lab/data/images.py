@@ -46,7 +46,6 @@ class Fit:
         """Return the fitted image."""
         if self.size is None:
             return image
-        # A slow import, that images of one size need not wait for.
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional as tvf
 
@@ -75,7 +74,6 @@ class RandomCrop:
 
     def views(self, indices_B: np.ndarray, seed: int, epoch: int, size: tuple[int, int]) -> list[View]:
         """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""
-        # A slow import, that runs without random crops need not wait for.
         from torchvision.transforms import InterpolationMode, v2
 
         crop = v2.RandomResizedCrop(size, self.scale, self.ratio, InterpolationMode(self.interpolation))

@@ -212,9 +212,6 @@ class StreamLoader(ResumableLoader):
             yield self.finish(batch, self._given)
 
 
-# Worker processes -----------------------------------------------------------------------------------------------
-
-
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -60,8 +60,6 @@ class RunData(LightningDataModule, ABC):
         # Of each part of the data, as far as worker processes read it.
         self._workers: dict[str, WorkerPool] = {}
 
-    # Batches -------------------------------------------------------------------------------------------
-
     @abstractmethod
     def training_loader(self, epoch: int, draw: int) -> Iterable[Batch]:
         """Return the training batches of an epoch.
@@ -118,8 +116,6 @@ class RunData(LightningDataModule, ABC):
         """The set that `val_dataloader` reads: "val" or "test"."""
         return "val"
 
-    # Data that arrives with the stages -------------------------------------------------------------------
-
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
         """Return the number of training samples in this epoch, with batches of this size if it is given."""
         return self.num_train
@@ -129,8 +125,6 @@ class RunData(LightningDataModule, ABC):
 
         Until it is called all of the data is there.
         """
-
-    # Facts for networks, objectives and reports ----------------------------------------------------------
 
     @property
     @abstractmethod
@@ -167,8 +161,6 @@ class RunData(LightningDataModule, ABC):
         for workers in self._workers.values():
             workers.close()
         self._workers.clear()
-
-    # The trainer -----------------------------------------------------------------------------------------
 
     @property
     def _now(self) -> int:

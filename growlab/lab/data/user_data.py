@@ -219,9 +219,6 @@ def _seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-# Sources --------------------------------------------------------------------------------------------------------
-
-
 def open_source(source: Any, columns: Columns, seed: int) -> dict[str, SamplePart]:
     """Open the parts of a user's data: "train", and "val" and "test" where the source has them; see `CustomData`."""
     source = _opened(source)
@@ -300,9 +297,6 @@ def _opened(source: Any) -> Any:
             "by data=folder data.root=FOLDER, anything else by data.source._target_=MODULE.FUNCTION."
         )
     return found
-
-
-# The data module ------------------------------------------------------------------------------------------------
 
 
 class CustomData(RunData):
@@ -385,8 +379,6 @@ class CustomData(RunData):
         if self._module is not None:
             self._module.load_state_dict(state_dict)
 
-    # Batches -------------------------------------------------------------------------------------------
-
     def training_loader(self, epoch: int, draw: int) -> StreamLoader:
         """Return batches of the training samples in the sizes of an epoch, ordered and drawn as those of another."""
         return self._loader("train", self._plan(epoch, draw))
@@ -412,8 +404,6 @@ class CustomData(RunData):
         """
         *inputs, _ = self._first(n)
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
-
-    # Arguments of networks ------------------------------------------------------------------------
 
     @property
     def network_arguments(self) -> dict[str, Any]:
@@ -454,8 +444,6 @@ class CustomData(RunData):
         print(f"reading {len(part)} samples to count their classes; {hint} saves that", file=sys.stderr)
         # 255 marks pixels of no class.
         return 1 + max(int(t[t != 255].max()) if bool((t != 255).any()) else 0 for t in self._targets(part))
-
-    # Parts -----------------------------------------------------------------------------------------------
 
     def _complete(self, parts: dict[str, SamplePart]) -> dict[str, SamplePart]:
         """The parts; those that are missing are held out of the training part."""
@@ -504,8 +492,6 @@ class CustomData(RunData):
     def _first(self, n: int) -> tuple[Tensor, ...]:
         places = first_balanced(self._labels(self._parts["train"]), n)
         return self._read("train", np.resize(places, n), None, 0)
-
-    # Reading ---------------------------------------------------------------------------------------------
 
     def _read(self, name: str, places: np.ndarray, epoch: int | None, number: int) -> tuple[Tensor, ...]:
         return self._finish(name, epoch, self._parts[name].read_batch(places, epoch), number)

@@ -22,7 +22,6 @@ _MORE = ("plan=default", "hydra/help=plan", "hydra.run.dir=runs/${name}_plan/${n
 
 
 def _job(cfg: DictConfig) -> None:
-    # Imported here: help and error sentences need not wait for torch.
     announce("importing PyTorch and Lightning")
     from growlab.lab.planner.run import run
 

@@ -254,9 +254,6 @@ def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
     return grower
 
 
-# Rates -----------------------------------------------------------------------------------------------------
-
-
 def _probe(
     cfg: DictConfig, data: Any, settings: Settings, arms: Mapping[str, Arm], chosen: str, samples: float
 ) -> tuple[Probe, float]:
@@ -293,9 +290,6 @@ def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float) -> Optimize
     scaled = cfg.copy()
     scaled.optimizer.lr = multiple * cfg.optimizer.lr
     return build.optimizer_maker(scaled)(network.parameters())
-
-
-# Experiments -----------------------------------------------------------------------------------------------
 
 
 def write_experiments(

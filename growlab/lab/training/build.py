@@ -117,9 +117,6 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
     return experiment
 
 
-# Settings ---------------------------------------------------------------------------------------------------
-
-
 def _check(cfg: DictConfig) -> None:
     """Refuse settings that would fail only later."""
     if cfg.plan is not None:
@@ -226,9 +223,6 @@ def _run_study(cfg: DictConfig, folder: Path) -> None:
     write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
     write_json(folder / "provenance.json", {"command": command, **provenance(torch.device("cpu"))})
     instantiate(function, run_dir=folder, seed=cfg.seed, _convert_="all")
-
-
-# Data, network, objective, optimizer ------------------------------------------------------------------------
 
 
 def make_data(settings: DictConfig, seed: int) -> RunData:
@@ -346,9 +340,6 @@ def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
             "epoch, and this run decides that while it trains: leave it out, or take schedule=exponential."
         )
     return rate
-
-
-# Plan ---------------------------------------------------------------------------------------------------
 
 
 def _plan(
@@ -518,9 +509,6 @@ def _fitting_sizes(
         sizes = " ".join(str(one["batch_size"]) for one in found)
         print(f"batch sizes that fit, stage by stage: {sizes}", file=sys.stderr)
     return found
-
-
-# Trainer and loggers ------------------------------------------------------------------------------------
 
 
 def for_lightning(trainer: DictConfig) -> DictConfig:

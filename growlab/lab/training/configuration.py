@@ -80,9 +80,6 @@ def search_options() -> list[str]:
     return [*options, *(one for one in job.overrides.hydra if name_of(one) == _SEARCHPATH)]
 
 
-# Names ------------------------------------------------------------------------------------------------------
-
-
 def experiment_name(
     choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()
 ) -> str:
@@ -155,9 +152,6 @@ OmegaConf.register_new_resolver("growlab.name", _name_of_this_run, replace=True)
 # The folder of a job in its sweep's.
 OmegaConf.register_new_resolver("growlab.job", _job_folder, replace=True)
 OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=True, replace=True)
-
-
-# Resuming ---------------------------------------------------------------------------------------------------
 
 
 def resume_override(

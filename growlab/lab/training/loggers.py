@@ -161,7 +161,6 @@ def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
 
 
 def _upload(logger: WandbLogger, run_dir: Path) -> None:
-    # Imported here: there is a W&B logger, so its package is there.
     import wandb
 
     artifact = wandb.Artifact(f"run-{logger.experiment.id}", type="model")

@@ -211,9 +211,6 @@ def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer:
     )
 
 
-# Runs that a callback ends early ----------------------------------------------------------------------------
-
-
 class StayStopped(Callback):
     """Keeps a run that a callback has ended early from training on when it is resumed."""
 
@@ -271,9 +268,6 @@ def _carried_out(experiment: Experiment, task: Task, recorder: RunRecorder) -> P
         counts = accumulate(("asked_by" not in event.notes for event in grower.events), initial=0)
         plan = carried_out(plan, grower.trigger, stages, task.stage_widths, experiment.cost, list(counts))
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
-
-
-# Results ----------------------------------------------------------------------------------------------------
 
 
 def _save(

@@ -101,8 +101,6 @@ class Task(LightningModule):
         """Mean loss of what the network puts out, such as [B, num_classes], against the target."""
         return self.objective(output, self.grower.targets(y))[0]
 
-    # Optimizer -----------------------------------------------------------------------------------------
-
     def configure_optimizers(self) -> dict[str, Any]:
         """One optimizer over all parameters, its rate stepped after every batch."""
         optimizer = self._make_optimizer(self.network.parameters())
@@ -111,8 +109,6 @@ class Task(LightningModule):
         factor = self.learning_rate.factor_at_step(self.schedule, self.steps_in_epoch, self.flops_in_epoch)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    # Steps ---------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Restore the sums of a checkpoint from the middle of an epoch."""
@@ -251,8 +247,6 @@ class Task(LightningModule):
         alone_on_cpu = loss.device.type == "cpu" and self.trainer.world_size == 1
         if alone_on_cpu or batch_index % _CHECK_LOSS_EVERY == 0:
             self.check_loss()
-
-    # Checkpoints ---------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the growth history, which the weights cannot be loaded without."""

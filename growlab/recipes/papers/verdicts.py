@@ -23,9 +23,6 @@ HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", 
 _FEW_NEURONS = 16
 
 
-# Quantities ------------------------------------------------------------------------------------------------
-
-
 def score(run: Run) -> float:
     """Test metric in its unit; accuracy in percent."""
     metric = metric_of([run.results])
@@ -107,9 +104,6 @@ QUANTITIES: dict[str, tuple[Callable[[Run], float], str]] = {
     "new_rate_factor": (new_rate_factor, ""),
 }
 """Quantities of a run that a statement may compare, each with its unit."""
-
-
-# Outcomes --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

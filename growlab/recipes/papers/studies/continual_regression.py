@@ -309,9 +309,6 @@ def _number(value: Tensor) -> float | None:
     return float(value) if isfinite(float(value)) else None
 
 
-# Figure ----------------------------------------------------------------------------------------------------
-
-
 @style.styled()
 def draw(run_dir: Path) -> Path:
     """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).

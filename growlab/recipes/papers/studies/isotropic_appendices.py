@@ -86,9 +86,6 @@ def isotropic_appendices(
     print(json.dumps(summary, indent=2))
 
 
-# Appendix C ------------------------------------------------------------------------------------------------
-
-
 def collapsed(
     seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
 ) -> Iterator[dict[str, Any]]:
@@ -148,9 +145,6 @@ def _rings(source: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.stack([radius * angle.cos(), radius * angle.sin()], 1), outer
 
 
-# Appendix D ------------------------------------------------------------------------------------------------
-
-
 def diverging(
     network: nn.Module, graph: WidthGraph, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]], lr: float
 ) -> Iterator[dict[str, Any]]:
@@ -204,9 +198,6 @@ def _factored(network: nn.Module) -> nn.Module:
     return copied
 
 
-# Directions and lengths ------------------------------------------------------------------------------------
-
-
 def directions(
     network: nn.Module, graph: WidthGraph, seen: Tensor, test: tuple[Tensor, Tensor], removed: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
@@ -255,9 +246,6 @@ def _trained(
         measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
     example = next(iter(measuring.epoch_of(data, 0)))[0][:2].double()
     return network, trace(network, example, follow_norms=True)
-
-
-# Results ---------------------------------------------------------------------------------------------------
 
 
 def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
