@@ -346,24 +346,6 @@ def test_other_files_are_refused(
         read_header(path)
 
 
-def test_a_checkpoint_without_a_part_that_resuming_needs_is_refused(
-    whole: Callable[..., Whole], tmp_path: Path
-) -> None:
-    checkpoint = whole(*MLP).checkpoints[4]
-    assert read_header(checkpoint)
-    needed = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks")
-    for without in (*needed, "pytorch-lightning_version"):
-        for emptied in (False, True):
-            content = torch.load(checkpoint, weights_only=True)
-            value = content.pop(without)
-            if emptied:
-                content[without] = type(value)()
-            torch.save(content, tmp_path / "given.ckpt")
-            message = f"is a checkpoint without {without}, which a run needs to resume"
-            with pytest.raises(UserError, match=message):
-                read_header(tmp_path / "given.ckpt")
-
-
 @pytest.fixture
 def two_checkpoints(whole: Callable[..., Whole], tmp_path: Path) -> Path:
     """The checkpoints of a run that was killed after its ninth step."""
