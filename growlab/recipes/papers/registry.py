@@ -242,8 +242,8 @@ def experiment(name: str) -> Experiment:
     base = Experiment(None, "digits", {}, False, seed)
     defaults = content.get("defaults", ())
     for entry in defaults:
-        if isinstance(entry, str) and (folder / f"{entry}.yaml").is_file():
-            base = experiment(entry)
+        if isinstance(entry, str) and (folder / f"{entry.removeprefix('/experiment/')}.yaml").is_file():
+            base = experiment(entry.removeprefix("/experiment/"))
     data = [
         entry["override /data"] for entry in defaults if isinstance(entry, dict) and "override /data" in entry
     ]
