@@ -39,10 +39,7 @@ COMMANDS = {
         "growlab.widen.__main__", (), "widen a saved network past its size, function-preserving", "PyTorch"
     ),
     "upcycle": Command(
-        "growlab.widen.upcycle",
-        (),
-        "a mixture of experts from a saved dense model",
-        "PyTorch",
+        "growlab.widen.upcycle", (), "a mixture of experts from a saved dense model", "PyTorch"
     ),
     "prune": Command("growlab.widen.prune", (), "remove heads and channels of a saved model", "PyTorch"),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),

@@ -7,13 +7,4 @@ from growlab.lab.data.text import TextData
 from growlab.lab.data.tokens import TokenData
 from growlab.lab.data.user_data import Columns, CustomData, Split
 
-__all__ = [
-    "Columns",
-    "CustomData",
-    "ImageData",
-    "Incremental",
-    "RunData",
-    "Split",
-    "TextData",
-    "TokenData",
-]
+__all__ = ["Columns", "CustomData", "ImageData", "Incremental", "RunData", "Split", "TextData", "TokenData"]

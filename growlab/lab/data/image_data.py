@@ -15,14 +15,7 @@ from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, stratified_split
 from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.image_files import open_images
-from growlab.lab.data.images import (
-    Fit,
-    ImageArray,
-    Images,
-    Interpolation,
-    RandomCrop,
-    image_statistics,
-)
+from growlab.lab.data.images import Fit, ImageArray, Images, Interpolation, RandomCrop, image_statistics
 from growlab.lab.data.loaders import (
     EpochPlan,
     ImageBatches,

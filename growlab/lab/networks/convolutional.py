@@ -82,11 +82,7 @@ class ConvNet(nn.Module):
     """
 
     def __init__(
-        self,
-        image_shape: Sequence[int],
-        num_classes: int,
-        channels: Sequence[int],
-        pools: Sequence[int],
+        self, image_shape: Sequence[int], num_classes: int, channels: Sequence[int], pools: Sequence[int]
     ) -> None:
         super().__init__()
         if len(channels) != len(pools):

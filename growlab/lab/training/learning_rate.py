@@ -133,10 +133,7 @@ class LearningRate:
         return replace(self, progress_unit="steps") if self.progress_unit == "epochs" else self
 
     def factor_at_step(
-        self,
-        schedule: Schedule,
-        steps_in_epoch: Sequence[int],
-        flops_in_epoch: Sequence[float] | None = None,
+        self, schedule: Schedule, steps_in_epoch: Sequence[int], flops_in_epoch: Sequence[float] | None = None
     ) -> Callable[[int], float]:
         """Return the factor on the base rate as a function of the number of optimizer steps done.
 

@@ -328,12 +328,7 @@ class MultiLabel(Objective):
         """Mean loss, accuracy, F1 and exact matches; F1 is 1 where nothing is to be found and nothing was."""
         loss, right, both, either, exact, labels, samples = sums
         f1 = 2 * both / either if either else 1.0
-        return {
-            "loss": loss / samples,
-            "accuracy": right / labels,
-            "f1": f1,
-            "exact_match": exact / samples,
-        }
+        return {"loss": loss / samples, "accuracy": right / labels, "f1": f1, "exact_match": exact / samples}
 
 
 _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss}

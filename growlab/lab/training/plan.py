@@ -116,11 +116,7 @@ class StageCost:
     """Forward FLOPs per sample of a network at any stage of its growth."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        graph: WidthGraph,
-        parts: Sequence[Part],
-        example: Example,
+        self, network: nn.Module, graph: WidthGraph, parts: Sequence[Part], example: Example
     ) -> None:
         self._network, self._graph, self._parts = copy.deepcopy(network), graph, tuple(parts)
         inputs = network_inputs(example, network)
