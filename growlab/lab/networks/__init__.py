@@ -12,9 +12,8 @@ from growlab.lab.networks.convolutional import (
     vgg19,
 )
 from growlab.lab.networks.mlp import MLP, mlp5, mlp8
-from growlab.lab.networks.resnet import CifarResNet, resnet14, resnet18, resnet20
+from growlab.lab.networks.resnet import CifarResNet, WideResNet, resnet14, resnet18, resnet20, wrn28_1
 from growlab.lab.networks.transformer import CausalTransformer, EncoderDecoder
-from growlab.lab.networks.wide_resnet import WideResNet, wrn28_1
 
 __all__ = [
     "MLP",
