@@ -24,8 +24,8 @@ def pairs(*places: int) -> list[tuple[str, str]]:
     ]
 
 
-# All pairs in float64 are slow: the fast ones have each method and each network, two or four times.
-SAMPLE, FURTHER, OTHERS = pairs(0, 3), pairs(1), pairs(1, 2, 4, 5)
+# All pairs in float64 are slow: the fast ones have each method and each network, one or two times.
+SAMPLE, FURTHER, OTHERS = pairs(0), pairs(3), pairs(1, 2, 3, 4, 5)
 # From width 1 over odd numbers to full width.
 PARTS = (0.2, 0.65, 1.0)
 
@@ -131,7 +131,7 @@ def test_old_entries_land_where_the_axes_say(method: str, network: str) -> None:
             torch.testing.assert_close(ratios, ratios.flatten()[0].expand_as(ratios))
 
 
-@pytest.mark.parametrize(("method", "network"), pairs(0))
+@pytest.mark.parametrize(("method", "network"), pairs(0)[::2])
 def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
     run = Run(network, method, noise=0.1)
     before = dict(run.network.named_parameters(remove_duplicate=False))
@@ -166,26 +166,6 @@ def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> No
     assert any(not torch.equal(grown[0][name], tensor) for name, tensor in other.network.state_dict().items())
 
 
-@pytest.mark.parametrize(("method", "network"), [pair for pair in pairs(0) if pair[0] in PRESERVING])
-def test_one_step_and_two_steps_compute_the_same(method: str, network: str) -> None:
-    at_once, in_turn = Run(network, method), Run(network, method)
-    at_once.grow(1.0)
-    for part in PARTS[1:]:
-        in_turn.grow(part)
-    # What the literal rule leaves on the logits is in the events' factors, not in the state.
-    first, second = at_once.outputs(), in_turn.outputs()
-    if method == "ours literal":
-        first, second = first / first.abs().max(), second / second.abs().max()
-    else:
-        first, second = first * at_once.state.output_factor, second * in_turn.state.output_factor
-    assert relative(first, second) <= 1e-10
-    shapes = [
-        {name: tensor.shape for name, tensor in tensors_of(run.network, run.graph).items()}
-        for run in (at_once, in_turn)
-    ]
-    assert shapes[0] == shapes[1]
-
-
 @pytest.mark.parametrize(("method", "network"), pairs(0))
 def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> None:
     run = Run(network, method, noise=0.01)
@@ -207,8 +187,15 @@ def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> Non
     torch.testing.assert_close(outputs(fresh, run.case.inputs(seed=9), False), expected)
 
 
-@pytest.mark.parametrize("network", ["convnet", "mlp", "mlp tanh", "residual", "resnet B"])
-@pytest.mark.parametrize("method", PRESERVING)
+@pytest.mark.parametrize(
+    ("method", "network"),
+    [
+        (method, network)
+        for i, method in enumerate(PRESERVING)
+        for j, network in enumerate(("convnet", "mlp", "mlp tanh", "residual", "resnet B"))
+        if (i + j) % 5 < 2
+    ],
+)
 def test_twins_part_in_training_where_the_method_promises_it(method: str, network: str) -> None:
     run = Run(network, method)
     before = dict(run.state.widths)

@@ -44,12 +44,14 @@ def loss(output: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(output.float(), y)
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("types", [*permutations([torch.bfloat16, torch.float32, torch.float64])])
+METHODS = [VarianceTransfer(), Net2Net(), GradMax(fallback="pairs"), Tiny(fallback="pairs")]
+TYPES = [*permutations([torch.bfloat16, torch.float32, torch.float64])]
+
+
 @pytest.mark.parametrize(
-    "method",
-    [VarianceTransfer(), Net2Net(), GradMax(fallback="pairs"), Tiny(fallback="pairs")],
-    ids=lambda method: method.name,
+    ("method", "types", "norm_first"),
+    # Every method with every order, and every order with normalisation before and behind.
+    [(method, types, (i + j) % 2 == 1) for i, method in enumerate(METHODS) for j, types in enumerate(TYPES)],
 )
 def test_layers_keep_their_types(
     method: GrowthMethod, types: tuple[torch.dtype, ...], norm_first: bool
