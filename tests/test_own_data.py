@@ -93,6 +93,7 @@ def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, s
     assert max(event["parity_error_eval"] for event in left.growth["events"]) < 1e-5
 
 
+@pytest.mark.slow  # test_processes.py has the same of images
 def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path) -> None:
     command = (*CASES["order"], "trainer.precision=64-true")
     assert (one := cli(*command, "hydra.run.dir=one", cwd=mine)).code == 0, one.err

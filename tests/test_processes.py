@@ -63,13 +63,14 @@ PRECISE = (*IMAGES, "trainer.precision=64-true")
             *("schedule.num_stages=4", "schedule.initial_width=0.25", "optimizer.lr=0.02"),
             *("schedule.epoch_growth_rate=0", "trainer.sync_batchnorm=true"),
         ),
-        (
-            *(*STAGES, "model=mlp8", "model.width=12", "trainer.accumulate_grad_batches=2"),
-            *(
+        pytest.param(
+            (
+                *(*STAGES, "model=mlp8", "model.width=12", "trainer.accumulate_grad_batches=2"),
                 "trainer.strategy.find_unused_parameters=true",
                 "trainer.strategy.gradient_as_bucket_view=false",
+                *("optimizer=adamw", "optimizer.lr=0.001", "lr_adapt=none"),
             ),
-            *("optimizer=adamw", "optimizer.lr=0.001", "lr_adapt=none"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             (
@@ -284,7 +285,7 @@ def one_sentence(outcome: Outcome) -> str:
             "after growth to stage 2: momentum_buffer of classifier.weight",
             marks=pytest.mark.slow,
         ),
-        (("other_draws",), "after growth to stage 1: hidden.0.weight, "),
+        pytest.param(("other_draws",), "after growth to stage 1: hidden.0.weight, ", marks=pytest.mark.slow),
         pytest.param(("parity_fails",), "changed the output by 1.00e+00", marks=pytest.mark.slow),
         (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
         pytest.param(

@@ -91,9 +91,11 @@ def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., L
 @pytest.mark.parametrize(
     ("arguments", "behind"),
     [
-        *(((*BATCHES, *SMOOTH), 0), (ON_DEMAND, 0)),
-        *((ACCUMULATED, 1), (FIREFLY, 1), (BY_STEPS, 1), (DROPOUT, 1)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((ISOTROPIC, 0), (ADAM, 1))),
+        *(((*BATCHES, *SMOOTH), 0), (ACCUMULATED, 1), (BY_STEPS, 1), (DROPOUT, 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((ISOTROPIC, 0), (ADAM, 1), (ON_DEMAND, 0), (FIREFLY, 1))
+        ),
     ],
     ids=lambda value: "before" if value == 0 else "behind" if value == 1 else "",
 )

@@ -54,6 +54,7 @@ def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None
         os.waitpid(holder, 0)
 
 
+@pytest.mark.slow  # it waits for the folder twice five seconds
 def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(
     cli: CommandLine, tmp_path: Path
 ) -> None:

@@ -97,7 +97,11 @@ def kept(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Kept:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "hypernetworks")) for name in RESUMED]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("hypernetworks", "isotropic")))
+        for name in RESUMED
+    ],
 )
 def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
     cli: CommandLine, kept: Kept, name: str

@@ -52,7 +52,7 @@ CASES = {
     "mpt": ("1.5", "2"),
 }
 # The others are alike, and take seconds each.
-QUICK = ("llama", "gpt2", "bert", "bloom")
+QUICK = ("llama", "gpt2", "bloom")
 
 
 def saved(folder: Path, model_type: str) -> nn.Module:
