@@ -29,7 +29,7 @@ def _choices(experiment: str) -> set[tuple[str, str]]:
             for group, choice in entry.items():
                 found |= {(group, str(one)) for one in (choice if isinstance(choice, list) else [choice])}
         elif entry != "_self_":
-            found |= _choices(entry)
+            found |= _choices(entry.removeprefix("/experiment/"))
     return found
 
 

@@ -63,7 +63,7 @@ TABLE = {
     ),
     "callbacks=early_stopping data.validation=none data.limit_train=32 model=mlp5": "`val_loss` which is not available",
     "+trainer.callbacks=[{_target_:lightning.pytorch.callbacks.GradientAccumulationScheduler,scheduling:{0:2}}]": (
-        "set trainer.accumulate_grad_batches"
+        "trainer.accumulate_grad_batches or schedule.batch_sizes"
     ),
     "experiment=papers/hyperfan_mnist data=digits data.limit_train=60 model.network.width=9 growth=pairs": (
         "take the plain network as model with growth=hyperfan"

@@ -20,7 +20,7 @@ from growlab.lab.analysis.results import Run, load_runs, open_run
 from growlab.lab.analysis.schedules import times_to_scores
 from growlab.lab.analysis.tables import summarise
 from growlab.recipes.papers.paper_table import published
-from growlab.recipes.papers.verdicts import last_width, score
+from growlab.recipes.papers.verdicts import score
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"
@@ -131,7 +131,7 @@ def ratio(folder: str, what: str, method: str, level: float) -> str:
 def width(pattern: str) -> str:
     """The last width, which is the same in every run."""
     folders = [path for path in sorted(RESULTS.glob(pattern)) if (path / "results.json").is_file()]
-    (one,) = {int(last_width(open_run(path))) for path in folders}
+    (one,) = {open_run(path).width_path[-1] for path in folders}
     return str(one)
 
 
@@ -445,7 +445,7 @@ def spread(*patterns: str) -> tuple[str, str]:
 
 def widths(pattern: str) -> tuple[str, ...]:
     """The last widths of the runs, least first."""
-    return tuple(map(str, sorted({int(last_width(run)) for run in runs(pattern).values()})))
+    return tuple(map(str, sorted({run.width_path[-1] for run in runs(pattern).values()})))
 
 
 def shrunk() -> tuple[str, ...]:
