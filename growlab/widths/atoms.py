@@ -179,7 +179,8 @@ class Atoms:
 
     def cut(self, runs: Runs, sizes: Sequence[int]) -> list[Runs]:
         """Cut an axis into consecutive pieces of the given sizes, splitting atoms at the cuts."""
-        pieces = [self.new(size) for size in sizes]
+        # An expert of a mixture may get no row.
+        pieces = [self.new(size) if size else fixed(0) for size in sizes]
         self.unify(runs, tuple(run for piece in pieces for run in piece), "cut into parts")
         return [self.resolve(piece) for piece in pieces]
 

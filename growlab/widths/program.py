@@ -28,6 +28,7 @@ _MOVING = """
 permute transpose swapaxes swapdims mT mH adjoint moveaxis t slice select narrow split chunk split_with_sizes unbind
 getitem contiguous clone alias expand movedim
 """
+_FROM_DATA = "sizes from data"
 _LAYERS = frozenset(("linear", "matmul", "mm", "addmm"))
 
 
@@ -177,6 +178,21 @@ class _Settling(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
         open_, spec = tree_flatten(n.meta.get("val"))
+        sizes = [value.shape for value in open_ if isinstance(value, Tensor)]
+        # Where torch.export propagates real values, sizes that are known to be one number lose their symbol.
+        given = [
+            pair for i in n.all_input_nodes for pair in zip(shapes_of(i), sizes_from_data(i), strict=False)
+        ]
+        marks = [
+            [
+                isinstance(size, torch.SymInt)
+                or any(marked[d : d + 1] == [True] and shape[d] == size for shape, marked in given)
+                for d, size in enumerate(each)
+            ]
+            for each in sizes
+        ]
+        if any(map(any, marks)):
+            n.meta[_FROM_DATA] = marks
         if any(map(_is_open, open_)):
             n.meta["val"] = tree_unflatten(map(_settled, open_, tree_leaves(result)), spec)
         return result
@@ -185,6 +201,11 @@ class _Settling(torch.fx.Interpreter):
 def settle(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
     """Replace sizes and numbers that depend on data by those of an example, in place; runs the program."""
     _Settling(program.graph_module).run(*program._graph_module_flat_inputs(inputs, named))
+
+
+def sizes_from_data(node: Any) -> list[list[bool]]:
+    """For each tensor that a node puts out, which of its sizes depend on numbers in the data; empty if none does."""
+    return node.meta.get(_FROM_DATA, [])
 
 
 def _nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:

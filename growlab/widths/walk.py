@@ -26,6 +26,7 @@ from growlab.widths.program import (
     parts_of,
     place_of,
     shapes_of,
+    sizes_from_data,
 )
 from growlab.widths.rules import AFFINE, MIXING, RULES, SIZES_ALONE, keep_full_width, linear_in, overwritten
 from growlab.widths.rules.elementwise import broadcast
@@ -105,6 +106,7 @@ class Walk:
                 tuple(tuple(names.axis(axis, "fixed") for axis in value.axes) for value in values),
                 tuple(norm for norm in graph.channel_norms if norm.summed and norm.name == module_of(node)),
                 line_of_node(node),
+                sizes_from_data(node),
             )
             for operation, numbers, values, node in self._visited
             if all(names.cover(axis) for value in values for axis in value.axes)
@@ -438,7 +440,16 @@ def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, st
         reason = next(filter(None, (why(axis) for _, axis in made)), "") if len(runs) > 1 else ""
         if reason and path not in because and not any(a.groups for a in axes.get(name, ())):
             because[path] = reason
-    return because
+    return {path: _by_parametrization(record.model, path, reason) for path, reason in because.items()}
+
+
+def _by_parametrization(model: nn.Module, path: str, reason: str) -> str:
+    """Name the parametrization where it is what keeps a weight's width, not the network around it."""
+    owner, parametrized, name = path.partition("parametrizations.")
+    if not parametrized or reason == OUTPUT or ": " in reason:
+        return reason
+    kind = type(model.get_submodule(f"{owner}parametrizations.{name.partition('.')[0]}.0")).__name__
+    return f"the parametrization {kind.lstrip('_')} computes a weight from it ({reason}): remove it until growth has ended"
 
 
 def _attentions_that_grow(record: Record, names: _Names) -> Iterable[Attention]:

@@ -63,6 +63,16 @@ def groups_of_rows(net: Net, h: Tensor, labels: Tensor) -> Tensor:
     return net.second(h.new_zeros(len(names), h.shape[-1]).index_add(0, inverse, h))
 
 
+def rows_of_experts(net: Net, h: Tensor, offset: Tensor) -> Tensor:
+    """The last expert gets no row, how many the others get depends on a layer that grows; a number is in doubt."""
+    expert = (net.last(net.second(h)) + offset).argmax(-1)
+    order, counts = expert.argsort(), torch.bincount(expert, minlength=3).tolist()
+    taken = torch.cat([net.second(part) * 0.5 for part in torch.split(h[order], counts)])
+    out = torch.zeros_like(taken)
+    out[order] = taken
+    return out
+
+
 ROWS = torch.tensor([True, False, True, True, False, True])
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
     "rows of a mask": (rows_of_a_mask, (6,), ROWS),
@@ -72,6 +82,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
     "up to the longest": (up_to_the_longest, (4, 7), torch.tensor([3, 5, 2, 5])),
     "split by lengths": (split_by_lengths, (6,), torch.tensor([1, 2, 3])),
     "a branch and a number": (a_branch_and_a_number, (6,), ROWS),
+    "rows of experts": (rows_of_experts, (40,), torch.tensor([0.0, 0.0, -99.0])),
     "groups of rows": (groups_of_rows, (6,), torch.tensor([0, 3, 3, 1, 0, 9])),
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from growlab import Grower
 from growlab.widths import trace
@@ -73,6 +74,31 @@ def test_what_stays_says_why(run: Callable[[nn.Module, Tensor], Tensor], reasons
     graph = trace(Two(run), torch.randn(4, 5))
     for name, reason in reasons.items():
         assert re.fullmatch(reason, graph.fixed[name]), graph.fixed
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name", "reason"),
+    [
+        (
+            parametrizations.weight_norm,
+            "0.parametrizations.weight",
+            r".* WeightNorm computes .*\(weight_norm .*",
+        ),
+        (
+            parametrizations.spectral_norm,
+            "0.parametrizations.weight",
+            r".* SpectralNorm computes a weight .*",
+        ),
+        (parametrizations.orthogonal, "0.parametrizations.weight", r".* Orthogonal computes a weight .*"),
+        (nn.utils.weight_norm, "0", "weight_norm divides by a length over them"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_parametrizations_that_keep_a_width_are_named(
+    wrap: Callable[[nn.Module], nn.Module], name: str, reason: str
+) -> None:
+    graph = trace(nn.Sequential(wrap(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 5))
+    assert re.fullmatch(reason, graph.fixed[name]), graph.fixed
 
 
 def test_statistics_that_no_state_dict_has_keep_their_width_and_the_network_trains() -> None:

@@ -36,6 +36,12 @@ def _over_positions(record: Record, node: Any, x: Value) -> None:
     record.freeze_all(x.axes[2:], f"{operation_of(node)} takes its statistics over them")
 
 
+@rule("_weight_norm")
+def weight_norm(record: Record, node: Any, args: Arguments) -> Any:
+    """Weight normalisation g v / |v|: growth would change the length |v| of every row."""
+    return keep_full_width(record, node, args, "weight_norm divides by a length over them")
+
+
 @rule("batch_norm")
 def batch_norm(record: Record, node: Any, args: Arguments) -> Value:
     """Batch normalisation: statistics per channel over the batch, which follow the scale of the input."""

@@ -29,7 +29,7 @@ _BILINEAR = frozenset(("mul", "div"))
 # is refused, since it has not been examined yet.
 _OPAQUE = """
 cross outer dot vdot addmv kron trace diag diagonal diag_embed matrix_exp linalg_inv linalg_solve linalg_qr linalg_svd
-linalg_cross meshgrid bernoulli native_group_norm _weight_norm cdist dist _linalg_det _linalg_slogdet _linalg_svd
+linalg_cross meshgrid bernoulli native_group_norm cdist dist _linalg_det _linalg_slogdet _linalg_svd
 _linalg_eigh linalg_eig linalg_inv_ex linalg_matrix_exp linalg_cholesky_ex _linalg_solve_ex linalg_lu_factor_ex
 linalg_pinv cholesky_inverse cholesky_solve triangular_solve prod histc histogram frexp slice_scatter renorm
 linalg_householder_product _pdist_forward masked_scatter masked_select segment_reduce bincount searchsorted bucketize
