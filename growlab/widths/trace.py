@@ -326,7 +326,7 @@ def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exported
     try:
         program = export()
     except Exception as error:
-        if not any("data-dependent" in str(each).lower() for each in _causes(error)):
+        if not _by_numbers(error):
             raise
         try:
             # As in torch.export.draft_export: real values are propagated for code that reads them.
@@ -432,10 +432,16 @@ def _why_not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exceptio
             f"{name} packs sequences, which torch.export cannot follow: run its recurrent layers on padded sequences "
             "and mask the padding, or let a part of it grow that takes plain tensors (Grower(..., trace=SUBMODULE))."
         )
+    why = "numbers in a tensor decide there what is computed" if _by_numbers(error) else _first_line(error)
     return (
-        f"torch.export cannot follow {name}{_line_of(error)}: {_first_line(error)}; let only a part of it grow that "
+        f"torch.export cannot follow {name}{_line_of(error)}: {why}; let only a part of it grow that "
         "does without (Grower(..., trace=SUBMODULE)), or train it at a fixed size."
     )
+
+
+def _by_numbers(error: BaseException) -> bool:
+    """Return True if torch.export has failed at code that depends on numbers in tensors."""
+    return any("data-dependent" in str(each).lower() for each in _causes(error))
 
 
 def _line_of(error: BaseException) -> str:

@@ -449,7 +449,8 @@ def _by_parametrization(model: nn.Module, path: str, reason: str) -> str:
     if not parametrized or reason == OUTPUT or ": " in reason:
         return reason
     kind = type(model.get_submodule(f"{owner}parametrizations.{name.partition('.')[0]}.0")).__name__
-    return f"the parametrization {kind.lstrip('_')} computes a weight from it ({reason}): remove it until growth has ended"
+    why = f"computes a weight from it ({reason}): remove it until growth has ended"
+    return f"the parametrization {kind.lstrip('_')} {why}"
 
 
 def _attentions_that_grow(record: Record, names: _Names) -> Iterable[Attention]:

@@ -117,3 +117,15 @@ def test_a_layer_that_the_example_does_not_reach_is_named() -> None:
     ):
         trace(Net(chosen), (torch.randn(6, 8), ROWS))
     assert trace(Net(chosen), (torch.randn(6, 8), ROWS | True)).full_widths
+
+
+def test_code_by_numbers_that_cannot_be_followed_is_named() -> None:
+    def from_the_queue(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+        at = int(mask.sum())
+        net.first.bias.data = net.first.bias.data * 1.0
+        return net.second(h[at : at + 2])
+
+    with pytest.raises(
+        UnsupportedOperation, match=r"at `at = int\(mask\.sum\(\)\)`: numbers in a tensor decide"
+    ):
+        trace(Net(from_the_queue), (torch.randn(6, 8), ROWS))
