@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from math import nan
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -143,11 +143,13 @@ def draw_seed(
     Raises:
         UserError: a module does not give its tensor values.
     """
-    hollow = [name for name, t in chain(model.named_parameters(), model.named_buffers()) if t.is_meta]
-    if not hollow:
+    if not any(t.is_meta for t in chain(model.parameters(), model.buffers())):
         return
     device = device_of_pieces(model)
     with rebuilding():
+        # By the names without wrappers.
+        named = chain(model.named_parameters(), model.named_buffers())
+        hollow = [name for name, tensor in named if tensor.is_meta]
         drawn = _drawn(model, graph, method, state.widths, seed, state.constants)
         values = ((n, drawn[n] if n in drawn else _initial(model, n, generator(seed, 0, n))) for n in hollow)
         replace_tensors(model, graph, ((name, tensor.to(device)) for name, tensor in values))
@@ -161,11 +163,8 @@ def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
         above.append(above[-1].get_submodule(step))
     whole: Any = next((each._init_weights for each in above if hasattr(each, "_init_weights")), None)
     twin: Any = copy.copy(module)
-    empty = {
-        key: torch.full(t.shape, nan if t.is_floating_point() else 0, dtype=t.dtype)
-        for key, t in (*module._parameters.items(), *module._buffers.items())
-        if t is not None
-    }
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    empty = {key: torch.full(t.shape, _unset(t), dtype=t.dtype) for key, t in tensors if t is not None}
     twin._parameters = {
         k: p if p is None else nn.Parameter(empty[k], False) for k, p in module._parameters.items()
     }
@@ -177,12 +176,20 @@ def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
         elif hasattr(twin, "reset_parameters"):
             twin.reset_parameters()
     tensor: Tensor = getattr(twin, own).detach()
-    if bool(tensor.isnan().any()):
+    unset = _unset(tensor)
+    if tensor.dtype != torch.bool and bool((tensor.isnan() if isnan(unset) else tensor == unset).any()):
         raise UserError(
             f"{name} is on the meta device, without values, and {type(module).__name__} has no reset_parameters() that "
             "gives it some: add one, or build the network on another device."
         )
     return tensor
+
+
+def _unset(tensor: Tensor) -> float:
+    """Value that no initialisation gives; booleans have no such value."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return nan
+    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
 
 
 def _rehearse(
