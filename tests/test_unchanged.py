@@ -331,17 +331,6 @@ class Filled(nn.Module):
         return self.b(torch.relu(self.a(x))) + self.table[:n]
 
 
-class Hidden(Filled):
-    """Keeps a table in attributes that its class has too."""
-
-    size, grid = None, torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.size != x.shape[1]:
-            self.size, self.grid = x.shape[1], torch.arange(x.shape[1]).to(x)[None, :, None]
-        return self.b(torch.relu(self.a(x))) + self.grid
-
-
 class Registered(Filled):
     """Registers a table as a buffer."""
 
@@ -364,13 +353,6 @@ class Assigned(Registered):
         return self.b(torch.relu(self.a(x))) + self.bias[: x.shape[1]]
 
 
-class InFunction(Filled):
-    """Asks a function that remembers its tables."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.relu(self.a(x))) + _table(x.shape[1]).to(x)
-
-
 class InDictionary(Filled):
     """Keeps tables by their length, for all networks of its class."""
 
@@ -382,12 +364,7 @@ class InDictionary(Filled):
         return self.b(torch.relu(self.a(x))) + self.tables[x.shape[1]]
 
 
-@cache
-def _table(length: int) -> Tensor:
-    return torch.arange(float(length))[:, None]
-
-
-@pytest.mark.parametrize("kind", [Filled, Hidden, Registered, Assigned, InFunction, InDictionary])
+@pytest.mark.parametrize("kind", [Filled, Registered, Assigned, InDictionary])
 def test_networks_with_caches_grow_exactly(kind: type[Filled]) -> None:
     torch.manual_seed(0)
     network, x = kind().double(), torch.randn(4, 17, 6, dtype=torch.float64)
@@ -414,7 +391,7 @@ class Masked(nn.Module):
         self.a, self.b, self.calls, self.mask = nn.Linear(6, 32), nn.Linear(32, 3), 0, mask
         self.register_buffer("buffer", None, persistent=False)
         self.tables: dict[int, Tensor] = {}
-        self.options, self.items = Namespace(kept=None), list[Tensor]()
+        self.options = Namespace(kept=None)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.a(x))
@@ -438,6 +415,12 @@ def with_flag(m: Masked, h: Tensor) -> Tensor:
     return m.kept
 
 
+def in_object(m: Masked, h: Tensor) -> Tensor:
+    if m.options.kept is None:
+        m.options.kept = torch.ones_like(h[0])
+    return m.options.kept
+
+
 def in_buffer(m: Masked, h: Tensor) -> Tensor:
     if m.buffer is None:
         m.register_buffer("buffer", torch.ones_like(h[0]), persistent=False)
@@ -450,21 +433,7 @@ def by_length(m: Masked, h: Tensor) -> Tensor:
     return m.tables[len(h)]
 
 
-def in_object(m: Masked, h: Tensor) -> Tensor:
-    if m.options.kept is None:
-        m.options.kept = torch.ones_like(h[0])
-    return m.options.kept
-
-
-def in_list(m: Masked, h: Tensor) -> Tensor:
-    if not m.items:
-        m.items.append(torch.ones_like(h[0]))
-    return m.items[0]
-
-
-@pytest.mark.parametrize(
-    "mask", [in_attribute, in_evaluation, with_flag, in_buffer, by_length, in_object, in_list]
-)
+@pytest.mark.parametrize("mask", [in_attribute, in_evaluation, with_flag, in_buffer, by_length, in_object])
 def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(
     mask: Callable[[Any, Tensor], Tensor],
 ) -> None:

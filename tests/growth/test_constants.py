@@ -98,10 +98,6 @@ class Plain(Tabled):
         return x + self.table.to(x)
 
 
-class PlainNormed(Plain):
-    norm = True
-
-
 class PlainTwice(Plain):
     """The same tensor in two modules, under other names."""
 
@@ -110,11 +106,6 @@ class PlainTwice(Plain):
 
     def beside(self, x: Tensor) -> Tensor:
         return x + self.table.to(x) * self.m.positions.to(x)
-
-
-class WithBatch(Tabled):
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", table[None])
 
 
 class Longer(Normed):
@@ -150,28 +141,12 @@ class FrozenEmbedding(Normed):
         return x + self.rows(torch.arange(x.shape[1], device=x.device))
 
 
-class WholeEmbedding(FrozenEmbedding):
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.rows.weight[: x.shape[1]]
-
-
-class Multiplied(Tabled):
-    def beside(self, x: Tensor) -> Tensor:
-        return x * self.table
-
-
 class Masked(Tabled):
     def keep(self, table: Tensor) -> None:
         self.register_buffer("table", torch.arange(WIDTH) % 3 == 0)
 
     def beside(self, x: Tensor) -> Tensor:
         return x.masked_fill(self.table, 0.0)
-
-
-class InTwoPlaces(Tabled):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.beside(self.a(x))
-        return self.b(torch.tanh(x + self.beside(torch.relu(self.m(x))))).mean(1)
 
 
 class Computed(Tabled):
@@ -243,16 +218,13 @@ SPELLINGS = {
             Normed,
             NotSaved,
             Plain,
-            PlainNormed,
             PlainTwice,
-            WithBatch,
             Longer,
             Vector,
             Frozen,
             FrozenEmbedding,
-            WholeEmbedding,
         ),
-        *(Multiplied, Masked, InTwoPlaces, Computed, FrozenProjection, Statistics, Convolved),
+        *(Masked, Computed, FrozenProjection, Statistics, Convolved),
     )
 }
 
@@ -304,12 +276,16 @@ def relative(before: Tensor, after: Tensor) -> float:
     return float((after - before).abs().max() / before.abs().max())
 
 
-# Every method with some spellings, every spelling with one method: they do not interact.
-SOME = ("Longer", "Vector", "Convolved", "Plain")
+# Every spelling with one method, every method with one spelling: they do not interact.
+WITH = {
+    "Convolved": ("ours, all rescaled", "hypercloning with noise", "random", "gradmax", "firefly"),
+    "Longer": ("pairs", "lemon", "tiny"),
+    "Vector": ("net2net", "bert2bert", "splitting"),
+    "Plain": ("ours, by weights", "hypercloning", "diagonal"),
+}
 PAIRS = [
-    (method, spelling)
-    for i, method in enumerate(METHODS)
-    for spelling in (SPELLINGS if method == "ours" else {SOME[i % 4]: 0, SOME[(i + 1 + i // 4) % 4]: 0})
+    *(("ours", spelling) for spelling in SPELLINGS),
+    *((method, spelling) for spelling, methods in WITH.items() for method in methods),
 ]
 
 

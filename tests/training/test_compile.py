@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning
+import pytest
 import torch
 
 from growlab.frontends.lightning import Growth
@@ -66,6 +67,7 @@ def train(backend: _Counter | None) -> dict[str, torch.Tensor]:
     return network.state_dict()
 
 
+@pytest.mark.slow  # test_grower.py compiles every width
 def test_every_width_is_compiled_and_nothing_else_changes() -> None:
     """Without the callback's reset the third width would fall back to eager."""
     torch.compiler.reset()
