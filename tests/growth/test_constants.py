@@ -384,6 +384,14 @@ def test_withdrawing_and_averages_leave_constants_whole(cls) -> None:
     assert torch.equal(network.table, begun)
 
 
+def test_a_constant_that_has_been_written_to_keeps_what_was_written() -> None:
+    network = built(Tabled)
+    growing = grower(network, "pairs")
+    changed = network.table.add_(1.0).clone()
+    (event,) = growing.step(epoch=1)
+    assert torch.equal(network.table[:, : changed.shape[1]], changed) and event.parity_error_eval <= ROUNDING
+
+
 def test_a_network_that_is_frozen_as_a_whole_has_no_constants_but_its_buffers() -> None:
     graph = trace(built(Frozen).requires_grad_(False), inputs(0))
     assert graph.full_widths and not graph.constants
