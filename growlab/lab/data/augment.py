@@ -18,9 +18,8 @@ from growlab.lab.data.order import AUGMENT, draws
 class Augmentation:
     """Random shifts of up to `shift` pixels with zero padding, and mirroring with chance 1/2.
 
-    The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the
-    raw image, as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image)
-    alone.
+    The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the raw image,
+    as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image) alone.
     """
 
     shift: int = 0

@@ -39,10 +39,9 @@ _STREAMED = "images in memory; set data.in_memory=true."
 class ImageData(RunData):
     """Labelled images, by name or from a folder, as augmented and normalised batches.
 
-    A batch is (x float32 [B, C, H, W], y int64 [B]). Order and augmentation are functions of (seed, epoch,
-    image) alone, so a resumed run and a run on another number of ranks see the same images. The attributes
-    `num_classes`, `image_shape` (C, H, W), `num_train`, `num_val`, `num_test`, `mean` and `std` are known
-    after `setup()`.
+    A batch is (x float32 [B, C, H, W], y int64 [B]). Order and augmentation are functions of (seed, epoch, image)
+    alone, so a resumed run and a run on another number of ranks see the same images. The attributes `num_classes`,
+    `image_shape` (C, H, W), `num_train`, `num_val`, `num_test`, `mean` and `std` are known after `setup()`.
 
     Args:
         name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data in `root`.
@@ -65,8 +64,7 @@ class ImageData(RunData):
             all images in class folders once, and leaves such ones out with a warning.
         image_size: bring images to this many pixels square; None = as they are.
         resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
-        crop_scale: least and largest area, relative to the image, of random crops to train on; None = no random
-            crops.
+        crop_scale: least and largest area, relative to the image, of random crops to train on; None = no random crops.
         crop_ratio: least and largest width over height of these crops.
         interpolation: of images and crops: nearest, bilinear, bicubic, box, hamming or lanczos.
         shift: largest random shift of a training image in pixels.

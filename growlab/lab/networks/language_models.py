@@ -48,8 +48,7 @@ class CausalModel(FirstOutput):
         end_of_text: the token behind a text, at which `generate` stops; None: none.
         config: further entries of the configuration.
         hidden_size: channels of the stream. This and the sizes below have the names of most configurations; other
-            names
-            that a type has for them fit too.
+            names that a type has for them fit too.
         intermediate_size: hidden channels of MLPs; None: four times the stream.
         num_hidden_layers: layers.
         num_attention_heads: heads of each layer; None for a type without heads, such as mamba.

@@ -337,8 +337,7 @@ _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "h
 class Regression(Objective):
     """Mean squared error, or another loss between numbers.
 
-    Metrics: mean absolute error `mae`, root mean squared error `rmse`, and `r2`, the part of the targets' variance
-        that
+    Metrics: mean absolute error `mae`, root mean squared error `rmse`, and `r2`, the part of the targets' variance that
     is explained: of each column of targets [B, D], averaged; of all numbers together for targets of more dimensions.
 
     Args:

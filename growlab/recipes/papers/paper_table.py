@@ -1,10 +1,8 @@
 """Published values (L. Yuan, P. Savarese, M. Maire, NeurIPS 2023), and `growlab paper DIR...`: a table with ours.
 
 They are in `published.csv`. Where the paper's tables give a method twice, a run stands next to the first table's
-value:
-plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plain SGD of Table 12 next to Growing (91.62
-both).
-Rows of Table 2 that Tables 6, 7, 11 and 12 repeat as they are stand there once.
+value: plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plain SGD of Table 12 next to Growing
+(91.62 both). Rows of Table 2 that Tables 6, 7, 11 and 12 repeat as they are stand there once.
 """
 
 import csv

@@ -71,8 +71,7 @@ class Rows:
 
     Attributes:
         select: pattern of run folders in it, or several with " + " between them.
-        kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not
-            make.
+        kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not make.
         note: other differences from the paper.
     """
 
