@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import get_close_matches
 from traceback import walk_tb
 
 import yaml
@@ -19,16 +19,11 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from growlab.base.errors import UserError, how_to_install
 from growlab.lab.cli.commands import COMMANDS
-from growlab.lab.training.configuration import config_dir
 
-# Options of a group from which on the nearest five are named.
-_MANY = 30
 _EXTRAS = {name: name for name in ("wandb", "tensorboard", "timm")}
 _EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
 # Beginnings of lines in which Hydra, OmegaConf and torch describe their own objects.
-_INSIDES = (
-    *("full_key:", "object_type=", "reference_type=", "See https:", "Config search path", "Exception raised"),
-)
+_INSIDES = ("full_key:", "object_type=", "reference_type=", "See https:", "Config search", "Exception raised")
 
 
 def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
@@ -54,20 +49,13 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return " ".join(str(error).split())
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, option = name.rpartition("/")
-            known = [one for one in error.options or () if not one.startswith("_")]
-            if group == "experiment":
-                known += [
-                    f"papers/{path.stem}" for path in (config_dir() / "experiment/papers").glob("*.yaml")
-                ]
-            near = sorted(known, key=lambda one: -SequenceMatcher(a=option, b=one.rpartition("/")[2]).ratio())
-            options = ", ".join(near[:5] if len(known) > _MANY else known)
+            options = ", ".join(one for one in error.options or () if not one.startswith("_"))
             more = f"; more come with {how_to_install('sweeps')}" if group.startswith("hydra/") else ""
-            listed = f"; {'near it: ' if len(known) > _MANY else 'choose '}{options}" if options else ""
+            listed = f"; choose {options}" if options else ""
             return f"there is no {group or 'configuration'} '{option}'{listed}{more}"
         case OverrideParseException(override=override) if "=" not in override:
-            return (
-                f"'{override}' is neither NAME=VALUE, such as seed=1, nor a command ({', '.join(COMMANDS)})"
-            )
+            known = ", ".join(COMMANDS)
+            return f"'{override}' is neither NAME=VALUE, such as seed=1, nor a command ({known})"
         case OverrideParseException():
             return f"cannot read '{error.override}' (is a quote or bracket missing?): {text}"
         case ConfigCompositionException():
