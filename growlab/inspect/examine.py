@@ -138,9 +138,7 @@ def examine(
     report.last = graph.last_layers
     report.tied = [layer_name(weight) for weight in graph.tied_outputs]
     if parts:
-        examined = {
-            part.name: part.examine(network, inputs) for part in available() if hasattr(part, "examine")
-        }
+        examined = {one.name: one.examine(network, inputs) for one in available() if hasattr(one, "examine")}
         report.parts = {name: lines for name, lines in examined.items() if lines}
     tensors = dict(network.named_parameters())
     report.full_params = sum(p.numel() for p in tensors.values())
@@ -214,9 +212,7 @@ def _probe(
     with lightened(network, (image,)):
         for side in _SMALL_SIDES:
             small = image[..., :side, :side]
-            if small.shape[-1] < image.shape[-1] and all(
-                _runs(module, small) for module in (network, narrow)
-            ):
+            if small.shape[-1] < image.shape[-1] and all(_runs(one, small) for one in (network, narrow)):
                 return (small,)
     return inputs
 

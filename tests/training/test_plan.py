@@ -180,8 +180,8 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
     [
         ({"budget": 0}, PairGrowth(), None, "must be a number of epochs"),
         ({"budget": 1e20}, PairGrowth(), None, "above 0 and at most 1,000,000"),
-        ({"epochs": [1, 2]}, PairGrowth(), None, r"schedule.epochs both say how long the run is"),
-        ({"equal_flops": True}, FixedSize(), None, "schedule.equal_flops both say how long"),
+        ({"epochs": [1, 2]}, PairGrowth(), None, r"schedule.epochs both set the length"),
+        ({"equal_flops": True}, FixedSize(), None, "schedule.equal_flops both set the length"),
         ({}, PairGrowth(), Plateau(), "decides that while it trains"),
     ],
 )

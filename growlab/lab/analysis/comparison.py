@@ -257,9 +257,7 @@ def _frontier(
     _cost_axis(axes, list(map(amount, points)), rows[0].reference_epochs if of_cost else None)
     handles = [Line2D([], [], **line, markersize=4.5) for line in lines] + [Line2D([], [], **_EDGE)]
     text = " ".join(one.name for one in series)
-    meanings = [
-        f"{style.symbols(symbol)}: {meaning}" for symbol, meaning in _SYMBOLS.items() if symbol in text
-    ]
+    meanings = [f"{style.symbols(one)}: {meaning}" for one, meaning in _SYMBOLS.items() if one in text]
     note = _SEVERAL_SEEDS if any(row.n > 1 for row in rows) else _ONE_SEED
     style.legend_below(figure, handles, names, columns, note="; ".join([note, *meanings]))
     marks = []

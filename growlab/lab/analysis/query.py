@@ -53,9 +53,8 @@ def answer(
     if sort is not None and sort.lstrip("-") not in (*by, *columns):
         raise UserError(f"--sort {sort} is no column of this table: {', '.join((*by, *columns))}.")
     place = 0 if sort is None else [*by, *columns].index(sort.lstrip("-"))
-    lines.sort(
-        key=lambda line: (_order(line[place]), *map(_order, line)), reverse=(sort or "").startswith("-")
-    )
+    backwards = (sort or "").startswith("-")
+    lines.sort(key=lambda line: (_order(line[place]), *map(_order, line)), reverse=backwards)
     cells = [[cell if isinstance(cell, str) else _mean(cell) for cell in line] for line in lines]
     caption = f"Mean ± sample standard deviation (number of runs) over {len(known)} runs."
     return Grid([*by, *columns], cells, num_text=len(by), caption=caption)

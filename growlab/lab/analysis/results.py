@@ -225,9 +225,7 @@ class Run:
     def groups(self) -> dict[str, Any]:
         """Width groups of `growth.json`."""
         if not self.growth["groups"]:
-            raise UserError(
-                f"{self.path} has no width groups in growth.json, so there are no widths to draw."
-            )
+            raise UserError(f"{self.path} has no width groups in growth.json, so no widths to draw.")
         return self.growth["groups"]
 
     @property

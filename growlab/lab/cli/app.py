@@ -102,9 +102,8 @@ def _remove_if_empty(run_dir: Path) -> None:
     """Remove the folder of a run that was refused before it wrote anything but Hydra's files, and empty ones above."""
     if not processes.is_first() or not run_dir.is_dir():
         return
-    if any(
-        path.name != ".hydra" and (path.suffix != ".log" or path.stat().st_size) for path in run_dir.iterdir()
-    ):
+    there = (path for path in run_dir.iterdir() if path.name != ".hydra")
+    if any(path.suffix != ".log" or path.stat().st_size for path in there):
         return
     if run_dir.resolve() in (Path.cwd(), *Path.cwd().parents):
         return
@@ -146,9 +145,8 @@ def _printed(arguments: Namespace, overrides: list[str]) -> bool:
     else:
         if arguments.resolve:
             OmegaConf.resolve(cfg)
-        sys.stdout.write(
-            settings.in_short(cfg, composed([], *where), {processes.name_of(one) for one in overrides})
-        )
+        typed = {processes.name_of(one) for one in overrides}
+        sys.stdout.write(settings.in_short(cfg, composed([], *where), typed))
     return True
 
 

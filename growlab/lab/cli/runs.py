@@ -147,9 +147,7 @@ def _tested(cfg: DictConfig, weights: Path) -> dict[str, float]:
             network.load_state_dict(read_saved(str(weights), str(weights)))
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            raise UserError(
-                f"{weights} does not fit the network that these data ask for: {reason:.200}"
-            ) from error
+            raise UserError(f"{weights} does not fit these data's network: {reason:.200}") from error
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         network.to(device).eval()
         total, calibration = None, None

@@ -61,9 +61,8 @@ def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | N
 
 def _directions() -> list[str]:
     known = HydraConfig.get().sweeper.get("direction", "maximize")
-    return [
-        getattr(each, "name", str(each)) for each in ([known] if isinstance(known, (str, Enum)) else known)
-    ]
+    known = [known] if isinstance(known, (str, Enum)) else known
+    return [getattr(each, "name", str(each)) for each in known]
 
 
 def _has_validation(cfg: DictConfig) -> bool:

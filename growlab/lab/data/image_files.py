@@ -72,9 +72,7 @@ def open_images(
         if folder.is_dir():
             if found := _open_folder(name, folder, download, fit or Fit(), skip_damaged, without_test):
                 if "test" not in found and not without_test:
-                    raise UserError(
-                        f"{folder} has a training set but no test set; add one, named test or val."
-                    )
+                    raise UserError(f"{folder} has a training set but no test set; add one, named test.")
                 return found
             if any(folder.iterdir()):
                 raise UserError(f"{folder} has no {name} data that growlab knows: {_searched_for(name)}.")
@@ -207,18 +205,14 @@ def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) 
         names = {path.name: images for path, images in _class_folders(folder).items()}
         classes = classes or tuple(names)
         if not names:
-            raise UserError(
-                f"the class folders in {folder} have no images ({', '.join(sorted(_EXTENSIONS))})."
-            )
+            raise UserError(f"class folders in {folder} have no images ({', '.join(sorted(_EXTENSIONS))}).")
         if unknown := names.keys() - set(classes):
             raise UserError(
                 f"{folder / min(unknown)} has images of a class that the training set lacks; the classes are "
                 f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}."
             )
         source = _Files(folder, [name for images in names.values() for name in images])
-        labels = np.repeat(
-            [classes.index(name) for name in names], [len(images) for images in names.values()]
-        )
+        labels = np.repeat([classes.index(name) for name in names], [len(own) for own in names.values()])
         found = _whole(source, labels, classes, fit, sets)
         if skip_damaged and (damaged := found.damaged()):
             sentence = (
@@ -372,9 +366,8 @@ class _Rows(Source):
     @cached_property
     def _values(self) -> pa.ChunkedArray:
         if sum(path.stat().st_size for path in self.paths) <= _HELD_BYTES:
-            columns = [
-                _readable(path, partial(pq.read_table, path, columns=[self.column])) for path in self.paths
-            ]
+            read = partial(pq.read_table, columns=[self.column])
+            columns = [_readable(path, partial(read, path)) for path in self.paths]
             return pa.concat_tables(columns).column(0)
         name = hashlib.sha256(f"{self.column}\n{self.fingerprint()}".encode()).hexdigest()[:24]
         copy = cache_dir() / "images" / f"{name}.arrow"
@@ -387,9 +380,8 @@ class _Rows(Source):
         schema = pa.schema([pq.read_schema(self.paths[0]).field(self.column)])
         with pa.ipc.new_file(file, schema) as written:
             for path in self.paths:
-                for batch in _readable(path, partial(pq.ParquetFile, path)).iter_batches(
-                    columns=[self.column]
-                ):
+                opened = _readable(path, partial(pq.ParquetFile, path))
+                for batch in opened.iter_batches(columns=[self.column]):
                     written.write_batch(batch.cast(schema))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -201,15 +201,12 @@ class EncodedImages:
         low, high = float(min(map(np.min, values))), float(max(map(np.max, values)))
         if all(np.issubdtype(pixels.dtype, np.integer) for pixels in seen) and low >= 0:
             return 0.0, float(2 ** max(8, int(high).bit_length()) - 1)
-        return next(
-            (ends for ends in ((0.0, 1.0), (0.0, 255.0)) if low >= 0 and high <= ends[1]), (low, high)
-        )
+        return next(((0.0, end) for end in (1.0, 255.0) if low >= 0 and high <= end), (low, high))
 
     def _seen(self) -> list[PIL.Image.Image]:
         """A few images, from all over the set."""
-        return [
-            self._open(p) for p in np.unique(np.linspace(0, len(self.source) - 1, 16).astype(int)).tolist()
-        ]
+        places = np.unique(np.linspace(0, len(self.source) - 1, 16).astype(int)).tolist()
+        return [self._open(place) for place in places]
 
     def select(self, positions: np.ndarray) -> "EncodedImages":
         """Return the images at these positions, in that order."""

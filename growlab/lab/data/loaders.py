@@ -185,9 +185,8 @@ class MemoryLoader(ResumableLoader):
         plan, device = self.plan, self.images.labels_N.device
         # One transfer an epoch instead of one a batch.
         positions = np.concatenate(batches)
-        draw_3N = (
-            self.augmentation.draw(positions, plan.seed, plan.epoch).to(device) if plan.training else None
-        )
+        drawn = self.augmentation.draw(positions, plan.seed, plan.epoch) if plan.training else None
+        draw_3N = None if drawn is None else drawn.to(device)
         index = torch.from_numpy(positions).to(device)
         start = 0
         for batch in batches:

@@ -118,9 +118,7 @@ class TokenData(WindowData):
     def _sources(self) -> dict[str, Documents]:
         """Documents of each part; parts to be taken from the training text are left out."""
         if self.path is None:
-            raise UserError(
-                "data.path is not set: give data=tokens a text file, a folder or a pattern of files."
-            )
+            raise UserError("data.path is not set: give a text file, a folder or a pattern of files.")
         saved = saved_datasets(self.path)
         splits = saved if isinstance(saved, dict) else ()
         sources = {"train": Documents(self.path, **self._reading, split="train" if splits else None)}

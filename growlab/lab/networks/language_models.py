@@ -163,9 +163,8 @@ def _entries(
     heads, hidden = own["num_attention_heads"], own["hidden_size"] or 0
     given: dict[str, Any] = {}
     for setting, size in own.items():
-        there = [n for n in _FAMILIES[setting] if n in direct] or [
-            n for n in _FAMILIES[setting] if n in names
-        ]
+        family = _FAMILIES[setting]
+        there = [n for n in family if n in direct] or [n for n in family if n in names]
         if not there and size is not None:
             raise UserError(f"{model_type} has no {setting} to choose: set model.{setting}=null.")
         if setting == "intermediate_size" and size is None:

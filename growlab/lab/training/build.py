@@ -245,9 +245,7 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
         network = instantiate(model, **given, **_offered(model, data))
     if not isinstance(network, nn.Module):
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
-    if empty := [
-        name for name, value in network.named_parameters() if not is_lazy(value) and not value.numel()
-    ]:
+    if empty := [name for name, p in network.named_parameters() if not is_lazy(p) and not p.numel()]:
         shape = list(network.get_parameter(empty[0]).shape)
         zeros = [f"model.{name}=0" for name, value in model.items() if value == 0 and value is not False]
         raise UserError(

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.environments import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from growlab.base.errors import UserError
 from growlab.base.ranks import broadcast_buffers, compare
@@ -72,7 +73,7 @@ def check_strategy(trainer: Trainer) -> None:
             )
 
 
-class CPUSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class CPUSyncBatchNorm(_BatchNorm):
     """`torch.nn.SyncBatchNorm` for CPUs, which torch's own does not support."""
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -141,9 +142,7 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
                 self._classes[module] = type(module)
                 module.__class__ = self._class
                 module.process_group = None
-            elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
-                module, nn.SyncBatchNorm
-            ):
+            elif isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
                     f"trainer.sync_batchnorm=true cannot synchronise {name}, a {type(module).__name__}: it works for "
                     "torch's own BatchNorm layers; leave it out."

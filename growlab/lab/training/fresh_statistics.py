@@ -40,9 +40,7 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
     try:
         for inputs in batches if norms else ():
             # From zero, so that a batch leaves its own statistics times the weight that it has in the average.
-            empty = {
-                name: torch.zeros_like(tensor) for name, tensor in buffers.items() if _is_of(name, norms)
-            }
+            empty = {name: torch.zeros_like(own) for name, own in buffers.items() if _is_of(name, norms)}
             functional_call(network, empty, inputs)
             for name, module in norms.items():
                 weight = _weight(module, empty.get(_joined(name, "num_batches_tracked")))

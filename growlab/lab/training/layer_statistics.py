@@ -84,9 +84,7 @@ class LayerStatistics(Callback):
 
     def _measure(self, task: Task, step: int) -> None:
         self._last_step = step
-        layers = {
-            name: module for name, module in task.network.named_modules() if isinstance(module, _LAYERS)
-        }
+        layers = {name: one for name, one in task.network.named_modules() if isinstance(one, _LAYERS)}
         outputs: dict[str, Tensor] = {}
 
         def keep(name: str) -> Any:
@@ -105,9 +103,8 @@ class LayerStatistics(Callback):
                 weights = {name: layers[name].weight for name in outputs}
                 wanted = [*outputs.values(), *weights.values()]
                 wanted = [tensor for tensor in wanted if tensor.requires_grad]
-                grads = dict(
-                    zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True), strict=True)
-                )
+                found = torch.autograd.grad(loss, wanted, allow_unused=True)
+                grads = dict(zip(map(id, wanted), found, strict=True))
         finally:
             for hook in hooks:
                 hook.remove()

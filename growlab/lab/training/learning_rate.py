@@ -74,10 +74,8 @@ class LearningRate:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
                 one_of(get_args(hint), **{name: getattr(self, name)})
-        at_least(
-            0, warmup_epochs=self.warmup_epochs, warmup_steps_after_growth=self.warmup_steps_after_growth
-        )
-        at_least(0, warmup_fraction=self.warmup_fraction)
+        at_least(0, warmup_epochs=self.warmup_epochs, warmup_fraction=self.warmup_fraction)
+        at_least(0, warmup_steps_after_growth=self.warmup_steps_after_growth)
         above(0, decay=self.decay)
         at_least(1, batch_size=1 if self.batch_size is None else self.batch_size)
         for milestone in self.milestones:

@@ -196,9 +196,7 @@ class TokenPrediction(Objective):
             takes = "outputs [batch, positions, tokens] and targets [batch, positions]"
             raise self._refuse(takes, logits, target)
         # In float32: sums over a vocabulary lose too much in half precision.
-        log_probability = (
-            logits.float().log_softmax(-1) if logits.dtype != torch.float64 else logits.log_softmax(-1)
-        )
+        log_probability = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         real = target != self.padding
         index = target.masked_fill(~real, 0).unsqueeze(-1)
         likelihood = -log_probability.gather(-1, index).squeeze(-1)[real].sum()
@@ -607,9 +605,7 @@ def _check_custom(loss: Any, metrics: Mapping[str, Any]) -> None:
 
 def _is_sum(metric: Metric) -> bool:
     """True if the state of a whole epoch is the sum of its batches' states."""
-    added = [
-        getattr(reduction, "__name__", "") == "dim_zero_sum" for reduction in metric._reductions.values()
-    ]
+    added = [getattr(one, "__name__", "") == "dim_zero_sum" for one in metric._reductions.values()]
     tensors = all(isinstance(state, Tensor) for state in metric.metric_state.values())
     return bool(added) and tensors and all(added)
 

@@ -176,9 +176,7 @@ class Planning:
             )
         for name in ("epochs", "equal_flops"):
             if self.settings[name]:
-                raise UserError(
-                    f"schedule.budget and schedule.{name} both say how long the run is: leave one out."
-                )
+                raise UserError(f"schedule.budget and schedule.{name} both set the length: leave one out.")
         if self.demand is not None or decides:
             raise UserError(
                 "schedule.budget needs to know before the run how wide the network is at which epoch, and this run "
@@ -201,9 +199,8 @@ class Planning:
                     "schedule.total_tokens needs data in windows of tokens and batches of one size: set "
                     "schedule.total_steps."
                 )
-            settings["total_steps"] = tokens // (
-                data.tokens_per_sample * self._batch_size * self.loop.accumulate
-            )
+            of_step = data.tokens_per_sample * self._batch_size * self.loop.accumulate
+            settings["total_steps"] = tokens // of_step
         if settings["steps"] is not None:
             settings["total_steps"] = sum(settings["steps"])
         if (total := settings["total_steps"]) is None:
@@ -265,9 +262,8 @@ class Planning:
                 )
             number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
             stages = _schedule({**settings, "total_steps": None, "epochs": [1] * number}, 1, Loop())
-            return triggers.OnDemand(
-                self.demand, stages, self._cut(self._alone(self._length))[0].total_epochs
-            )
+            schedule, _ = self._cut(self._alone(self._length))
+            return triggers.OnDemand(self.demand, stages, schedule.total_epochs)
         if isinstance(method, WidthDecision):
             given = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
             if given:
@@ -375,9 +371,7 @@ class Planning:
             base, loop = data.batch_size, self.loop
             made = _schedule(given, base, loop) if scheduled else _one_stage(epochs, base, loop)
             stages = zip(made.starts, made.epochs, made.batch_sizes, flops, strict=True)
-            return sum(
-                f * (until(start + length, size) - until(start, size)) for start, length, size, f in stages
-            )
+            return sum(f * (until(start + n, size) - until(start, size)) for start, n, size, f in stages)
 
         whole = until(parts, data.batch_size)
         allowed = _ROUNDING * budget * full_flops * whole
@@ -476,9 +470,8 @@ def carried_out(
     known = plan.schedule.batch_sizes
     sizes = tuple(known[min(scheduled[number], len(known) - 1)] for number in numbers)
     fractions = [trigger.fraction_grown(scheduled[n], stages[n]) for n in numbers]
-    flops = [
-        cost(stages[n], 1.0 if grown is None else grown) for n, grown in zip(numbers, fractions, strict=True)
-    ]
+    grown = [1.0 if part is None else part for part in fractions]
+    flops = [cost(stages[n], part) for n, part in zip(numbers, grown, strict=True)]
     schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
 

@@ -57,10 +57,8 @@ class GrowthProgress(Callback):
             self._began_at = (trainer.fit_loop.batch_idx + 1) / self._batches[epoch]
         self._resumed_at = self._done(epoch, self._began_at)
         if self._console.is_terminal:
-            columns = (
-                TextColumn(f"{{task.{name}}}") for name in ("description", "fields[loss]", "fields[left]")
-            )
-            description, loss, left = columns
+            names = ("description", "fields[loss]", "fields[left]")
+            description, loss, left = (TextColumn(f"{{task.{name}}}") for name in names)
             self._bar = Progress(
                 *(description, BarColumn(bar_width=None), loss, TimeElapsedColumn(), left),
                 console=self._console,

@@ -133,9 +133,7 @@ class RunRecorder(Callback):
         """Keep the step's rate; every n steps record rate factors and norms of regions."""
         self._lr = optimizer.param_groups[0]["lr"]
         if self._every is not None and (trainer.global_step + 1) % self._every == 0:
-            grads = [
-                p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
+            grads = [p.grad for one in optimizer.param_groups for p in one["params"] if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(grads)
         if trainer.global_step % self.log_rates_every_n_steps:
             return

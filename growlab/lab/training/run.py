@@ -305,9 +305,7 @@ def _results(
     """The content of `results.json`, which tables are made of."""
     grower, objective = task.grower, task.objective
     stages = recorder.stages(plan, grower.events)
-    errors = [
-        error for event in grower.events for error in (event.parity_error_eval, event.parity_error_train)
-    ]
+    errors = [one for event in grower.events for one in (event.parity_error_eval, event.parity_error_train)]
     name, higher = getattr(objective, "compared_by", ("accuracy", True))
     last = recorder.rows[-1]
     names = {"train": objective.metric_names, "val": (*objective.metric_names, *objective.evaluated_names)}

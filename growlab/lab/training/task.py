@@ -183,9 +183,8 @@ class Task(LightningModule):
         if split not in self._sums:
             return {}
         found = self.objective.metrics(self.total(split))
-        return {
-            f"{split}_{name}": value for name, value in {**found, **self._evaluated.get(split, {})}.items()
-        }
+        found |= self._evaluated.get(split, {})
+        return {f"{split}_{name}": value for name, value in found.items()}
 
     def total(self, split: str) -> list[float]:
         """The objective's sums over the epoch so far, over all ranks."""

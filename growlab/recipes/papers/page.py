@@ -154,9 +154,8 @@ def pages(registry: Registry, results: Path) -> dict[str, str]:
         own = [(item, one) for item, one in every if one.check.ours]
         against += [(item, one) for item, one in stated if one.verdict == CONTRADICTED]
         verdicts = [one.verdict for _, one in stated]
-        contents.append(
-            [f"[{about['title']}]({paper}.md)", *(str(verdicts.count(word)) for word in _VERDICTS)]
-        )
+        counts = [str(verdicts.count(word)) for word in _VERDICTS]
+        contents.append([f"[{about['title']}]({paper}.md)", *counts])
         parts = [
             f"# {about['title']}\n",
             "The [overview](index.md) explains terms and counts.\n",
@@ -214,9 +213,8 @@ def _statements(
             theirs += ", in our interval" if one.within else ", outside our interval"
         more = [f"`{other.check.study[1]}`" for _, other in others if other.check.study]
         # Keep a difference and its interval on one line.
-        ours = "<br>".join(
-            each.text().replace(" ", "\u00a0") for each in (one, *(other for _, other in others))
-        )
+        every = (one, *(other for _, other in others))
+        ours = "<br>".join(each.text().replace(" ", "\u00a0") for each in every)
         # Long names may break only after an underscore.
         name = f"<code>{item.name.replace('_', '_<wbr>')}</code>"
         rows.append([name, ", ".join([one.says(), *more]), ours, epochs, theirs])

@@ -243,9 +243,8 @@ def experiment(name: str) -> Experiment:
     for entry in defaults:
         if isinstance(entry, str) and (folder / f"{entry.removeprefix('/experiment/')}.yaml").is_file():
             base = experiment(entry.removeprefix("/experiment/"))
-    data = [
-        entry["override /data"] for entry in defaults if isinstance(entry, dict) and "override /data" in entry
-    ]
+    chosen = [entry for entry in defaults if isinstance(entry, dict)]
+    data = [entry["override /data"] for entry in chosen if "override /data" in entry]
     schedule = content.get("schedule") or {}
     params = ((content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
     return Experiment(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,7 @@ def budget_batches(
     for place, length in enumerate(lengths_N[order_N].tolist()):
         longer = max(longest, length)
         count = place - start + 1
-        full = (tokens is not None and longer * count > tokens) or (
-            sentences is not None and count > sentences
-        )
+        full = longer * count > (tokens or inf) or count > (sentences or inf)
         if full and count > 1:
             batches.append(order_N[start:place])
             start, longer = place, length

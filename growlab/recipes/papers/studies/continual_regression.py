@@ -101,9 +101,8 @@ class Stack:
                 torch.stack([h[layer].weight.detach() for h in hidden]),
                 torch.stack([h[layer].bias.detach() for h in hidden]),
             ]
-        self.shapes = [
-            getattr(layer, name).shape for layer in _layers(networks[0]) for name in ("weight", "bias")
-        ]
+        layers = _layers(networks[0])
+        self.shapes = [part.shape for layer in layers for part in (layer.weight, layer.bias)]
         outputs = [
             [parts for layer in _layers(network) for parts in layer.parametrizations.values()]
             for network in networks
