@@ -46,10 +46,8 @@ class Grid:
             ]
             return f"| {' | '.join(cells)} |\n"
 
-        rule = "|".join(
-            "-" * (width + 2) if i < self.num_text else "-" * (width + 1) + ":"
-            for i, width in enumerate(widths)
-        )
+        ends = ["-"] * self.num_text + [":"] * (len(widths) - self.num_text)
+        rule = "|".join("-" * (width + 1) + end for width, end in zip(widths, ends, strict=True))
         text = padded(lines[0]) + f"|{rule}|\n" + "".join(map(padded, lines[1:]))
         return text + (f"\n{visible(self.caption)}\n" if self.caption else "")
 

@@ -47,9 +47,7 @@ def answer(
     for _, facts in known:
         groups[tuple(_text(facts.get(name)) for name in by)].append(facts)
     columns = [*metrics, *(name for name in ("train_cost_percent", "seconds") if name not in metrics)]
-    lines = [
-        (*key, *([one.get(name) for one in members] for name in columns)) for key, members in groups.items()
-    ]
+    lines = [(*key, *([one.get(n) for one in own] for n in columns)) for key, own in groups.items()]
     if sort is not None and sort.lstrip("-") not in (*by, *columns):
         raise UserError(f"--sort {sort} is no column of this table: {', '.join((*by, *columns))}.")
     place = 0 if sort is None else [*by, *columns].index(sort.lstrip("-"))

@@ -94,9 +94,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     ]
     shapes = [_shape(point.row) for point in points]
     grown = [shape for shape, point in zip(shapes, points, strict=True) if not point.row.group.is_fixed_size]
-    varying = {
-        key for shape in grown for key in shape if len({other.get(key, _off(key)) for other in grown}) > 1
-    }
+    varying = {key for one in grown for key in one if len({o.get(key, _off(key)) for o in grown}) > 1}
     apart = [field for field in _FIELDS if len({getattr(point.row.group, field) for point in points}) > 1]
     joined: dict[tuple[bool, str, str], dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point, shape in zip(points, shapes, strict=True):

@@ -123,9 +123,7 @@ def line_styles(methods: Sequence[str]) -> list[dict[str, Any]]:
         >>> [one["color"] for one in line_styles(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
         ['#D55E00', '#000000', '#0072B2']
     """
-    homes = [
-        next((colour for pattern, colour in _homes() if re.search(pattern, name)), None) for name in methods
-    ]
+    homes = [next((colour for like, colour in _homes() if re.search(like, name)), None) for name in methods]
     # Of several with one home the plainest name has it, whatever order they come in.
     plainest_last = sorted(range(len(homes)), key=lambda index: (len(methods[index]), index), reverse=True)
     firsts = {homes[index]: index for index in plainest_last}

@@ -249,9 +249,8 @@ def _work(group: Group) -> tuple[Any, ...]:
 
 def _distance(group: Group, other: Group) -> int:
     """Number of settings in which two groups differ, apart from those of growth."""
-    mine, theirs = (
-        {o for o in g.overrides if not o.lstrip("~").startswith(_GROWTH_KEYS)} for g in (group, other)
-    )
+    every = (group.overrides, other.overrides)
+    mine, theirs = ({o for o in own if not o.lstrip("~").startswith(_GROWTH_KEYS)} for own in every)
     return len(mine ^ theirs) + (other.optimizer != group.optimizer)
 
 

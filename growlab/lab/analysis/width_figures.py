@@ -101,9 +101,8 @@ def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
     # Labels pushed past the top or the bottom come back in as one stack.
     shift = min(0.0, high - line_height / 2 - max(places)) or max(0.0, low + line_height / 2 - min(places))
     places = [place + shift for place in places]
-    moved = any(
-        abs(place - math.log2(ends[i][0])) > line_height / 3 for i, place in zip(kept, places, strict=True)
-    )
+    shifts = (place - math.log2(ends[i][0]) for i, place in zip(kept, places, strict=True))
+    moved = any(abs(shift) > line_height / 3 for shift in shifts)
     leader = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
     transform = axes.get_yaxis_transform()
     for i, place in zip(kept, places, strict=True):

@@ -175,10 +175,8 @@ def _continue_search(sweeper: DictConfig) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if sweeper.study_name not in [one.study_name for one in optuna.get_all_study_summaries(sweeper.storage)]:
         return
-    study, state = (
-        optuna.load_study(study_name=sweeper.study_name, storage=sweeper.storage),
-        optuna.trial.TrialState,
-    )
+    study = optuna.load_study(study_name=sweeper.study_name, storage=sweeper.storage)
+    state = optuna.trial.TrialState
     for trial in study.get_trials(states=[state.RUNNING]):
         study.tell(trial.number, state=state.FAIL)
         study.enqueue_trial(trial.params)

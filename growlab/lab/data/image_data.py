@@ -169,9 +169,8 @@ class ImageData(RunData):
         if self.validation != "split":
             images.pop("val", None)
         for name, part in images.items():
-            images[name] = self._prepared(
-                part.select(first_balanced(part.labels, self.limit_test or len(part)))
-            )
+            chosen = first_balanced(part.labels, self.limit_test or len(part))
+            images[name] = self._prepared(part.select(chosen))
             if train.frame != images[name].frame:
                 raise UserError(
                     f"{name} images have the shape {tuple(images[name].frame)}, training images "
@@ -263,9 +262,8 @@ class ImageData(RunData):
         """Return the number of training images in this epoch, with batches of this size if it is given."""
         if self.incremental is None:
             return self.num_train
-        return len(
-            self._positions("train", self._arrival.key(epoch, batch_size or self.global_batch_size(epoch)))
-        )
+        size = batch_size or self.global_batch_size(epoch)
+        return len(self._positions("train", self._arrival.key(epoch, size)))
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
         """Let incremental data arrive with stages that start so in a run `of` epochs; see `RunData`."""

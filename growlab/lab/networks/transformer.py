@@ -24,9 +24,8 @@ class Rotary(nn.Module):
     def __init__(self, num_channels: int, context: int) -> None:
         super().__init__()
         self.num_channels = num_channels
-        angles = torch.arange(context)[:, None] * 10000.0 ** (
-            -torch.arange(0, num_channels, 2) / num_channels
-        )
+        powers = -torch.arange(0, num_channels, 2) / num_channels
+        angles = torch.arange(context)[:, None] * 10000.0**powers
         angles_TR = torch.cat([angles, angles], 1)
         self.register_buffer("cos_TR", angles_TR.cos(), persistent=False)
         self.register_buffer("sin_TR", angles_TR.sin(), persistent=False)

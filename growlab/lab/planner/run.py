@@ -124,9 +124,8 @@ def run(cfg: DictConfig) -> None:
         data = build.make_data(cfg.data, cfg.seed)
         ending.callback(data.teardown, "test")
         data.setup()
-        in_pass = sum(
-            sum(data.samples_in_batches(part, data.batch_size)) for part in range(data.epochs_per_pass)
-        )
+        size = data.batch_size
+        in_pass = sum(sum(data.samples_in_batches(part, size)) for part in range(data.epochs_per_pass))
         with open_dict(cfg):
             cfg.schedule.budget = budget_of(cfg, data, in_pass)
         write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -362,9 +361,8 @@ def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
         settings |= {f"schedule.learning_rate.{key}": value for key, value in (decay | warmup).items()}
     if "epochs_per_pass" in cfg.data:
         batches = -(-data.num_train // data.batch_size)
-        settings["data.epochs_per_pass"] = min(
-            batches, max(cfg.data.epochs_per_pass, ceil(_LEAST_EPOCHS / budget))
-        )
+        parts = max(cfg.data.epochs_per_pass, ceil(_LEAST_EPOCHS / budget))
+        settings["data.epochs_per_pass"] = min(batches, parts)
     return settings
 
 

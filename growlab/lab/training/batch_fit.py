@@ -82,14 +82,9 @@ def fit_batch_sizes(
         num_processes,
         settings["batch_size_stage"],
     )
-    sizes = [
-        base if stage == given else largest(stage, wanted[stage] // num_processes)
-        for stage in range(num_stages)
-    ]
-    return [
-        {"stage": stage, "eq8": wanted[stage], "batch_size": size * num_processes}
-        for stage, size in enumerate(sizes)
-    ]
+    sizes = [base if i == given else largest(i, size // num_processes) for i, size in enumerate(wanted)]
+    found = enumerate(zip(wanted, sizes, strict=True))
+    return [{"stage": i, "eq8": eq8, "batch_size": size * num_processes} for i, (eq8, size) in found]
 
 
 def _sizes(at_most: int) -> Sequence[int]:

@@ -219,12 +219,8 @@ def _agree(name: str, given: Any, value: Any) -> bool:
     """Return True if a setting of the schedule equals the list (or number) that overrides it."""
     if not isinstance(value, list):
         return False
-    return bool(
-        given
-        == {"total_epochs": sum(value), "total_steps": sum(value), "num_stages": len(value)}.get(
-            name, value[0]
-        )
-    )
+    sums = {"total_epochs": sum(value), "total_steps": sum(value), "num_stages": len(value)}
+    return bool(given == sums.get(name, value[0]))
 
 
 def _text(value: Any) -> str:

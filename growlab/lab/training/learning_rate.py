@@ -115,11 +115,8 @@ class LearningRate:
         """Name of a setting that needs the times of growth before the run, or None."""
         if self.progress_unit == "cost":
             return "progress_unit=cost"
-        return (
-            f"warmup_steps_after_growth={self.warmup_steps_after_growth}"
-            if self.warmup_steps_after_growth
-            else None
-        )
+        again = self.warmup_steps_after_growth
+        return f"warmup_steps_after_growth={again}" if again else None
 
     def by_steps(self) -> "LearningRate":
         """The same for a run whose length is in steps."""
@@ -171,11 +168,7 @@ class LearningRate:
                 begin, end = schedule.starts[stage], schedule.starts[stage] + schedule.epochs[stage]
             shape = self._shape(step, moment, clock[begin], clock[end], warm)
             since = step - starts[schedule.starts[stage]]
-            rewarm = (
-                since / self.warmup_steps_after_growth
-                if stage and since < self.warmup_steps_after_growth
-                else 1.0
-            )
+            rewarm = min(1.0, since / again) if stage and (again := self.warmup_steps_after_growth) else 1.0
             return self._batch_scale(schedule, stage) * rewarm * shape
 
         return factor

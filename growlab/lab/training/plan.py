@@ -206,11 +206,8 @@ class Planning:
         if (total := settings["total_steps"]) is None:
             return
         other = next((f"schedule.{name}" for name in ("epochs", "initial_epochs") if settings[name]), "")
-        other = (
-            other
-            or data.only_in_epochs
-            or ("trainer.limit_train_batches" * (self.loop.limit_batches is not None))
-        )
+        limited = "trainer.limit_train_batches" * (self.loop.limit_batches is not None)
+        other = other or data.only_in_epochs or limited
         every = settings["eval_every_n_steps"]
         if other:
             raise UserError(
@@ -310,13 +307,10 @@ class Planning:
             grown = _schedule(settings, base, loop)
             worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
             length = max(1, round(worth / flops[0]))
-        made = (
-            _schedule(settings, base, loop)
-            if isinstance(trigger, triggers.Scheduled)
-            else self._alone(length)
-        )
+        scheduled = isinstance(trigger, triggers.Scheduled)
+        made = _schedule(settings, base, loop) if scheduled else self._alone(length)
         schedule, data.steps = self._cut(made)
-        reference_epochs: float = schedule.total_epochs if isinstance(trigger, triggers.Scheduled) else total
+        reference_epochs: float = schedule.total_epochs if scheduled else total
         if settings["budget"] is not None:
             whole = settings["budget"] * data.epochs_per_pass
             reference_epochs = int(whole) if whole == int(whole) else whole
@@ -402,10 +396,10 @@ def _check_demand(trigger: triggers.OnDemand, graph: WidthGraph, cost: StageCost
     steps, demand = trigger.steps(graph), trigger.demand
     ahead, total = len(steps) - 1, trigger.total_epochs
     narrow = demand.latest(total, ahead) if ahead else 0
-    ways = [
-        cost({**plan.widths[0], **widths}, trigger.fraction_grown(stage, widths))
-        for stage, widths in enumerate(steps)
+    grown = [
+        ({**plan.widths[0], **own}, trigger.fraction_grown(stage, own)) for stage, own in enumerate(steps)
     ]
+    ways = [cost(*each) for each in grown]
     spent = ways[0] * sum(plan.samples[:narrow])
     spent += triggers.cheapest_remaining_cost(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
     demand.check(total, ahead, 100.0 * spent / plan.reference_flops)

@@ -170,10 +170,8 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 def first_line(graph: WidthGraph, grows: bool = True) -> str:
     """The line at a run's beginning: how much grows, and which layers count as the output's."""
-    last = [
-        name if free else f"{name} (something behind it fixes its scale)"
-        for name, free in graph.last_layers.items()
-    ]
+    fixed = " (something behind it fixes its scale)"
+    last = [name + fixed * (not free) for name, free in graph.last_layers.items()]
     last += [
         f"{layer_name(weight)} (an embedding's table too: neither rescaled nor given an output layer's rate)"
         for weight in graph.tied_outputs

@@ -273,10 +273,8 @@ class RunRecorder(Callback):
         lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
         write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
         if self.step_rows:
-            lines = [
-                ",".join(self.step_rows[0]),
-                *(",".join(map(_cell, row.values())) for row in self.step_rows),
-            ]
+            cells = (",".join(map(_cell, row.values())) for row in self.step_rows)
+            lines = [",".join(self.step_rows[0]), *cells]
             write_text(self.run_dir / "steps.csv", "\n".join(lines) + "\n")
         if self._rates:
             write_text(self.run_dir / "rates.csv", "\n".join([",".join(RATE_COLUMNS), *self._rates]) + "\n")

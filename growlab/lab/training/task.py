@@ -182,8 +182,7 @@ class Task(LightningModule):
         """
         if split not in self._sums:
             return {}
-        found = self.objective.metrics(self.total(split))
-        found |= self._evaluated.get(split, {})
+        found = self.objective.metrics(self.total(split)) | self._evaluated.get(split, {})
         return {f"{split}_{name}": value for name, value in found.items()}
 
     def total(self, split: str) -> list[float]:

@@ -103,10 +103,8 @@ class Stack:
             ]
         layers = _layers(networks[0])
         self.shapes = [part.shape for layer in layers for part in (layer.weight, layer.bias)]
-        outputs = [
-            [parts for layer in _layers(network) for parts in layer.parametrizations.values()]
-            for network in networks
-        ]
+        every = [_layers(network) for network in networks]
+        outputs = [[parts for layer in own for parts in layer.parametrizations.values()] for own in every]
         features = outputs[0][0][0].output.weight.shape[-1]
         self.weights += [
             torch.stack(
