@@ -50,15 +50,9 @@ _SCHEDULE = {
 _OURS = {
     **dict.fromkeys(
         (
-            *(
-                "min_epochs",
-                "min_steps",
-                "barebones",
-                "limit_val_batches",
-                "limit_test_batches",
-                "num_sanity_val_steps",
-            ),
-            *("reload_dataloaders_every_n_epochs", "use_distributed_sampler", "logger", "default_root_dir"),
+            *("min_epochs", "min_steps", "barebones", "limit_val_batches", "limit_test_batches", "logger"),
+            *("num_sanity_val_steps", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"),
+            "default_root_dir",
             *("enable_checkpointing", "plugins", "enable_progress_bar", "enable_model_summary"),
         ),
         "schedule has the length of a run, trainer.limit_train_batches that of an epoch, data what is held out, logger "

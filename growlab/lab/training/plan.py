@@ -30,13 +30,8 @@ _ROUNDING = 1 + 1e-9
 _MANY_EPOCHS = 10**6
 # Settings of `conf/schedule` that `make_schedule` does not take.
 NOT_OF_STAGES = (
-    "equal_flops",
-    "budget",
-    "total_steps",
-    "total_tokens",
-    "steps",
-    "eval_every_n_steps",
-    "repeat_batches",
+    *("equal_flops", "budget", "total_steps", "total_tokens", "steps"),
+    *("eval_every_n_steps", "repeat_batches"),
 )
 # Evaluations of a run in steps, unless their distance is given.
 _EVALUATIONS = 20
