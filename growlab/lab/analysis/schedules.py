@@ -106,8 +106,8 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
             for key in sorted(varying & shape.keys(), key=lambda k: [*_WORDS, k].index(k))
             if shape[key] not in ("null", _off(key)) and not (key == "initial_width" and named)
         )
-        words = in_words(group.overrides, shared)
-        own = [each for each in words if not each.lstrip("~").startswith("schedule.")]
+        others = in_words(group.overrides, shared)
+        own = [each for each in others if not each.lstrip("~").startswith("schedule.")]
         rate = next((each.removeprefix(_RATE) for each in own if each.startswith(_RATE)), "")
         own = [one for one in own if not one.startswith(_RATE)] + [getattr(group, field) for field in apart]
         key = (
