@@ -50,8 +50,11 @@ class WandbRecords(Callback):
         self._spectra, self._steps = list(state_dict["spectra"]), state_dict["steps"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Define the value of each curve that summarises the run."""
+        """Continue offline histories; define the value of each curve that summarises the run."""
         if trainer.is_global_zero:
+            for logger, step in zip(self._loggers, self._steps, strict=False):
+                if logger.experiment.offline:
+                    logger.experiment.log({}, step=step)
             for logger in self._loggers:
                 for name, summary in _SUMMARIES.items():
                     # As Lightning defines all metrics: a definition by name replaces its `*`.
@@ -60,10 +63,7 @@ class WandbRecords(Callback):
                     )
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Continue offline histories of W&B; TensorBoard drops the points after the checkpoint, which come again."""
-        for logger, step in zip(self._loggers, self._steps, strict=False):
-            if trainer.is_global_zero and logger.experiment.offline:
-                logger.experiment.log({"trainer/global_step": trainer.global_step}, step=step)
+        """Let TensorBoard drop the points after the checkpoint, which come again."""
         for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
             if trainer.is_global_zero and trainer.global_step:
                 # The writer opens its next file with the step from which on it replaces earlier ones.
