@@ -377,7 +377,8 @@ def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widt
         f"{path}.{name}".lstrip("."): number
         for path, module in network.named_modules()
         for name, number in vars(module).items()
-        if type(number) is float
+        # torch's own modules compute none from a width: nn.Embedding's norm_type is 2.0.
+        if type(number) is float and not type(module).__module__.startswith("torch.")
     }
     buffers = ((name, b) for name, b in network.named_buffers() if not b.dim() and b.is_floating_point())
     numbers |= {name: float(buffer) for name, buffer in buffers}
