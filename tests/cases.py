@@ -233,9 +233,7 @@ class CausalAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        q, k, v = (
-            layer(self.norm(x)).unflatten(2, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (layer(self.norm(x)).unflatten(2, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         x = x + self.out(
             F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True).transpose(1, 2).flatten(2)
         )
@@ -398,15 +396,11 @@ NETWORKS = {
     "convnet": NetworkCase(
         lambda: ConvNet((3, 8, 8), 4, [6, 7], [2, 2]), (3, 8, 8), {"features.0": 6, "features.4": 7}
     ),
-    "mlp": NetworkCase(
-        lambda: MLP(12, [9, 7, 8], 4), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7, "hidden.4": 8}
-    ),
+    "mlp": NetworkCase(lambda: MLP(12, [9, 7, 8], 4), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7, "hidden.4": 8}),
     "mlp batch norm": NetworkCase(
         lambda: MLP(12, [9, 7], 4, batch_norm=True), (3, 2, 2), {"hidden.0": 9, "hidden.3": 7}
     ),
-    "mlp tanh": NetworkCase(
-        lambda: MLP(12, [9, 7], 4, activation="tanh"), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7}
-    ),
+    "mlp tanh": NetworkCase(lambda: MLP(12, [9, 7], 4, activation="tanh"), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7}),
     "residual": NetworkCase(Residual, (3, 6, 6), {"stem": 6, "conv1": 5, "projection": 9}),
     "depthwise": NetworkCase(DepthwiseSeparable, (2, 6, 6), {"stem": 8, "pointwise": 7, "narrow": 4}),
     "dense": NetworkCase(Dense, (3, 5, 5), {"stem": 5, "conv1": 4, "conv2": 6}),
@@ -471,9 +465,7 @@ METHODS = {
     ),
     "ours constraint": MethodCase(lambda noise: VarianceTransfer("constraint", noise_std=noise)),
     "ours literal": MethodCase(lambda noise: VarianceTransfer(output_multiplier=False, noise_std=noise)),
-    "ours without multipliers": MethodCase(
-        lambda noise: VarianceTransfer(layer_multipliers=False, noise_std=noise)
-    ),
+    "ours without multipliers": MethodCase(lambda noise: VarianceTransfer(layer_multipliers=False, noise_std=noise)),
     "ours by Table 1 alone": MethodCase(
         lambda noise: VarianceTransfer(as_published=True, noise_std=noise), preserves=False
     ),
@@ -487,10 +479,7 @@ def widths_at(graph: WidthGraph, part: float) -> dict[str, int]:
     A layer normalisation of one channel, or of two that are nearly equal, puts out little of what goes in.
     """
     normed = {group for norm in graph.channel_norms for group in norm.axis.groups}
-    return {
-        name: max(3 if name in normed else 1, int(group.full_width * part))
-        for name, group in graph.groups.items()
-    }
+    return {name: max(3 if name in normed else 1, int(group.full_width * part)) for name, group in graph.groups.items()}
 
 
 def roughen(network: nn.Module, seed: int = 2) -> None:
@@ -498,9 +487,7 @@ def roughen(network: nn.Module, seed: int = 2) -> None:
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in network.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=source, dtype=torch.float64).to(
-                parameter
-            )
+            parameter += 0.2 * torch.randn(parameter.shape, generator=source, dtype=torch.float64).to(parameter)
         for name, buffer in network.named_buffers():
             noise = torch.rand(buffer.shape, generator=source, dtype=torch.float64)
             if name.endswith("running_var"):

@@ -27,17 +27,7 @@ from tests.runs import MLP, MLP3, SMALL, Left
 from tests.test_language import DROPOUT
 from tests.test_process_growth import CASES as BY_DATA
 from tests.test_process_growth import RUN
-from tests.test_resume import (
-    ACCUMULATED,
-    ADAM,
-    BY_STEPS,
-    CHUNKS,
-    FIREFLY,
-    HYPERFAN,
-    ISOTROPIC,
-    ON_DEMAND,
-    RESNET,
-)
+from tests.test_resume import ACCUMULATED, ADAM, BY_STEPS, CHUNKS, FIREFLY, HYPERFAN, ISOTROPIC, ON_DEMAND, RESNET
 
 # Depth and width growing in one run.
 DEEPENED = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", "optimizer_state=inherit")
@@ -73,11 +63,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "plateau": (*MLP[:4], *MLP[6:], *_DEMAND, "schedule=plateau", "schedule.grow_when.patience=1"),
     "mobilenet": (*_NETWORK, "model=mobilenetv1", "model.width=8"),
     "layer_statistics": (*MLP, "log_layers_every_n_steps=3"),
-    "task_change": (
-        "experiment=papers/isotropic_task_change",
-        "schedule.total_epochs=6",
-        "data.limit_train=96",
-    ),
+    "task_change": ("experiment=papers/isotropic_task_change", "schedule.total_epochs=6", "data.limit_train=96"),
     "compiled": (*MLP, "compile=true"),
     **{f"looks_{name}": (*RUN, *BY_DATA[name]) for name in ("gradmax", "tiny_expressivity", "splitting")},
     **{f"two_ranks_{name}": (*arguments, *_TWO) for name, arguments in (("mlp", MLP), ("resnet", RESNET))},
@@ -138,10 +124,7 @@ def run_all(cases: dict[str, tuple[str, ...]]) -> dict[str, dict[str, str]]:
             command = (*arguments, "hydra.run.dir=run")
             if name in RESUMED:
                 outcome = cli(
-                    *command,
-                    cwd=folder,
-                    limit_sec=600.0,
-                    fault=("at_step", RESUMED[name], int(signal.SIGKILL)),
+                    *command, cwd=folder, limit_sec=600.0, fault=("at_step", RESUMED[name], int(signal.SIGKILL))
                 )
                 command = (*command, "ckpt_path=last")
             outcome = cli(*command, cwd=folder, limit_sec=600.0)
@@ -160,9 +143,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.digests", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument(
-        "--compare", action="store_true", help="with the file's digests, in place of writing them"
-    )
+    parser.add_argument("--compare", action="store_true", help="with the file's digests, in place of writing them")
     parser.add_argument("--only", nargs="*", help="names of cases")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as images:

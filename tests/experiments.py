@@ -20,9 +20,7 @@ EXPERIMENTS = sorted(
 
 def _choices(experiment: str) -> set[tuple[str, str]]:
     """Choices of an experiment and of those that it begins with."""
-    defaults = yaml.safe_load((_FOLDER / f"{experiment}.yaml").read_text(encoding="utf-8")).get(
-        "defaults", []
-    )
+    defaults = yaml.safe_load((_FOLDER / f"{experiment}.yaml").read_text(encoding="utf-8")).get("defaults", [])
     found: set[tuple[str, str]] = set()
     for entry in defaults:
         if isinstance(entry, dict):
@@ -42,9 +40,7 @@ def _covering() -> list[str]:
     # The experiments of language models are those of test_language.py and test_language_models.py.
     quick = [name for name in EXPERIMENTS if not name.endswith(("imagenet", "_text", "_char"))]
     choices = {
-        experiment: {
-            one for one in _choices(experiment) if one[0] not in ("override /model", "override /data")
-        }
+        experiment: {one for one in _choices(experiment) if one[0] not in ("override /model", "override /data")}
         for experiment in quick
     }
     left = set().union(*choices.values())
@@ -75,20 +71,13 @@ _NARROWER["llama_text"] = ("schedule.budget=null", "schedule.total_steps=null")
 _NARROWER["papers/testbed_resnet18_cifar10"] += _NARROWER["testbed_cifar10"]
 _OTHER_DATA = {
     "gpt_char": ("data.limit_characters=4000", "data.eval_batch_size=4"),
-    "llama_text": (
-        f"data.path={ROOT / 'conf'}",
-        "data.suffixes=[.yaml]",
-        "data.context=16",
-        "data.vocab_size=300",
-    ),
+    "llama_text": (f"data.path={ROOT / 'conf'}", "data.suffixes=[.yaml]", "data.context=16", "data.vocab_size=300"),
 }
 
 
 def option(name: str) -> str:
     """An experiment as the command line names it: with `papers/` in front where its file is in that folder."""
-    return next(f"{path.parent.name}/{name}" for path in _FOLDER.rglob(f"{name}.yaml")).removeprefix(
-        "experiment/"
-    )
+    return next(f"{path.parent.name}/{name}" for path in _FOLDER.rglob(f"{name}.yaml")).removeprefix("experiment/")
 
 
 def write_fake_images(root: Path) -> Path:

@@ -64,11 +64,7 @@ def _answer(connection: socket.socket) -> None:
                 os.setsid()
                 connection.close()
                 _leave(_run(order))
-            print(
-                json.dumps([_exit_code(child, order["limit_sec"]), _end_session(child)]),
-                file=lines,
-                flush=True,
-            )
+            print(json.dumps([_exit_code(child, order["limit_sec"]), _end_session(child)]), file=lines, flush=True)
 
 
 def _exit_code(child: int, limit_sec: float) -> int:
@@ -244,9 +240,7 @@ def _run(order: dict[str, Any]) -> int:
     os.environ.update(order["environment"])
     launcher.start = _Forked
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(
-            os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number
-        )
+        os.dup2(os.open(Path(order["files"]) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
     if order["fault"]:
         FAULTS[order["fault"][0]](*order["fault"][1:])
     return _main(order["arguments"], order["program"])

@@ -103,14 +103,9 @@ def _key(model: nn.Module, inputs: tuple[Any, ...], settings: tuple[Any, ...]) -
         (name, _told_class(each), {k: _told(v) for k, v in vars(each).items() if k not in _OF_MODULES})
         for name, each in modules
     ]
-    tensors = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     numbers: dict[int, int] = {}
-    shapes = [
-        (name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.requires_grad)
-        for name, t in tensors
-    ]
+    shapes = [(name, numbers.setdefault(id(t), len(numbers)), t.shape, t.dtype, t.requires_grad) for name, t in tensors]
     given = [(x.shape, x.dtype, None if x.is_floating_point() or x.is_meta else x.tolist()) for x in inputs]
     text = repr((attributes, shapes, given, settings))
     # An address, or a function or class that others may share its name with.

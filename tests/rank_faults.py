@@ -15,9 +15,7 @@ def keep_ranks(folder: str) -> None:
     from growlab.lab.training.checkpoints import SaveCheckpoints
 
     def keep(name: str, grower: Any) -> None:
-        content = {
-            name: value for name, value in grower.state_to_compare() if isinstance(value, torch.Tensor)
-        }
+        content = {name: value for name, value in grower.state_to_compare() if isinstance(value, torch.Tensor)}
         rank = torch.distributed.get_rank()
         torch.save(content, Path(folder) / f"{name}_rank{rank}.pt")
 

@@ -33,9 +33,7 @@ SMOOTH = ("model=custom", "model._target_=tests.runs.smooth")
 NUM_STEPS = 18
 
 
-def mlp3(
-    image_shape: Sequence[int], num_classes: int, width: int = 12, batch_norm: bool = False
-) -> nn.Module:
+def mlp3(image_shape: Sequence[int], num_classes: int, width: int = 12, batch_norm: bool = False) -> nn.Module:
     """Three hidden layers, named as those of `mlp8`."""
     return networks.mlp.MLP(torch.Size(image_shape).numel(), [width] * 3, num_classes, batch_norm)
 
@@ -67,13 +65,7 @@ def spatial(image_shape: Sequence[int], num_classes: int) -> nn.Module:
 
 def smooth(image_shape: Sequence[int], num_classes: int) -> nn.Module:
     """A network without kinks: its gradients differ between precisions by rounding alone."""
-    layers = [
-        nn.Conv2d(image_shape[0], 8, 3),
-        nn.BatchNorm2d(8),
-        nn.GELU(),
-        nn.Conv2d(8, 8, 1),
-        nn.BatchNorm2d(8),
-    ]
+    layers = [nn.Conv2d(image_shape[0], 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
     return nn.Sequential(*layers, nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
 
 
@@ -144,14 +136,9 @@ class Left:
             table(folder / "metrics.csv"),
             *(table(file) if file.exists() else [] for file in optional),
             without_times(json.loads((folder / "growth.json").read_text())),
-            without_times(
-                {k: v for k, v in results.items() if k not in ("overrides", "command", "git_commit")}
-            ),
+            without_times({k: v for k, v in results.items() if k not in ("overrides", "command", "git_commit")}),
             torch.load(folder / "model.pt", weights_only=True),
-            {
-                key: checkpoint[key]
-                for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")
-            },
+            {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step")},
         )
 
     def differences(self, other: "Left") -> list[str]:
@@ -226,9 +213,7 @@ def resumed_from(cli: CommandLine, folder: Path, arguments: Sequence[str], check
     return cli(*arguments, "hydra.run.dir=run", "ckpt_path=last", cwd=folder)
 
 
-def struck(
-    cli: CommandLine, folder: Path, arguments: Sequence[str], faults: Sequence[tuple[Any, ...]]
-) -> Left:
+def struck(cli: CommandLine, folder: Path, arguments: Sequence[str], faults: Sequence[tuple[Any, ...]]) -> Left:
     """What a run leaves in FOLDER/run that is killed by each of the faults in turn and resumed each time."""
     command = (*arguments, "hydra.run.dir=run")
     for number, fault in enumerate(faults):

@@ -46,10 +46,7 @@ def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
             marks=needs("averages"),
         ),
         ({"data": {**DATA, "validation_fraction": -inf}}, "data.validation_fraction must be a finite number"),
-        (
-            {"optimizer": {"_target_": "growlab.optim.Adam", "betas": [0.9]}},
-            "optimizer.betas must be tuple[",
-        ),
+        ({"optimizer": {"_target_": "growlab.optim.Adam", "betas": [0.9]}}, "optimizer.betas must be tuple["),
     ],
 )
 def test_numbers_that_comparisons_let_pass_and_lists_too_short_are_refused(given: dict, told: str) -> None:
@@ -63,13 +60,7 @@ def test_the_users_own_code_may_take_nan() -> None:
 
 
 def test_what_fits_and_what_nobody_knows_passes() -> None:
-    fits = {
-        "mean": [0, 1.5],
-        "in_memory": None,
-        "validation_fraction": 1,
-        "class_schedule": {0: [1]},
-        "root": "???",
-    }
+    fits = {"mean": [0, 1.5], "in_memory": None, "validation_fraction": 1, "class_schedule": {0: [1]}, "root": "???"}
     check_types({"data": {**DATA, **fits, "unknown": 3}})
     check_types({"model": {"_target_": "torch.nn.Linear", "in_features": "many"}})
     check_types({"model": {"_target_": "growlab.nowhere.Net", "width": "wide"}, "list": [1, {"a": 2}]})
@@ -90,8 +81,5 @@ def test_integers_that_no_tensor_holds_are_refused() -> None:
         with pytest.raises(UserError, match=r"(devices|lr) must lie between -2\^63 and 2\^63, not "):
             check_types(settings)
     check_types(
-        {
-            "trainer": {"limit_train_batches": 2**63 - 1},
-            "data": {"source": {"_target_": "mine.Key", "n": 2**70}},
-        }
+        {"trainer": {"limit_train_batches": 2**63 - 1}, "data": {"source": {"_target_": "mine.Key", "n": 2**70}}}
     )

@@ -92,11 +92,7 @@ def test_what_is_no_argument_is_told(make: Callable[[], Any], told: str) -> None
     ("part", "arguments", "told"),
     [
         ("Classes", {"order": 5, "counts": len}, "order must name every class from 0 on once"),
-        (
-            "Classes",
-            {"order": [0, 1], "counts": 3},
-            "counts must be a function of the number of stages, not 3",
-        ),
+        ("Classes", {"order": [0, 1], "counts": 3}, "counts must be a function of the number of stages, not 3"),
         ("GainWeights", {"decay": "x"}, "decay must be a finite number, not 'x'"),
         ("Depth", {"start": "x"}, "start must be zero, identity, stack or gstack, not 'x'"),
         ("Hyperfan", {"output_multiplier": "x"}, "output_multiplier must be True or False, not 'x'"),

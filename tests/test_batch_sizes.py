@@ -26,9 +26,7 @@ def batch_fit(folder: Path) -> list[dict[str, int]]:
     return json.loads((folder / "results.json").read_text())["batch_fit"]
 
 
-def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*AUTO, "hydra.run.dir=run", cwd=tmp_path, fault=("at_step", 4, SIGKILL), environment=LITTLE)
     assert outcome.code == -SIGKILL, outcome.err
     assert outcome.err.startswith("batch sizes that fit, stage by stage: 68 48 40\n")
@@ -52,16 +50,10 @@ def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(
 
 
 def test_two_processes_take_what_fits_on_both_devices(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(
-        *AUTO, "trainer=ddp_cpu", "hydra.run.dir=run", cwd=tmp_path, environment={"HUNGRY": "480,240"}
-    )
+    outcome = cli(*AUTO, "trainer=ddp_cpu", "hydra.run.dir=run", cwd=tmp_path, environment={"HUNGRY": "480,240"})
     assert outcome.code == 0, outcome.err
     # Twice 240 // 12 = 20; 40 + 12; 52 + 16 = 68.
-    assert [(one["eq8"], one["batch_size"]) for one in batch_fit(tmp_path / "run")] == [
-        (68, 68),
-        (52, 48),
-        (40, 40),
-    ]
+    assert [(one["eq8"], one["batch_size"]) for one in batch_fit(tmp_path / "run")] == [(68, 68), (52, 48), (40, 40)]
     assert json.loads((tmp_path / "run" / "results.json").read_text())["world_size"] == 2
 
 

@@ -8,17 +8,10 @@ from tests.command_line import CommandLine
 from tests.runs import MLP, Left
 
 # It stops two epochs behind the best, which nothing is better than by so much.
-STOPPED = (
-    *MLP,
-    "callbacks=early_stopping",
-    "callbacks.early_stopping.min_delta=10",
-    "schedule.epochs=[1,1,9]",
-)
+STOPPED = (*MLP, "callbacks=early_stopping", "callbacks.early_stopping.min_delta=10", "schedule.epochs=[1,1,9]")
 
 
-def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(cli: CommandLine, tmp_path: Path) -> None:
     nothing = "{_target_: lightning.pytorch.callbacks.LambdaCallback}"
     both = (f"+callbacks.mine={nothing}", f"+trainer.callbacks=[{nothing}]")
     command = (*STOPPED, *both, "callbacks.early_stopping.patience=3", "hydra.run.dir=run")

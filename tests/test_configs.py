@@ -22,11 +22,7 @@ from growlab.base.settings import parameters
 from growlab.growth import make_schedule
 from growlab.lab.training.build import check_settings
 from growlab.lab.training.checks import check_effects
-from growlab.lab.training.configuration import (
-    PRIMARY,
-    config_dir,
-    set_plugin_defaults,
-)
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 
 CONF = config_dir()
 GROUPS = sorted({path.parent.name for path in CONF.glob("*/*.yaml")} - {"hydra"})
@@ -56,9 +52,7 @@ def composed(*overrides: str) -> DictConfig:
 
 # Methods, which choose other options, alone; of the other groups but experiments one option each at once.
 WHOLE = [f"{group}={name}" for group, name in OPTIONS if group == "method"]
-SINGLE = [
-    [f"{own}={name}" for own, name in OPTIONS if own == group] for group in GROUPS if group != "experiment"
-]
+SINGLE = [[f"{own}={name}" for own, name in OPTIONS if own == group] for group in GROUPS if group != "experiment"]
 TOGETHER = zip_longest(*(options for options in SINGLE if options[0] not in WHOLE))
 COMPOSED = [(one,) for one in WHOLE] + [tuple(filter(None, options)) for options in TOGETHER]
 
@@ -78,9 +72,7 @@ def test_growth_rates_and_optimizers_instantiate_with_the_arguments_that_their_f
             if group == "growth" and "defaults" not in given:
                 # Hydra refuses keys that a file does not have, so it has all of them.
                 known = parameters(hydra.utils.get_class(given["_target_"]))
-                assert set(given) - {"_target_"} == {
-                    n for n, p in known.items() if p.kind is not Parameter.VAR_KEYWORD
-                }
+                assert set(given) - {"_target_"} == {n for n, p in known.items() if p.kind is not Parameter.VAR_KEYWORD}
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -102,9 +94,7 @@ def test_an_experiment_is_complete_and_opens_with_its_purpose(experiment: str) -
 def test_an_option_on_the_command_line_wins_over_the_experiment(experiment: str) -> None:
     own = composed(f"experiment={experiment}", "name=given").growth
     growth = "net2net" if own._target_.endswith(".FixedSize") else "none"
-    cfg = composed(
-        f"experiment={experiment}", f"growth={growth}", "schedule.total_epochs=7", "optimizer.lr=3"
-    )
+    cfg = composed(f"experiment={experiment}", f"growth={growth}", "schedule.total_epochs=7", "optimizer.lr=3")
     # The gain is the network's rather than the method's.
     assert cfg.growth == composed(f"growth={growth}", f"gain={cfg.gain}").growth
     assert (cfg.schedule.total_epochs, cfg.optimizer.lr) == (7, 3)
@@ -114,9 +104,7 @@ SWEEPS = [e for e in EXPERIMENTS if "sweeper:" in (CONF / "experiment" / f"{e}.y
 
 
 @pytest.mark.parametrize("experiment", SWEEPS)
-def test_every_job_of_a_sweep_is_an_experiment_of_its_own(
-    experiment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All values of a preset compose, no two jobs are the same, and their folder is the same each time."""
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
@@ -255,14 +243,8 @@ def check(*overrides: str, is_sweep: bool = False) -> None:
             "schedule.total_epochs=3 has no effect with schedule.budget=3.6",
         ),
         (("experiment=papers/convnet4_cifar10", "schedule.num_stages=2"), "with schedule.epochs=[10,10,10]"),
-        (
-            ("experiment=papers/convnet4_cifar10", "schedule.initial_fraction=0.5"),
-            "with schedule.epochs=[10,10,10]",
-        ),
-        (
-            ("experiment=transformer_multi30k", "schedule.initial_width=0.5"),
-            "with schedule.widths=[0.25,0.5,1.0]",
-        ),
+        (("experiment=papers/convnet4_cifar10", "schedule.initial_fraction=0.5"), "with schedule.epochs=[10,10,10]"),
+        (("experiment=transformer_multi30k", "schedule.initial_width=0.5"), "with schedule.widths=[0.25,0.5,1.0]"),
     ],
 )
 def test_a_setting_without_effect_is_refused(overrides: tuple[str, ...], sentence: str) -> None:

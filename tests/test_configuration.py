@@ -74,20 +74,13 @@ def test_the_wheel_carries_conf(tmp_path: Path) -> None:
     assert "seed: 17" in done.stdout
     where = "import growlab.lab.training.configuration as c; print(c.config_dir())"
     done = subprocess.run(
-        [sys.executable, "-c", where],
-        cwd=elsewhere,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", where], cwd=elsewhere, env=environment, check=True, capture_output=True, text=True
     )
     assert Path(done.stdout.strip()) == site / "growlab" / "conf"
 
 
 def _package_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "growlab"], cwd=CHECKOUT, check=True, capture_output=True, text=True
-    )
+    listed = subprocess.run(["git", "ls-files", "growlab"], cwd=CHECKOUT, check=True, capture_output=True, text=True)
     return [CHECKOUT / name for name in listed.stdout.splitlines()]
 
 

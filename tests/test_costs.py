@@ -89,9 +89,7 @@ def test_the_cost_is_within_three_points_of_the_published_one(experiment: str, p
 def test_imagenets_epochs_are_the_published_ones() -> None:
     for experiment in ("resnet50_imagenet", "mobilenetv1_imagenet"):
         settings = compose(PRIMARY, overrides=[f"experiment={option(experiment)}"]).schedule
-        schedule = make_schedule(
-            settings.total_epochs, 256, settings.num_stages, None, settings.initial_fraction
-        )
+        schedule = make_schedule(settings.total_epochs, 256, settings.num_stages, None, settings.initial_fraction)
         assert schedule.epochs == (4, 4, 5, 6, 8, 9, 11, 14, 29)
 
 

@@ -11,16 +11,7 @@ from torch.nn import functional as F
 
 import growlab.optim
 from growlab import Grower, parts, prune, trace
-from growlab.growth import (
-    FireFly,
-    GradMax,
-    GrowthMethod,
-    Net2Net,
-    PairGrowth,
-    Splitting,
-    Tiny,
-    VarianceTransfer,
-)
+from growlab.growth import FireFly, GradMax, GrowthMethod, Net2Net, PairGrowth, Splitting, Tiny, VarianceTransfer
 from growlab.parts import Part
 
 Y = torch.arange(6) % 5
@@ -82,13 +73,7 @@ METHODS = [
     *(VarianceTransfer(), Net2Net(), PairGrowth(), Tiny(fallback="pairs"), Splitting(fallback="pairs")),
     *(pytest.param(one(fallback="pairs"), marks=pytest.mark.slow) for one in (GradMax, FireFly)),
 ]
-OPTIMIZERS = [
-    growlab.optim.SGD,
-    growlab.optim.AdamW,
-    growlab.optim.Muon,
-    growlab.optim.AvaGrad,
-    torch.optim.AdamW,
-]
+OPTIMIZERS = [growlab.optim.SGD, growlab.optim.AdamW, growlab.optim.Muon, growlab.optim.AvaGrad, torch.optim.AdamW]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -104,13 +89,7 @@ def test_optimizers_follow_as_they_do_without(make: Callable[..., torch.optim.Op
 
 @pytest.mark.parametrize(
     "part",
-    [
-        parts.Averages,
-        parts.OldGradient,
-        parts.Freeze,
-        lambda: parts.Warmup(2),
-        lambda: parts.Resolution([5, 7]),
-    ],
+    [parts.Averages, parts.OldGradient, parts.Freeze, lambda: parts.Warmup(2), lambda: parts.Resolution([5, 7])],
     ids=["averages", "old gradient", "freeze", "warm-up", "images"],
 )
 def test_parts_accompany_growth_as_they_do_without(part: Callable[[], Part]) -> None:

@@ -29,14 +29,7 @@ from tests.command_line import CommandLine, Outcome
 from tests.experiments import COVERING, EXPERIMENTS, two_steps, write_fake_images
 from tests.runs import MLP3, SMOOTH, Left, Whole, mlp3, smooth, table, whole_run
 
-IMAGES = {
-    "limit_train": 96,
-    "limit_test": 40,
-    "batch_size": 32,
-    "shift": 1,
-    "mirror": True,
-    "validation": "split",
-}
+IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True, "validation": "split"}
 DATA = tuple(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items())
 STAGES = ("schedule.epochs=[2,1,2]", "schedule.widths=[0.5,0.75,1]")
 MLP = (*DATA, *STAGES, *MLP3)
@@ -112,9 +105,7 @@ def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in network.state_dict().items())
 
 
-def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(
-    finished: Callable[..., Path],
-) -> None:
+def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(finished: Callable[..., Path]) -> None:
     """`grow` as a plain function in a hand-written loop: the same weights, bit for bit."""
     arguments = ("growth=pairs", "lr_adapt=none", "schedule.learning_rate.shape=constant")
     run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "batch_norm_samples=0")
@@ -205,9 +196,7 @@ def test_images_that_are_watched_or_tested_on_decide_nothing(finished: Callable[
     assert results["val_accuracy"] is None and not any(name.startswith("val") for name in last)
 
 
-def test_by_default_validation_images_are_neither_trained_nor_tested_on(
-    finished: Callable[..., Path],
-) -> None:
+def test_by_default_validation_images_are_neither_trained_nor_tested_on(finished: Callable[..., Path]) -> None:
     """A tenth of each class of the training images, the same in every run; papers' experiments train on all."""
     arguments = [argument for argument in SHORT if "validation" not in argument]
     run = finished(*arguments)
@@ -218,10 +207,7 @@ def test_by_default_validation_images_are_neither_trained_nor_tested_on(
     assert (data[0].num_train, data[0].num_val, data[0].num_test) == (86, 10, 40)
     held_out, again = (torch.cat([x for x, _ in module.val_dataloader()]) for module in data)
     assert torch.equal(held_out, again)
-    others = [
-        torch.cat([x for x, _ in data[0].training_batches(3)]),
-        *(x for x, _ in data[0].test_dataloader()),
-    ]
+    others = [torch.cat([x for x, _ in data[0].training_batches(3)]), *(x for x, _ in data[0].test_dataloader())]
     assert not any(torch.equal(image, other) for image in held_out for other in torch.cat(others))
     results = json.loads((run / "results.json").read_text())
     assert results["val_accuracy"] is not None
@@ -389,12 +375,9 @@ def fake_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "experiment",
-    [pytest.param(one, marks=[] if one in COVERING else pytest.mark.slow) for one in EXPERIMENTS],
+    "experiment", [pytest.param(one, marks=[] if one in COVERING else pytest.mark.slow) for one in EXPERIMENTS]
 )
-def test_every_experiment_runs_two_steps(
-    finished: Callable[..., Path], fake_images: Path, experiment: str
-) -> None:
+def test_every_experiment_runs_two_steps(finished: Callable[..., Path], fake_images: Path, experiment: str) -> None:
     """As it is configured, on fake images: one step at its first widths, one after growing to its last."""
     smaller = ("data.image_size=64", "data.resize_size=72") if "imagenet" in experiment else ()
     run = finished(*two_steps(experiment, fake_images), *smaller)

@@ -37,8 +37,7 @@ def experts_of(network: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["mixtral", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_moe", "qwen3_moe", "olmoe"))],
+    "kind", ["mixtral", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_moe", "qwen3_moe", "olmoe"))]
 )
 def test_outputs_stay_moments_are_the_copies_and_training_separates_them(kind: str) -> None:
     network, optimizer, grower = growing(lambda: of_kind(kind))
@@ -127,9 +126,7 @@ def test_what_has_no_experts_is_refused_and_a_failed_event_leaves_everything(cap
     before, parameters = copy.deepcopy(network.state_dict()), list(network.parameters())
     with pytest.raises(UserError):
         grower.multiply_experts(1)
-    handle = network.lm_head.register_forward_hook(
-        lambda module, x, y: y * (1 + network.config.num_local_experts)
-    )
+    handle = network.lm_head.register_forward_hook(lambda module, x, y: y * (1 + network.config.num_local_experts))
     with pytest.raises(UserError, match="does not route to copies"):
         grower.multiply_experts(2)
     handle.remove()

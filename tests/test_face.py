@@ -23,9 +23,7 @@ def test_every_name_is_there() -> None:
 
 
 def test_importing_it_imports_nothing_else() -> None:
-    program = (
-        "import sys, time; began = time.perf_counter(); import growlab; took = time.perf_counter() - began\n"
-    )
+    program = "import sys, time; began = time.perf_counter(); import growlab; took = time.perf_counter() - began\n"
     program += "print(took, *sorted({'torch', 'lightning', 'hydra'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     seconds, *imported = done.stdout.split()
@@ -87,10 +85,7 @@ def test_a_warning_of_growlabs_own_is_a_sentence_in_a_run() -> None:
 
 
 def test_a_batch_of_one_sample_under_batch_normalisation_is_told_in_a_sentence() -> None:
-    with (
-        pytest.raises(UserError, match=r"a single value per channel.*change data\.batch_size"),
-        plain_errors(),
-    ):
+    with pytest.raises(UserError, match=r"a single value per channel.*change data\.batch_size"), plain_errors():
         nn.BatchNorm1d(4)(torch.zeros(1, 4))
 
 

@@ -28,27 +28,8 @@ from growlab.base import ranks
 from growlab.base.errors import UserError
 from growlab.grower import Grower, renew
 from growlab.grower.network import METHODS
-from growlab.grower.triggers import (
-    At,
-    ByMethod,
-    Clock,
-    Demand,
-    GradientNorm,
-    Never,
-    OnDemand,
-    Plateau,
-    Trigger,
-)
-from growlab.growth import (
-    GradMax,
-    Net2Net,
-    PairGrowth,
-    VarianceTransfer,
-    finish,
-    grow,
-    make_schedule,
-    make_seed,
-)
+from growlab.grower.triggers import At, ByMethod, Clock, Demand, GradientNorm, Never, OnDemand, Plateau, Trigger
+from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, finish, grow, make_schedule, make_seed
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
 from growlab.widths import trace
@@ -61,9 +42,7 @@ PROBE = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-    )
+    return nn.Sequential(*(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)))
 
 
 def normed() -> nn.Sequential:
@@ -86,9 +65,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def two_groups(network: nn.Module) -> torch.optim.Optimizer:
     decayed = [p for p in network.parameters() if p.dim() > 1]
     others = [p for p in network.parameters() if p.dim() < 2]
-    return torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.02}], lr=0.01
-    )
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.02}], lr=0.01)
 
 
 OPTIMIZERS = {
@@ -124,12 +101,7 @@ class Loop:
 
     @property
     def parts(self):
-        return {
-            "network": self.network,
-            "optimizer": self.optimizer,
-            "rate": self.rate,
-            "grower": self.grower,
-        }
+        return {"network": self.network, "optimizer": self.optimizer, "rate": self.rate, "grower": self.grower}
 
     def saved(self) -> io.BytesIO:
         file = io.BytesIO()
@@ -149,9 +121,7 @@ class Loop:
         state = self.optimizer.state_dict()
         moments = [v for entry in state["state"].values() for v in entry.values()]
         tensors = [*self.network.state_dict().values(), *(torch.as_tensor(m) for m in moments)]
-        events = [
-            {n: v for n, v in e.as_dict().items() if not n.startswith("seconds")} for e in self.grower.events
-        ]
+        events = [{n: v for n, v in e.as_dict().items() if not n.startswith("seconds")} for e in self.grower.events]
         return [*(t.tolist() for t in tensors), state["param_groups"], events, self.grower.state.as_dict()]
 
 
@@ -165,9 +135,7 @@ def test_equals_the_loop_by_hand_bit_for_bit() -> None:
     for step in range(STEPS * EPOCHS):
         if schedule.stage_at(step // STEPS) > state.stage:
             event = grow(network, graph, method, state, widths[state.stage + 1], seed=0, probe=(PROBE,))
-            follow(
-                optimizer, event.replaced, graph, event.widths_before, event.widths_after, carry=event.carry
-            )
+            follow(optimizer, event.replaced, graph, event.widths_before, event.widths_after, carry=event.carry)
             regions = weight_regions(graph, state.births)
             optimizer.set_regions({p: regions[n] for n, p in network.named_parameters() if n in regions})
         x, y = batch(step)
@@ -246,10 +214,7 @@ def closed(loop: Loop) -> Callable[[], Tensor]:
 
 @pytest.mark.parametrize(
     ("make", "first"),
-    [
-        (torch.optim.Adafactor, "Adafactor's 'row_var'"),
-        (partial(torch.optim.LBFGS, max_iter=2), "LBFGS's 'd'"),
-    ],
+    [(torch.optim.Adafactor, "Adafactor's 'row_var'"), (partial(torch.optim.LBFGS, max_iter=2), "LBFGS's 'd'")],
 )
 def test_state_that_cannot_be_carried_begins_anew_and_says_so(make, first, caplog) -> None:
     loop = Loop(lambda n: make(n.parameters()))
@@ -351,9 +316,7 @@ def test_an_average_grows_along_that_keeps_the_network_beside_it(include: bool) 
     shadow.update(loop.network)
 
 
-@pytest.mark.parametrize(
-    ("make", "optimizer_first"), [(OPTIMIZERS["growlab"], True), (OPTIMIZERS["groups"], False)]
-)
+@pytest.mark.parametrize(("make", "optimizer_first"), [(OPTIMIZERS["growlab"], True), (OPTIMIZERS["groups"], False)])
 def test_a_copy_of_everything_is_a_run_of_its_own(make, optimizer_first: bool) -> None:
     loop, first = Loop(make, normed).train(STEPS + 1), Loop(make, normed).train(STEPS + 1)
     loop.rate = first.rate = None
@@ -392,15 +355,11 @@ def test_a_state_dict_brings_widths_ages_and_multipliers() -> None:
 
 def test_tensors_of_another_network_are_left_to_torch() -> None:
     loop = Loop()
-    other = nn.Sequential(
-        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3)
-    )
+    other = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(RuntimeError, match="size mismatch"):
         loop.network.load_state_dict(other.state_dict())
     with pytest.raises(UserError, match="another network"):
-        Grower(normed()[:4], PROBE, method=PairGrowth(), trigger=Never()).load_state_dict(
-            loop.grower.state_dict()
-        )
+        Grower(normed()[:4], PROBE, method=PairGrowth(), trigger=Never()).load_state_dict(loop.grower.state_dict())
 
 
 def test_copies_stay_as_they_are_while_the_network_grows() -> None:
@@ -702,10 +661,7 @@ def grower_of(example):
 @pytest.mark.parametrize(
     ("act", "sentence"),
     [
-        (
-            lambda: Loop(method="mine"),
-            "method='mine' must be a growth method, .* or the name of one: bert2bert",
-        ),
+        (lambda: Loop(method="mine"), "method='mine' must be a growth method, .* or the name of one: bert2bert"),
         (lambda: Loop().train(4).grower.step(0), "epoch 0 is before epoch 1 .* growth goes forwards"),
         (lambda: Loop(trigger={0: 1.0, 1: 0.5}).train(), "only widens"),
         (lambda: Loop(trigger=ByMethod()).train(), "does not decide"),
@@ -720,10 +676,7 @@ def grower_of(example):
         (lambda: grower_of(PROBE * math.nan), "the example contains NaN"),
         (lambda: grower_of(PROBE.to("meta")), "example is on the meta device"),
         (lambda: grower_of(torch.ones(4, 6, dtype=torch.long)), "mat1 and mat2 must have the same dtype"),
-        (
-            lambda: Grower(mlp, PROBE, method=VarianceTransfer(), trigger=STAGES),
-            "torch.nn.Module, not a function",
-        ),
+        (lambda: Grower(mlp, PROBE, method=VarianceTransfer(), trigger=STAGES), "torch.nn.Module, not a function"),
         (lambda: Loop().grower.provide(record=list), "no 'record'; it takes batches, loss, .*, records, "),
         (lambda: Loop().grower.provide([PROBE]), "batches of provide must be a function, not a list"),
         (lambda: Loop(network=normed, anneal_steps=50).train().grower.finish(), "47 more optimizer steps"),
@@ -778,9 +731,7 @@ def test_weights_of_full_width_from_before_the_end_load_behind_it() -> None:
 
 def test_it_works_without_arguments_and_its_events_are_objects(caplog: pytest.LogCaptureFixture) -> None:
     grower = Grower(mlp(), PROBE)
-    assert repr((grower.method, grower.trigger)) == (
-        "(VarianceTransfer(), At(widths={0: 0.25, 10: 0.5, 20: 1.0}))"
-    )
+    assert repr((grower.method, grower.trigger)) == ("(VarianceTransfer(), At(widths={0: 0.25, 10: 0.5, 20: 1.0}))")
     events = grower.step(20, step=7)
     assert len(events) == 2 and all(one is other for one, other in zip(events, grower.events, strict=True))
     assert [(event.stage, event.epoch, event.step) for event in events] == [(1, 20, 7), (2, 20, 7)]
@@ -811,9 +762,7 @@ def test_names_of_methods_are_those_of_the_command_line() -> None:
         while base:
             content = yaml.safe_load((folder / f"{base}.yaml").read_text())
             settings = {**content, **settings}
-            base = next(
-                (one for one in content.get("defaults", []) if "/" not in one and one != "_self_"), ""
-            )
+            base = next((one for one in content.get("defaults", []) if "/" not in one and one != "_self_"), "")
         arguments = {key: 2.0 if key == "gain" else value for key, value in settings.items()}
         target = arguments.pop("_target_").rpartition(".")[2]
         arguments.pop("defaults", None)
@@ -940,9 +889,7 @@ def by_hand(
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     (folder / f"{rank}.txt").write_text(whole := by_hand(rank, epochs=EPOCHS))
     # A wrapper that is renewed does what a new one does, with its hook on what is sent.
     assert by_hand(rank, static=True, in_place=True, epochs=EPOCHS) == whole
@@ -964,9 +911,7 @@ def one_rank(rank: int, folder: Path) -> None:
 def _refusals() -> None:
     """What growth cannot cut anew is refused before anything has changed."""
     x, made = batch(0)[0], {"method": PairGrowth(), "trigger": {0: 0.5, 1: 1.0}}
-    with pytest.raises(
-        UserError, match="DistributedDataParallel is a wrapper: give the network inside of it"
-    ):
+    with pytest.raises(UserError, match="DistributedDataParallel is a wrapper: give the network inside of it"):
         Grower(nn.parallel.DistributedDataParallel(mlp()), x, **made)
     sharded = mlp()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
@@ -977,9 +922,7 @@ def _refusals() -> None:
         grower.follow(ZeroRedundancyOptimizer(grower.network.parameters(), torch.optim.SGD, lr=0.1))
 
 
-def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(cli: CommandLine, tmp_path: Path) -> None:
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second and "output_factor" in first
@@ -996,16 +939,12 @@ def test_a_network_of_which_nothing_grows_is_told_of(caplog: pytest.LogCaptureFi
 
 
 def test_parameters_that_are_tied_by_their_memory_alone_are_refused() -> None:
-    network = nn.Sequential(
-        nn.Embedding(10, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 10, False)
-    )
+    network = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 10, False))
     network[4].weight = nn.Parameter(network[0].weight)
     with pytest.raises(UserError, match=r"0\.weight and 4\.weight are two Parameters in the same memory"):
         Grower(network, torch.randint(10, (2, 6)), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
     network[4].weight = network[0].weight
-    assert Grower(
-        network, torch.randint(10, (2, 6)), method=PairGrowth(), trigger={0: 0.5, 1: 1.0}
-    ).graph.groups
+    assert Grower(network, torch.randint(10, (2, 6)), method=PairGrowth(), trigger={0: 0.5, 1: 1.0}).graph.groups
 
 
 def test_parameters_that_lie_side_by_side_in_one_tensor_grow() -> None:
@@ -1033,9 +972,7 @@ def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> No
 @pytest.mark.parametrize("unit", ["epoch", "cost"])
 def test_a_loop_that_never_tells_what_the_trigger_counts_is_refused(unit: str) -> None:
     grower = Grower(plain(), torch.randn(4, 6), trigger=At({0: 0.25, 10: 1.0}, unit=unit))
-    with pytest.raises(
-        UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"
-    ):
+    with pytest.raises(UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"):
         grower.step(step=3)
     grower.step(**{unit: 0})
     assert grower.step(step=3) == []

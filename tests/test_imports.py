@@ -42,11 +42,7 @@ def names(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-MODULES = {
-    names(path): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if "conf" not in path.relative_to(PACKAGE).parts
-}
+MODULES = {names(path): path for path in sorted(PACKAGE.rglob("*.py")) if "conf" not in path.relative_to(PACKAGE).parts}
 
 
 @cache
@@ -103,8 +99,7 @@ def circles(arrows: dict[str, set[str]]) -> set[str]:
 
 def test_no_two_modules_import_each_other() -> None:
     arrows = {
-        module: {name for _, name in imported(tree_of(module)) if name in MODULES} - {module}
-        for module in MODULES
+        module: {name for _, name in imported(tree_of(module)) if name in MODULES} - {module} for module in MODULES
     }
     assert not circles(arrows)
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}

@@ -25,9 +25,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num
 
 def model(type: str = "llama", **settings) -> CausalModel:
     torch.manual_seed(0)
-    return CausalModel(
-        **{"vocabulary_size": 61, "context": 12, "type": type, "end_of_text": 0, **TINY, **settings}
-    )
+    return CausalModel(**{"vocabulary_size": 61, "context": 12, "type": type, "end_of_text": 0, **TINY, **settings})
 
 
 @pytest.mark.parametrize(
@@ -71,19 +69,11 @@ def test_attention_is_torchs() -> None:
     [
         ("llamma", {}, "no model type 'llamma'; near it are llama"),
         ("vit", {}, "model.type=vit is no causal language model"),
-        (
-            "llama",
-            {"hidden_size": 30},
-            "model.hidden_size=30 does not divide among model.num_attention_heads=4",
-        ),
+        ("llama", {"hidden_size": 30}, "model.hidden_size=30 does not divide among model.num_attention_heads=4"),
         ("llama", {"num_key_value_heads": 3}, "llama of these sizes cannot be called"),
         ("llama", {"num_hidden_layers": 0}, "sizes of a model must be at least 1"),
         ("llama", {"config": {"rope_tetha": 1.0}}, "llama has no entry rope_tetha"),
-        (
-            "llama",
-            {"config": {"hiden_act": "relu"}},
-            "llama has no entry hiden_act; did you mean hidden_act?",
-        ),
+        ("llama", {"config": {"hiden_act": "relu"}}, "llama has no entry hiden_act; did you mean hidden_act?"),
         ("llama", {"config": {"hidden_act": "relux"}}, "transformers makes no llama of these sizes: "),
         ("bloom", {}, "bloom has no intermediate_size to choose: set model.intermediate_size=null"),
         ("gptj", {"num_key_value_heads": None}, "gptj of these sizes cannot be called: .* with model.config"),
@@ -104,21 +94,14 @@ def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs("depth")
 @pytest.mark.parametrize(
     ("type", "last"),
-    [
-        ("llama", 0),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("llama", 1), ("gpt2", 1), ("qwen3", 0))),
-    ],
+    [("llama", 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("llama", 1), ("gpt2", 1), ("qwen3", 0)))],
     ids=["llama_smaller", "llama_grown", "gpt2_grown", "qwen3_smaller"],
 )
-def test_from_pretrained_loads_a_grown_model_which_generates_the_same(
-    type: str, last: int, tmp_path: Path
-) -> None:
+def test_from_pretrained_loads_a_grown_model_which_generates_the_same(type: str, last: int, tmp_path: Path) -> None:
     """At full size, and at the size of the seed: half of the width, and without the blocks that never came in."""
     network = model(type, num_key_value_heads=None if type == "gpt2" else 2, num_hidden_layers=4).double()
     tokens = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(1))
-    grower = Grower(
-        network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=[parts.Depth("auto")], seed=0
-    )
+    grower = Grower(network, tokens, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=[parts.Depth("auto")], seed=0)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
@@ -147,9 +130,7 @@ def test_from_pretrained_loads_a_grown_model_which_generates_the_same(
 
 
 @pytest.mark.slow  # its network takes longer to trace than to test
-@pytest.mark.parametrize(
-    ("tied", "stream"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)]
-)
+@pytest.mark.parametrize(("tied", "stream"), [pytest.param(True, False, marks=pytest.mark.slow), (False, True)])
 def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, stream: bool, tmp_path: Path) -> None:
     """Its code computes numbers from sizes: sqrt(hidden_size) scales embeddings, and queries have a scale too."""
     network = model("gemma2", config={"tie_word_embeddings": tied, "query_pre_attn_scalar": 8}).double()
@@ -201,12 +182,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama(text: Path) -> tuple[str, ...]:
     """Eleven steps, evaluated every third and where width and depth grow at once; the rate follows the cost."""
     return (
-        *(
-            "experiment=llama_text",
-            f"data.path={text}",
-            "data.vocab_size=280",
-            "data.validation_fraction=0.05",
-        ),
+        *("experiment=llama_text", f"data.path={text}", "data.vocab_size=280", "data.validation_fraction=0.05"),
         *("data.context=16", "data.batch_size=8", "data.test_fraction=0.05"),
         *("model.hidden_size=16", "model.intermediate_size=24", "model.num_key_value_heads=2"),
         *("model.num_hidden_layers=3", "optimizer.lr=0.01", "schedule.budget=null", "trainer=cpu"),
@@ -238,9 +214,7 @@ def test_a_run_leaves_a_folder_that_transformers_loads(grown: Whole, text: Path)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, made(tokens))
     assert tokenizer.decode(tokens[0]) == "growing networks keeps what they compute"
-    one, two = (
-        m.generate(tokens[:, :4], max_new_tokens=8, do_sample=False).tolist() for m in (loaded, made.network)
-    )
+    one, two = (m.generate(tokens[:, :4], max_new_tokens=8, do_sample=False).tolist() for m in (loaded, made.network))
     assert one == two
 
 

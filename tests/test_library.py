@@ -17,9 +17,7 @@ from tests.command_line import CommandLine
 IMAGE = (3, 64, 64)
 # Small ones: 1.2 and 0.5 M parameters.
 MAKERS = {
-    "torchvision": lambda num_classes=10, **kw: torchvision_network(
-        IMAGE, num_classes, "squeezenet1_1", **kw
-    ),
+    "torchvision": lambda num_classes=10, **kw: torchvision_network(IMAGE, num_classes, "squeezenet1_1", **kw),
     "timm": lambda num_classes=10, **kw: timm_network(IMAGE, num_classes, "mobilenetv3_small_050", **kw),
 }
 
@@ -136,18 +134,11 @@ def test_a_run_goes_on_from_weights_at_full_width_alone(cli: CommandLine, tmp_pa
     """The seed of a growing run would be drawn anew, so the weights are refused there."""
     state = timm_network((1, 8, 8), 10, "resnet10t").state_dict()
     torch.save(state, tmp_path / "weights.pt")
-    command = (
-        "model=timm",
-        "model.name=resnet10t",
-        "model.weights=weights.pt",
-        "data.limit_train=64",
-    )
+    command = ("model=timm", "model.name=resnet10t", "model.weights=weights.pt", "data.limit_train=64")
     command += ("data.limit_test=16", "schedule.total_epochs=1", "hydra.run.dir=run", "lr_adapt=none")
     grown = cli(*command, "schedule.num_stages=1", "schedule.widths=[1]", "optimizer.lr=0", cwd=tmp_path)
     assert grown.code == 0, grown.err
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
-    assert all(
-        torch.equal(saved[name], state[name]) for name in state if "running" not in name and "num" not in name
-    )
+    assert all(torch.equal(saved[name], state[name]) for name in state if "running" not in name and "num" not in name)
     refused = cli(*command, "growth=ours", "schedule.epochs=[1,1]", "schedule.widths=[0.5,1]", cwd=tmp_path)
     assert refused.code == 2 and "growth=none" in refused.err and "model.weights=weights.pt" in refused.err

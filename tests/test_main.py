@@ -215,9 +215,7 @@ def test_a_job_gets_the_composed_configuration(growlab: Callable[..., Outcome]) 
     assert (cfg.growth.noise_std, cfg.schedule.total_epochs, cfg.schedule.shape) == (0.3, 7, Shape.COSINE)
 
 
-def test_a_sweep_continues_after_a_failure_and_ends_with_its_sentence(
-    growlab: Callable[..., Outcome],
-) -> None:
+def test_a_sweep_continues_after_a_failure_and_ends_with_its_sentence(growlab: Callable[..., Outcome]) -> None:
     ran = []
 
     def job(cfg: Any) -> float:
@@ -262,12 +260,7 @@ def test_modules_in_the_current_folder_can_be_imported(
 
 def test_installing_an_extra_names_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """growlab itself may come from a checkout: there is nothing to install `growlab[wandb]` from."""
-    declared = [
-        "torch>=2",
-        "wandb>=0.18; extra == 'all'",
-        "wandb>=0.18; extra == 'wandb'",
-        "a>1; extra == 'two'",
-    ]
+    declared = ["torch>=2", "wandb>=0.18; extra == 'all'", "wandb>=0.18; extra == 'wandb'", "a>1; extra == 'two'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: [*declared, 'b; extra == "two"'])
     assert how_to_install("wandb") == "pip install 'wandb>=0.18' (growlab's extra [wandb])"
     assert how_to_install("two") == "pip install 'a>1' 'b' (growlab's extra [two])"
@@ -354,10 +347,7 @@ def hide(names):
 WITHOUT = {
     (): (2, r"error: this needs hydra, which is not installed: pip install .*'hydra-core.*\."),
     ("--version",): (0, rf"^growlab {re.escape(__version__)}"),
-    ("--help",): (
-        0,
-        r"^Experiments need hydra, which is not installed: pip install [^\0]*\n    growlab widths ",
-    ),
+    ("--help",): (0, r"^Experiments need hydra, which is not installed: pip install [^\0]*\n    growlab widths "),
     ("table", "--help"): (0, "usage: growlab table"),
     ("widths", "growlab/mlp8", "--input-shape", "1,4,4"): (0, "growlab/mlp8: 8 width groups"),
 }
@@ -397,9 +387,7 @@ def test_with_torch_alone_the_engines_commands_run() -> None:
     """As after `pip install --no-deps growlab`."""
     absent = "hydra omegaconf lightning pytorch_lightning torchvision transformers timm pandas scipy sklearn"
     absent = [*absent.split(), "matplotlib", "rich", "PIL", "pyarrow"]
-    first, second, ended = printed_by(
-        f"{HIDING}\nhide({absent})\n{LACKING}{CALLED.format(list(WITHOUT))}"
-    ).splitlines()
+    first, second, ended = printed_by(f"{HIDING}\nhide({absent})\n{LACKING}{CALLED.format(list(WITHOUT))}").splitlines()
     assert first.startswith("growlab.Growth needs lightning, which is not installed: pip install ")
     assert f"needs transformers, which is not installed: {how_to_install('transformers')}" in second
     for (expected, message), (code, text) in zip(WITHOUT.values(), json.loads(ended), strict=True):

@@ -106,8 +106,7 @@ def check_variances(
         fans = [graph.fan_in(layer, widths) for widths in (event.widths_before, event.widths_after)]
         last = layer.name in last_layers
         kept = torch.meshgrid(
-            *(axis.kept(event.widths_before, event.widths_after) for axis in graph.axes[layer.weight]),
-            indexing="ij",
+            *(axis.kept(event.widths_before, event.widths_after) for axis in graph.axes[layer.weight]), indexing="ij"
         )
         ratio = float((new[kept] * old).sum() / old.square().sum())
         assert torch.allclose(new[kept], ratio * old, rtol=1e-12, atol=0), layer.weight
@@ -121,9 +120,7 @@ def check_variances(
         variance = 1 / fans[1] ** 2 if last else GAIN * layer.variance_per_entry / fans[1]
         if len(values) >= 30:
             deviation = math.sqrt(2 / len(values))
-            assert float(values.square().mean() / variance) == pytest.approx(1, abs=SIGMAS * deviation), (
-                layer.weight
-            )
+            assert float(values.square().mean() / variance) == pytest.approx(1, abs=SIGMAS * deviation), layer.weight
         total, count = total + float(values.square().sum() / variance), count + len(values)
     return total, count
 
@@ -159,11 +156,7 @@ def test_grows_twice(name: str) -> None:
     network = case.make().double()
     full = {key: tensor.shape for key, tensor in network.state_dict().items()}
     grower = Grower(
-        network,
-        inputs,
-        method=VarianceTransfer(gain=GAIN, multipliers="keep"),
-        trigger=STAGES,
-        anneal_steps=STEPS,
+        network, inputs, method=VarianceTransfer(gain=GAIN, multipliers="keep"), trigger=STAGES, anneal_steps=STEPS
     )
     found = grower.full_graph.full_widths
     assert found and found == GROWING.get(name, found)

@@ -13,14 +13,9 @@ from tests.command_line import PLAN, CommandLine
 from tests.parts_here import needs
 from tests.runs import MLP
 
-OPTIONS = {
-    "config-dir": ("--config-dir", "own conf"),
-    "searchpath": ("hydra.searchpath=['file://own conf']",),
-}
+OPTIONS = {"config-dir": ("--config-dir", "own conf"), "searchpath": ("hydra.searchpath=['file://own conf']",)}
 BOTH = pytest.mark.parametrize(
-    "options",
-    [OPTIONS["config-dir"], pytest.param(OPTIONS["searchpath"], marks=pytest.mark.slow)],
-    ids=OPTIONS,
+    "options", [OPTIONS["config-dir"], pytest.param(OPTIONS["searchpath"], marks=pytest.mark.slow)], ids=OPTIONS
 )
 
 
@@ -144,9 +139,7 @@ def package(tmp_path: Path) -> Path:
 IN_PACKAGE = "hydra.searchpath=[pkg://mine.conf]"
 
 
-def test_parts_and_experiments_of_a_package_are_found(
-    cli: CommandLine, package: Path, tmp_path: Path
-) -> None:
+def test_parts_and_experiments_of_a_package_are_found(cli: CommandLine, package: Path, tmp_path: Path) -> None:
     """With and without an `__init__.py` next to the configurations."""
     short = ("schedule.epochs=[1,1]", "schedule.widths=[0.5,1]")
     outcome = cli(IN_PACKAGE, *MLP, *short, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)

@@ -34,12 +34,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "loaders": (
         *(*OWN, "data.source._target_=mine.loaders", "model._target_=mine.Net", "+model.norm=true"),
-        *(
-            "objective=custom",
-            "objective.loss._target_=torch.nn.HuberLoss",
-            "+objective.loss.delta=0.5",
-            KENDALL,
-        ),
+        *("objective=custom", "objective.loss._target_=torch.nn.HuberLoss", "+objective.loss.delta=0.5", KENDALL),
         "+objective.metrics.r2._target_=torchmetrics.R2Score",
     ),
     # A metric that needs all predictions at once.
@@ -49,13 +44,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     # Read by a process, one file of them damaged.
     "folder": (
-        *(
-            "data=folder",
-            "data.root=pictures",
-            "data.on_error=skip",
-            "data.in_memory=false",
-            "data.num_workers=1",
-        ),
+        *("data=folder", "data.root=pictures", "data.on_error=skip", "data.in_memory=false", "data.num_workers=1"),
         *("data.batch_size=8", "model=mlp8", "model.width=12", *STAGES, "checkpoint.every_n_steps=1"),
     ),
 }
@@ -109,9 +98,7 @@ def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path) -> None:
 
 def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) -> None:
     page = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "own_data.md").read_text()
-    program, commands = (
-        re.search(rf"^```{name}\n(.*?)^```$", page, re.M | re.S)[1] for name in ("python", "shell")
-    )
+    program, commands = (re.search(rf"^```{name}\n(.*?)^```$", page, re.M | re.S)[1] for name in ("python", "shell"))
     (tmp_path / "mine.py").write_text(program)
     for line in commands.splitlines():
         outcome = cli(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)

@@ -62,10 +62,7 @@ def events_of(run: Path) -> list[dict[str, Any]]:
 def kept_by(folder: Path, rank: int) -> dict[str, dict[str, torch.Tensor]]:
     """State of a rank after each event and epoch, by that moment's name."""
     end = f"_rank{rank}.pt"
-    return {
-        path.name.removesuffix(end): torch.load(path, weights_only=True)
-        for path in sorted(folder.glob(f"*{end}"))
-    }
+    return {path.name.removesuffix(end): torch.load(path, weights_only=True) for path in sorted(folder.glob(f"*{end}"))}
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,7 @@ def test_each_job_has_the_devices_that_it_asks_for(cli: CommandLine, tmp_path: P
     one, two = results_below(tmp_path / "sweep")
     assert (one["world_size"], two["world_size"]) == (1, 2)
     # All images of an epoch, whatever the number of processes: the same losses, summed in another order.
-    losses = [
-        [float(row["train_loss"]) for row in table(tmp_path / "sweep" / n / "metrics.csv")] for n in "12"
-    ]
+    losses = [[float(row["train_loss"]) for row in table(tmp_path / "sweep" / n / "metrics.csv")] for n in "12"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]
 
@@ -79,9 +77,7 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
     front = OmegaConf.load(tmp_path / "both" / "optimization_results.yaml").solutions
     runs = [(r["val_accuracy"], r["train_cost_percent"]) for r in results_below(tmp_path / "both")]
     assert len(runs) == 2 and {tuple(solution["values"]) for solution in front} <= set(runs)
-    backwards = cli(
-        *SWEEP, *search, "hydra.sweeper.direction=minimize", "data.validation=split", cwd=tmp_path
-    )
+    backwards = cli(*SWEEP, *search, "hydra.sweeper.direction=minimize", "data.validation=split", cwd=tmp_path)
     assert backwards.code == 2 and "direction=minimize does not fit" in backwards.err
     refused = cli(*SWEEP, *search, "data.validation=test", cwd=tmp_path)
     assert refused.code == 2 and "set data.validation=split" in refused.err
@@ -124,12 +120,7 @@ class Network(nn.Sequential):
 @pytest.mark.parametrize("how", ["raises", "killed", "torchrun_killed"])
 def test_a_failure_under_torchrun_ends_every_process_within_seconds(tmp_path: Path, how: str) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    network = (
-        "model=custom",
-        "model._target_=failing.Network",
-        f"+model.how={how}",
-        f"hydra.run.dir={tmp_path}",
-    )
+    network = ("model=custom", "model._target_=failing.Network", f"+model.how={how}", f"hydra.run.dir={tmp_path}")
     arguments = [a for a in SMALL if not a.startswith("model")]
     outcome = command(*arguments, *network, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
     assert outcome.code == (-signal.SIGKILL if how == "torchrun_killed" else 1), outcome.err
@@ -257,11 +248,7 @@ JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
         ({"accelerator": "gpu", "devices": [3]}, JOBLIB, [None] * 5),
         ({"accelerator": "cpu", "devices": 1}, JOBLIB, [None] * 5),
         # One job after the other, and jobs whose scheduler gives them GPUs.
-        (
-            {"accelerator": "gpu", "devices": 1},
-            "hydra._internal.core_plugins.basic_launcher.BasicLauncher",
-            [None] * 5,
-        ),
+        ({"accelerator": "gpu", "devices": 1}, "hydra._internal.core_plugins.basic_launcher.BasicLauncher", [None] * 5),
         (
             {"accelerator": "gpu", "devices": 1},
             "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
@@ -300,7 +287,4 @@ def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert not is_first()
     given = apart(["hydra.run.dir=here"], False)
     assert given == ["hydra.output_subdir=null", "hydra/job_logging=none"]
-    assert [entry.partition("=")[0] for entry in apart([], True)][:2] == [
-        "hydra.sweep.dir",
-        "hydra.sweep.subdir",
-    ]
+    assert [entry.partition("=")[0] for entry in apart([], True)][:2] == ["hydra.sweep.dir", "hydra.sweep.subdir"]

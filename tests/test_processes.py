@@ -39,9 +39,7 @@ def losses(run: Path) -> list[float]:
 
 
 def assert_ranks_kept_the_same(kept: Path, names: list[str]) -> None:
-    assert sorted(path.name for path in kept.iterdir()) == sorted(
-        f"{n}_rank{r}.pt" for n in names for r in (0, 1)
-    )
+    assert sorted(path.name for path in kept.iterdir()) == sorted(f"{n}_rank{r}.pt" for n in names for r in (0, 1))
     for name in names:
         one, other = (torch.load(kept / f"{name}_rank{rank}.pt", weights_only=True) for rank in (0, 1))
         assert list(one) == list(other)
@@ -90,10 +88,7 @@ def test_ranks_are_equal_and_the_losses_those_of_one_process(
     kept.mkdir()
     two = finished(*PRECISE, *arguments, "trainer=ddp_cpu", folder="two", fault=("keep_ranks", str(kept)))
     events = json.loads((two / "growth.json").read_text())["events"]
-    names = [
-        *(f"stage{stage}" for stage in range(1, len(events) + 1)),
-        *(f"epoch{epoch}" for epoch in range(4)),
-    ]
+    names = [*(f"stage{stage}" for stage in range(1, len(events) + 1)), *(f"epoch{epoch}" for epoch in range(4))]
     assert len(events) >= 2
     assert_ranks_kept_the_same(kept, names)
     assert all(event["seconds_by_part"]["rank_check"] > 0 for event in events)
@@ -114,20 +109,10 @@ def test_ranks_are_equal_and_the_losses_those_of_one_process(
 @pytest.mark.parametrize(
     "options",
     [
-        (
-            "data=digits_incremental",
-            "data.incremental.mode=images",
-            "data.incremental.start=0.5",
-            "osgd.anneal=stage",
-        ),
+        ("data=digits_incremental", "data.incremental.mode=images", "data.incremental.start=0.5", "osgd.anneal=stage"),
         ("depth.blocks=[hidden.2:4,hidden.4:6]", "depth.start=identity"),
         (
-            *(
-                "schedule=gradient",
-                "schedule.epochs=null",
-                "schedule.total_epochs=4",
-                "schedule.num_stages=2",
-            ),
+            *("schedule=gradient", "schedule.epochs=null", "schedule.total_epochs=4", "schedule.num_stages=2"),
             *("schedule.widths=[0.5,1]", "schedule.grow_when.ratio=1", "schedule.grow_when.groups=gradient"),
         ),
     ],
@@ -276,10 +261,7 @@ def one_sentence(outcome: Outcome) -> str:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (
-            ("drift", "weight", 5),
-            "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight",
-        ),
+        (("drift", "weight", 5), "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight"),
         pytest.param(
             ("drift", "state", 9),
             "after growth to stage 2: momentum_buffer of classifier.weight",
@@ -288,9 +270,7 @@ def one_sentence(outcome: Outcome) -> str:
         pytest.param(("other_draws",), "after growth to stage 1: hidden.0.weight, ", marks=pytest.mark.slow),
         pytest.param(("parity_fails",), "changed the output by 1.00e+00", marks=pytest.mark.slow),
         (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
-        pytest.param(
-            ("weights_are_nan", 2), "was NaN or infinite after step 2 (epoch 0", marks=pytest.mark.slow
-        ),
+        pytest.param(("weights_are_nan", 2), "was NaN or infinite after step 2 (epoch 0", marks=pytest.mark.slow),
     ],
     ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
 )
@@ -303,9 +283,7 @@ def test_a_failure_of_one_rank_stops_all_with_one_sentence(
 
 
 @pytest.mark.slow
-def test_the_check_may_be_left_out_and_passes_over_statistics_of_each_rank(
-    finished: Callable[..., Path],
-) -> None:
+def test_the_check_may_be_left_out_and_passes_over_statistics_of_each_rank(finished: Callable[..., Path]) -> None:
     finished(*MLP, *TWO, fault=("on_rank", 1, "drift", "buffer", 3))
     run = finished(*MLP, *TWO, "check_ranks=false", fault=("on_rank", 1, "drift", "weight", 5))
     assert [event["stage"] for event in json.loads((run / "growth.json").read_text())["events"]] == [1, 2]
@@ -320,10 +298,7 @@ def test_a_full_disk_on_the_rank_that_writes(cli: CommandLine, tmp_path: Path) -
 def test_a_bug_on_one_rank_is_one_traceback(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*MLP, *TWO, cwd=tmp_path, fault=("on_rank", 1, "breaks", 4))
     assert outcome.code == 1
-    assert (
-        outcome.err.count("Traceback") == 1
-        and outcome.err.splitlines()[-1] == "RuntimeError: our own mistake"
-    )
+    assert outcome.err.count("Traceback") == 1 and outcome.err.splitlines()[-1] == "RuntimeError: our own mistake"
 
 
 def test_processes_end_with_the_one_that_started_them(cli: CommandLine, tmp_path: Path) -> None:

@@ -104,9 +104,7 @@ def test_scores_rank_channels() -> None:
     graph = trace(network, x)
     own = {"third": torch.arange(10.0)}
     assert prune(copy.deepcopy(network), graph, {"third": 3}, score=own)["third"].tolist() == [7, 8, 9]
-    drawn = [
-        prune(copy.deepcopy(network), graph, {"third": 3}, "random", seed=s)["third"] for s in (0, 0, 1, 2)
-    ]
+    drawn = [prune(copy.deepcopy(network), graph, {"third": 3}, "random", seed=s)["third"] for s in (0, 0, 1, 2)]
     assert torch.equal(drawn[0], drawn[1])
     assert any(not torch.equal(drawn[0], other) for other in drawn[2:])
     network(x).square().mean().backward()
@@ -139,8 +137,7 @@ def test_bad_arguments_are_refused(keep: Any, score: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*VISION, *TEXT)],
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in (*VISION, *TEXT)]
 )
 def test_networks_of_libraries_are_pruned_exactly(name: str) -> None:
     """Half of every group: `prune` itself compares with the masked network, to 2e-13 of the output."""
@@ -162,8 +159,7 @@ def test_networks_of_libraries_are_pruned_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "parts"),
-    [("llama", "heads,mlp"), pytest.param("gpt2", "heads,mlp,stream", marks=pytest.mark.slow)],
+    ("kind", "parts"), [("llama", "heads,mlp"), pytest.param("gpt2", "heads,mlp,stream", marks=pytest.mark.slow)]
 )
 def test_a_saved_model_is_pruned_and_loads(tmp_path: Path, kind: str, parts: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -182,9 +178,7 @@ def test_a_saved_model_is_pruned_and_loads(tmp_path: Path, kind: str, parts: str
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_pruned_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_pruned_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     model: Any = small_model("gemma2")[0].network
     model.save_pretrained(tmp_path / "old")

@@ -131,12 +131,7 @@ def test_many_checkpoints_of_a_longer_run_resume(cli: CommandLine, tmp_path: Pat
     """From the end of every epoch, both sides of every stage boundary and twenty other of 72 steps."""
     command = (
         *("data.limit_train=96", "data.limit_test=20", "data.batch_size=8", "model=mlp8", "model.width=12"),
-        *(
-            "model.batch_norm=true",
-            "schedule.epochs=[2,2,2]",
-            "schedule.widths=[0.5,0.75,1]",
-            "ema.decay=0.9",
-        ),
+        *("model.batch_norm=true", "schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "ema.decay=0.9"),
         *("data.validation=none", "log_rates_every_n_steps=1000"),
         *(["trainer=ddp_cpu", f"trainer.devices={ranks}"] if ranks > 1 else []),
     )
@@ -160,22 +155,11 @@ def test_many_checkpoints_of_a_longer_run_resume(cli: CommandLine, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "faults"),
     [
-        (
-            MLP,
-            [
-                (("at_step", 4, SIGTERM), 4),
-                (("at_validation", 3, 0, SIGTERM), 12),
-                (("at_step", 14, SIGINT), 14),
-            ],
-        ),
+        (MLP, [(("at_step", 4, SIGTERM), 4), (("at_validation", 3, 0, SIGTERM), 12), (("at_step", 14, SIGINT), 14)]),
         pytest.param(
             (*MLP, "data.eval_batch_size=4"),
             # The last step of an epoch and of a stage: the epoch's end and validation follow first.
-            [
-                (("at_step", 5, SIGUSR1), 5),
-                (("at_step", 6, SIGTERM), 6),
-                (("at_validation", 3, 1, SIGTERM), 12),
-            ],
+            [(("at_step", 5, SIGUSR1), 5), (("at_step", 6, SIGTERM), 6), (("at_validation", 3, 1, SIGTERM), 12)],
             marks=pytest.mark.slow,
         ),
     ],
@@ -253,9 +237,7 @@ def test_a_job_of_a_sweep_that_was_killed_resumes(
     assert "other/0 was interrupted with optimizer.lr=" in changed.err
 
 
-def test_a_finished_run_is_not_trained_again(
-    cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path
-) -> None:
+def test_a_finished_run_is_not_trained_again(cli: CommandLine, whole: Callable[..., Whole], tmp_path: Path) -> None:
     """Killed after the last checkpoint, before results: they are made from the checkpoint."""
     run = whole(*MLP)
     shutil.copytree(run.folder, tmp_path / "run")
@@ -323,18 +305,9 @@ def test_a_checkpoint_of_other_settings_is_refused(
     [
         (lambda path, good: None, "is not a file"),
         (lambda path, good: path.mkdir(), "is not a file"),
-        (
-            lambda path, good: path.write_bytes(b"not a checkpoint"),
-            "is not a checkpoint that growlab can read",
-        ),
-        (
-            lambda path, good: path.write_bytes(good[: len(good) // 2]),
-            "is not a checkpoint that growlab can read",
-        ),
-        (
-            lambda path, good: torch.save({"weight": torch.ones(2)}, path),
-            "is not a checkpoint of a growlab run",
-        ),
+        (lambda path, good: path.write_bytes(b"not a checkpoint"), "is not a checkpoint that growlab can read"),
+        (lambda path, good: path.write_bytes(good[: len(good) // 2]), "is not a checkpoint that growlab can read"),
+        (lambda path, good: torch.save({"weight": torch.ones(2)}, path), "is not a checkpoint of a growlab run"),
         (lambda path, good: torch.save([1, 2], path), "is not a checkpoint of a growlab run"),
     ],
     ids=["missing", "folder", "text", "torn", "weights", "list"],
@@ -394,9 +367,7 @@ def test_the_newest_whole_checkpoint_is_found(two_checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "code"),
-    [(20_000, 0), pytest.param(8_000, 2, marks=pytest.mark.slow)],
-    ids=["checkpoints", "results"],
+    ("limit", "code"), [(20_000, 0), pytest.param(8_000, 2, marks=pytest.mark.slow)], ids=["checkpoints", "results"]
 )
 def test_training_continues_on_a_full_disk(cli: CommandLine, tmp_path: Path, limit: int, code: int) -> None:
     """From the second epoch on no checkpoint can be written, then no result either: the first one survives."""

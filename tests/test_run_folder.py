@@ -38,10 +38,7 @@ def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None
     forked = int(os.read(reading, 20))
     try:
         assert is_locked(tmp_path) and not is_locked(tmp_path / "nothing")
-        with (
-            pytest.raises(UserError, match="another process is at work in "),
-            lock_folder(tmp_path, wait_sec=0.2),
-        ):
+        with pytest.raises(UserError, match="another process is at work in "), lock_folder(tmp_path, wait_sec=0.2):
             pass
         os.kill(holder, SIGKILL)
         for _ in range(2):
@@ -55,9 +52,7 @@ def test_a_folder_is_locked_by_one_process_until_it_ends(tmp_path: Path) -> None
 
 
 @pytest.mark.slow  # it waits for the folder twice five seconds
-def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_a_second_run_in_the_folder_is_refused_and_leaves_the_first_alone(cli: CommandLine, tmp_path: Path) -> None:
     """Nor does a job of a sweep record a failure there."""
     run = tmp_path / "run"
     run.mkdir()
@@ -74,23 +69,17 @@ def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
     run, done = tmp_path / "run", whole(*MLP)
     shutil.copytree(done.folder, run)
     shown = cli("show", "run", cwd=tmp_path)
-    assert (
-        shown.code == 0 and "stage 2 at step 12" in shown.out and "schedule.widths=[0.5,0.75,1]" in shown.out
-    )
+    assert shown.code == 0 and "stage 2 at step 12" in shown.out and "schedule.widths=[0.5,0.75,1]" in shown.out
     tested = cli("eval", "run", "-o", "numbers.json", cwd=tmp_path)
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert tested.code == 0 and numbers["accuracy"] == pytest.approx(done.results["test_accuracy"])
-    assert (
-        numbers["loss"] == pytest.approx(done.results["test_loss"]) and 0 <= numbers["calibration_error"] <= 1
-    )
+    assert numbers["loss"] == pytest.approx(done.results["test_loss"]) and 0 <= numbers["calibration_error"] <= 1
     (run / "results.json").unlink()
     assert cli("resume", "run", cwd=tmp_path).code == 0 and (run / "results.json").exists()
     assert cli("resume", ".", cwd=tmp_path).code == 2
 
 
-def test_a_refused_run_leaves_no_folder_and_a_job_is_named_by_what_differs(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_a_refused_run_leaves_no_folder_and_a_job_is_named_by_what_differs(cli: CommandLine, tmp_path: Path) -> None:
     assert cli(*MLP, "optimizer.lr=-1", cwd=tmp_path).code == 2 and not list(tmp_path.iterdir())
     long = "x" * 120
     given = ["seed=0,1", f"data.root=/a/{long}", f"+note=/b/{long}", f"+other={long},y", "optimizer.lr=-1"]
@@ -139,9 +128,7 @@ def test_an_override_of_a_folder_means_that_folder(folder: str) -> None:
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_a_folder_that_is_named_is_the_one(
-    plus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_named_is_the_one(plus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert name_of(f"{plus}hydra.run.dir=here") == "hydra.run.dir"
     assert resume_override([f"{plus}ckpt_path=last", f"{plus}hydra.run.dir=here"]) is None
     monkeypatch.chdir(tmp_path)

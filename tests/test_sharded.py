@@ -112,9 +112,7 @@ class Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(12, 16)
-        self.blocks = nn.Sequential(
-            *(Block(nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)) for _ in "ab")
-        )
+        self.blocks = nn.Sequential(*(Block(nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)) for _ in "ab"))
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 12, bias=False)
         self.head.weight = self.table.weight
 
@@ -170,12 +168,7 @@ def llama() -> nn.Module:
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes: Any = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=10))
 
 
@@ -193,11 +186,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable[[Any], list[
         torch.linspace(-1, 1, 8 * 4 * 3 * 36).view(8, 4, 3, 6, 6).sin(),
         lambda net: list(net[0]),
     ),
-    "gpt2": (
-        GPT2,
-        torch.arange(8 * 4 * 5).view(8, 4, 5) % 12,
-        lambda net: list(net.model.transformer.h),
-    ),
+    "gpt2": (GPT2, torch.arange(8 * 4 * 5).view(8, 4, 5) % 12, lambda net: list(net.model.transformer.h)),
     "llama": (llama, TOKENS, lambda net: list(net.model.layers)),
     "vit": (vit, IMAGES, lambda net: list(net.vit.layers)),
     "resnet20": (resnet20, IMAGES, lambda net: [m for m in net.modules() if type(m) is BasicBlock]),
@@ -332,11 +321,7 @@ class Run:
         found = {f"{name} at first": tensor for name, tensor in self.tensors().items()}
         for _ in range(2):
             batch = self.data[self.steps]
-            if (
-                self.sharded
-                and self.split
-                and not any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules())
-            ):
+            if self.sharded and self.split and not any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules()):
                 batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
             self.network.zero_grad()
             self.output(batch).square().mean().backward()
@@ -402,9 +387,7 @@ def equals_one_process(case: str, way: str = "fsdp") -> None:
     reshard(run.network)
     assert (
         differences(
-            {name: whole(t) for name, t in run.network.state_dict().items()},
-            dict(finished.state_dict()),
-            1e-12,
+            {name: whole(t) for name, t in run.network.state_dict().items()}, dict(finished.state_dict()), 1e-12
         )
         == []
     )
@@ -455,9 +438,7 @@ def resumed(folder: Path) -> Run:
     model, optimizer = get_state_dict(run.network, run.optimizers[0])
     state = {"model": model, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=folder / "dcp")
-    set_state_dict(
-        run.network, run.optimizers[0], model_state_dict=model, optim_state_dict=state["optimizer"]
-    )
+    set_state_dict(run.network, run.optimizers[0], model_state_dict=model, optim_state_dict=state["optimizer"])
     return run
 
 
@@ -512,9 +493,7 @@ def test_methods_roll_back_and_checkpoints_on_two_ranks(cli: CommandLine, tmp_pa
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("network", ["llama", "vit", "resnet20"])
-def test_each_method_and_optimizer(
-    network: str, optimizer: str, ranks: int, cli: CommandLine, tmp_path: Path
-) -> None:
+def test_each_method_and_optimizer(network: str, optimizer: str, ranks: int, cli: CommandLine, tmp_path: Path) -> None:
     both = [name for name in (*TABLE, *DEEPER) if name.startswith(network)]
     names = [name for name in both if name.endswith(optimizer)]
     outcome = cli.on_ranks(ranks, checked, tmp_path, names, ranks, limit_sec=1200.0)
@@ -576,9 +555,7 @@ def test_a_seed_on_meta_is_drawn_in_pieces(wrapper: Any, mesh: Any) -> None:
         trigger = {0: 0.25, 1: 0.5, 2: 1.0}
         grower = Grower(network, TOKENS[0, :, :5] % 12, method=PairGrowth(), trigger=trigger, shard=shard)
         tensors = network.state_dict()
-        drawn.append(
-            {n.replace("_checkpoint_wrapped_module.", ""): whole(tensors[n]).clone() for n in tensors}
-        )
+        drawn.append({n.replace("_checkpoint_wrapped_module.", ""): whole(tensors[n]).clone() for n in tensors})
         optimizer = torch.optim.AdamW(network.parameters())
         grower.follow(optimizer)
         for epoch in range(3):
@@ -596,9 +573,7 @@ def test_what_nothing_gives_values_is_refused(dtype: torch.dtype, mesh: Any) -> 
     with torch.device("meta"):
         network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         network.register_buffer("scale", torch.ones(2, dtype=dtype))
-    with pytest.raises(
-        UserError, match=r"scale is on the meta device, without values, and Sequential has no reset"
-    ):
+    with pytest.raises(UserError, match=r"scale is on the meta device, without values, and Sequential has no reset"):
         Grower(network, X, method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, shard=fully_shard)
 
 

@@ -82,10 +82,7 @@ def test_a_run_takes_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: 
     weights = mlp5((1, 8, 8), 10, width=8).state_dict()
     momentum = {name: {"momentum_buffer": torch.ones_like(weight)} for name, weight in weights.items()}
     ends = {}
-    for name, optimizer in {
-        "without": None,
-        "with": {"class": "growlab.optim.sgd.SGD", "state": momentum},
-    }.items():
+    for name, optimizer in {"without": None, "with": {"class": "growlab.optim.sgd.SGD", "state": momentum}}.items():
         torch.save({"state_dict": weights, "optimizer": optimizer}, tmp_path / f"{name}.pt")
         run = cli(*options, f"start_from={name}.pt", f"hydra.run.dir={name}", cwd=tmp_path)
         assert run.code == 0, run.err

@@ -45,9 +45,7 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
 
     again = cli(*SWEEP, cwd=tmp_path)
     assert again.code == 2
-    assert named(again.out, "finished before: ") == [
-        f"finished before: {seeds[seed].parent}" for seed in (0, 1)
-    ]
+    assert named(again.out, "finished before: ") == [f"finished before: {seeds[seed].parent}" for seed in (0, 1)]
     assert named(again.err, "job 2 (") and f"seed={TOO_LARGE}) failed: " in again.err
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("results.json")} == results
     # A result of other settings is neither taken nor overwritten.
@@ -83,10 +81,7 @@ def test_failures_of_one_reason_are_reported_once(tmp_path: Path) -> None:
     reported: list[str] = []
     with pytest.raises(UserError, match="no finished run"):
         load_runs(tmp_path, reported.append)
-    assert reported == [
-        f"{tmp_path / '0'} and 2 more failed: too short.",
-        f"{tmp_path / '1'} failed: too wide.",
-    ]
+    assert reported == [f"{tmp_path / '0'} and 2 more failed: too short.", f"{tmp_path / '1'} failed: too wide."]
 
 
 @pytest.mark.parametrize(
@@ -115,11 +110,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
     values = {f"val_{each}": number for number, each in enumerate(kind.metric_names, 2)}
     write_json(
         tmp_path / "results.json",
-        {
-            "metric": {"name": name, "higher_is_better": higher_is_better},
-            **values,
-            "train_cost_percent": 50.0,
-        },
+        {"metric": {"name": name, "higher_is_better": higher_is_better}, **values, "train_cost_percent": 50.0},
     )
     if not holds_out:
         with pytest.raises(UserError, match=r"neither trained on nor tested on: set data\.validation=split"):

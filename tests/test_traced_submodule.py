@@ -38,31 +38,18 @@ class Sorting(nn.Module):
         return {"logits": self.head(h[h.detach().numpy()[:, 0] > 0])}
 
 
-METHODS = {
-    "variance_transfer": growlab.VarianceTransfer(),
-    "net2net": growlab.Net2Net(),
-    "gradmax": growlab.GradMax(),
-}
+METHODS = {"variance_transfer": growlab.VarianceTransfer(), "net2net": growlab.Net2Net(), "gradmax": growlab.GradMax()}
 
 
 def growing(network: nn.Module, x: Tensor, method: str) -> growlab.Grower:
     grower = growlab.Grower(
-        network,
-        x,
-        method=copy.deepcopy(METHODS[method]),
-        trigger={0: 0.5, 1: 1.0},
-        anneal_steps=1,
-        trace="encoder",
+        network, x, method=copy.deepcopy(METHODS[method]), trigger={0: 0.5, 1: 1.0}, anneal_steps=1, trace="encoder"
     )
-    grower.provide(
-        lambda number: [(x, torch.zeros(len(x)))] * number, lambda logits, _: logits.square().mean()
-    )
+    grower.provide(lambda number: [(x, torch.zeros(len(x)))] * number, lambda logits, _: logits.square().mean())
     return grower
 
 
-@pytest.mark.parametrize(
-    ("method", "normed"), [("variance_transfer", True), ("net2net", False), ("gradmax", False)]
-)
+@pytest.mark.parametrize(("method", "normed"), [("variance_transfer", True), ("net2net", False), ("gradmax", False)])
 def test_the_whole_network_trains_while_a_part_of_it_grows(method: str, normed: bool) -> None:
     torch.manual_seed(0)
     network, x = Sorting(normed).double(), torch.randn(12, 5).double()
@@ -117,9 +104,7 @@ class Reading(Sorting):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = super().forward(x)["logits"]
-        return {
-            "logits": logits + self.encoder.first.weight.new_ones(3, 16) @ self.encoder.first.weight[:, 0]
-        }
+        return {"logits": logits + self.encoder.first.weight.new_ones(3, 16) @ self.encoder.first.weight[:, 0]}
 
 
 def test_channels_that_the_rest_of_the_network_reads_stay() -> None:

@@ -114,9 +114,7 @@ def residual(width: int, layers: int) -> nn.Module:
     return Residual(width, layers).double()
 
 
-IMAGES = {
-    "pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-}
+IMAGES = {"pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))}
 LABELS = torch.tensor([0, 1, 2, 3])
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     "llama": (llama, TEXT),
@@ -137,9 +135,7 @@ def loss_of(network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), TOKENS.flatten() if logits.dim() == 3 else LABELS)
 
 
-def train(
-    network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor], steps: int
-) -> None:
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor], steps: int) -> None:
     network.train()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -201,19 +197,14 @@ def test_training_continues_as_the_small_network_would_have() -> None:
     assert same(twin, wide, TEXT) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("layers", "kept"),
-    [([0, 3], [0, 3]), pytest.param("end", [0, 1], marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("layers", "kept"), [([0, 3], [0, 3]), pytest.param("end", [0, 1], marks=pytest.mark.slow)])
 def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -> None:
     small, _ = trained(llama, TEXT)
     wide = llama(16, 4)
     grower = Grower.from_trained(small, wide, TEXT, layers=layers)
     (event,) = grower.step()
     new = [place for place in range(4) if place not in kept]
-    assert sorted(one["block"] for one in event.notes["inserted"]) == [
-        f"model.layers.{place}" for place in new
-    ]
+    assert sorted(one["block"] for one in event.notes["inserted"]) == [f"model.layers.{place}" for place in new]
     for place, old in zip(kept, small.model.layers, strict=True):
         assert torch.equal(wide.model.layers[place].mlp.up_proj.weight, old.mlp.up_proj.weight)
     for place in new:
@@ -230,9 +221,7 @@ def test_old_layers_stay_while_new_ones_train() -> None:
     grower.step()
     new = grower.newborn()
     assert not new.masks
-    assert new.num_entries == sum(
-        p.numel() for layer in (1, 3) for p in wide.model.layers[layer].parameters()
-    )
+    assert new.num_entries == sum(p.numel() for layer in (1, 3) for p in wide.model.layers[layer].parameters())
     for name, parameter in wide.named_parameters():
         parameter.requires_grad_(name in new.parameters)
     grower.finish()
@@ -303,9 +292,7 @@ def test_what_fits_by_shape_and_computes_something_else_is_refused() -> None:
         (lambda: llama(32, 4), {"layers": "middle"}, "layers='middle' must be \"interleave\""),
         (lambda: llama(32, 4), {"layers": [1, 2]}, "the first at 0"),
         (lambda: llama(32, 2), {"trigger": {0: 0.25, 5: 1.0}}, "let it begin with"),
-        pytest.param(
-            *(lambda: gpt2(32, 2), {}, "which no widths of GPT2LMHeadModel give"), marks=pytest.mark.slow
-        ),
+        pytest.param(*(lambda: gpt2(32, 2), {}, "which no widths of GPT2LMHeadModel give"), marks=pytest.mark.slow),
     ],
 )
 def test_bad_arguments_are_refused(wide: Any, arguments: dict[str, Any], message: str) -> None:
@@ -345,12 +332,7 @@ def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, fr
 
     data = torch.utils.data.TensorDataset(IMAGES["pixel_values"], LABELS)
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    settings: Any = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-    }
+    settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     torch.manual_seed(0)
     small = Module(16, 2)
     trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **settings)
@@ -367,9 +349,7 @@ def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, fr
                 seen.append(len(trainer.optimizers[0].state))
 
     wide = Module(32, 3)
-    trainer = lightning.Trainer(
-        max_epochs=2, enable_checkpointing=False, callbacks=[growth, First()], **settings
-    )
+    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, callbacks=[growth, First()], **settings)
     trainer.fit(wide, loader)
     assert seen[0] < 1e-12
     assert bool(seen[1]) == from_checkpoint
@@ -447,9 +427,7 @@ def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -
     own.load_state_dict(optimizer.state_dict())
     own.param_groups[0]["weight_decay"] = 0.0
     wide = perceptron(16)
-    grower = Grower.from_trained(
-        small, wide, x, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0}
-    )
+    grower = Grower.from_trained(small, wide, x, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0})
     for _ in range(steps):
         step(wide, own)
     grower.step(epoch=1)
@@ -501,9 +479,7 @@ def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_momen
         loss_of(wide, inputs).backward()
         for name, parameter in wide.named_parameters():
             assert parameter.grad is not None
-            assert torch.allclose(optimizer.state[parameter]["exp_avg"], 0.1 * parameter.grad, rtol=1e-6), (
-                name
-            )
+            assert torch.allclose(optimizer.state[parameter]["exp_avg"], 0.1 * parameter.grad, rtol=1e-6), name
         grower.step()
     assert len(grower.events) == 1
 

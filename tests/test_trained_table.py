@@ -98,9 +98,7 @@ class Plain:
         self._steps(run, small, optimizer, range(STEPS))
         return small, optimizer
 
-    def grow(
-        self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None
-    ) -> Trained:
+    def grow(self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None) -> Trained:
         wide, (small, optimizer) = run.network(True), copy.deepcopy(start)
         grower = Grower.from_trained(
             small, wide, run.inputs, optimizer=optimizer, trigger=run.trigger, parts=parts, method=run.method
@@ -108,9 +106,7 @@ class Plain:
         grower.provide(total_steps=STEPS)
         objects, first = (grower, wide, optimizer), 0
         if stop is not None:
-            for each, state in zip(
-                objects, torch.load(folder / f"{stop}.pt", weights_only=True), strict=True
-            ):
+            for each, state in zip(objects, torch.load(folder / f"{stop}.pt", weights_only=True), strict=True):
                 each.load_state_dict(state)
             first = stop
         for epoch in range(first, STEPS):
@@ -163,9 +159,7 @@ class Lightning:
         trainer.save_checkpoint(folder / "small.ckpt")
         return folder / "small.ckpt"
 
-    def grow(
-        self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None
-    ) -> Trained:
+    def grow(self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None) -> Trained:
         lightning = pytest.importorskip("lightning")
 
         class Save(lightning.Callback):  # type: ignore[misc]
@@ -184,9 +178,7 @@ class Lightning:
 class Trainer:
     """The Trainer of transformers, and the callback."""
 
-    def _fit(
-        self, run: Run, network: Any, folder: Path, callbacks: list[Any], stop: int | None = None
-    ) -> Any:
+    def _fit(self, run: Run, network: Any, folder: Path, callbacks: list[Any], stop: int | None = None) -> Any:
         pytest.importorskip("accelerate")
         arguments = transformers.TrainingArguments(
             str(folder), num_train_epochs=STEPS, per_device_train_batch_size=4, report_to=[], use_cpu=True,
@@ -201,9 +193,7 @@ class Trainer:
         self._fit(run, run.network(False), folder / "small", [])
         return folder / "small" / f"checkpoint-{STEPS}"
 
-    def grow(
-        self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None
-    ) -> Trained:
+    def grow(self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None) -> Trained:
         from growlab.frontends.transformers import Growth
 
         wide = run.network(True)
@@ -214,9 +204,7 @@ class Trainer:
 
 LOOPS: dict[str, Any] = {"plain": Plain(), "lightning": Lightning(), "trainer": Trainer()}
 TABLE = [
-    pytest.param(
-        name, loop, id=f"{name}-{loop}", marks=[pytest.mark.slow] * ((name, loop) != ("llama", "plain"))
-    )
+    pytest.param(name, loop, id=f"{name}-{loop}", marks=[pytest.mark.slow] * ((name, loop) != ("llama", "plain")))
     for name in FAMILIES
     for loop in LOOPS
 ]
@@ -227,9 +215,7 @@ def exact(network: nn.Module) -> float:
 
 
 @pytest.mark.parametrize(("name", "loop"), TABLE)
-def test_outputs_stay_from_the_trained_network_to_the_saved_result(
-    name: str, loop: str, tmp_path: Path
-) -> None:
+def test_outputs_stay_from_the_trained_network_to_the_saved_result(name: str, loop: str, tmp_path: Path) -> None:
     """Width and depth, with noise; a resumed training ends with the same bits."""
     run, row = Run(name, 1e-3, None, (1, 2)), LOOPS[loop]
     start, watch = row.small(run, tmp_path), Watch(run.inputs)

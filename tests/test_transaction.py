@@ -51,9 +51,7 @@ class Restless(Part):
     def touch(self, grower: GrowingNetwork) -> Mapping[str, Any]:
         self.seen.append(len(self.seen))
         self.sums["all"] += torch.rand(2, generator=self.source)
-        drawn = (
-            float(self.numbers.random()) + float(torch.rand(())) + random.random() + float(np.random.rand())
-        )
+        drawn = float(self.numbers.random()) + float(torch.rand(())) + random.random() + float(np.random.rand())
         with torch.no_grad():
             for p in grower.network.parameters():
                 p.mul_(1.0 + 1e-12 * drawn)
@@ -122,17 +120,9 @@ class Training:
 
         def note(name: str, value: Any) -> None:
             if isinstance(value, torch.Tensor):
-                found[name] = (
-                    id(value),
-                    value.dtype,
-                    value.detach().clone().flatten().tolist(),
-                    value.requires_grad,
-                )
+                found[name] = (id(value), value.dtype, value.detach().clone().flatten().tolist(), value.requires_grad)
             elif isinstance(value, dict):
-                found[name] = [
-                    id(value),
-                    [id(key) if isinstance(key, torch.Tensor) else key for key in value],
-                ]
+                found[name] = [id(value), [id(key) if isinstance(key, torch.Tensor) else key for key in value]]
                 for number, one in enumerate(value.values()):
                     note(f"{name}.{number}", one)
             elif isinstance(value, (list, tuple)):

@@ -64,11 +64,7 @@ class Keeper(nn.Module):
         self.pair, self.numbers, self.bytes = ([], 1), np.zeros(3), bytearray(2)
         self.settings, self.slotted, self.options = Settings(), Slotted(), Namespace(calls=0)
         self.count, self.call, self.part = counter(), self.settings.seen.append, partial(dict, seen=[])
-        self.generator, self.random, self.numpy = (
-            torch.Generator(),
-            random.Random(0),
-            np.random.default_rng(0),
-        )
+        self.generator, self.random, self.numpy = (torch.Generator(), random.Random(0), np.random.default_rng(0))
         self.plain = torch.zeros(3)
         self.register_buffer("table", torch.zeros(64))
         self.register_buffer("empty", None, persistent=False)
@@ -128,33 +124,21 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a buffer and how much of it is filled": (fill, lambda m: (m.table.tolist(), m.filled)),
     "a buffer through data": (lambda m, x: m.table.data.add_(1), lambda m: m.table.tolist()),
     "a buffer through numpy": (in_numpy, lambda m: m.table.tolist()),
-    "another buffer": (
-        lambda m, x: setattr(m, "table", m.table + 1),
-        lambda m: (id(m.table), m.table.tolist()),
-    ),
+    "another buffer": (lambda m, x: setattr(m, "table", m.table + 1), lambda m: (id(m.table), m.table.tolist())),
     "a registered buffer": (
         lambda m, x: m.register_buffer("empty", torch.ones(len(x))),
         lambda m: (m.empty, sorted(m._non_persistent_buffers_set)),
     ),
-    "a new registered buffer": (
-        lambda m, x: m.register_buffer("mask", torch.ones(1)),
-        lambda m: list(m._buffers),
-    ),
+    "a new registered buffer": (lambda m, x: m.register_buffer("mask", torch.ones(1)), lambda m: list(m._buffers)),
     "a registered parameter": (
         lambda m, x: m.register_parameter("late", nn.Parameter(torch.ones(1))),
         lambda m: list(m._parameters),
     ),
     "a parameter": (lambda m, x: m.slow.detach().add_(1), lambda m: m.slow.tolist()),
     "a parameter through data": (lambda m, x: m.slow.data.lerp_(x[0, :3], 0.5), lambda m: m.slow.tolist()),
-    "several parameters at once": (
-        lambda m, x: torch._foreach_add_([m.slow.data], 1.0),
-        lambda m: m.slow.tolist(),
-    ),
+    "several parameters at once": (lambda m, x: torch._foreach_add_([m.slow.data], 1.0), lambda m: m.slow.tolist()),
     "a parameter's memory": (set_data, lambda m: (m.slow.tolist(), m.slow.data_ptr())),
-    "an attribute of a parameter": (
-        lambda m, x: setattr(m.slow, "seen", 1),
-        lambda m: hasattr(m.slow, "seen"),
-    ),
+    "an attribute of a parameter": (lambda m, x: setattr(m.slow, "seen", 1), lambda m: hasattr(m.slow, "seen")),
     "a gradient": (backward, lambda m: m.trained.grad),
     "that it is trained": (lambda m, x: m.trained.requires_grad_(False), lambda m: m.trained.requires_grad),
     "a tensor": (lambda m, x: m.plain.mul_(2).add_(1), lambda m: m.plain.tolist()),
@@ -172,10 +156,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a set": (lambda m, x: m.found.add(len(m.found)), lambda m: set(m.found)),
     "a deque": (lambda m, x: m.last.append(len(x)), lambda m: (list(m.last), m.last.maxlen)),
     "the order of a dictionary": (lambda m, x: m.ordered.move_to_end("a"), lambda m: list(m.ordered)),
-    "a dictionary of counts": (
-        lambda m, x: m.counts.update(calls=m.counts["calls"] + 1),
-        lambda m: dict(m.counts),
-    ),
+    "a dictionary of counts": (lambda m, x: m.counts.update(calls=m.counts["calls"] + 1), lambda m: dict(m.counts)),
     "an array": (lambda m, x: m.numbers.__iadd__(1), lambda m: m.numbers.tolist()),
     "bytes": (lambda m, x: m.bytes.append(1), lambda m: bytes(m.bytes)),
     "an object": (lambda m, x: setattr(m.settings, "calls", 1), lambda m: m.settings.calls),
@@ -188,10 +169,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a cached function": (lambda m, x: m.cached(len(x)), lambda m: Keeper.cached.cache_info().currsize),
     "a global variable": (keep_global, lambda m: _CALLS),
     "a global dictionary": (lambda m, x: _TABLES.update({len(_TABLES): x}), lambda m: list(_TABLES)),
-    "a generator": (
-        lambda m, x: torch.rand(1, generator=m.generator),
-        lambda m: m.generator.get_state().tolist(),
-    ),
+    "a generator": (lambda m, x: torch.rand(1, generator=m.generator), lambda m: m.generator.get_state().tolist()),
     "Python's generator": (lambda m, x: m.random.random(), lambda m: m.random.getstate()),
     "numpy's generator": (lambda m, x: m.numpy.random(), lambda m: m.numpy.bit_generator.state),
     "the global generators": (
@@ -199,10 +177,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
         lambda m: (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
     ),
     "modes": (lambda m, x: m.inner.eval(), lambda m: m.inner.training),
-    "a hook": (
-        lambda m, x: m.inner.register_forward_hook(lambda *_: None),
-        lambda m: len(m.inner._forward_hooks),
-    ),
+    "a hook": (lambda m, x: m.inner.register_forward_hook(lambda *_: None), lambda m: len(m.inner._forward_hooks)),
     "a tensor's hook": (
         lambda m, x: m.trained.register_hook(lambda gradient: None),
         lambda m: len(m.trained._backward_hooks or ()),
@@ -257,12 +232,7 @@ def test_state_that_a_forward_keeps_is_restored(way: str) -> None:
 
 # What torch.export cannot follow, or what grows itself.
 NOT_TRACED = {
-    *(
-        "a buffer through data",
-        "a buffer through numpy",
-        "several parameters at once",
-        "a tensor that is resized",
-    ),
+    *("a buffer through data", "a buffer through numpy", "several parameters at once", "a tensor that is resized"),
     *("a buffer", "another buffer", "a parameter", "a parameter through data"),
 }
 
@@ -434,14 +404,10 @@ def by_length(m: Masked, h: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", [in_attribute, in_evaluation, with_flag, in_buffer, by_length, in_object])
-def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(
-    mask: Callable[[Any, Tensor], Tensor],
-) -> None:
+def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(mask: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     network, x = Masked(mask).double(), torch.randn(8, 6, dtype=torch.float64)
-    grower = Grower(
-        network, x[:4], method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[parts.Averages(0.5)]
-    )
+    grower = Grower(network, x[:4], method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[parts.Averages(0.5)])
     assert set(grower.graph.groups) == {"a"}
     average = grower.parts[0].module  # type: ignore[attr-defined]
     for epoch in (1, 2):
@@ -471,9 +437,7 @@ class Remembering(nn.Module):
             return self.b(y[0])
         h = self.a(x)
         if self.training:
-            self.mean = (
-                h.detach().mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * h.detach().mean(0)
-            )
+            self.mean = h.detach().mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * h.detach().mean(0)
         return self.b(torch.relu(h if self.mean is None else h - self.mean))
 
 

@@ -179,9 +179,7 @@ def test_the_trainer_goes_on_with_more_tokens(tmp_path: Path) -> None:
         str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         save_steps=6, disable_tqdm=True, seed=0,
     )  # fmt: skip
-    transformers.Trainer(
-        llama(32, 2).float(), arguments, train_dataset=data, callbacks=[growth, More()]
-    ).train()
+    transformers.Trainer(llama(32, 2).float(), arguments, train_dataset=data, callbacks=[growth, More()]).train()
     assert [size[0] for size in sizes] == [64, 64, 80, 80, 80, 80]
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
     assert loaded.lm_head.weight.shape == (80, 32)
@@ -224,15 +222,9 @@ def test_rows_of_new_tokens_are_newborn(make: Any) -> None:
     before = {name: p.detach().clone() for name, p in wide.named_parameters()}
     train(wide, old, NEW, 1)
     used = NEW["input_ids"].unique()
-    moved = (
-        table.detach() - before["model.embed_tokens.weight" if make is phi else "transformer.wte.weight"]
-    ).abs()
+    moved = (table.detach() - before["model.embed_tokens.weight" if make is phi else "transformer.wte.weight"]).abs()
     assert not moved[:64].any() and moved[used[used >= 64]].max() == pytest.approx(1e-2 / 4, rel=1e-2)
     assert all(torch.equal(p, before[name]) for name, p in wide.named_parameters() if name not in names)
     (grown,) = grower.step(epoch=1)
     assert grown.stage == 2 and grower.newborn(1).masks[min(names)][64:].all()
-    assert (
-        not grower.newborn(2)
-        .masks["model.embed_tokens.weight" if make is phi else min(names)][64:, :16]
-        .any()
-    )
+    assert not grower.newborn(2).masks["model.embed_tokens.weight" if make is phi else min(names)][64:, :16].any()

@@ -20,15 +20,7 @@ from tests.test_experiment import SHORT
 wandb = pytest.importorskip("wandb")
 
 SWEEP = (
-    *(
-        "-m",
-        *SHORT,
-        "logger=wandb",
-        "log_every_n_steps=2",
-        "seed=0",
-        "growth=ours,pairs",
-        "hydra.sweep.dir=grid",
-    ),
+    *("-m", *SHORT, "logger=wandb", "log_every_n_steps=2", "seed=0", "growth=ours,pairs", "hydra.sweep.dir=grid"),
     "hydra.sweep.subdir=${hydra.job.num}",
 )
 
@@ -142,9 +134,7 @@ def test_growth_events_and_spectra_are_tables(sweep: Path) -> None:
         growth = json.loads((run.files.parents[2] / "growth.json").read_text())
         events = run.table("growth_events")
         assert events["columns"] == list(EVENT_COLUMNS)
-        assert events["data"] == [
-            [event.get(column) for column in EVENT_COLUMNS] for event in growth["events"]
-        ]
+        assert events["data"] == [[event.get(column) for column in EVENT_COLUMNS] for event in growth["events"]]
         singular = run.table("spectra")
         assert singular["columns"] == list(SPECTRUM_COLUMNS)
         assert sorted({row[0] for row in singular["data"]}) == [0, 1]
@@ -159,19 +149,14 @@ def test_the_spectra_of_the_last_stage_are_those_of_the_weights_kept(sweep: Path
     name = rows[0][2]
     largest, smallest = rows[0][4], [row for row in rows if row[2] == name][-1][4]
     values = torch.linalg.svdvals(weights[name])
-    assert (largest, smallest) == (
-        pytest.approx(float(values[0])),
-        pytest.approx(float(values[-1]), rel=1e-4),
-    )
+    assert (largest, smallest) == (pytest.approx(float(values[0])), pytest.approx(float(values[-1]), rel=1e-4))
 
 
 def test_figures_are_images_and_files(sweep: Path) -> None:
     for run in runs_below(sweep):
         for name in ("learning_curves", "widths", "rate_factors"):
             ((image,),) = run.column(f"figures/{name}/filenames")
-            assert (run.files / image).read_bytes() == (
-                run.files.parents[2] / "figures" / f"{name}.png"
-            ).read_bytes()
+            assert (run.files / image).read_bytes() == (run.files.parents[2] / "figures" / f"{name}.png").read_bytes()
 
 
 @pytest.mark.slow
@@ -207,9 +192,7 @@ class OnlineRun:
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_checkpoint_and_weights_are_an_artifact_where_the_run_is_online(
-    tmp_path: Path, offline: bool
-) -> None:
+def test_checkpoint_and_weights_are_an_artifact_where_the_run_is_online(tmp_path: Path, offline: bool) -> None:
     from lightning import Trainer
     from lightning.pytorch.loggers import WandbLogger
 

@@ -41,17 +41,13 @@ def test_modules_of_the_working_directory_are_found_but_take_no_package_s_place(
     # What Python itself imports before any module of ours can be found is its own affair.
     for name in ("torch", "json", "csv", "pathlib", "hydra", "numpy", "argparse"):
         (tmp_path / f"{name}.py").write_text(f"open('ran_{name}', 'w')\nraise SystemExit(7)\n")
-    (tmp_path / "mine.py").write_text(
-        "import torch\ndef made(): return torch.nn.Linear(4, 4), torch.ones(2, 4)\n"
-    )
+    (tmp_path / "mine.py").write_text("import torch\ndef made(): return torch.nn.Linear(4, 4), torch.ones(2, 4)\n")
     script = tmp_path / "elsewhere" / "bin" / "growlab"
     script.parent.mkdir(parents=True)
     script.write_text("import sys\nfrom growlab.lab.cli.app import main\nsys.exit(main())\n")
     arguments = [str(script) if one == "bin/growlab" else one for one in command]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    ended = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert list(tmp_path.glob("ran_*")) == []
     if "mine:made" in command:
         assert ended.returncode == 0 and "mine:made" in ended.stdout, ended.stderr
@@ -97,20 +93,7 @@ def test_latex_prints_every_sign() -> None:
 
 
 def test_formulas_are_text_in_csv_and_nothing_else_changes() -> None:
-    plain = [
-        "-1",
-        "+0.5",
-        "-1e-05",
-        "-.5",
-        "-inf",
-        "-0.25 ± 0.10 (3)",
-        "-3.1 %",
-        "-1.70x",
-        "12",
-        "",
-        "a=b",
-        "x-1",
-    ]
+    plain = ["-1", "+0.5", "-1e-05", "-.5", "-inf", "-0.25 ± 0.10 (3)", "-3.1 %", "-1.70x", "12", "", "a=b", "x-1"]
     assert [inert(cell) for cell in plain] == plain
     formulas = ["=1+1", "+cmd|' /C calc'!A0", "-2+3+cmd|x", "@SUM(A1)", " =1", "-A1", "--help"]
     assert [inert(cell) for cell in formulas] == [f"'{cell}" for cell in formulas]

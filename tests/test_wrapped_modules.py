@@ -54,9 +54,7 @@ def train(method: Any, change: Any = None, at: int = -2) -> tuple[Any, Grower, l
     model = network()
     if at == -2 and change:
         change(model)
-    grower = Grower(
-        model, X, method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[Averages(0.9)], anneal_steps=3
-    )
+    grower = Grower(model, X, method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[Averages(0.9)], anneal_steps=3)
     if at == -1 and change:
         change(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -85,10 +83,7 @@ def unwrapped(method: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("method", "place", "at"),
     [
-        *(
-            (VarianceTransfer(), place, at)
-            for place, at in ((one, -1), (inner, 1), (nested, -2), (nested, 0))
-        ),
+        *((VarianceTransfer(), place, at) for place, at in ((one, -1), (inner, 1), (nested, -2), (nested, 0))),
         (PairGrowth(), nested, -1),
         (Net2Net(), inner, 0),
     ],

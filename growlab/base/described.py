@@ -49,9 +49,7 @@ class Described:
         given = {**dict(zip(signature(type(self)).parameters, positional, strict=False)), **named}
         written = ", ".join(f"{name}={_SHORT.repr(value)}" for name, value in given.items())
         call = f"{type(self).__name__}({written})"
-        return textwrap.fill(
-            call, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
+        return textwrap.fill(call, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _noting(init: Callable[..., None]) -> Callable[..., None]:

@@ -53,9 +53,7 @@ def write_atomically(
         _sync(path.parent)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise WriteError(
-            f"cannot write {path}: {reason}; free some space or choose another folder."
-        ) from error
+        raise WriteError(f"cannot write {path}: {reason}; free some space or choose another folder.") from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

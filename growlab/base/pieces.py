@@ -75,10 +75,7 @@ class OneByOne(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self,
-        names: Iterable[str],
-        compute: Callable[[str], Tensor],
-        like: Mapping[str, Tensor] | None = None,
+        self, names: Iterable[str], compute: Callable[[str], Tensor], like: Mapping[str, Tensor] | None = None
     ) -> None:
         self._names, self._compute, self.like = dict.fromkeys(names), compute, like
         self._given = dict[str, Tensor]()

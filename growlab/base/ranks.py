@@ -67,9 +67,7 @@ def shared(tensor: Tensor) -> Tensor:
     if not several():
         return tensor
     on_gpu = torch.distributed.get_backend() == "nccl"
-    sent = (
-        tensor.detach().to(torch.cuda.current_device() if on_gpu else tensor.device, copy=True).contiguous()
-    )
+    sent = tensor.detach().to(torch.cuda.current_device() if on_gpu else tensor.device, copy=True).contiguous()
     torch.distributed.broadcast(sent, 0)
     return sent.to(tensor.device)
 
@@ -85,9 +83,7 @@ def broadcast_buffers(module: nn.Module) -> None:
             torch.distributed.broadcast(buffer, 0)
 
 
-def network_state(
-    network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
-) -> Iterator[tuple[str, Any]]:
+def network_state(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of all state that must be identical on every rank."""
     yield from network.named_parameters()
     yield from network.named_buffers()

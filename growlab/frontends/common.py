@@ -81,12 +81,7 @@ class GrowthCallback(Described):
                 "unit='step', or pass costs to a growlab.Grower in your own loop."
             )
         self._optimizer_state = optimizer_state
-        self._settings = {
-            "parts": checked_parts(parts),
-            "seed": seed,
-            "anneal_steps": anneal_steps,
-            "verbose": verbose,
-        }
+        self._settings = {"parts": checked_parts(parts), "seed": seed, "anneal_steps": anneal_steps, "verbose": verbose}
         self._method = None if method is None else as_method(method)
 
     def _make(
@@ -112,9 +107,7 @@ class GrowthCallback(Described):
         if self._start is None or not trains:
             return Grower(network, example, method=self._method, trigger=trigger, **settings)
         small, self._trained_optimizer = trained(self._start, network, prefix)
-        return Grower.from_trained(
-            small, network, example, method=self._method, trigger=self._begins, **settings
-        )
+        return Grower.from_trained(small, network, example, method=self._method, trigger=self._begins, **settings)
 
     @property
     def events(self) -> list[GrowthEvent]:
@@ -146,9 +139,7 @@ class GrowthCallback(Described):
                 end,
             )
 
-    def _provide_steps(
-        self, grower: Grower, loader: Callable[[], Any], step_loss: Callable[[Any], Tensor]
-    ) -> None:
+    def _provide_steps(self, grower: Grower, loader: Callable[[], Any], step_loss: Callable[[Any], Tensor]) -> None:
         """Provide batches and the loss of the loop's own step, for triggers that train steps."""
         if grower.trigger.wants_steps and grower.training.batches is None:
             grower.provide(batches=lambda number: batches_of(loader(), number), step_loss=step_loss)
@@ -180,9 +171,7 @@ def trained(
     path = Path(start)
     if path.is_dir():
         if not hasattr(type(network), "from_pretrained"):
-            raise UserError(
-                f"{type(network).__name__} has no from_pretrained to load {path} with; give a network."
-            )
+            raise UserError(f"{type(network).__name__} has no from_pretrained to load {path} with; give a network.")
         small = type(network).from_pretrained(path)
         saved = path / "optimizer.pt"
         return small, torch.load(saved, "cpu", weights_only=True) if saved.is_file() else None
@@ -190,11 +179,7 @@ def trained(
         raise UserError(f"start={str(start)!r} is no file and no folder.")
     content = torch.load(path, "cpu", weights_only=True)
     states = content.get("optimizer_states") or [None]
-    tensors = {
-        n.removeprefix(prefix): t
-        for n, t in content.get("state_dict", content).items()
-        if n.startswith(prefix)
-    }
+    tensors = {n.removeprefix(prefix): t for n, t in content.get("state_dict", content).items() if n.startswith(prefix)}
     if not tensors:
         raise UserError(f"{path} contains no weights whose names begin with {prefix!r}.")
     return tensors, states[0] if len(states) == 1 else None
@@ -207,9 +192,7 @@ def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None, gr
     """
     if saved is None:
         return
-    sizes = [
-        [len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)
-    ]
+    sizes = [[len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise UserError(
             f"the saved optimizer has groups of {sizes[0]} parameters and this one of {sizes[1]}: its state cannot be "

@@ -157,11 +157,7 @@ class Growth(GrowthCallback, Callback):
         strategy = trainer.strategy
         # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
         sharded = isinstance(strategy, ModelParallelStrategy)
-        if (
-            not isinstance(strategy, SingleDeviceStrategy)
-            and type(strategy) is not DDPStrategy
-            and not sharded
-        ):
+        if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy and not sharded:
             raise UserError(
                 f"{type(strategy).__name__} does not go with growth: take strategy='ddp', or ModelParallelStrategy for "
                 "a sharded network."
@@ -257,9 +253,7 @@ class Growth(GrowthCallback, Callback):
         self.grower.follow(*trainer.optimizers, state=self._optimizer_state, announced=True)
         self._follow_averages(trainer, pl_module)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Call the parts' hooks on gradients, which Lightning computes inside the optimizer's step."""
         assert self.grower is not None
         self.grower.before_step(optimizer)
@@ -278,18 +272,14 @@ class Growth(GrowthCallback, Callback):
         """Grow if the trigger says so."""
         self._step(trainer)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Grow if the trigger says so; a run resumed at the end of an epoch starts with a batch."""
         self._step(trainer)
 
     def _step(self, trainer: Trainer) -> None:
         assert self.grower is not None
         events = self.grower.step(
-            epoch=trainer.current_epoch,
-            step=trainer.global_step,
-            then=partial(renew_wrapper, trainer, self.grower),
+            epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer, self.grower)
         )
         for event in events:
             if self._on_event is not None:
@@ -346,9 +336,7 @@ class Growth(GrowthCallback, Callback):
         if "callbacks" in checkpoint:
             checkpoint["callbacks"][self.state_key][_KEPT] = kept
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Resize averages that other callbacks keep, before they load theirs."""
         self._follow_averages(trainer, pl_module)
 
@@ -407,16 +395,12 @@ class Growth(GrowthCallback, Callback):
     def _example_inputs(self, module: LightningModule, network: nn.Module) -> tuple[Any, ...]:
         example = module.example_input_array
         if example is None:
-            raise UserError(
-                "give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32)."
-            )
+            raise UserError("give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32).")
         call = partial(module, **example) if isinstance(example, dict) else partial(module, *_tuple(example))
         found = captured(call, network, module)
         return _tuple(example) if found is None else found
 
-    def _seen(
-        self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module
-    ) -> tuple[Any, ...]:
+    def _seen(self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module) -> tuple[Any, ...]:
         """Record the network's inputs in a training step on a few samples."""
         if module.example_input_array is not None:
             return self._example_inputs(module, network)
@@ -435,9 +419,7 @@ class Growth(GrowthCallback, Callback):
                 f"({type(error).__name__}: {error}); give it an example of the network's input."
             ) from error
         if example is None:
-            raise UserError(
-                f"{kind} does not call the network that is to grow; give Growth an example of its input."
-            )
+            raise UserError(f"{kind} does not call the network that is to grow; give Growth an example of its input.")
         return example
 
 
@@ -519,9 +501,7 @@ def length(trainer: Trainer) -> tuple[float, float]:
     if len(trainer.optimizers) != 1 or not isfinite(in_epoch) or not in_epoch:
         return epochs, steps
     steps_in_epoch = ceil(in_epoch)
-    return min(epochs, ceil(steps / steps_in_epoch) if isfinite(steps) else inf), min(
-        steps, epochs * steps_in_epoch
-    )
+    return min(epochs, ceil(steps / steps_in_epoch) if isfinite(steps) else inf), min(steps, epochs * steps_in_epoch)
 
 
 def few_samples(loaders: Any) -> Any:
@@ -532,9 +512,7 @@ def few_samples(loaders: Any) -> Any:
             return batch
     # Resumable loaders know where they are, and are not to begin later for it.
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-    places = [
-        (loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")
-    ]
+    places = [(loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")]
     batch = next(islice(combined, 1))[0]
     combined.reset()
     for loader, place in places:

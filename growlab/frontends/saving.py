@@ -52,9 +52,7 @@ class Saving:
         """Restore the module's hook."""
         self._then = None
         # Of two networks that grow, the one that stands in front may go first.
-        while (
-            isinstance(first := vars(self._module).get("on_save_checkpoint"), Saving) and first._then is None
-        ):
+        while isinstance(first := vars(self._module).get("on_save_checkpoint"), Saving) and first._then is None:
             if first._own is None:
                 del self._module.on_save_checkpoint
             else:
@@ -151,10 +149,7 @@ def shapes_of(network: nn.Module) -> dict[str, torch.Size]:
 
 
 def averages(
-    callbacks: Iterable[Callback],
-    network: nn.Module,
-    shapes: Mapping[str, torch.Size],
-    known: Iterable[nn.Module],
+    callbacks: Iterable[Callback], network: nn.Module, shapes: Mapping[str, torch.Size], known: Iterable[nn.Module]
 ) -> Iterator[nn.Module]:
     """Find copies of the network in modules of callbacks, such as Lightning's weight averages.
 
@@ -170,9 +165,7 @@ def averages(
     seen = {id(module) for each in known for module in each.modules()}
     for callback in callbacks:
         kept_modules = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
-        for copy in (
-            module for value in kept_modules for module in value.modules() if id(module) not in seen
-        ):
+        for copy in (module for value in kept_modules for module in value.modules() if id(module) not in seen):
             theirs = shapes_of(copy) if type(copy) is type(network) else {}
             if theirs == shapes:
                 yield copy

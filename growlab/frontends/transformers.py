@@ -121,9 +121,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         if example is None:
             inputs = getattr(network, "dummy_inputs", None)
             if inputs is None:
-                raise UserError(
-                    f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input."
-                )
+                raise UserError(f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input.")
             example = as_example(network, (), inputs)
         self.grower = self._make(network, example, self._trigger, self._network and f"{self._network}.")
 
@@ -139,9 +137,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     ) -> None:
         """Attach the optimizer, and restore the state of growth from a checkpoint."""
         if self.grower is None:
-            raise UserError(
-                "give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)])."
-            )
+            raise UserError("give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)]).")
         saved, self.grower.clock = self._saved_in(state), Clock()
         if state.global_step and saved:
             self._resume(self.grower, saved, _resumed(args, state))
@@ -160,15 +156,11 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                     "growth with several processes needs the Trainer to wrap its model in DistributedDataParallel."
                 )
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Grow if the trigger says so."""
         self._step(state)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Grow if the trigger says so."""
         self._step(state)
 
@@ -218,9 +210,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             extra = {"kept": kept, "parts": self.grower.state_dict()["parts"], "mark": self._mark}
             torch.save(extra, folder / _FILE)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Turn the model into an ordinary one, also if the Trainer has loaded the best checkpoint.
 
         Raises:

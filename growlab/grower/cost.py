@@ -63,9 +63,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
             _attention,
         ),
     }
-    found: dict[Any, Callable[..., int]] = {
-        op: partial(_complex, formula) for op, formula in formulas.items()
-    }
+    found: dict[Any, Callable[..., int]] = {op: partial(_complex, formula) for op, formula in formulas.items()}
     for formula in found.values():
         # The counter then hands tensors on, not their shapes.
         formula._get_raw = True  # type: ignore[attr-defined]
@@ -134,9 +132,7 @@ def _no_fused_layers() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(one_dnn)
 
 
-def train_cost_percent(
-    epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float
-) -> float:
+def train_cost_percent(epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float) -> float:
     """Forward FLOPs of a run over those of the fixed-size network, in percent.
 
     Args:

@@ -47,13 +47,9 @@ def multiplied(config: Any, by: int, noise: float) -> Any:
     """
     number = number_of_experts(config)
     if number is None:
-        raise UserError(
-            f"{getattr(config, 'model_type', 'this network')} has no experts that growlab can multiply."
-        )
+        raise UserError(f"{getattr(config, 'model_type', 'this network')} has no experts that growlab can multiply.")
     if getattr(config, "n_group", None) or getattr(config, "topk_group", None):
-        raise UserError(
-            f"{config.model_type} routes tokens to groups of experts; copies would change the groups."
-        )
+        raise UserError(f"{config.model_type} routes tokens to groups of experts; copies would change the groups.")
     if not noise:
         log.warning(
             "more experts without noise: copies of an expert get equal gradients and stay equal throughout training; "

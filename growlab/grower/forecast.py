@@ -42,8 +42,7 @@ class Forecast:
         self.stages: list[dict[str, int]] | None = None
         if stages is not None:
             self.stages = [
-                {**widths, **{g: each[stage] for g, each in own.items()}}
-                for stage, widths in enumerate(stages)
+                {**widths, **{g: each[stage] for g, each in own.items()}} for stage, widths in enumerate(stages)
             ]
         self.seed = {**trigger.first(graph), **{group: each[0] for group, each in own.items()}}
 
@@ -123,9 +122,7 @@ class Forecast:
             UserError: it is not a grower's state, or that of another network, other parts or other widths.
         """
         kinds = {name: list if name == "events" else Mapping for name in _ENTRIES_OF_STATE}
-        if not isinstance(state, Mapping) or not all(
-            isinstance(state.get(name), kind) for name, kind in kinds.items()
-        ):
+        if not isinstance(state, Mapping) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
             raise UserError("this is no state of a Grower: give what its own state_dict() returned.")
         if state["full_widths"] != self._graph.full_widths:
             raise UserError("the state is of another network: its width groups or their full widths differ.")

@@ -156,9 +156,7 @@ class Grower(LoadingNetwork):
         if graph is None:
             # A network that keeps its widths need not be one whose widths can be found.
             resizes, probe = self.trigger.resizes, self.probe()
-            graph = trace_for_growth(
-                self.network, probe, method, self.parts, seed, grows=resizes, submodule=trace
-            )
+            graph = trace_for_growth(self.network, probe, method, self.parts, seed, grows=resizes, submodule=trace)
         past, self.full_graph, self.graph = dict(self.network.named_parameters()), graph, graph
         self._full_names, self._vocabulary = set(self.network.state_dict()), vocabulary(self.network)
         self.forecast = Forecast(self.trigger, graph, self.parts)
@@ -266,9 +264,7 @@ class Grower(LoadingNetwork):
 
     # In a loop ---------------------------------------------------------------------------------------------
 
-    def follow(
-        self, *followers: Optimizer | nn.Module, state: Inheritance = "auto", announced: bool = False
-    ) -> None:
+    def follow(self, *followers: Optimizer | nn.Module, state: Inheritance = "auto", announced: bool = False) -> None:
         """Attach optimizers, and averages of the network, to follow it through growth; once each.
 
         Args:
@@ -287,9 +283,7 @@ class Grower(LoadingNetwork):
             check_inheritance(state)
         self._modules += self._attach(followers, state, announced)
 
-    def _attach(
-        self, given: Iterable[Optimizer | nn.Module], state: Inheritance, announced: bool
-    ) -> list[nn.Module]:
+    def _attach(self, given: Iterable[Optimizer | nn.Module], state: Inheritance, announced: bool) -> list[nn.Module]:
         """Attach optimizers, and modules that average the network; return those copies of it that are new."""
         modules: list[nn.Module] = []
         for one in given:

@@ -30,12 +30,7 @@ from growlab.widths.meta import FAILURES
 
 
 @methods_on_cpu(
-    "load_state_dict",
-    "resize_vocabulary",
-    "multiply_experts",
-    "put_back",
-    "reattach_hooks",
-    "resize_for_loading",
+    "load_state_dict", "resize_vocabulary", "multiply_experts", "put_back", "reattach_hooks", "resize_for_loading"
 )
 class LoadingNetwork(GrowingNetwork):
     """A growing network that loads checkpoints of any stage; `growlab.Grower` is one."""
@@ -114,10 +109,7 @@ class LoadingNetwork(GrowingNetwork):
         if (number := state.get("experts")) != self._experts and number is not None:
             fit_experts(self, number)
         self._set_state(GrowthState.from_dict(state["growth"]))
-        self._units, self._annealing = (
-            {"epoch", "step", "cost"},
-            tuple(state.get("annealing", self._annealing)),
-        )
+        self._units, self._annealing = ({"epoch", "step", "cost"}, tuple(state.get("annealing", self._annealing)))
         self.clock = Clock(**state["clock"])
         self.events = [GrowthEvent.from_dict(event) for event in state["events"]]
         self.trigger.load_state_dict(state["trigger"])
@@ -219,9 +211,7 @@ class LoadingNetwork(GrowingNetwork):
 
     def set_rows(self, names: Sequence[str], size: int) -> None:
         """Record the number of rows of tensors, such as one per token."""
-        self.full_graph, self.graph = (
-            with_rows(graph, names, size) for graph in (self.full_graph, self.graph)
-        )
+        self.full_graph, self.graph = (with_rows(graph, names, size) for graph in (self.full_graph, self.graph))
         self._regions = None
 
     def _fit_vocabulary(self, size: int) -> None:
@@ -297,17 +287,12 @@ class LoadingNetwork(GrowingNetwork):
                 vars(own).update(vars(known))
             restore(network, self.graph_at(known), known)
 
-    def _state_of_tensors(
-        self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths
-    ) -> GrowthState:
+    def _state_of_tensors(self, tensors: Mapping[str, Tensor], own: GrowthState, widths: Widths) -> GrowthState:
         """Infer the state for tensors saved without one; the network's state if they fit."""
         stage, births = self.forecast.stage_of(widths, self.state.stage)
         guess = GrowthState(stage, dict(widths), births, asked=self.state.asked)
         guess = self._state_from_keys(tensors, guess)
-        fits, saved = (
-            (own.widths, set(own.blocks)) == (widths, set(guess.blocks)),
-            saved_multipliers(tensors),
-        )
+        fits, saved = ((own.widths, set(own.blocks)) == (widths, set(guess.blocks)), saved_multipliers(tensors))
         if fits and saved.keys() - own.multipliers.keys():
             # Such as those of a network that has been finished since.
             return replace(own, multipliers=saved)

@@ -198,9 +198,7 @@ _REFUSED = {
 
 def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
     """Return True if modules and parameters have the classes that `see_whole` has found: sharding changes them."""
-    return bool(known) and all(
-        type(module) is kind and _kinds(module) == kinds for module, kind, kinds in known
-    )
+    return bool(known) and all(type(module) is kind and _kinds(module) == kinds for module, kind, kinds in known)
 
 
 def _kinds(module: nn.Module) -> list[type]:
@@ -316,11 +314,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
     # The old parameters, and the old hooks on those that stay, go before the new ones are added.
     trained = [p for p in wrapper.module.parameters() if p.requires_grad]
     # A static graph is learnt again: without this the new reducer waits for the reduction at the end of its first step.
-    state |= {
-        "_module_parameters": trained,
-        "_comm_hooks": [],
-        "_static_graph_delay_allreduce_enqueued": False,
-    }
+    state |= {"_module_parameters": trained, "_comm_hooks": [], "_static_graph_delay_allreduce_enqueued": False}
     before = dict(vars(wrapper))
     del wrapper.reducer, wrapper.logger
     try:
@@ -368,9 +362,7 @@ def see_through(network: nn.Module, graph: WidthGraph) -> None:
         vars(new)["named_modules"] = MethodType(named_modules, new)
 
 
-def see_whole(
-    network: nn.Module, graph: WidthGraph, sharded: bool = False
-) -> list[tuple[nn.Module, type, list[type]]]:
+def see_whole(network: nn.Module, graph: WidthGraph, sharded: bool = False) -> list[tuple[nn.Module, type, list[type]]]:
     """See through wrappers, and return what `same_classes` compares; refuse networks that others have sharded."""
     if not sharded:
         check_whole(network)
@@ -387,10 +379,7 @@ def look_at_wrappers(network: nn.Module) -> None:
 
 
 def named_modules(
-    wrapper: ActivationWrapper,
-    memo: set[nn.Module] | None = None,
-    prefix: str = "",
-    remove_duplicate: bool = True,
+    wrapper: ActivationWrapper, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
     """`nn.Module.named_modules` of a wrapper, which shares its name with the module inside."""
     memo = set() if memo is None else memo

@@ -47,9 +47,7 @@ class Part(Described):
         """Return False to be left out of runs with this trigger."""
         return True
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Change the structure of the full-width network, in place.
 
         Returns:
@@ -139,9 +137,7 @@ class WidthPart(Part):
         """
         return None
 
-    def widen(
-        self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths
-    ) -> Replaced:
+    def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Widen the part's groups in the network, or in an average of it, after the growth method's event.
 
         Args:

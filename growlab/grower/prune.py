@@ -61,13 +61,9 @@ def prune(
     tensors = tensors_of(network, graph)
     before = graph.widths_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if unknown := [group for group in wanted if group not in graph.groups]:
-        raise UserError(
-            f"the network has no width group {unknown[0]!r}; there are {', '.join(graph.groups)}."
-        )
+        raise UserError(f"the network has no width group {unknown[0]!r}; there are {', '.join(graph.groups)}.")
     kept = {
-        group: _kept(
-            group, one, before[group], lambda group=group: _scores(network, graph, group, before, score, seed)
-        )
+        group: _kept(group, one, before[group], lambda group=group: _scores(network, graph, group, before, score, seed))
         for group, one in wanted.items()
     }
     kept = {group: channels for group, channels in kept.items() if len(channels) < before[group]}
@@ -103,9 +99,7 @@ def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
     if isinstance(keep, (int, float)) and not isinstance(keep, bool):
         number = keep if isinstance(keep, int) else max(1, round(keep * width))
         if not 1 <= number <= width or (isinstance(keep, float) and not 0 < keep <= 1):
-            raise UserError(
-                f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a share."
-            )
+            raise UserError(f"{group} has {width} channels and cannot keep {keep}; give 1 to {width}, or a share.")
         return scores().topk(number).indices.sort().values if number < width else torch.arange(width)
     channels = torch.as_tensor(keep, dtype=torch.int64).cpu().sort().values
     if (
@@ -113,9 +107,7 @@ def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
         or len(channels.unique()) < len(channels)
         or not 0 <= int(channels[0]) <= int(channels[-1]) < width
     ):
-        raise UserError(
-            f"{group} keeps some of its channels 0 to {width - 1}, each once; not {channels.tolist()}."
-        )
+        raise UserError(f"{group} keeps some of its channels 0 to {width - 1}, each once; not {channels.tolist()}.")
     return channels
 
 
@@ -146,12 +138,7 @@ def _scores(
         if score == "taylor" and parameter.grad is None:
             raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
         weight = parameter.detach()
-        size = (
-            (weight if parameter.grad is None or score == "l1" else weight * parameter.grad)
-            .abs()
-            .double()
-            .cpu()
-        )
+        size = (weight if parameter.grad is None or score == "l1" else weight * parameter.grad).abs().double().cpu()
         for dim, axis in enumerate(axes):
             if group in axis.groups:
                 others = [other for other in range(size.dim()) if other != dim]
@@ -167,14 +154,10 @@ def _by_channel(axis: Any, group: str, widths: Mapping[str, int], values: Tensor
     return channel[channel >= 0].long(), values[channel >= 0]
 
 
-def _masked(
-    network: nn.Module, graph: WidthGraph, widths: Mapping[str, int], kept: Mapping[str, Tensor]
-) -> nn.Module:
+def _masked(network: nn.Module, graph: WidthGraph, widths: Mapping[str, int], kept: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the network whose consumers do not read the channels that are not kept."""
     masked = copy.deepcopy(network)
-    masks = {
-        group: torch.zeros(widths[group]).index_fill_(0, channels, 1.0) for group, channels in kept.items()
-    }
+    masks = {group: torch.zeros(widths[group]).index_fill_(0, channels, 1.0) for group, channels in kept.items()}
     every = {group: masks.get(group, torch.ones(width)) for group, width in widths.items()}
     named = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
     with torch.no_grad():

@@ -66,11 +66,7 @@ class Sharding:
         self._changes: list[tuple[nn.Module, _Look, _Look]] = []
         if ranks.several():
             state = ((name, t) for name, t in ranks.network_state(network, ()) if not t.is_meta)
-            ranks.compare(
-                (("seed=", seed), *state),
-                "before it was sharded",
-                ", and give all processes the same seed",
-            )
+            ranks.compare((("seed=", seed), *state), "before it was sharded", ", and give all processes the same seed")
         self._put_on()
         if not any(is_piece(parameter) for parameter in network.parameters()):
             raise UserError(
@@ -205,9 +201,7 @@ def check_sharding(shard: Any, method: GrowthMethod, parts: Sequence[Part]) -> N
     for part in parts:
         changes = isinstance(part, (WidthPart, BlockPart)) or part.num_copies or part.grows
         if changes and not part.shards:
-            raise UserError(
-                f"{part.name} changes or copies whole tensors, which is not supported with shard=."
-            )
+            raise UserError(f"{part.name} changes or copies whole tensors, which is not supported with shard=.")
 
 
 def check_follower(follower: Any, sharding: Sharding | None) -> None:

@@ -155,9 +155,7 @@ def trigger_from(
     return chosen
 
 
-def renamed(
-    state: Mapping[str, Tensor], wide: nn.Module, layers: Layers
-) -> tuple[dict[str, str], dict[str, str]]:
+def renamed(state: Mapping[str, Tensor], wide: nn.Module, layers: Layers) -> tuple[dict[str, str], dict[str, str]]:
     """Map the names of a small network's tensors to those of a deeper network of its kind.
 
     Args:
@@ -201,10 +199,7 @@ def _leading(stack: nn.ModuleList | nn.Sequential, before: int) -> int:
 def _places(layers: Layers, before: int, after: int, leading: int) -> list[int]:
     if layers == "interleave":
         rest = before - leading
-        return [
-            *range(leading),
-            *(leading - (-place * (after - leading) // rest) for place in range(rest)),
-        ]
+        return [*range(leading), *(leading - (-place * (after - leading) // rest) for place in range(rest))]
     if layers == "end":
         return list(range(before))
     places = list(layers) if not isinstance(layers, str) else []
@@ -287,8 +282,7 @@ def adopt(
     given = {names[name]: tensor for name, tensor in tensors.items()}
     pieces = {name for name in given if is_piece(own.get(name))}
     missing, unexpected = network.load_state_dict(
-        {name: placed(given[name], own[name]) if name in pieces else given[name] for name in given},
-        strict=False,
+        {name: placed(given[name], own[name]) if name in pieces else given[name] for name in given}, strict=False
     )
     if missing or unexpected:
         what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which the large one lacks"
@@ -296,11 +290,7 @@ def adopt(
     if isinstance(small, nn.Module):
         grower.moved_factors = factors = _match_outputs(grower, small)
         new = dict(network.named_parameters())
-        old = {
-            id(parameter): new[names[name]]
-            for name, parameter in small.named_parameters()
-            if names[name] in new
-        }
+        old = {id(parameter): new[names[name]] for name, parameter in small.named_parameters() if names[name] in new}
         known = old.keys() | {id(parameter) for parameter in network.parameters()}
         for optimizer in optimizers:
             if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
@@ -398,9 +388,7 @@ def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widt
     )
 
 
-def _computed_ratios(
-    network: nn.Module, small: nn.Module, graph: WidthGraph, widths: Widths
-) -> dict[float, None]:
+def _computed_ratios(network: nn.Module, small: nn.Module, graph: WidthGraph, widths: Widths) -> dict[float, None]:
     """Numbers that code may compute from its width, the large network's over the small one's."""
     old = dict(small.named_buffers())
     pairs = ((old[name], new) for name, new in network.named_buffers() if name in old and not new.dim())

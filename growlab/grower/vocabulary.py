@@ -154,12 +154,7 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
 
 
 def receipt(
-    grower: Any,
-    method: str,
-    parity: tuple[float, float],
-    num_params: int,
-    seconds: Seconds,
-    notes: dict[str, Any],
+    grower: Any, method: str, parity: tuple[float, float], num_params: int, seconds: Seconds, notes: dict[str, Any]
 ) -> GrowthEvent:
     """Let parts follow an event that keeps the width of all groups, and return its receipt.
 

@@ -29,10 +29,7 @@ def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def unchanged(
-    graph: WidthGraph,
-    constants: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    widths: Mapping[str, int],
+    graph: WidthGraph, constants: Mapping[str, Tensor], tensors: Mapping[str, Tensor], widths: Mapping[str, int]
 ) -> dict[str, Tensor]:
     """Constants that are still what they were: one that something has written to grows as anything else does.
 
@@ -46,14 +43,11 @@ def unchanged(
     return {
         name: constants[name]
         for name in constants
-        if name in known
-        and torch.equal(tensors[name], at_widths(graph, name, constants[name], widths, tensors[name]))
+        if name in known and torch.equal(tensors[name], at_widths(graph, name, constants[name], widths, tensors[name]))
     }
 
 
-def at_widths(
-    graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[str, int], like: Tensor
-) -> Tensor:
+def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[str, int], like: Tensor) -> Tensor:
     """A constant at these widths, on the device of `like`, which also has the entries beyond full width.
 
     Args:
@@ -97,9 +91,7 @@ def _moved(graph: WidthGraph, tensors: Mapping[str, Tensor], sign: int) -> Mappi
     return OneByOne(tensors, lambda name: moved[name] if name in moved else tensors[name], like)
 
 
-def padding_kept(
-    model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
+def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the new tensors with padding rows set to zero where they were zero before.
 
     No gradient reaches such a row, so entries that an event drew there would stay in the network as noise. A row that

@@ -105,9 +105,7 @@ class DataDriven(GrowthMethod):
             factors = attention_factors(first)
             groups = [fans[group] for group in growing if group not in refused and group not in absent]
             if not groups:
-                return GrownTensors(
-                    _divided(base, factors), report={"grown_by_pairs": refused} if refused else {}
-                )
+                return GrownTensors(_divided(base, factors), report={"grown_by_pairs": refused} if refused else {})
             growth, found = self.grow_from_data(replace(second, old=base), context.data, groups)
             if not found:
                 break
@@ -121,9 +119,7 @@ class DataDriven(GrowthMethod):
                 # Queries were measured at their final scale; the event multiplies them by the factor again.
                 for name, new in _divided(growth.tensors, factors).items()
             },
-            carry=replace(
-                growth.carry, sources={group: share(one) for group, one in growth.carry.sources.items()}
-            ),
+            carry=replace(growth.carry, sources={group: share(one) for group, one in growth.carry.sources.items()}),
             report={**growth.report, **({"grown_by_pairs": refused} if refused else {})},
         )
 
@@ -134,17 +130,11 @@ class DataDriven(GrowthMethod):
             UserError: it is not, and there is no fallback; the message names the first such group.
         """
         for before, after in pairwise(stages):
-            growing = [
-                group_tensors(graph, group) for group in graph.groups if before.get(group) != after.get(group)
-            ]
+            growing = [group_tensors(graph, group) for group in graph.groups if before.get(group) != after.get(group)]
             self._check(self._refused(graph, growing, before, after))
 
     def _refused(
-        self,
-        graph: WidthGraph,
-        growing: Sequence[GroupTensors],
-        before: Mapping[str, int],
-        after: Mapping[str, int],
+        self, graph: WidthGraph, growing: Sequence[GroupTensors], before: Mapping[str, int], after: Mapping[str, int]
     ) -> dict[str, str]:
         """Return the groups for which the method is not defined, each with the reason."""
         reasons = {
@@ -164,9 +154,7 @@ class DataDriven(GrowthMethod):
                 "function-preserving pairs."
             )
 
-    def _follow(
-        self, context: GrowthContext, averaged_event: "tuple[Mapping[str, Tensor], Carry]"
-    ) -> GrownTensors:
+    def _follow(self, context: GrowthContext, averaged_event: "tuple[Mapping[str, Tensor], Carry]") -> GrownTensors:
         """Grow an average of the network's weights by the affine map that the network itself went through."""
         grown, carry = averaged_event
         assert context.averaged is not None
@@ -249,9 +237,7 @@ def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
     Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter, a
     bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
-    zero = {
-        slot.name for group in context.graph.groups for slot in _mixing(group_tensors(context.graph, group))
-    }
+    zero = {slot.name for group in context.graph.groups for slot in _mixing(group_tensors(context.graph, group))}
     tensors = {}
     for name, old in context.old.items():
         if not context.changes(name):
@@ -291,18 +277,13 @@ class Candidates:
 
     @classmethod
     def of_each_entry(
-        cls,
-        method: GrowthMethod,
-        context: GrowthContext,
-        groups: Sequence[GroupTensors],
-        least: Mapping[str, int],
+        cls, method: GrowthMethod, context: GrowthContext, groups: Sequence[GroupTensors], least: Mapping[str, int]
     ) -> "Iterator[Candidates]":
         """Yield candidates for all outgoing entries of each group, at least so many at a time."""
         graph, old = context.graph, context.old_widths
         total = {fans.group: ChannelView(graph, old, old).size(fans.outgoing, fans.group) for fans in groups}
         share = {
-            group: min(count, max(_AT_ONCE * old[group], least.get(group, 0), _FEW))
-            for group, count in total.items()
+            group: min(count, max(_AT_ONCE * old[group], least.get(group, 0), _FEW)) for group, count in total.items()
         }
         for number in range(max(-(-total[group] // share[group]) for group in total)):
             parts = {
@@ -310,10 +291,7 @@ class Candidates:
                 for group, count in total.items()
             }
             widths = {**old, **{group: old[group] + len(part) for group, part in parts.items()}}
-            view, tensors = (
-                ChannelView(graph, widths, old),
-                padded(method, replace(context, new_widths=widths)),
-            )
+            view, tensors = (ChannelView(graph, widths, old), padded(method, replace(context, new_widths=widths)))
             new = {group: old[group] + torch.arange(len(part)) for group, part in parts.items()}
             for fans in groups:
                 part = parts[fans.group]
@@ -326,8 +304,7 @@ class Candidates:
 def _in_two(context: GrowthContext, first: set[str]) -> tuple[GrowthContext, GrowthContext]:
     """Split an event in two: the given groups grow first, then all others."""
     between = {
-        group: context.new_widths[group] if group in first else width
-        for group, width in context.old_widths.items()
+        group: context.new_widths[group] if group in first else width for group, width in context.old_widths.items()
     }
     return replace(context, new_widths=between), replace(context, old_widths=between)
 

@@ -22,28 +22,12 @@ from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, generator
 from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.norm_statistics import eps_follows, statistics_writer
-from growlab.growth.outputs import (
-    Outputs,
-    empty_caches,
-    evaluate,
-    forget_caches,
-    in_own_precision,
-    observe,
-    positional,
-)
+from growlab.growth.outputs import Outputs, empty_caches, evaluate, forget_caches, in_own_precision, observe, positional
 from growlab.growth.parity import compare, relative_error, rounding
 from growlab.growth.rescale import Folded, can_fold, fold_output_factor, with_attention_scale
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh, weighted_modules
-from growlab.widths import (
-    Carry,
-    WidthGraph,
-    avoid_unsafe_kernels,
-    replace_tensors,
-    resize,
-    restore_tensors,
-    tensors_of,
-)
+from growlab.widths import Carry, WidthGraph, avoid_unsafe_kernels, replace_tensors, resize, restore_tensors, tensors_of
 from growlab.widths.meta import FAILURES
 from growlab.widths.replaced import note_restored
 from growlab.widths.unchanged import Snapshot
@@ -120,12 +104,7 @@ def _drawn(
 
 
 def draw_seed(
-    model: nn.Module,
-    graph: WidthGraph,
-    method: GrowthMethod,
-    state: GrowthState,
-    seed: int,
-    rebuilding: Rebuilding,
+    model: nn.Module, graph: WidthGraph, method: GrowthMethod, state: GrowthState, seed: int, rebuilding: Rebuilding
 ) -> None:
     """Draw a seed's tensors that are on device meta, one at a time; it may have been sharded since `make_seed`.
 
@@ -165,9 +144,7 @@ def _initial(model: nn.Module, name: str, source: torch.Generator) -> Tensor:
     twin: Any = copy.copy(module)
     tensors = (*module._parameters.items(), *module._buffers.items())
     empty = {key: torch.full(t.shape, _unset(t), dtype=t.dtype) for key, t in tensors if t is not None}
-    twin._parameters = {
-        k: p if p is None else nn.Parameter(empty[k], False) for k, p in module._parameters.items()
-    }
+    twin._parameters = {k: p if p is None else nn.Parameter(empty[k], False) for k, p in module._parameters.items()}
     twin._buffers = {k: empty.get(k) for k in module._buffers}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(source.initial_seed())
@@ -192,9 +169,7 @@ def _unset(tensor: Tensor) -> float:
     return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
 
 
-def _rehearse(
-    model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
-) -> None:
+def _rehearse(model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int) -> None:
     """Rehearse all growth as one event, where it might leave a factor on the output or on weights that cannot be."""
     may_multiply = method.layer_multipliers and any(
         graph.changes(name, widths, graph.full_widths) for name in graph.recomputed if name in graph.axes
@@ -338,9 +313,7 @@ def _replaced(
         raise
 
 
-def _later(
-    state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors
-) -> GrowthState:
+def _later(state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors) -> GrowthState:
     """State of the stage that begins."""
     graph, before, after, carry = context.graph, state.widths, context.new_widths, growth.carry
     past = annealed(state.norm_weights, state.norm_progress)
@@ -376,18 +349,11 @@ def gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
 def _check_widths(method: GrowthMethod, state: GrowthState, new_widths: Mapping[str, int]) -> None:
     for group, width in state.widths.items():
         if new_widths[group] < width and not method.shrinks:
-            raise ValueError(
-                f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens"
-            )
+            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens")
 
 
 def _observed(
-    model: nn.Module,
-    graph: WidthGraph,
-    method: GrowthMethod,
-    stage: int,
-    probe: tuple[Any, ...],
-    agree: Agree,
+    model: nn.Module, graph: WidthGraph, method: GrowthMethod, stage: int, probe: tuple[Any, ...], agree: Agree
 ) -> Outputs:
     """Run the network on the probe before the event; raise a ParityError if it puts out NaN already."""
     before = observe(model, probe)
@@ -465,10 +431,7 @@ def _checked(
     factor = growth.output_factor
     parity = compare(model, probe, before, after, agree, factor=factor, allowed=allowed, setting=setting)
     (eps_error,) = agree([relative_error(before.train, after.plain, factor)])
-    (error_eval, error_train), (tolerance_eval, tolerance_train) = (
-        parity.errors,
-        parity.tolerances or (None, None),
-    )
+    (error_eval, error_train), (tolerance_eval, tolerance_train) = (parity.errors, parity.tolerances or (None, None))
     if not parity.kept:
         raise ParityError(
             f"growth to stage {context.stage} with {method.name} changed the output by {error_eval:.2e} in "
@@ -537,11 +500,7 @@ def restore(model: nn.Module, graph: WidthGraph, state: GrowthState) -> list[str
 @in_own_precision
 @on_cpu
 def finish(
-    model: nn.Module,
-    graph: WidthGraph,
-    method: GrowthMethod,
-    state: GrowthState,
-    averages: Sequence[nn.Module] = (),
+    model: nn.Module, graph: WidthGraph, method: GrowthMethod, state: GrowthState, averages: Sequence[nn.Module] = ()
 ) -> dict[str, Folded]:
     """Turn a grown network into an ordinary one, in place; it computes the same function without growlab's hooks.
 

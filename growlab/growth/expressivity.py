@@ -52,9 +52,7 @@ def bottlenecks(
     """
     tensors = tensors_of(data.model, graph)
     context = GrowthContext(graph, tensors, widths, widths, seed, 0, data=data)
-    growing = [
-        fans for fans in measurable(graph, data.model) if widths[fans.group] < graph.full_widths[fans.group]
-    ]
+    growing = [fans for fans in measurable(graph, data.model) if widths[fans.group] < graph.full_widths[fans.group]]
     if not growing:
         return {}
     found = moments(context, data, growing, dict(data.model.named_modules()))
@@ -94,9 +92,7 @@ def refuses_bottleneck(fans: GroupTensors) -> str | None:
     for layers, what in ((fans.producers, "put out"), (fans.consumers, "taken")):
         if len({layer.weight for layer in layers}) != 1:
             names = ", ".join(layer.name for layer in layers[:2]) or "no layer"
-            return (
-                f"its channels are {what} by {names}{' and others' if len(layers) > 2 else ''}, not one layer"
-            )
+            return f"its channels are {what} by {names}{' and others' if len(layers) > 2 else ''}, not one layer"
     if fans.depthwise:
         return f"{fans.depthwise[0].name} maps each channel by its own filter"
     if len(fans.incoming) > 2 or len(fans.outgoing) > 1:
@@ -138,16 +134,11 @@ def usual(module: nn.Module | None) -> bool:
 
 
 def moments(
-    context: GrowthContext,
-    data: Measurement,
-    groups: Sequence[GroupTensors],
-    modules: Mapping[str, nn.Module],
+    context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors], modules: Mapping[str, nn.Module]
 ) -> dict[str, Tensor]:
     """Measure second moments per sample: of producers' and consumers' inputs, and of the latter with the goal V."""
     view = ChannelView(context.graph, context.old_widths, context.old_widths)
-    names = list(
-        dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0]))
-    )
+    names = list(dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0])))
     consumers = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
 
     def visit(one: Pass) -> dict[str, Tensor]:

@@ -51,9 +51,7 @@ def group_tensors(graph: WidthGraph, group: str) -> GroupTensors:
     producers = tuple(layer for layer in mixing if dims(layer.weight, "out"))
     consumers = tuple(layer for layer in mixing if dims(layer.weight, "in"))
     weights = [TensorDim(layer.weight, dim) for layer in producers for dim in dims(layer.weight, "out")]
-    biases = [
-        TensorDim(layer.bias, dim) for layer in producers if layer.bias for dim in dims(layer.bias, "out")
-    ]
+    biases = [TensorDim(layer.bias, dim) for layer in producers if layer.bias for dim in dims(layer.bias, "out")]
     out = [TensorDim(layer.weight, dim) for layer in consumers for dim in dims(layer.weight, "in")]
     return GroupTensors(
         group,
@@ -62,11 +60,7 @@ def group_tensors(graph: WidthGraph, group: str) -> GroupTensors:
         tuple(dict.fromkeys([*weights, *biases])),
         tuple(dict.fromkeys(out)),
         tuple(layer for layer in graph.layers if layer.depthwise and dims(layer.weight, "out")),
-        tuple(
-            norm
-            for norm in graph.norms
-            if any(dims(name, "out") for name in (norm.weight, norm.running_mean))
-        ),
+        tuple(norm for norm in graph.norms if any(dims(name, "out") for name in (norm.weight, norm.running_mean))),
     )
 
 
@@ -94,9 +88,7 @@ class ChannelView:
         """Indices of a group's other channels."""
         return torch.arange(self.among[group], self.widths[group])
 
-    def read(
-        self, tensors: Mapping[str, Tensor], slots: Sequence[TensorDim], group: str, channels: Tensor
-    ) -> Tensor:
+    def read(self, tensors: Mapping[str, Tensor], slots: Sequence[TensorDim], group: str, channels: Tensor) -> Tensor:
         """Read the entries of channels, [channels, entries of one channel], in the order of the slots."""
         found = []
         for slot in slots:
@@ -107,12 +99,7 @@ class ChannelView:
         return torch.cat(found, 1)
 
     def write(
-        self,
-        tensors: dict[str, Tensor],
-        slots: Sequence[TensorDim],
-        group: str,
-        channels: Tensor,
-        values: Tensor,
+        self, tensors: dict[str, Tensor], slots: Sequence[TensorDim], group: str, channels: Tensor, values: Tensor
     ) -> None:
         """Write entries, [channels, entries of one channel] as from `read`, into copies that replace the tensors."""
         start = 0
@@ -142,9 +129,7 @@ class ChannelView:
 
     def _positions(self, slot: TensorDim, group: str, channels: Tensor) -> list[Tensor]:
         return [
-            self.places(axis, group)[channels].flatten()
-            if dim == slot.dim
-            else axis.kept(self.among, self.widths)
+            self.places(axis, group)[channels].flatten() if dim == slot.dim else axis.kept(self.among, self.widths)
             for dim, axis in enumerate(self.graph.axes[slot.name])
         ]
 

@@ -72,12 +72,7 @@ class _ReadState:
         return _ReadState(None if self._resize is None else self._resize())
 
     def __call__(
-        self,
-        module: nn.Module,
-        tensors: Mapping[str, Tensor],
-        prefix: str,
-        metadata: Mapping[str, Any],
-        *_: Any,
+        self, module: nn.Module, tensors: Mapping[str, Tensor], prefix: str, metadata: Mapping[str, Any], *_: Any
     ) -> None:
         resize = None if self._resize is None else self._resize()
         if resize is not None:
@@ -85,9 +80,7 @@ class _ReadState:
             resize(module, own, metadata.get(METADATA))
 
 
-def attach(
-    network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]
-) -> None:
+def attach(network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]) -> None:
     """Add hooks that scale the output by `state.output_factor` and store the growth state in state_dicts.
 
     If the network returns only tensors, its output is multiplied. Otherwise (a dictionary of a loss and logits) the

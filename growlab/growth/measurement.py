@@ -82,9 +82,7 @@ class Cost:
 def _of_inputs_and_target(batch: Any) -> tuple[Any, ...]:
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         given = f"{len(batch)} entries" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
-        raise UserError(
-            f"a batch of training data for growth must be a tuple of inputs and a target, not {given}."
-        )
+        raise UserError(f"a batch of training data for growth must be a tuple of inputs and a target, not {given}.")
     return tuple(batch)
 
 
@@ -269,9 +267,7 @@ class Measurement:
 
     def loss(self, tensors: Mapping[str, Tensor], finite: bool = True) -> float:
         """Mean loss with these tensors; if `finite` is False it may be infinite or NaN."""
-        found = self.run(
-            tensors, lambda one: {"loss": one.loss.double()}, gradients=False, work="loss", finite=finite
-        )
+        found = self.run(tensors, lambda one: {"loss": one.loss.double()}, gradients=False, work="loss", finite=finite)
         return float(found["loss"])
 
     def gradients(
@@ -316,9 +312,7 @@ class Measurement:
             pairs = zip(first, directions.values(), strict=True)
             total = sum((gradient * direction.to(gradient)).sum() for gradient, direction in pairs)
             if not (isinstance(total, Tensor) and total.requires_grad):
-                return {
-                    name: torch.zeros_like(parameter) for name, parameter in zip(names, asked, strict=True)
-                }
+                return {name: torch.zeros_like(parameter) for name, parameter in zip(names, asked, strict=True)}
             second = torch.autograd.grad(total, asked, materialize_grads=True)
             return dict(zip(names, second, strict=True))
 
@@ -424,9 +418,7 @@ def right_derivatives() -> TorchFunctionMode:
         return torch.where(x < 0, negative_slope * x, x)
 
     # torch's module ReLU6 calls hardtanh.
-    return _InPlaceOf(
-        {**dict.fromkeys(_RELU, relu), F.relu6: relu6, F.hardtanh: hardtanh, F.leaky_relu: leaky}
-    )
+    return _InPlaceOf({**dict.fromkeys(_RELU, relu), F.relu6: relu6, F.hardtanh: hardtanh, F.leaky_relu: leaky})
 
 
 def twice_differentiable() -> TorchFunctionMode:

@@ -99,11 +99,7 @@ def multiply(model: nn.Module, graph: WidthGraph, multipliers: Mapping[str, Sequ
 def row_multipliers(model: nn.Module) -> dict[str, Tensor]:
     """Return the row multipliers of weights, by the parameter's name: float64, broadcast with the weight."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        names[id(weight.parameter)]: weight.rows
-        for known in _attached(model).values()
-        for weight in known.weights
-    }
+    return {names[id(weight.parameter)]: weight.rows for known in _attached(model).values() for weight in known.weights}
 
 
 def multiplied_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -137,9 +133,7 @@ def _rows(layer: Layer) -> int:
 
 
 def _attached(model: nn.Module) -> dict[nn.Module, "_Multiplying"]:
-    return {
-        module: module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__
-    }
+    return {module: module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__}
 
 
 class _Weight:

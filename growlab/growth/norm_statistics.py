@@ -35,10 +35,7 @@ _CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "train
 
 
 def statistics_writer(
-    context: GrowthContext,
-    growth: GrownTensors,
-    tensors: Mapping[str, Tensor],
-    average: Callable[[Tensor], Tensor],
+    context: GrowthContext, growth: GrownTensors, tensors: Mapping[str, Tensor], average: Callable[[Tensor], Tensor]
 ) -> Callable[[Moments], None]:
     """Return a callback that writes the probe batch's statistics into new channels.
 
@@ -154,12 +151,7 @@ class _Following(TorchFunctionMode):
     ) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
-        given = {
-            "eps": 1e-5,
-            "training": False,
-            **dict(zip(_CALLED_WITH, args, strict=False)),
-            **(kwargs or {}),
-        }
+        given = {"eps": 1e-5, "training": False, **dict(zip(_CALLED_WITH, args, strict=False)), **(kwargs or {})}
         known = self._rescaled.get(_place(given["running_var"]))
         if given["training"] and known is not None:
             square, ratio = known

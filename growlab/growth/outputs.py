@@ -219,9 +219,7 @@ def main_output(output: Any) -> Tensor:
     """Return the first tensor of a network's output: auxiliary heads of train mode come after it."""
     tensors = tensors_in(output)
     if not tensors:
-        raise UserError(
-            f"the network returns {type(output).__name__} without a tensor: growth compares its outputs."
-        )
+        raise UserError(f"the network returns {type(output).__name__} without a tensor: growth compares its outputs.")
     return tensors[0]
 
 
@@ -262,9 +260,7 @@ class _Quiet(TorchFunctionMode):
         means: replace each draw by its mean.
     """
 
-    _KINDS = frozenset(
-        {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-    )
+    _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
     # In calls of recurrent layers, the dropout probability is the only float argument.
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
     _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
@@ -342,9 +338,7 @@ _MEANS: dict[str, Callable[..., Tensor]] = {
     "normal": lambda drawn, mean=0.0, *_, **__: drawn.copy_(torch.as_tensor(mean)),
     "bernoulli": lambda drawn, *args, **kwargs: drawn.copy_(_probability(*args, **kwargs)),
     "normal_": _filled(lambda mean=0.0, *_, **__: mean),
-    "uniform_": _filled(
-        lambda low=0.0, high=1.0, **named: (named.get("from", low) + named.get("to", high)) / 2
-    ),
+    "uniform_": _filled(lambda low=0.0, high=1.0, **named: (named.get("from", low) + named.get("to", high)) / 2),
     "exponential_": _filled(lambda rate=1.0, **named: 1.0 / named.get("lambd", rate)),
     "bernoulli_": lambda drawn, self, p=0.5, **_: drawn.copy_(torch.as_tensor(p)),
 }
@@ -400,9 +394,7 @@ def _full_precision() -> Iterator[None]:
 def device_and_precision(network: nn.Module) -> tuple[torch.device | None, torch.dtype | None]:
     """Device, and dtype of the first real parameter, each None if the network has none."""
     first = next(chain(network.parameters(), network.buffers()), None)
-    real = next(
-        (parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()), None
-    )
+    real = next((parameter.dtype for parameter in network.parameters() if parameter.is_floating_point()), None)
     return None if first is None else first.device, real
 
 
@@ -469,9 +461,7 @@ def empty_caches(network: nn.Module) -> Iterator[bool]:
             undo()
 
 
-def forget_caches(
-    network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]
-) -> list[str]:
+def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> list[str]:
     """Empty the caches that `find_caches` recorded if a forward now fills any of them with tensors of other shapes.
 
     Args:

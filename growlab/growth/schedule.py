@@ -80,9 +80,7 @@ def stream_width(full_width: int, fraction: Fraction) -> int:
     return min(full_width, max(2, even))
 
 
-def stage_epochs(
-    total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number
-) -> list[int]:
+def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number) -> list[int]:
     """Epochs of each stage: `floor(T_0 (1 + p_t)^t)`, at least 1, and the rest for the last (Eq. 7, restated).
 
     Args:
@@ -131,9 +129,7 @@ def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number 
     finite(initial_width=initial_width)
     first = exact(initial_width)
     if not 0 < first <= 1:
-        raise ValueError(
-            f"initial_width must be a part of the full width, above 0 and at most 1, not {initial_width}."
-        )
+        raise ValueError(f"initial_width must be a part of the full width, above 0 and at most 1, not {initial_width}.")
     at_least(0, **not_none(width_growth_rate=growth_rate))
     equal_steps = exact(float(1 / first) ** (1 / max(1, num_stages - 1)))
     factor = equal_steps if growth_rate is None else 1 + exact(growth_rate)
@@ -165,9 +161,7 @@ def stage_batch_sizes(
         ValueError: the limit is below the given batch size, or the rate is negative.
     """
     if max_batch_size is not None and max_batch_size < batch_size:
-        raise ValueError(
-            f"max_batch_size={max_batch_size} is below the {given} stage's batch size {batch_size}."
-        )
+        raise ValueError(f"max_batch_size={max_batch_size} is below the {given} stage's batch size {batch_size}.")
     at_least(0, batch_growth_rate=growth_rate)
     rate = exact(growth_rate)
     sizes = [batch_size]

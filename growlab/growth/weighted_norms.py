@@ -160,9 +160,7 @@ class _Weighing(ModuleHook):
 class _Weighted(TorchFunctionMode):
     """Takes the place of normalisations by statistics over channels."""
 
-    def __init__(
-        self, module: nn.Module, weights: Tensor, means: Collection[int], sums: Mapping[int, bool]
-    ) -> None:
+    def __init__(self, module: nn.Module, weights: Tensor, means: Collection[int], sums: Mapping[int, bool]) -> None:
         super().__init__()
         self._module, self._weights, self._means, self._sums = module, weights, means, sums
 

@@ -32,9 +32,7 @@ def describe(report: Report) -> str:
         *report_lines(report.groups, report.steps, report.last, report.tied, report.fixed),
     ]
     for name, found in report.parts.items():
-        lines += [
-            f"  {title:<11} {line}" for title, line in zip([name, *[""] * len(found)], found, strict=False)
-        ]
+        lines += [f"  {title:<11} {line}" for title, line in zip([name, *[""] * len(found)], found, strict=False)]
     if report.parity:
         shapes = ", ".join("x".join(map(str, shape)) for shape in report.probe)
         lines += [

@@ -186,11 +186,7 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
 
 
 def _count(
-    report: Report,
-    network: nn.Module,
-    graph: WidthGraph,
-    seed_widths: Mapping[str, int],
-    inputs: tuple[Any, ...],
+    report: Report, network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
 ) -> None:
     with lightened(network, inputs) as (example, _):
         report.full_flops = forward_flops(network, example) // report.samples

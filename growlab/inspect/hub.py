@@ -27,11 +27,7 @@ _SIDES = {"inception_v3": 299}
 
 
 def torchvision_network(
-    image_shape: Sequence[int],
-    num_classes: int,
-    name: str,
-    pretrained: bool | str = False,
-    weights: str | None = None,
+    image_shape: Sequence[int], num_classes: int, name: str, pretrained: bool | str = False, weights: str | None = None
 ) -> nn.Module:
     """Create a classification network of torchvision with `num_classes` outputs.
 
@@ -66,11 +62,7 @@ def torchvision_network(
 
 
 def timm_network(
-    image_shape: Sequence[int],
-    num_classes: int,
-    name: str,
-    pretrained: bool = False,
-    weights: str | None = None,
+    image_shape: Sequence[int], num_classes: int, name: str, pretrained: bool = False, weights: str | None = None
 ) -> nn.Module:
     """Create a network of timm with `num_classes` outputs and the data's number of channels.
 
@@ -133,13 +125,9 @@ def read_saved(path: str, what: str) -> Any:
             return importlib.import_module("safetensors.torch").load_file(file)
         return torch.load(file, map_location="cpu", weights_only=True)
     except ImportError as error:
-        raise UserError(
-            f"{file} needs the package safetensors; pip install it, or save with torch.save."
-        ) from error
+        raise UserError(f"{file} needs the package safetensors; pip install it, or save with torch.save.") from error
     except Exception as error:  # what damaged files raise is not one family
-        reason = (
-            getattr(error, "strerror", None) or "it is damaged, or has more than tensors, which may run code"
-        )
+        reason = getattr(error, "strerror", None) or "it is damaged, or has more than tensors, which may run code"
         raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
 
 
@@ -166,13 +154,9 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
         first = wrong[0]
         how = "lacks" if first in missing else "also has" if first in unknown else "has another shape of"
         more = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
-        raise UserError(
-            f"{what} do not fit the network: {how} {first}{more}; give weights of the same network."
-        )
+        raise UserError(f"{what} do not fit the network: {how} {first}{more}; give weights of the same network.")
     if classifier:
-        log.info(
-            "%s: %s keep their initial weights, for %d classes", what, " and ".join(classifier), num_classes
-        )
+        log.info("%s: %s keep their initial weights, for %d classes", what, " and ".join(classifier), num_classes)
     # Not a plain dictionary: some classes read the version in their state_dict's metadata.
     own.update((name, state[name]) for name in own.keys() - set(classifier))
     network.load_state_dict(own)
@@ -197,9 +181,7 @@ def _library_name(name: str) -> str:
     return next((f"{one}/{name}" for one in ("torchvision", *found) if name in found.get(one, ())), "")
 
 
-def load(
-    name: str, input_shape: Sequence[int] | None, num_classes: int = 10
-) -> tuple[nn.Module, tuple[Any, ...]]:
+def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) -> tuple[nn.Module, tuple[Any, ...]]:
     """Create a network and example inputs from its name.
 
     Args:

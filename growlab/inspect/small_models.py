@@ -143,8 +143,7 @@ def automatic_classes(model_type: str) -> Any:
     if model_type not in auto.CONFIG_MAPPING:
         near = get_close_matches(model_type, list(auto.CONFIG_MAPPING))
         raise UserError(
-            f"transformers has no model type {model_type!r}"
-            + (f"; near it are {', '.join(near)}." if near else ".")
+            f"transformers has no model type {model_type!r}" + (f"; near it are {', '.join(near)}." if near else ".")
         )
     return auto
 
@@ -174,9 +173,7 @@ def small_config(kind: Any, model_type: str) -> Any:
     known, own = {*usual.to_dict(), *usual.attribute_map}, _OWN.get(model_type, {})
     aliases = {alias for alias, name in usual.attribute_map.items() if name in own}
     sizes = {name: _like(getattr(usual, name, None), size) for name, size in _sizes_of(known).items()}
-    wanted = {
-        name: value for name, value in sizes.items() if name not in aliases and value is not None
-    } | dict(own)
+    wanted = {name: value for name, value in sizes.items() if name not in aliases and value is not None} | dict(own)
     layers = getattr(usual, "num_hidden_layers", None)
     for name in known - set(wanted):
         value = getattr(usual, name, None)
@@ -184,9 +181,7 @@ def small_config(kind: Any, model_type: str) -> Any:
             continue
         if name in usual.sub_configs and value is not None:
             wanted[name] = small_config(type(value), value.model_type)
-        elif (
-            isinstance(value, (list, tuple)) and value and len(value) == layers and isinstance(value[0], str)
-        ):
+        elif isinstance(value, (list, tuple)) and value and len(value) == layers and isinstance(value[0], str):
             # A kind for each layer: keep one layer of every kind, and two at least.
             kinds = list(dict.fromkeys(value))
             wanted[name] = kinds if len(kinds) > 1 else kinds * 2

@@ -21,9 +21,7 @@ class _Aged(Regional):
 
     _init_group: Any
 
-    def set_regions(
-        self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
-    ) -> None:
+    def set_regions(self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None) -> None:
         """Set regions as `Regional.set_regions` does; new regions start with age 0 at this step."""
         super().set_regions(regions, scales)
         for param, region in self._regions.items():
@@ -100,16 +98,11 @@ class _Aged(Regional):
         steps = lists[5]
         torch._foreach_add_(steps, 1)
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        ages_PK = torch.stack(steps).double()[:, None] - self._starts(
-            params, factors_PK.shape[1], steps[0].device
-        )
+        ages_PK = torch.stack(steps).double()[:, None] - self._starts(params, factors_PK.shape[1], steps[0].device)
         device = factors_PK.device
         unbias2_PK = handed_over((1 - beta2**ages_PK).sqrt_(), device)
         rates_PK = factors_PK * group["lr"]
-        values = [
-            -rates_PK * unbias2_PK / handed_over(1 - beta1**ages_PK, device),
-            group["eps"] * unbias2_PK,
-        ]
+        values = [-rates_PK * unbias2_PK / handed_over(1 - beta1**ages_PK, device), group["eps"] * unbias2_PK]
         decoupled = group["decoupled_weight_decay"] and group["weight_decay"] != 0
         if decoupled:
             values.append(1 - rates_PK * group["weight_decay"])
@@ -124,9 +117,7 @@ class _Aged(Regional):
         known = self._kept.get(params[0])
         if known is None or known[0] != (starts, num_regions, device):
             stages = [self._regions[param].stage_list for param in params]
-            rows = [
-                [own.get(stage, 0) for stage in all_of] for own, all_of in zip(starts, stages, strict=True)
-            ]
+            rows = [[own.get(stage, 0) for stage in all_of] for own, all_of in zip(starts, stages, strict=True)]
             padded = [row + [0] * (num_regions - len(row)) for row in rows]
             moved = handed_over(torch.tensor(padded, dtype=torch.float64, device="cpu"), device)
             known = self._kept[params[0]] = ([dict(own) for own in starts], num_regions, device), moved

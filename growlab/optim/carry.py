@@ -255,9 +255,7 @@ def check_inheritance(inheritance: str) -> None:
     one_of(get_args(Inheritance), optimizer_state=inheritance)
 
 
-def check_following(
-    optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance
-) -> None:
+def check_following(optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance) -> None:
     """Check that an optimizer's state can be carried through an event that replaces parameters.
 
     Args:
@@ -331,8 +329,7 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
     def note(param: Tensor, key: str, value: Tensor) -> Tensor:
         if _power(optimizer, key) is None and value.numel() and value.dtype is not torch.bool:
             one, other = (
-                (torch.view_as_real(t) if t.is_complex() else t).float()
-                for t in map(whole, (value, param.detach()))
+                (torch.view_as_real(t) if t.is_complex() else t).float() for t in map(whole, (value, param.detach()))
             )
             sums = (one * other).sum(), one.square().sum(), other.square().sum(), one.amin().sign().float()
             found.setdefault(key, []).append(torch.stack(sums).cpu())
@@ -361,9 +358,7 @@ def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[T
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
     ratio = new / old
     # For zero weights, and small ones with added noise, the scale of the whole tensor is more reliable.
-    return new + place(kept - before.to(kept)) * torch.where(
-        (ratio - scale).abs() <= scale.abs(), ratio, scale
-    )
+    return new + place(kept - before.to(kept)) * torch.where((ratio - scale).abs() <= scale.abs(), ratio, scale)
 
 
 def _begins_with(optimizer: Optimizer, key: str, settings: Mapping[str, Any]) -> float:
@@ -629,9 +624,7 @@ def load_named_state(optimizer: Optimizer, network: nn.Module, saved: Mapping[st
         raise ValueError(f"it is of {saved['class']}, not of {_class_of(optimizer)}.")
     names = {parameter: name for name, parameter in network.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[Any, Any] = {
-        key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)
-    }
+    state: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     state |= saved.get("entries", {})
     for index, parameter in enumerate(parameters):
         name = names.get(parameter, "")

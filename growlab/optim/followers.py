@@ -183,9 +183,7 @@ class Followers:
                 gradient = carry.carried(whole(old.grad).to_dense(), name, graph, before, after)
                 sparse = old.grad.is_sparse
                 new.grad = (
-                    _rows_of(gradient, old.grad)
-                    if sparse
-                    else torch.empty_like(new).copy_(placed(gradient, new))
+                    _rows_of(gradient, old.grad) if sparse else torch.empty_like(new).copy_(placed(gradient, new))
                 )
         for name, parameter in network.named_parameters():
             if carry.every != 1.0 and name not in replaced and parameter.grad is not None:
@@ -256,9 +254,7 @@ class Followers:
             return
         run = self._run
         named, scales = dict(run.network.named_parameters()), dict[Tensor, float]()
-        for layer in [
-            layer for layer in run.graph.layers if layer.is_output and optimizer.divide_output_lr_by_fan_in
-        ]:
+        for layer in [layer for layer in run.graph.layers if layer.is_output and optimizer.divide_output_lr_by_fan_in]:
             scale = 1.0 / run.graph.fan_in(layer, run.seed_widths)
             scales |= {named[name]: scale for name in (layer.weight, *layer.emitters) if name in named}
         optimizer.set_regions({named[name]: region for name, region in run.regions().items()}, scales)

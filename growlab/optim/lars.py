@@ -115,9 +115,7 @@ def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     dtypes = {tensor.dtype for tensor in tensors}
     if dtypes <= {torch.float32, torch.float64}:
         return torch._foreach_norm(tensors)
-    return tuple(
-        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors
-    )
+    return tuple(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors)
 
 
 def _trust(group: dict[str, Any], weight_norm: Tensor, grad_norm: Tensor) -> Tensor:

@@ -58,9 +58,7 @@ class Muon(Regional):
         rule: RateRule | None = None,
         **options: Any,
     ) -> None:
-        check_settings(
-            {"lr": lr, "weight_decay": weight_decay, "betas": betas, "adam_eps": adam_eps, **options}
-        )
+        check_settings({"lr": lr, "weight_decay": weight_decay, "betas": betas, "adam_eps": adam_eps, **options})
         if "ns_steps" in options:
             whole(1, ns_steps=options["ns_steps"])
             if options["ns_steps"] >= _TOO_MANY:

@@ -45,9 +45,7 @@ class _Bounded:
     def __init__(self, max_factor: float) -> None:
         given: Any = max_factor
         if isinstance(given, bool) or not isinstance(given, Real) or not float(given) >= 1:
-            raise UserError(
-                f"max_factor={max_factor!r} must be at least 1: it bounds the factors on the base rate."
-            )
+            raise UserError(f"max_factor={max_factor!r} must be at least 1: it bounds the factors on the base rate.")
         self.max_factor = float(max_factor)
         self._calls, self._warned = 0, False
         self._copied: Tensor | None = None

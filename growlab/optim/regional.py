@@ -85,14 +85,7 @@ class Regional(torch.optim.Optimizer):
             "divide_output_lr_by_fan_in",
         )
         state = {name: self.__dict__[name] for name in own if name in self.__dict__}
-        return {
-            **super().__getstate__(),
-            **state,
-            "_pieces": {},
-            "_flat": {},
-            "_kept": {},
-            "_square_sums": {},
-        }
+        return {**super().__getstate__(), **state, "_pieces": {}, "_flat": {}, "_kept": {}, "_square_sums": {}}
 
     @property
     def rule(self) -> RateRule | None:
@@ -102,14 +95,10 @@ class Regional(torch.optim.Optimizer):
     @rule.setter
     def rule(self, rule: RateRule | None) -> None:
         if rule is not None and (isinstance(rule, type) or not hasattr(rule, "factors")):
-            raise ValueError(
-                f"rule={rule!r} must be a rate rule, such as growlab.optim.NormRatio(), or None."
-            )
+            raise ValueError(f"rule={rule!r} must be a rate rule, such as growlab.optim.NormRatio(), or None.")
         self._rule = rule
         # If a rule gives a single region the base rate, weights that never grew need no extra work.
-        self._spares_one = rule is not None and bool(
-            (rule.factors(torch.tensor([2.0], device="cpu")) == 1.0).all()
-        )
+        self._spares_one = rule is not None and bool((rule.factors(torch.tensor([2.0], device="cpu")) == 1.0).all())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as torch's optimizers do.
@@ -121,9 +110,7 @@ class Regional(torch.optim.Optimizer):
             check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def set_regions(
-        self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None
-    ) -> None:
+    def set_regions(self, regions: Mapping[Tensor, Regions], scales: Mapping[Tensor, float] | None = None) -> None:
         """Set the birth stages of parameters' elements; call it again after every growth event.
 
         Args:
@@ -230,20 +217,14 @@ class Regional(torch.optim.Optimizer):
             norms_PK = norms_PK.index_fill(0, rows, 1.0)
         factors_PK = self._rule.factors(norms_PK)
         if self._scales:
-            scales = torch.tensor(
-                [self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype, device="cpu"
-            )
+            scales = torch.tensor([self._scales.get(p, 1.0) for p in params], dtype=factors_PK.dtype, device="cpu")
             factors_PK = factors_PK * handed_over(scales, device)[:, None]
         if unrated:
             factors_PK = factors_PK.index_fill(0, rows, 1.0)
         return factors_PK
 
     def _sweep(
-        self,
-        params: Sequence[Tensor],
-        tensors: Sequence[Sequence[Tensor]],
-        values_PK: Sequence[Tensor],
-        update: Update,
+        self, params: Sequence[Tensor], tensors: Sequence[Sequence[Tensor]], values_PK: Sequence[Tensor], update: Update
     ) -> None:
         """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
 
@@ -263,9 +244,7 @@ class Regional(torch.optim.Optimizer):
         for entries in (params, *tensors):
             lists.append([piece for cut, t in zip(cuts, entries, strict=True) for piece in cut.cut(t)])
         for values in values_PK:
-            lists.append(
-                [row for cut, row_K in zip(cuts, values.unbind(0), strict=True) for row in cut.rates(row_K)]
-            )
+            lists.append([row for cut, row_K in zip(cuts, values.unbind(0), strict=True) for row in cut.rates(row_K)])
         watched = not isinstance(self._rule, BaseRate)
         sum_rows = [row for cut in cuts for row in cut.sum_rows] if watched else []
         for part in batches([n for cut in cuts for n in cut.elements]):

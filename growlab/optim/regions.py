@@ -61,9 +61,7 @@ class Regions:
         """Number of (row, column) pairs in each region: int64 [K]."""
         births, rows_of_kind = torch.unique(self.rows_O, return_counts=True)
         found = zip(self.index_of(births), rows_of_kind, strict=True)
-        return torch.stack(
-            [n * torch.bincount(index_I, minlength=self.num_regions) for index_I, n in found]
-        ).sum(0)
+        return torch.stack([n * torch.bincount(index_I, minlength=self.num_regions) for index_I, n in found]).sum(0)
 
     @cached_property
     def count_list(self) -> list[int]:
@@ -103,9 +101,7 @@ class Regions:
         """
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         first = 1 + self.num_column_axes
-        tensor_OI = (
-            tensor.flatten(first).sum(first, dtype=dtype) if tensor.dim() > first else tensor.to(dtype)
-        )
+        tensor_OI = tensor.flatten(first).sum(first, dtype=dtype) if tensor.dim() > first else tensor.to(dtype)
         rows, columns, both = (table.to(tensor_OI) for table in self._sorting_tables)
         return (rows @ tensor_OI.reshape(len(self.rows_O), -1) @ columns).flatten() @ both
 
@@ -136,9 +132,7 @@ class Regions:
 
 @on_cpu
 def weight_regions(
-    graph: WidthGraph,
-    births: Mapping[str, Sequence[int]],
-    since: Mapping[str, int | Sequence[int]] | None = None,
+    graph: WidthGraph, births: Mapping[str, Sequence[int]], since: Mapping[str, int | Sequence[int]] | None = None
 ) -> dict[str, Regions]:
     """Build the regions of every layer's weight, every vector and every other tensor with growing channels.
 
@@ -162,9 +156,7 @@ def weight_regions(
         if name in weights or len(axes) == 1 or graph.grows(name) or name in since:
             # Beyond the last growing axis, and beyond the second, all elements have the same age.
             last = max((dim for dim, axis in enumerate(axes) if axis.groups), default=0)
-            stages = [
-                axis.spread(births_by_group, widths, fixed=0).long() for axis in axes[: max(2, last + 1)]
-            ]
+            stages = [axis.spread(births_by_group, widths, fixed=0).long() for axis in axes[: max(2, last + 1)]]
             stages[0] = torch.maximum(stages[0], torch.as_tensor(since.get(name, 0)))
             rows, *columns = stages if len(axes) > 1 else [torch.zeros(1, dtype=torch.int64), *stages]
             regions[name] = Regions(

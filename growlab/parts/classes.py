@@ -47,9 +47,7 @@ class Classes(WidthPart):
         """Return True if the network grows in stages known in advance; otherwise all outputs exist from the start."""
         return not isinstance(trigger, Never) and trigger.knows_stages
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Make the network's outputs a width group, if a single layer produces them."""
         self._sorted = False
         opened = with_classes(graph, len(self._order))
@@ -73,9 +71,7 @@ class Classes(WidthPart):
             )
         return {CLASSES: counts}
 
-    def widen(
-        self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths
-    ) -> Replaced:
+    def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Add rows for the classes of the next stage; see `open_classes`."""
         if not self.groups:
             return {}

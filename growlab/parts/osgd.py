@@ -147,9 +147,7 @@ class OldGradient(Part):
                 "steps=[...]."
             )
         if steps and batches is None:
-            raise UserError(
-                "old gradients need data whose epochs can be gone through again; leave OldGradient out."
-            )
+            raise UserError("old gradients need data whose epochs can be gone through again; leave OldGradient out.")
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Start without a stored gradient."""
@@ -159,14 +157,10 @@ class OldGradient(Part):
         """Measure and store the gradient on the data of the stage that ends; its passes count as cost."""
         assert self._known is not None
         if grower.training.epoch_batches is None:
-            raise UserError(
-                "osgd measures on the data of the stage that ends: give epoch_batches to Grower.provide."
-            )
+            raise UserError("osgd measures on the data of the stage that ends: give epoch_batches to Grower.provide.")
         stage = grower.state.stage + 1
         # An order and augmentation that differ from every training epoch's.
-        batches = grower.training.epoch_batches(
-            max(0, grower.clock.epoch - 1), len(grower.training.steps) + stage
-        )
+        batches = grower.training.epoch_batches(max(0, grower.clock.epoch - 1), len(grower.training.steps) + stage)
         gradients, samples = mean_gradients(grower, batches, stage)
         self._known.remember(gradients)
         one = changed(lambda value: value[:1] if isinstance(value, Tensor) else value, grower.probe())

@@ -62,9 +62,7 @@ class PatchSize(BlockPart):
     def __init__(self, sizes: Sequence[int]) -> None:
         numbers = isinstance(sizes, Sequence) and all(type(size) is int and size > 0 for size in sizes)
         if not numbers or len(sizes) < 2 or list(sizes) != sorted(sizes, reverse=True):
-            raise UserError(
-                f"sizes must be pixels of a patch in descending order, such as [8,4], not {sizes!r}."
-            )
+            raise UserError(f"sizes must be pixels of a patch in descending order, such as [8,4], not {sizes!r}.")
         self._sizes = tuple(sizes)
         self._stem: _Stem
         self._full: WidthGraph
@@ -74,9 +72,7 @@ class PatchSize(BlockPart):
         """Return True if the network grows: others have their own patches."""
         return not isinstance(trigger, Never)
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Find the embedding of patches, and run a copy of the network at every size.
 
         Raises:
@@ -98,8 +94,7 @@ class PatchSize(BlockPart):
             except Exception as error:
                 reason = first_line(error).rstrip(".")
                 raise UserError(
-                    f"the network does not take patches of size {size} ({reason}), one of "
-                    f"sizes={list(self._sizes)}."
+                    f"the network does not take patches of size {size} ({reason}), one of sizes={list(self._sizes)}."
                 ) from error
         return graph
 

@@ -47,9 +47,7 @@ class Resolution(Part):
 
     def __init__(self, sizes: int | float | Sequence[int] | Sequence[float]) -> None:
         given = [sizes] if isinstance(sizes, int | float) else sizes
-        numbers = isinstance(given, Sequence) and all(
-            type(size) in (int, float) and size > 0 for size in given
-        )
+        numbers = isinstance(given, Sequence) and all(type(size) in (int, float) and size > 0 for size in given)
         relative = numbers and any(type(size) is float for size in given)
         if not numbers or not given or list(given) != sorted(given) or (relative and given[-1] > 1):
             raise UserError(
@@ -74,9 +72,7 @@ class Resolution(Part):
         """Return True if the network grows, or a single size is given."""
         return not isinstance(trigger, Never) or len(self._given) == 1
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Run the network at every size, to check that it accepts them.
 
         Raises:

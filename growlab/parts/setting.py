@@ -55,9 +55,7 @@ class Setting(Part):
         """Return True if the network grows: others have their own value."""
         return not isinstance(trigger, Never)
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Find the attributes, and run the network at every value.
 
         Raises:
@@ -66,9 +64,7 @@ class Setting(Part):
         for pattern in self._names:
             found = [getattr(holder, attribute) for holder, attribute in _holders(network, pattern)]
             if not found:
-                raise UserError(
-                    f"names={pattern!r} is no attribute of a module or of its config in this network."
-                )
+                raise UserError(f"names={pattern!r} is no attribute of a module or of its config in this network.")
             if any(own != self._values[-1] for own in found):
                 raise UserError(
                     f"values={list(self._values)} must end with the network's own {pattern}, {found[0]!r}: it "
@@ -81,9 +77,7 @@ class Setting(Part):
             except Exception as error:
                 self._set(network, self._values[-1])
                 reason = first_line(error).rstrip(".")
-                raise UserError(
-                    f"the network does not run with {self._names[0]}={value!r} ({reason})."
-                ) from error
+                raise UserError(f"the network does not run with {self._names[0]}={value!r} ({reason}).") from error
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:

@@ -215,9 +215,7 @@ def advise(
     if not 0 < smaller_params < params:
         raise UserError(f"the smaller network has {smaller_params:,} parameters, the full one {params:,}.")
     if kind is None:
-        embeds = isinstance(network, nn.Module) and any(
-            isinstance(m, nn.Embedding) for m in network.modules()
-        )
+        embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
         kind = "language" if embeds else "classes"
     known = read_cases() if cases is None else list(cases)
     arm: Arm = "grown" if size == "full" else "smaller"

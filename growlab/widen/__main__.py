@@ -42,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
     parser.add_argument("--width", type=float, default=1.0, help="factor on stream, heads and hidden layers")
     parser.add_argument("--depth", type=float, default=1.0, help="factor on the number of layers")
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help="what becomes wider, with commas: stream, heads, mlp"
-    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="what becomes wider, with commas: stream, heads, mlp")
     parser.add_argument(
         "--method", default=DEFAULT, help=f"for heads and hidden layers: {', '.join(METHODS)} (%(default)s)"
     )
@@ -53,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--input-shape",
-        type=sizes,
-        default=[3, 224, 224],
-        metavar="C,H,W",
-        help="of images, for torchvision and timm",
+        "--input-shape", type=sizes, default=[3, 224, 224], metavar="C,H,W", help="of images, for torchvision and timm"
     )
     _give_back_freed_memory()
     try:
@@ -123,14 +117,7 @@ def _widen_named(args: argparse.Namespace) -> int:
     if len(args.input_shape) != 3:
         raise UserError("--input-shape takes three numbers: C,H,W.")
     receipt = widen_weights(
-        args.model,
-        args.weights,
-        args.out,
-        args.width,
-        args.method,
-        args.seed,
-        tuple(args.input_shape),
-        args.noise,
+        args.model, args.weights, args.out, args.width, args.method, args.seed, tuple(args.input_shape), args.noise
     )
     print(
         in_columns(

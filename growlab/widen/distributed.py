@@ -70,9 +70,7 @@ class WidenedReader(dcp.FileSystemReader):
             if isinstance(about, TensorStorageMetadata)
         }
         if unfinished := next(filter(is_multipliers, saved), None):
-            raise UserError(
-                f"{unfinished} belongs to unfinished growth: save the network after Grower.finish."
-            )
+            raise UserError(f"{unfinished} belongs to unfinished growth: save the network after Grower.finish.")
         first = {name: one for name, one in first_names(network).items() if one in graph.axes}
         prefix = _prefix(first, saved)
         # Key in the folder: name of the tensor, and entry of the optimizer's state or "".
@@ -167,11 +165,7 @@ class _Computed(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: Any) -> Any:
         """Return a tensor that grows, or what was read."""
-        return (
-            self._reader.tensor(index.fqn)
-            if index.fqn in self._reader._made
-            else super().lookup_object(index)
-        )
+        return self._reader.tensor(index.fqn) if index.fqn in self._reader._made else super().lookup_object(index)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
         """Keep the nesting of the checkpoint that is read."""

@@ -45,17 +45,13 @@ def enlarge(
     config = getattr(small, "config", None)
     if wide is None:
         if not hasattr(config, "to_dict"):
-            raise UserError(
-                f"{type(small).__name__} is no model of transformers: give the large network as wide=."
-            )
+            raise UserError(f"{type(small).__name__} is no model of transformers: give the large network as wide=.")
         larger = deepened(widened(config, width, ("stream", "heads", "mlp")), depth)
         first = next(small.parameters())
         wide = type(small)(larger).to(first.device, first.dtype).train(small.training)
     if example is None:
         if not hasattr(config, "to_dict"):
-            raise UserError(
-                f"{type(small).__name__} is no model of transformers: give an example of its input."
-            )
+            raise UserError(f"{type(small).__name__} is no model of transformers: give an example of its input.")
         example = inputs_of(small)
     grower = Grower.from_trained(
         small, wide, example, optimizer=() if optimizer is None else optimizer, verbose=False, **settings

@@ -77,17 +77,11 @@ def widen_folder(
     source = skeleton(kind, config)
     saved = Checkpoint(folder, files, source)
     _check_tokenizer(folder, source)
-    plan, way, error, target_config, parts = _exact_plan(
-        saved, source, config, width, depth, parts, grows, seed
-    )
+    plan, way, error, target_config, parts = _exact_plan(saved, source, config, width, depth, parts, grows, seed)
     out.mkdir(parents=True, exist_ok=True)
     written = units(plan.target)
     write_folder(
-        out,
-        [unit.shapes for unit in written],
-        plan.dtypes(written),
-        plan.made(written, way),
-        saved.shard_bytes,
+        out, [unit.shapes for unit in written], plan.dtypes(written), plan.made(written, way), saved.shard_bytes
     )
     target_config.save_pretrained(out)
     copy_others(folder, out)
@@ -192,9 +186,7 @@ def load(folder: Path) -> tuple[Any, Any]:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # what configurations of others raise is not one family
-        raise UserError(
-            f"transformers {transformers.__version__} cannot read {folder}: {_message(error)}"
-        ) from error
+        raise UserError(f"transformers {transformers.__version__} cannot read {folder}: {_message(error)}") from error
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
@@ -242,12 +234,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        saved: Checkpoint,
-        source: nn.Module,
-        target: nn.Module,
-        method: GrowthMethod,
-        seed: int,
+        self, saved: Checkpoint, source: nn.Module, target: nn.Module, method: GrowthMethod, seed: int
     ) -> None:
         self._saved, self._source, self.target = saved, source, target
         inputs = inputs_of(source)
@@ -255,9 +242,7 @@ class Plan:
         self._network, old = (FirstOutput(model, list(inputs)) for model in (target, source))
         self._deeper = Deeper(self._network, old)
         try:
-            graph = layouts(
-                self._network, self._probe, old, lambda path: self._deeper.source(f"{path}.")[:-1]
-            )
+            graph = layouts(self._network, self._probe, old, lambda path: self._deeper.source(f"{path}.")[:-1])
         except UnsupportedOperation as error:
             raise UserError(str(error)) from error
         named = {**dict(source.named_parameters()), **dict(source.named_buffers())}
@@ -295,10 +280,7 @@ class Plan:
     def exact_way(self) -> tuple[Way | None, float]:
         """Find the first way with equal outputs, or None; also return the smallest relative change of the output."""
         network = FirstOutput(self._source, self._network.input_names)
-        norms = {
-            norm.name: self._deeper.source(f"{norm.name}.")[:-1]
-            for norm in self._widening.graph.channel_norms
-        }
+        norms = {norm.name: self._deeper.source(f"{norm.name}.")[:-1] for norm in self._widening.graph.channel_norms}
         old = {name: name for name in first_names(self._source) if name in self._saved}
         state = self._source.state_dict(keep_vars=True)
         expected, writing = output_of(
@@ -332,12 +314,8 @@ class Plan:
     def _computed(self) -> set[float]:
         """Ratios (wider over saved) of numbers that the code computes from its width and stores in buffers."""
         old = dict(self._source.named_buffers())
-        pairs = [
-            (old[name], new) for name, new in self.target.named_buffers() if name in old and not new.dim()
-        ]
-        return {
-            float(new / own) for own, new in pairs if own.is_floating_point() and not torch.equal(own, new)
-        }
+        pairs = [(old[name], new) for name, new in self.target.named_buffers() if name in old and not new.dim()]
+        return {float(new / own) for own, new in pairs if own.is_floating_point() and not torch.equal(own, new)}
 
     def _last_tensors(self) -> list[str]:
         graph = self._widening.graph

@@ -42,9 +42,7 @@ class Deeper:
             writing: paths of normalisations whose outputs are added to a stream.
         """
         streams = _streams(graph, self.new)
-        return {
-            name for name in graph.axes if _inside(name, self.new) and _writes(graph, name, streams, writing)
-        }
+        return {name for name in graph.axes if _inside(name, self.new) and _writes(graph, name, streams, writing)}
 
 
 def _origins(network: nn.Module, old: nn.Module) -> tuple[dict[str, str], list[str]]:

@@ -33,12 +33,7 @@ _EXACT = 1e-4
 
 
 def prune_folder(
-    folder: Path,
-    out: Path,
-    keep: float,
-    parts: Collection[str] = ("heads", "mlp"),
-    score: Score = "l1",
-    seed: int = 0,
+    folder: Path, out: Path, keep: float, parts: Collection[str] = ("heads", "mlp"), score: Score = "l1", seed: int = 0
 ) -> dict[str, Any]:
     """Write a narrower model with the outputs of a saved one whose removed channels are masked.
 
@@ -69,9 +64,7 @@ def prune_folder(
         graph = trace(network, probe)
     except UnsupportedOperation as error:
         raise UserError(str(error)) from error
-    shapes = {
-        f"network.{name}": tuple(tensor.shape) for name, tensor in target.state_dict(keep_vars=True).items()
-    }
+    shapes = {f"network.{name}": tuple(tensor.shape) for name, tensor in target.state_dict(keep_vars=True).items()}
     widths = {**graph.full_widths, **graph.widths_of(shapes)}
     if wrong := [name for name in graph.axes if name in shapes and graph.shape(name, widths) != shapes[name]]:
         raise UserError(
@@ -128,9 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
-    parser.add_argument(
-        "--keep", type=amount, required=True, metavar="SHARE", help="share that is kept, below 1"
-    )
+    parser.add_argument("--keep", type=amount, required=True, metavar="SHARE", help="share that is kept, below 1")
     parser.add_argument("--parts", default="heads,mlp", help="with commas: heads, mlp, stream")
     parser.add_argument("--score", choices=("l1", "random"), default="l1", help="how channels are ranked")
     parser.add_argument("--seed", type=int, default=0, help="of random scores")

@@ -80,9 +80,7 @@ def _inside(config: Any) -> str:
     """Say that the sizes of a model of several, such as text and images, are in the configurations of these."""
     names = [name for name in getattr(config, "sub_configs", ()) if getattr(config, name, None) is not None]
     return (
-        f": sizes are in its {' and '.join(names)}; save one of its models alone and give that folder"
-        if names
-        else ""
+        f": sizes are in its {' and '.join(names)}; save one of its models alone and give that folder" if names else ""
     )
 
 

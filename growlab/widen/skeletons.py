@@ -53,15 +53,7 @@ def skeleton(kind: Any, config: Any) -> nn.Module:
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             model: nn.Module = kind._from_config(config, dtype=torch.float32).eval()
-    except (
-        ValueError,
-        RuntimeError,
-        IndexError,
-        TypeError,
-        KeyError,
-        AssertionError,
-        AttributeError,
-    ) as error:
+    except (ValueError, RuntimeError, IndexError, TypeError, KeyError, AssertionError, AttributeError) as error:
         reason = first_line(error)
         raise UserError(f"transformers builds no {kind.__name__} of these sizes: {reason}") from error
     finally:
@@ -110,9 +102,7 @@ def output_of(
     tensors = network.network.state_dict(keep_vars=True)
     inputs = [x.double() if x.is_floating_point() else x for x in probe]
     given = _Given({id(tensors[own]): name for own, name in names.items()}, blocks)
-    handles = [
-        network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched
-    ]
+    handles = [network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched]
     try:
         # Entered last: the copy of all tensors that `without_side_effects` goes back to would ask for each of them.
         with without_side_effects(network), given:

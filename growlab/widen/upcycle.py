@@ -169,9 +169,7 @@ def _in_memory(model: Any, kind: Any, config: Any, make: Any) -> Any:
 
 def _fitting(name: str, made: Tensor, wanted: Tensor) -> Tensor:
     if made.shape != wanted.shape:
-        raise UserError(
-            f"{name} would be {list(wanted.shape)} in a mixture of experts and is {list(made.shape)}."
-        )
+        raise UserError(f"{name} would be {list(wanted.shape)} in a mixture of experts and is {list(made.shape)}.")
     return made
 
 
@@ -259,10 +257,7 @@ def _compared(
     shapes = {name: tuple(t.shape) for name, t in source.state_dict(keep_vars=True).items()}
     old = {name: name for name in first_names(source) if name in saved}
     expected, _ = output_of(
-        FirstOutput(source, list(inputs)),
-        probe,
-        old,
-        lambda name: blocks_of(partial(saved, name), shapes[name]),
+        FirstOutput(source, list(inputs)), probe, old, lambda name: blocks_of(partial(saved, name), shapes[name])
     )
     tokens: dict[str, list[int]] = {}
     handles = [
@@ -270,9 +265,7 @@ def _compared(
         for path, module in target.named_modules()
         if path.endswith("mlp.gate")
     ]
-    names = {
-        name: first for name, first in first_names(target).items() if name in dict(target.named_parameters())
-    }
+    names = {name: first for name, first in first_names(target).items() if name in dict(target.named_parameters())}
     found, _ = output_of(FirstOutput(target, list(inputs)), probe, names, lambda name: iter((made(name),)))
     for handle in handles:
         handle.remove()
@@ -282,9 +275,7 @@ def _compared(
 def _count(tokens: dict[str, list[int]], path: str, module: nn.Module, inputs: Any, output: Any) -> None:
     """Count the tokens that a router sends to each expert."""
     logits, _, chosen = output
-    tokens[path.removesuffix(".mlp.gate")] = torch.bincount(
-        chosen.flatten(), minlength=logits.shape[-1]
-    ).tolist()
+    tokens[path.removesuffix(".mlp.gate")] = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).tolist()
 
 
 def _write(out: Path, target: nn.Module, saved: Checkpoint, made: Read) -> None:
@@ -311,13 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
-    parser.add_argument(
-        "--experts", type=count, default=8, help="number of experts of a dense model's mixture"
-    )
+    parser.add_argument("--experts", type=count, default=8, help="number of experts of a dense model's mixture")
     parser.add_argument("--top-k", type=count, default=2, help="number of experts per token")
-    parser.add_argument(
-        "--more-experts", type=count, metavar="K", help="K copies of each expert of a mixture"
-    )
+    parser.add_argument("--more-experts", type=count, metavar="K", help="K copies of each expert of a mixture")
     parser.add_argument("--router-std", type=amount, default=0.02, help="standard deviation of new routers")
     parser.add_argument(
         "--noise", type=partial(amount, zero=True), default=0.1, help="between copies of an expert, relative"

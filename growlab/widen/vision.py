@@ -126,9 +126,7 @@ def load_widened(folder: str | Path) -> nn.Module:
     network = _network(name, shape, num_classes)
     graph, _ = _traced(name, network, shape)
     if graph.full_widths != widths["before"]:
-        raise UserError(
-            f"this version of the library has another {name} than the one in {folder} was widened from."
-        )
+        raise UserError(f"this version of the library has another {name} than the one in {folder} was widened from.")
     resize(network, graph, widths["before"], widths["after"])
     fit_weights(network, read_weights(str(folder / WEIGHTS), str(folder)), _NO_NEW_CLASSES, str(folder))
     return network
@@ -153,10 +151,7 @@ def _made_for(name: str, image_shape: tuple[int, ...], state: Mapping[str, Tenso
     rows = {
         state[key].shape[0]
         for key, tensor in own.items()
-        if key in state
-        and tensor.dim()
-        and tensor.shape[0] == _NUM_CLASSES
-        and tensor.dim() == state[key].dim()
+        if key in state and tensor.dim() and tensor.shape[0] == _NUM_CLASSES and tensor.dim() == state[key].dim()
     } - {_NUM_CLASSES}
     if len(rows) != 1:
         return network, _NUM_CLASSES
@@ -164,9 +159,7 @@ def _made_for(name: str, image_shape: tuple[int, ...], state: Mapping[str, Tenso
     return _network(name, image_shape, num_classes), num_classes
 
 
-def _traced(
-    name: str, network: nn.Module, image_shape: tuple[int, ...]
-) -> tuple[WidthGraph, tuple[Tensor, ...]]:
+def _traced(name: str, network: nn.Module, image_shape: tuple[int, ...]) -> tuple[WidthGraph, tuple[Tensor, ...]]:
     probe = (torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0)).double(),)
     try:
         return trace(network, probe[0].to(next(network.parameters()))), probe
@@ -186,13 +179,7 @@ def _widen(
     """Widen in place by the first way that is exact; returns the relative change of the output."""
     expected, old = evaluate(network, probe), tensors_of(network, graph)
     groups = {group: replace(one, full_width=after[group]) for group, one in graph.groups.items()}
-    wide = Widening(
-        replace(graph, groups=groups),
-        lambda name, rows: old[name][rows],
-        graph.full_widths,
-        seed,
-        method,
-    )
+    wide = Widening(replace(graph, groups=groups), lambda name, rows: old[name][rows], graph.full_widths, seed, method)
     errors = []
     for way in wide.ways():
         replace_tensors(network, graph, wide.tensors(way))
@@ -201,9 +188,5 @@ def _widen(
             return errors[-1]
     raise UserError(
         f"{name} cannot be widened so: its output would change by {min(errors):.0e}"
-        + (
-            "."
-            if wide.whole
-            else "; give a whole --width such as 2, which is exact where streams are normalised."
-        )
+        + ("." if wide.whole else "; give a whole --width such as 2, which is exact where streams are normalised.")
     )

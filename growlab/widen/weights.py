@@ -184,9 +184,7 @@ class Widening:
             self.graph,
             axes={key: axes},
             groups={group: one for group, one in self.graph.groups.items() if group in groups},
-            layers=tuple(
-                replace(x, weight=key) if x.weight == name else x for x in self._layers.get(name, ())
-            ),
+            layers=tuple(replace(x, weight=key) if x.weight == name else x for x in self._layers.get(name, ())),
             attentions=tuple(replace(x, queries=(key,)) for x in self.graph.attentions if name in x.queries),
         )
 
@@ -199,14 +197,7 @@ class Widening:
         return found
 
     def _streamed(
-        self,
-        name: str,
-        key: str,
-        tensor: Tensor,
-        graph: WidthGraph,
-        before: Mapping[str, int],
-        group: str,
-        way: Way,
+        self, name: str, key: str, tensor: Tensor, graph: WidthGraph, before: Mapping[str, int], group: str, way: Way
     ) -> Tensor:
         """Widen one stream of a tensor."""
         after = {**before, group: self.graph.full_widths[group]}
@@ -224,18 +215,12 @@ class Widening:
                 copied = copied + noise[key].to(copied)
             return copied / by_code if table else copied * by_code if in_front else copied
         if of_norm is not None:
-            return self._normed(
-                name, key, tensor, context, of_norm, scale, scale / by_code if in_front else 1.0
-            )
+            return self._normed(name, key, tensor, context, of_norm, scale, scale / by_code if in_front else 1.0)
         kept = context.kept(key)
         reads = any(axis.role == "in" and group in axis.groups for axis in graph.axes[key])
         # What reads a stream is free where its new channels are zero.
-        new = (
-            NewWeights().draw(context, key).to(tensor) if reads else tensor.new_zeros(context.new_shape(key))
-        )
-        writes = [
-            dim for dim, axis in enumerate(graph.axes[key]) if axis.role == "out" and group in axis.groups
-        ]
+        new = NewWeights().draw(context, key).to(tensor) if reads else tensor.new_zeros(context.new_shape(key))
+        writes = [dim for dim, axis in enumerate(graph.axes[key]) if axis.role == "out" and group in axis.groups]
         factor = 1.0 if not writes else scale / by_code if table else scale
         new[grid(kept, new.device)] = tensor * factor
         for dim in writes:
@@ -247,14 +232,7 @@ class Widening:
         return new
 
     def _normed(
-        self,
-        name: str,
-        key: str,
-        old: Tensor,
-        context: GrowthContext,
-        kind: str,
-        scale: float,
-        of_table: float,
+        self, name: str, key: str, old: Tensor, context: GrowthContext, kind: str, scale: float, of_table: float
     ) -> Tensor:
         """Widen the gain or bias of a normalisation of padded channels."""
         if name.rpartition(".")[0] in self.writing:
@@ -302,9 +280,7 @@ def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterato
         yield make(slice(start, min(start + step, shape[0])))
 
 
-def read_off(
-    graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]
-) -> dict[str, int]:
+def read_off(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]) -> dict[str, int]:
     """Infer the width of each group from the shapes of a narrower network's tensors.
 
     Args:

@@ -74,9 +74,7 @@ class Atoms:
 
     def settle(self, runs: Runs | None = None) -> None:
         """Freeze atoms that have been unified with constants only: those of one axis, or all."""
-        atoms = (
-            set(self._constant) if runs is None else {run.atom for run in self.resolve(runs)} & self._constant
-        )
+        atoms = set(self._constant) if runs is None else {run.atom for run in self.resolve(runs)} & self._constant
         for atom in atoms - {None}:
             if atom not in self._bound:
                 self.freeze((Run(atom),), "constants of the forward")
@@ -197,10 +195,7 @@ class Atoms:
                 self._join(a, b, reason)
                 return True
             if b.atom is None:
-                left, right = (
-                    left,
-                    (*fixed(length_a, b.root), *fixed(length_b - length_a, b.root), *right[1:]),
-                )
+                left, right = (left, (*fixed(length_a, b.root), *fixed(length_b - length_a, b.root), *right[1:]))
                 continue
             if b.bare:
                 below = self.below[b.atom]
@@ -210,10 +205,7 @@ class Atoms:
             elif b.outer > 1:
                 # Whole repetitions are cut off; inside one, the next round handles a single repetition.
                 whole = max(1, length_a // (length_b // b.outer))
-                left, right = (
-                    left,
-                    (Run(b.atom, whole, b.inner), Run(b.atom, b.outer - whole, b.inner), *right[1:]),
-                )
+                left, right = (left, (Run(b.atom, whole, b.inner), Run(b.atom, b.outer - whole, b.inner), *right[1:]))
                 continue
             elif length_a % b.inner == 0:
                 first = self.new(length_a // b.inner)
@@ -253,9 +245,7 @@ class Atoms:
 
     def _nest(self, inside: Runs, outer: int, inner: int) -> Runs:
         stretched = tuple(
-            replace(run, outer=run.outer * inner)
-            if run.atom is None
-            else replace(run, inner=run.inner * inner)
+            replace(run, outer=run.outer * inner) if run.atom is None else replace(run, inner=run.inner * inner)
             for run in inside
         )
         if len(stretched) == 1:

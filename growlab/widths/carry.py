@@ -86,9 +86,7 @@ class Carry:
                 result = result * (position >= 0).to(result).view(-1, *[1] * (result.dim() - dim - 1))
         return self._with_rows(result, axes, widths_after, power)
 
-    def _with_rows(
-        self, tensor: Tensor, axes: tuple[Axis, ...], widths_after: Mapping[str, int], power: int
-    ) -> Tensor:
+    def _with_rows(self, tensor: Tensor, axes: tuple[Axis, ...], widths_after: Mapping[str, int], power: int) -> Tensor:
         """Multiply entries that produce channels by the factors of `rows`."""
         for dim, axis in enumerate(axes):
             if axis.role == "out" and power and not self.rows.keys().isdisjoint(axis.groups):
@@ -111,9 +109,7 @@ class Carry:
                 for group, one in found.items()
             }
 
-        return Carry(
-            longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0), self.every
-        )
+        return Carry(longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0), self.every)
 
     def source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
         """Return the old channel whose gradient each channel of a group takes over, or -1: int64 [new width]."""
@@ -176,10 +172,7 @@ def applied(
 
 
 def rotate(
-    model: nn.Module,
-    graph: WidthGraph,
-    rotations: Mapping[str, Tensor],
-    widths: Mapping[str, int] | None = None,
+    model: nn.Module, graph: WidthGraph, rotations: Mapping[str, Tensor], widths: Mapping[str, int] | None = None
 ) -> None:
     """Rotate the channels of isotropic groups in place; parameters stay the same objects, outputs do not change.
 

@@ -228,9 +228,7 @@ class WidthGraph:
     constants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        widths = ", ".join(
-            f"{name}: {width}" for name, width in list(self.full_widths.items())[:_SHOWN_GROUPS]
-        )
+        widths = ", ".join(f"{name}: {width}" for name, width in list(self.full_widths.items())[:_SHOWN_GROUPS])
         more = ", ..." if len(self.groups) > _SHOWN_GROUPS else ""
         return (
             f"WidthGraph({len(self.groups)} groups {{{widths}{more}}}, {len(self.layers)} layers, "

@@ -116,9 +116,7 @@ def listed(inputs: tuple[Any, ...]) -> str:
     def described(x: Any) -> str:
         return str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__
 
-    return ", ".join(
-        [*map(described, inputs), *(f"{name} {described(x)}" for name, x in named_in(inputs).items())]
-    )
+    return ", ".join([*map(described, inputs), *(f"{name} {described(x)}" for name, x in named_in(inputs).items())])
 
 
 def changed(change: Callable[[Any], Any], inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -241,7 +239,5 @@ def inputs_to(whole: nn.Module, path: str, inputs: tuple[Any, ...]) -> tuple[Any
     """
     found = captured(lambda: call_with(whole, inputs), whole.get_submodule(path), whole)
     if found is None:
-        raise UnsupportedOperation(
-            f"{type(whole).__name__} does not call its submodule {path} with this example."
-        )
+        raise UnsupportedOperation(f"{type(whole).__name__} does not call its submodule {path} with this example.")
     return found

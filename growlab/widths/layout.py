@@ -69,9 +69,7 @@ class Axis:
                 pieces.append(values[part.group].repeat_interleave(part.inner).repeat(part.outer))
         return torch.cat(pieces) if pieces else torch.empty(0)
 
-    def lift(
-        self, maps: Mapping[str, Tensor], widths: Mapping[str, int], target_widths: Mapping[str, int]
-    ) -> Tensor:
+    def lift(self, maps: Mapping[str, Tensor], widths: Mapping[str, int], target_widths: Mapping[str, int]) -> Tensor:
         """Turn maps between channels into the map between positions that they induce.
 
         Args:

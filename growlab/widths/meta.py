@@ -213,9 +213,7 @@ def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple
             handle.remove()
 
 
-def _lightened(
-    model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot
-) -> tuple[tuple[Any, ...], Snapshot]:
+def _lightened(model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot) -> tuple[tuple[Any, ...], Snapshot]:
     try:
         _exchange(model, lambda tensor: tensor.detach().to("meta"))
         light = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
@@ -324,10 +322,7 @@ def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Modul
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by all of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:

@@ -20,9 +20,7 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that modules keep as plain attributes, by name: not in any state_dict, and not moved with the network."""
     modules = model.named_modules(remove_duplicate=False)
     named = ((path, name, content) for path, module in modules for name, content in vars(module).items())
-    return {
-        f"{path}.{name}".lstrip("."): content for path, name, content in named if isinstance(content, Tensor)
-    }
+    return {f"{path}.{name}".lstrip("."): content for path, name, content in named if isinstance(content, Tensor)}
 
 
 def written_sizes(
@@ -61,9 +59,7 @@ def written_sizes(
         for paths in _nearest(asking, modules):
             if near := [place for owner in paths for place in places(owner, size)]:
                 for place in near:
-                    (own if place.module == asking else found).setdefault(place, {})[Axis(parts, "out")] = (
-                        None
-                    )
+                    (own if place.module == asking else found).setdefault(place, {})[Axis(parts, "out")] = None
                 break
     found |= own
     asked = set(found)
@@ -115,9 +111,7 @@ def _has_keys(content: Any) -> bool:
 def _is_plain(content: Any) -> bool:
     """Return True for an object with attributes of a user's class or of a settings class."""
     library = type(content).__module__.partition(".")[0]
-    return library not in ("torch", "builtins", "typing", "enum", "abc", "collections") and bool(
-        _attributes(content)
-    )
+    return library not in ("torch", "builtins", "typing", "enum", "abc", "collections") and bool(_attributes(content))
 
 
 def _attributes(content: Any) -> dict[str, Any]:

@@ -238,9 +238,7 @@ class Predictions:
             return self._all_agree(zip(self._calls, narrow, strict=True), widths)
         full = at_full_width()
         if names != (usual := [one.operation for one in full]):
-            now, then = next(
-                pair for pair in zip_longest(names, usual, fillvalue="nothing") if len({*pair}) > 1
-            )
+            now, then = next(pair for pair in zip_longest(names, usual, fillvalue="nothing") if len({*pair}) > 1)
             self.difference = f"{now} runs where {then} does at full width"
             return False
         # Unused results are missing in an exported program: operations are matched by name and sizes.
@@ -254,9 +252,7 @@ class Predictions:
         for call, seen in pairs:
             where = f"{call.operation} ({call.line})" if call.line else call.operation
             # How many rows a mixture's expert gets depends on the weights, which differ at other widths.
-            for expected, shape, free in zip_longest(
-                call.sizes(widths), seen.shapes, call.from_data, fillvalue=()
-            ):
+            for expected, shape, free in zip_longest(call.sizes(widths), seen.shapes, call.from_data, fillvalue=()):
                 pairs_of_sizes = zip_longest(expected, shape, free)
                 if any(size != now and not anything for size, now, anything in pairs_of_sizes):
                     self.difference = f"{where} puts out {[*shape]} instead of {[*expected]}"

@@ -86,9 +86,7 @@ def angles_from(node: Any) -> bool:
         for user in waiting.pop().users:
             inner = (each for each in user.args if isinstance(each, torch.fx.Node) and each.op == "get_attr")
             parts = (getattr(each.graph.owning_module, str(each.target)) for each in inner)
-            within = {
-                name for part in parts if isinstance(part, torch.fx.GraphModule) for name in operations(part)
-            }
+            within = {name for part in parts if isinstance(part, torch.fx.GraphModule) for name in operations(part)}
             if {operation_of(user), *within} & {"sin", "cos"}:
                 return True
             if user not in seen:
@@ -120,9 +118,7 @@ def parts_of(node: Any) -> torch.fx.GraphModule | None:
     mode: Any = tensors[0].fake_mode
     try:
         with mode:
-            made = make_fx(call, {node.target: known[node.target]} if node.target in known else None)(
-                *tensors
-            )
+            made = make_fx(call, {node.target: known[node.target]} if node.target in known else None)(*tensors)
     except RuntimeError:
         # Its decomposition depends on numbers in the data.
         return None
@@ -180,9 +176,7 @@ class _Settling(torch.fx.Interpreter):
         open_, spec = tree_flatten(n.meta.get("val"))
         sizes = [value.shape for value in open_ if isinstance(value, Tensor)]
         # Where torch.export propagates real values, sizes that are known to be one number lose their symbol.
-        given = [
-            pair for i in n.all_input_nodes for pair in zip(shapes_of(i), sizes_from_data(i), strict=False)
-        ]
+        given = [pair for i in n.all_input_nodes for pair in zip(shapes_of(i), sizes_from_data(i), strict=False)]
         marks = [
             [
                 isinstance(size, torch.SymInt)
@@ -291,9 +285,7 @@ def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             stack = node.meta.get("nn_module_stack") or {}
             if stack:
-                node.meta["nn_module_stack"] = {
-                    key: (named(path), *rest) for key, (path, *rest) in stack.items()
-                }
+                node.meta["nn_module_stack"] = {key: (named(path), *rest) for key, (path, *rest) in stack.items()}
 
 
 def spans(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:

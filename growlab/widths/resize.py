@@ -79,9 +79,7 @@ def replace_tensors(
     return replaced
 
 
-def restore_tensors(
-    model: nn.Module, graph: WidthGraph, replaced: Mapping[str, tuple[Tensor, Tensor]]
-) -> None:
+def restore_tensors(model: nn.Module, graph: WidthGraph, replaced: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """Undo `replace_tensors`: put the original parameter and buffer objects back into the network.
 
     Args:
@@ -95,9 +93,7 @@ def restore_tensors(
 
 
 @on_cpu
-def resize(
-    model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], new_widths: Mapping[str, int]
-) -> None:
+def resize(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> None:
     """Give every group a new width, in place: first channels are kept, added ones are zero.
 
     Args:
@@ -121,9 +117,7 @@ def resize(
     avoid_unsafe_kernels(model)
 
 
-def resized(
-    tensor: Tensor, axes: tuple[Axis, ...], widths: Mapping[str, int], new_widths: Mapping[str, int]
-) -> Tensor:
+def resized(tensor: Tensor, axes: tuple[Axis, ...], widths: Mapping[str, int], new_widths: Mapping[str, int]) -> Tensor:
     """Resize a tensor to new widths: entries of kept channels move to their new positions, the others are zero."""
     result = tensor.new_zeros([axis.length(new_widths) for axis in axes])
     # Copied in blocks, which is many times faster than by indices.
@@ -132,18 +126,14 @@ def resized(
     return result
 
 
-def _blocks(
-    axis: Axis, widths: Mapping[str, int], new_widths: Mapping[str, int]
-) -> list[tuple[_Block, _Block]]:
+def _blocks(axis: Axis, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> list[tuple[_Block, _Block]]:
     """Block of each part of an axis that is kept, before and after."""
     found: list[tuple[_Block, _Block]] = []
     old = new = 0
     for part in axis.parts:
         before, after = part.length(widths), part.length(new_widths)
         kept = min(before, after) // part.outer
-        found.append(
-            ((old, part.outer, before // part.outer, kept), (new, part.outer, after // part.outer, kept))
-        )
+        found.append(((old, part.outer, before // part.outer, kept), (new, part.outer, after // part.outer, kept)))
         old, new = old + before, new + after
     return found
 
@@ -158,9 +148,7 @@ def _block(tensor: Tensor, blocks: Sequence[_Block]) -> Tensor:
     return tensor
 
 
-def grid(
-    positions: Sequence[Tensor | slice], device: torch.device | None = None
-) -> tuple[Tensor | slice, ...]:
+def grid(positions: Sequence[Tensor | slice], device: torch.device | None = None) -> tuple[Tensor | slice, ...]:
     """Return the index of the sub-tensor at the given positions of each dimension, for reading and writing.
 
     Runs of consecutive positions become slices, which are many times faster. What is read may therefore share memory
@@ -231,10 +219,7 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
     for module, attribute in places.values():
         owners.setdefault(id(getattr(module, attribute)), []).append((module, attribute))
     depthwise = {
-        module
-        for layer in graph.layers
-        if layer.depthwise
-        for module, _ in owners[id(getattr(*places[layer.weight]))]
+        module for layer in graph.layers if layer.depthwise for module, _ in owners[id(getattr(*places[layer.weight]))]
     }
     chosen = [(owners[id(getattr(*places[name]))], new) for name, new in tensors.items()]
     for owned, new in chosen:

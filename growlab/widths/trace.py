@@ -67,8 +67,7 @@ _PASSES = 3
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 # torch logs the traceback of a failing operation here before it raises; growlab's message is one sentence.
 _TORCH_LOGS = [
-    logging.getLogger(f"torch.{name}")
-    for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+    logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
 ]
 
 
@@ -164,14 +163,10 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ..
 
         return tree_map_only(Tensor, other, inputs)
 
-    return [
-        with_others(chosen) for chosen in ([same_rows, same_rows[:1]] if len(same_rows) > 1 else [same_rows])
-    ]
+    return [with_others(chosen) for chosen in ([same_rows, same_rows[:1]] if len(same_rows) > 1 else [same_rows])]
 
 
-def _traced(
-    model: nn.Module, inputs: tuple[Any, ...], keep_full: Sequence[str], follow_norms: bool
-) -> WidthGraph:
+def _traced(model: nn.Module, inputs: tuple[Any, ...], keep_full: Sequence[str], follow_norms: bool) -> WidthGraph:
     """Trace eval mode, and train mode if it differs, and return the graph in which more grows."""
     evaluated = _exported(model, inputs)
     modes = modes_of(model, inputs)
@@ -293,9 +288,7 @@ def layouts(
     return _best_pass(program, model, moved, {**settings, "heads": "sizes"})[0]
 
 
-def _exported(
-    model: nn.Module, inputs: tuple[Any, ...], training: bool = False
-) -> torch.export.ExportedProgram:
+def _exported(model: nn.Module, inputs: tuple[Any, ...], training: bool = False) -> torch.export.ExportedProgram:
     kept = unchanged(model, copied="all but parameters")
     try:
         with unwarned(), torch.no_grad(), kept, _masks_as_given(), _exportable(model), corrected_shapes():
@@ -486,17 +479,13 @@ def _most_growing(model: nn.Module, graphs: Sequence[WidthGraph]) -> WidthGraph:
 def _growing(model: nn.Module, graph: WidthGraph) -> tuple[int, int]:
     """Count the parameters in tensors that grow, and the same with each counted once per growing dimension."""
     counts = [
-        (p.numel(), sum(bool(axis.groups) for axis in graph.axes.get(name, ())))
-        for name, p in model.named_parameters()
+        (p.numel(), sum(bool(axis.groups) for axis in graph.axes.get(name, ()))) for name, p in model.named_parameters()
     ]
     return sum(n for n, dims in counts if dims), sum(n * dims for n, dims in counts)
 
 
 def _best_pass(
-    program: torch.export.ExportedProgram,
-    model: nn.Module,
-    moved: Mapping[str, int],
-    settings: Mapping[str, Any],
+    program: torch.export.ExportedProgram, model: nn.Module, moved: Mapping[str, int], settings: Mapping[str, Any]
 ) -> tuple[WidthGraph, list[Call], Walk]:
     """Walk a program several times, moving growing dimensions that attention sums over one to the left.
 

@@ -109,9 +109,7 @@ class Trials:
         chosen, full = set(names), self._graph.full_widths
         return {name: widths[name] if name in chosen else full[name] for name in full}
 
-    def compute_the_same(
-        self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None
-    ) -> bool:
+    def compute_the_same(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
         """Return True if the network runs the operations that tracing predicts: the second half of `work`."""
         if not self._predictions.in_doubt:
             return True
@@ -143,8 +141,7 @@ class Trials:
             return [
                 place
                 for place in places
-                if kept_at(modules[place.module], place)
-                not in (None, self._graph.written[place].length(self._apart))
+                if kept_at(modules[place.module], place) not in (None, self._graph.written[place].length(self._apart))
             ]
 
     def reads(self, places: Sequence[HardcodedSize]) -> bool:

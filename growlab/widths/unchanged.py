@@ -22,21 +22,10 @@ from growlab.base.pieces import reshard
 
 # Libraries in whose plain objects a forward does not store anything.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
-    *(
-        "accelerate",
-        "growlab",
-        "lightning",
-        "lightning_fabric",
-        "numpy",
-        "pytorch_lightning",
-        "torch",
-        "wandb",
-    )
+    *("accelerate", "growlab", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "wandb")
 }
 _RECORDS = (Namespace, SimpleNamespace, UserDict, UserList, partial)
-_ATOMS = frozenset(
-    {bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size}
-)
+_ATOMS = frozenset({bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size})
 _CACHED = type(cache(lambda: None))
 # Longer containers are data, not a cache, and not searched.
 _LONGEST = 10_000
@@ -248,9 +237,7 @@ class Kept:
         """Leave out entries without tensors that differ from those of another forward, such as counters."""
         now = self.contents()
         self.changed = [
-            key
-            for key in self.changed
-            if _tensors_in(now.get(key)) or now.get(key, _ABSENT) is once.get(key, _ABSENT)
+            key for key in self.changed if _tensors_in(now.get(key)) or now.get(key, _ABSENT) is once.get(key, _ABSENT)
         ]
 
     def forget(self) -> Callable[[], None]:

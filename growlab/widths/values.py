@@ -379,13 +379,7 @@ class Record:
                 self.scales.union(other.scale_out, scale)
         if not any((other.weight, other.bias) == (weight.name, bias_name) for other in self.layers):
             layer = Layer(
-                layer_name(weight.name),
-                weight.name,
-                bias_name,
-                depthwise,
-                x.scale,
-                scale,
-                transposed=transposed,
+                layer_name(weight.name), weight.name, bias_name, depthwise, x.scale, scale, transposed=transposed
             )
             variance = VARIANCE_OF_GATES if gates else 1.0
             self.layers.append(replace(layer, gates=gates, variance_per_entry=variance))
@@ -465,12 +459,7 @@ class Record:
         self.norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, per_sample=per_sample, **names))
 
     def note_channel_norm(
-        self,
-        node: Any,
-        axis: Runs,
-        names: Mapping[str, str | None],
-        mean_over: int | None = None,
-        summed: bool = False,
+        self, node: Any, axis: Runs, names: Mapping[str, str | None], mean_over: int | None = None, summed: bool = False
     ) -> None:
         """Record a normalisation by statistics over the channels of an axis."""
         if not self._weighted_norms:

@@ -364,9 +364,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
     radii = [_radius(record, module, names.groups_on(axis)) for module, axis in record.radii.items()]
     axes |= {radius.length: () for radius in radii if radius.length is not None}
     constants = {name: _dependent_on(record, name, axes[name]) for name in still}
-    dependent_because = dict.fromkeys(
-        (group for found in constants.values() for group in found), "is constant"
-    )
+    dependent_because = dict.fromkeys((group for found in constants.values() for group in found), "is constant")
     for axis, where in record.basis_dependent:
         for group in names.groups_on(axis):
             dependent_because.setdefault(group, where)
@@ -376,11 +374,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
         for axis in record.parameters[layer.weight][1:2]
     ]
     sizes = (
-        [
-            (module, n, names.parts(axis))
-            for module, n, axis in found
-            if record.grows(axis) and names.cover(axis)
-        ]
+        [(module, n, names.parts(axis)) for module, n, axis in found if record.grows(axis) and names.cover(axis)]
         for found in (record.sizes, inputs)
     )
     layers = (
@@ -498,9 +492,7 @@ def _norms_over_channels(record: Record, names: _Names) -> tuple[ChannelNorm, ..
 def _radius(record: Record, module: str, groups: tuple[str, ...]) -> ChannelLength:
     lengths = (f"{module}.{name}" if module else name for name in LENGTHS)
     length = next((name for name in lengths if record.parameters.get(name) == []), None)
-    return ChannelLength(
-        module, groups, length, bool(getattr(record.model.get_submodule(module), GAIN_CHANNEL, False))
-    )
+    return ChannelLength(module, groups, length, bool(getattr(record.model.get_submodule(module), GAIN_CHANNEL, False)))
 
 
 def _freeze_what_no_rule_placed(record: Record) -> None:
@@ -549,9 +541,7 @@ def _kept_constants(record: Record, unsaved: frozenset[str]) -> list[str]:
     # Those that nothing updates and no state_dict has must end as they began.
     statistics -= unsaved & still
     found = [
-        name
-        for name, runs in record.parameters.items()
-        if name in still - grown - statistics and any(map(grows, runs))
+        name for name, runs in record.parameters.items() if name in still - grown - statistics and any(map(grows, runs))
     ]
     for layer in record.layers:
         if {layer.weight, layer.bias} & set(found):

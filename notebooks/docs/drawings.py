@@ -64,9 +64,7 @@ def width_groups() -> Figure:
                 (groups[1] if len(groups) > 1 else None, at, 0.04, width, 0.16),
             ):
                 if high > 0.16 or len(shape) > 1:
-                    axes.add_patch(
-                        Rectangle((left, bottom), wide, high, color=colours.get(group, _GREY), lw=0)
-                    )
+                    axes.add_patch(Rectangle((left, bottom), wide, high, color=colours.get(group, _GREY), lw=0))
             label = f"{name}\n[{', '.join(map(str, shape))}]"
             axes.text(at + width / 2, 0.45, label, ha="center", va="bottom", fontsize=6.5, color=_INK)
             at += width + 1.55
@@ -87,9 +85,7 @@ def width_groups() -> Figure:
 def regions() -> Figure:
     """One weight of a network that grows in three stages: each part is as old as the stage that brought it."""
     torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
-    ).double()
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).double()
     x = torch.randn(16, 8, dtype=torch.float64)
     grower = growlab.Grower(network, x, method=growlab.PairGrowth(), trigger={0: 0.25, 4: 0.5, 8: 1.0})
     with style.styled():
@@ -161,9 +157,7 @@ def event() -> Figure:
             axes.text(left, 0.5, f"producer [{num}, 6]", fontsize=7, color=_INK)
             axes.text(left + 9.5, 0.5, f"consumer [5, {num}]", fontsize=7, color=_INK)
             axes.add_patch(
-                FancyArrowPatch(
-                    (left + 6.3, -2.0), (left + 9.2, -2.0), arrowstyle="->", mutation_scale=8, color=_INK
-                )
+                FancyArrowPatch((left + 6.3, -2.0), (left + 9.2, -2.0), arrowstyle="->", mutation_scale=8, color=_INK)
             )
             axes.text(left + 7.75, -1.7, "ReLU", ha="center", va="bottom", fontsize=6.5, color=_INK)
             for new in range(4, num):
@@ -215,9 +209,7 @@ def _heat(axes: Axes, weight: np.ndarray, left: float, top: float, most: float) 
         for column, value in enumerate(values):
             # Two digits: rounding of another machine makes no other drawing.
             colour = colormaps["PuOr"](round(0.5 + 0.5 * float(value) / most, 2))
-            axes.add_patch(
-                Rectangle((left + column, top - row - 1), 1, 1, facecolor=colour, ec="white", lw=0.5)
-            )
+            axes.add_patch(Rectangle((left + column, top - row - 1), 1, 1, facecolor=colour, ec="white", lw=0.5))
 
 
 ALL: dict[str, Callable[[], Figure]] = {"width_groups": width_groups, "regions": regions, "event": event}

@@ -73,9 +73,7 @@ def drawn(one: Kept) -> Path:
     """
     path = (ROOT / "build" / "figures" / one.file).with_suffix(".svg")
     folders = [Path(folder) for each in one.folders for folder in glob.glob(str(ROOT / each))]
-    sources = [
-        file for folder in folders for file in folder.rglob("*") if file.suffix in (".json", ".csv", ".yaml")
-    ]
+    sources = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".json", ".csv", ".yaml")]
     sources += (ROOT / "growlab" / "lab" / "analysis").glob("*.py")
     if not path.exists() or path.stat().st_mtime < max(file.stat().st_mtime for file in sources):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,9 +47,7 @@ def keep(executed: Path, target: Path) -> None:
     """Put the outputs of an executed copy into the notebook, in a form that is the same each time and small."""
     notebook = json.loads(target.read_text(encoding="utf-8"))
     count = 0
-    for cell, ran in zip(
-        notebook["cells"], json.loads(executed.read_text(encoding="utf-8"))["cells"], strict=True
-    ):
+    for cell, ran in zip(notebook["cells"], json.loads(executed.read_text(encoding="utf-8"))["cells"], strict=True):
         if cell["cell_type"] != "code":
             continue
         count += 1

@@ -33,9 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
         name = f"results/{path.relative_to(RESULTS)}"
         if path.suffix == ".md":
             title = (
-                ""
-                if path.read_text(encoding="utf-8").startswith("# ")
-                else f"# {path.parent.name}: {path.stem}\n\n"
+                "" if path.read_text(encoding="utf-8").startswith("# ") else f"# {path.parent.name}: {path.stem}\n\n"
             )
             files.append(File.generated(config, name, content=title + path.read_text(encoding="utf-8")))
         else:

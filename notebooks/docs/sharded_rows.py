@@ -54,9 +54,7 @@ def measure(rank: int, folder: str, width: int, layers: int) -> None:
         network = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     tokens = torch.randint(256, (2, 8))
     method = HyperCloning(noise_std=0.1)
-    grower = Grower(
-        network, tokens, method=method, trigger={0: 0.5, 1: 1.0}, seed=SEED, shard=shard, verbose=False
-    )
+    grower = Grower(network, tokens, method=method, trigger={0: 0.5, 1: 1.0}, seed=SEED, shard=shard, verbose=False)
     optimizer = torch.optim.AdamW(network.parameters())
     grower.follow(optimizer)
     grower.step(epoch=0)

@@ -82,8 +82,7 @@ def write_run(
         stage_epochs = (sum(stage_epochs),)
         groups = {name: {**group, "widths": [group["full_width"]]} for name, group in groups.items()}
     shares = [
-        sum(group["widths"][stage] for group in groups.values())
-        / sum(group["full_width"] for group in groups.values())
+        sum(group["widths"][stage] for group in groups.values()) / sum(group["full_width"] for group in groups.values())
         for stage in range(len(stage_epochs))
     ]
     num_epochs = sum(stage_epochs)
@@ -97,14 +96,8 @@ def write_run(
         loss += random_numbers.gauss(0, 0.015)
         accuracy, lr = math.exp(-loss / 2.2), 0.05 * (1 + math.cos(math.pi * epoch / num_epochs))
         row = {"epoch": epoch, "step": step, "stage": stage, "batch_size": batch_size, "lr": lr}
-        row |= {
-            "num_params": round(272_000 * shares[stage] ** 2),
-            "train_loss": loss,
-            "train_accuracy": accuracy,
-        }
-        held_out = (
-            (loss + 0.06 + abs(random_numbers.gauss(0, 0.03)), accuracy - 0.02) if validation else ("", "")
-        )
+        row |= {"num_params": round(272_000 * shares[stage] ** 2), "train_loss": loss, "train_accuracy": accuracy}
+        held_out = (loss + 0.06 + abs(random_numbers.gauss(0, 0.03)), accuracy - 0.02) if validation else ("", "")
         row |= dict(zip(("val_loss", "val_accuracy"), held_out, strict=True))
         row |= {"samples_per_sec": 1500 / shares[stage], "seconds": NUM_TRAIN * shares[stage] / 1500}
         metrics.append(row)
@@ -113,12 +106,7 @@ def write_run(
     starts = [sum(stage_epochs[:stage]) for stage in range(len(stage_epochs))]
     events = [
         {
-            **{
-                "stage": stage,
-                "epoch": starts[stage],
-                "step": steps[starts[stage]],
-                "method": "VarianceTransfer",
-            },
+            **{"stage": stage, "epoch": starts[stage], "step": steps[starts[stage]], "method": "VarianceTransfer"},
             "widths_before": {name: group["widths"][stage - 1] for name, group in groups.items()},
             "widths_after": {name: group["widths"][stage] for name, group in groups.items()},
             "num_params_before": round(272_000 * shares[stage - 1] ** 2),
@@ -144,12 +132,7 @@ def write_run(
         cost_percent = 100 * sum(n * s**2 for n, s in zip(stage_epochs, shares, strict=True)) / num_epochs
     stages = [
         {
-            **{
-                "stage": stage,
-                "epochs": n,
-                "peak_memory_bytes": None,
-                "samples_per_sec": 1500 / shares[stage],
-            },
+            **{"stage": stage, "epochs": n, "peak_memory_bytes": None, "samples_per_sec": 1500 / shares[stage]},
             **{key: metrics[starts[stage]][key] for key in ("batch_size", "num_params")},
             "flops_per_sample": round(8.1e7 * shares[stage] ** 2),
             "seconds": n * NUM_TRAIN * shares[stage] / 1500,
@@ -159,13 +142,7 @@ def write_run(
     ]
     content = {
         **{"experiment": "resnet20_cifar10", "model": "resnet20", "data": "cifar10", "growth": growth},
-        **{
-            "lr_adapt": lr_adapt,
-            "optimizer": "sgd",
-            "seed": seed,
-            "epochs": num_epochs,
-            "precision": "32-true",
-        },
+        **{"lr_adapt": lr_adapt, "optimizer": "sgd", "seed": seed, "epochs": num_epochs, "precision": "32-true"},
         **{"stages": stages, "train_cost_percent": cost_percent, "test_accuracy": test_accuracy},
         "train_flops": sum(s["epochs"] * s["flops_per_sample"] * NUM_TRAIN for s in stages),
         "test_loss": metrics[-1]["train_loss"] + 0.05,

@@ -42,11 +42,7 @@ def test_a_table_answers_by_a_setting_a_metric_and_a_filter(runs, capsys):
     assert head.startswith("growth,epochs,") and {line.split(",")[1] for line in lines} == {"4 (1)"}
     assert main([str(runs), "--filter", "growth=no*"]) == 0
     assert "over 1 runs" in capsys.readouterr().out
-    for wrong, said in (
-        ("--by=groth", "near it: growth"),
-        ("--sort=x", "no column"),
-        ("--filter=growth=x", "no run"),
-    ):
+    for wrong, said in (("--by=groth", "near it: growth"), ("--sort=x", "no column"), ("--filter=growth=x", "no run")):
         assert main([str(runs), wrong]) == 2
         assert said in capsys.readouterr().err
 
@@ -85,18 +81,13 @@ def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, s
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),
         (["figure", "zzz", "{runs}", "-o", "x.png"], "choose one of learning_curves, widths,"),
         (["figure", "widths", "{runs}", "-o", "x.png"], "widths shows one run and there are 2"),
-        (
-            ["figure", "widths", "{runs}/ours", "--parameter", "a", "-o", "x.png"],
-            "shows no single parameters",
-        ),
+        (["figure", "widths", "{runs}/ours", "--parameter", "a", "-o", "x.png"], "shows no single parameters"),
         (["figure", "rate_factors", "{runs}/fixed", "-o", "x.png"], "without rate adaptation"),
         (["figure", "compare", "{runs}", "-o", "x.bmp"], "must end in .png, .svg, .pdf"),
         (["{runs}", "-o", "{runs}/ours/results.json/table.md"], "cannot write"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(
-    runs, tmp_path, capsys, monkeypatch, arguments, sentence
-):
+def test_wrong_input_is_one_sentence_and_exit_code_2(runs, tmp_path, capsys, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     assert main([argument.format(runs=runs, tmp=tmp_path) for argument in arguments]) == 2
     streams = capsys.readouterr()

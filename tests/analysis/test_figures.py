@@ -231,9 +231,7 @@ def test_scores_of_some_epochs_only_are_joined(tmp_path):
 
 def test_curves_that_coincide_are_drawn_less_their_mean(tmp_path):
     for i, seed in itertools.product(range(3), range(2)):
-        write_run(
-            tmp_path / f"{i}{seed}", seed=seed, stage_epochs=(4, 4), overrides=[f"growth.noise_std={i}"]
-        )
+        write_run(tmp_path / f"{i}{seed}", seed=seed, stage_epochs=(4, 4), overrides=[f"growth.noise_std={i}"])
     runs = load_runs(tmp_path)
     for run, more in zip(runs, (0.0, 0.0, 0.003, 0.003, 0.009, 0.009), strict=True):
         run.metrics["train_loss"] = np.linspace(2, 1, 8) + more
@@ -250,9 +248,7 @@ def test_curves_that_coincide_are_drawn_less_their_mean(tmp_path):
 
 def at_rate(folder, rate, *, named=True, overrides=(), **settings):
     """A run at a rate; the experiment's own is named by no override."""
-    write_run(
-        folder, overrides=[*overrides, *([f"optimizer.lr={rate}"] * named)], stage_epochs=(2, 2), **settings
-    )
+    write_run(folder, overrides=[*overrides, *([f"optimizer.lr={rate}"] * named)], stage_epochs=(2, 2), **settings)
     config = OmegaConf.load(folder / "config.yaml")
     OmegaConf.update(config, "optimizer.lr", rate, force_add=True)
     OmegaConf.save(config, folder / "config.yaml")
@@ -262,11 +258,7 @@ def at_rate(folder, rate, *, named=True, overrides=(), **settings):
 def rates(tmp_path):
     for rate, accuracy, loss in ((0.2, 0.6, 1.5), (0.05, 0.7, 1.0), (0.1, 0.8, 0.5)):
         for seed in (0, 1):
-            found = {
-                "test_accuracy": accuracy + 0.01 * seed,
-                "train_loss": loss + 0.2 * seed,
-                "cost_percent": 100.0,
-            }
+            found = {"test_accuracy": accuracy + 0.01 * seed, "train_loss": loss + 0.2 * seed, "cost_percent": 100.0}
             at_rate(tmp_path / f"fixed{rate}_{seed}", rate, named=rate != 0.1, seed=seed, **FIXED, **found)
     at_rate(tmp_path / "ours0.1", 0.1, named=False, test_accuracy=0.75, train_loss=0.7)
     at_rate(tmp_path / "ours0.2", 0.2, test_accuracy=0.65, train_loss=float("nan"))
@@ -373,7 +365,5 @@ def test_black_is_the_full_network(less):
 def test_no_two_curves_look_equal():
     many = [f"ours, schedule.num_stages={n}" for n in range(20)] + [f"fixed-size, a={n}" for n in range(4)]
     assert len({(line["color"], str(line["linestyle"])) for line in line_styles(many)}) == len(many)
-    few = line_styles(
-        [*(f"method{n}" for n in range(len(PALETTE))), "fixed-size", "fixed-size, fewer blocks"]
-    )
+    few = line_styles([*(f"method{n}" for n in range(len(PALETTE))), "fixed-size", "fixed-size, fewer blocks"])
     assert len({line["marker"] for line in few}) == len(few) == len(MARKERS)

@@ -85,11 +85,7 @@ COMPLEX = torch.complex64
         (torch.inner, (torch.ones(7), torch.ones(7)), 2 * 7),
         (torch.addbmm, (torch.ones(2, 6), torch.ones(3, 2, 4), torch.ones(3, 4, 6)), 2 * 3 * 2 * 4 * 6),
         # 4 for each of 3 outputs and 7 inputs of the first, then 7 for each output.
-        (
-            nn.functional.bilinear,
-            (torch.ones(2, 7), torch.ones(2, 4), torch.ones(3, 7, 4)),
-            2 * 2 * 3 * (7 * 4 + 7),
-        ),
+        (nn.functional.bilinear, (torch.ones(2, 7), torch.ones(2, 4), torch.ones(3, 7, 4)), 2 * 2 * 3 * (7 * 4 + 7)),
         (torch.mm, (torch.ones(5, 7, dtype=COMPLEX), torch.ones(7, 2, dtype=COMPLEX)), 4 * 2 * 5 * 7 * 2),
         (torch.mv, (torch.ones(5, 7, dtype=COMPLEX), torch.ones(7, dtype=COMPLEX)), 4 * 2 * 5 * 7),
         (torch.bmm, (torch.ones(2, 5, 7), torch.ones(2, 7, 3)), 2 * 2 * 5 * 7 * 3),

@@ -43,9 +43,7 @@ def test_every_published_value_is_found_once_by_the_run_it_belongs_to():
         ("random", "none", [], None),
     ],
 )
-def test_only_the_same_method_is_compared_with_a_published_value(
-    tmp_path, growth, lr_adapt, overrides, value
-):
+def test_only_the_same_method_is_compared_with_a_published_value(tmp_path, growth, lr_adapt, overrides, value):
     write_run(tmp_path, growth=growth, lr_adapt=lr_adapt, overrides=overrides)
     (run,) = load_runs(tmp_path)
     found = published_for(run.group)
@@ -114,9 +112,7 @@ def test_a_paired_comparison_is_over_equal_seeds_with_students_interval(tmp_path
     ours, pairs = (0.81, 0.83, 0.84), (0.80, 0.81, 0.83)
     for seed in range(3):
         write_run(tmp_path / f"ours{seed}", seed=seed, lr_adapt="none", test_accuracy=ours[seed])
-        write_run(
-            tmp_path / f"pairs{seed}", seed=seed, lr_adapt="none", growth="pairs", test_accuracy=pairs[seed]
-        )
+        write_run(tmp_path / f"pairs{seed}", seed=seed, lr_adapt="none", growth="pairs", test_accuracy=pairs[seed])
     write_run(tmp_path / "extra", seed=7, lr_adapt="none", test_accuracy=0.99)
     (comparison,) = compare_pairs(rows_of(tmp_path))
     assert (comparison.row.method, comparison.against.method) == ("ours", "pairs")

@@ -60,9 +60,7 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps(results))
     names = [run["name"] for run in runs_of(page(load_runs(tmp_path)))]
-    assert len(set(names)) == 2 and all(
-        name in shown for name, shown in zip(("one", "other"), names, strict=True)
-    )
+    assert len(set(names)) == 2 and all(name in shown for name, shown in zip(("one", "other"), names, strict=True))
 
 
 def dom(path: Path) -> str:
@@ -70,14 +68,7 @@ def dom(path: Path) -> str:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium here")
-    command = [
-        chromium,
-        "--headless",
-        "--no-sandbox",
-        f"--user-data-dir={path.parent}",
-        "--dump-dom",
-        f"file://{path}",
-    ]
+    command = [chromium, "--headless", "--no-sandbox", f"--user-data-dir={path.parent}", "--dump-dom", f"file://{path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     return done.stdout.partition("</script>")[0]
 
@@ -129,9 +120,7 @@ def test_seeds_of_a_method_share_its_colour(tmp_path: Path) -> None:
     assert sorted(legend) == ["fixed-size (2 seeds)", "ours + stagewise_norm (2 seeds)"]
 
 
-def test_the_command_writes_the_page_and_says_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page_and_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "page.html"
     assert main([str(RESULTS / "digits"), "-o", str(output)]) == 0
     runs = list((RESULTS / "digits").glob("*/results.json"))
@@ -151,8 +140,7 @@ def test_a_run_leaves_its_page_and_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "unit", "scale"),
-    [("isotropic_digits/width2_s0", "kFLOPs", 1e3), ("digits/ours_s0", "MFLOPs", 1e6)],
+    ("folder", "unit", "scale"), [("isotropic_digits/width2_s0", "kFLOPs", 1e3), ("digits/ours_s0", "MFLOPs", 1e6)]
 )
 def test_flops_of_small_networks_are_printed_in_thousands(folder: str, unit: str, scale: float) -> None:
     results = json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))

@@ -31,12 +31,7 @@ def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
 
 def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
     write_run(tmp_path / "good")
-    contents = {
-        "torn": '{"model": ',
-        "foreign": '{"model": "x", "score": 3}',
-        "list": "[1, 2]",
-        "bytes": "\udcff",
-    }
+    contents = {"torn": '{"model": ', "foreign": '{"model": "x", "score": 3}', "list": "[1, 2]", "bytes": "\udcff"}
     for name, content in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -135,10 +130,7 @@ def test_data_of_one_choice_are_distinguished_by_their_place(tmp_path, choice, k
     for number, name in enumerate(("cats", "dogs")):
         write_run(tmp_path / name, data=choice, seed=number, overrides=[f"data.{key}=sets/{name}"])
     rows = rows_of(tmp_path)
-    assert [(row.group.data, row.n) for row in rows] == [
-        (f"{choice} sets/cats", 1),
-        (f"{choice} sets/dogs", 1),
-    ]
+    assert [(row.group.data, row.n) for row in rows] == [(f"{choice} sets/cats", 1), (f"{choice} sets/dogs", 1)]
     with pytest.raises(UserError, match="there are no two methods on one network and data set"):
         compare_pairs(rows)
 
@@ -187,9 +179,7 @@ def test_methods_of_different_settings_are_distinguished(tmp_path):
         said = OmegaConf.to_container(OmegaConf.load(path))
         choices = {"growth": "ours", "lr_adapt": "stagewise_norm", "optimizer": "sgd"}
         for one in said["defaults"]:
-            choices |= (
-                {} if isinstance(one, str) else {k.removeprefix("override /"): v for k, v in one.items()}
-            )
+            choices |= {} if isinstance(one, str) else {k.removeprefix("override /"): v for k, v in one.items()}
         overrides = [f"method={path.stem}", "resolution.sizes=[0.5,1.0]"]
         run = write_run(tmp_path / path.stem, **choices, overrides=overrides, stage_epochs=(1, 1))
         settings.setdefault(open_run(run).group, []).append((path.stem, said))

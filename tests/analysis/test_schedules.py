@@ -9,12 +9,7 @@ from growlab.base.errors import UserError
 from growlab.lab.analysis.__main__ import main
 from growlab.lab.analysis.comparison import frontier, frontier_seconds
 from growlab.lab.analysis.results import load_runs
-from growlab.lab.analysis.schedules import (
-    best_at_cost,
-    series_over_budgets,
-    time_to_score_table,
-    times_to_scores,
-)
+from growlab.lab.analysis.schedules import best_at_cost, series_over_budgets, time_to_score_table, times_to_scores
 from growlab.lab.analysis.tables import table
 
 from .fake_runs import FIXED, changed, rows_of, write_run
@@ -116,9 +111,7 @@ def test_within_budgets_cost_counts_passes_over_the_data_and_runs_have_names(tmp
             schedule = {"budget": budget, "initial_width": 0.5 if kind == "grown_both" else 1.0}
             # Ten parts to a pass: so many epochs of the loop.
             about = {"stage_epochs": (int(passes * budget * 5),) * 2, "reference_epochs": 10 * budget}
-            write_run(
-                tmp_path / f"{kind}_{budget}", **settings, **about, schedule=schedule, cost_percent=100.0
-            )
+            write_run(tmp_path / f"{kind}_{budget}", **settings, **about, schedule=schedule, cost_percent=100.0)
     rows = rows_of(tmp_path)
     assert {row.reference_epochs for row in rows} == {4}
     series = series_over_budgets(rows)
@@ -146,9 +139,7 @@ def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(folder):
     expected = ["fixed-size (n=1)", *names, "best at this cost or below"]
     assert [text.get_text() for text in legend.get_texts()] == expected
     note = legend.get_title().get_text().replace("\n", " ")
-    assert (
-        "bars: one sample standard deviation" in note and "$p_t$: growth rate of the stages' lengths" in note
-    )
+    assert "bars: one sample standard deviation" in note and "$p_t$: growth rate of the stages' lengths" in note
     assert "p_b" not in note and "p_c" not in note
     markers = [container.lines[0] for container in axes.containers]
     points = [marker.get_xydata()[0].astype(float) for marker in markers]
@@ -287,11 +278,7 @@ def test_a_curve_that_falls_counts_where_it_first_crosses(tmp_path):
 def test_lower_is_better_for_a_loss(tmp_path):
     for growth, lead in (("none", 1.0), ("pairs", 2.0)):
         for budget in BUDGETS:
-            about = {
-                "metric": {"name": "error", "higher_is_better": False},
-                "growth": growth,
-                "lr_adapt": "none",
-            }
+            about = {"metric": {"name": "error", "higher_is_better": False}, "growth": growth, "lr_adapt": "none"}
             arm(tmp_path, f"{growth}_{budget}", budget, 0.8, test_error=-score_at(budget, lead), **about)
     times = times_to_scores(rows_of(tmp_path))
     assert of(times, "pairs", -score_at(8, 1)).cost_ratio.value == pytest.approx(0.5)

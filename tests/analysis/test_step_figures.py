@@ -123,8 +123,7 @@ INITS = ["hyperfan_in", "hyperfan_out", "xavier_in"]
 
 
 @pytest.mark.parametrize(
-    ("name", "quantity"),
-    [("activations_at_start", "activation"), ("weight_gradients_at_end", "weight_gradient")],
+    ("name", "quantity"), [("activations_at_start", "activation"), ("weight_gradients_at_end", "weight_gradient")]
 )
 def test_histograms_have_a_panel_a_run_and_one_of_deviations(layered: Path, name: str, quantity: str) -> None:
     figure = drawn(layered, name)

@@ -162,9 +162,7 @@ def test_a_missing_or_nan_score_is_left_out_of_means_and_pairs(tmp_path):
     said: list[str] = []
     fixed, row = summarise(load_runs(tmp_path), said.append)
     assert (row.n, row.score_mean, row.score_std, len(row.runs)) == (1, 0.8, None, 4)
-    assert said == [
-        "3 of 4 runs of ours + stagewise_norm have no finite test accuracy: its row is of the others."
-    ]
+    assert said == ["3 of 4 runs of ours + stagewise_norm have no finite test accuracy: its row is of the others."]
     (comparison,) = compare_pairs([fixed, row])
     assert comparison.differences == (pytest.approx(0.1),)
 
@@ -273,9 +271,7 @@ def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path):
     assert len(paper_table(rows).rows) == 10
     # Curves over budgets are of one optimizer and precision.
     series = [one for one in series_over_budgets(rows) if len(one.points) > 1]
-    assert len(series) == 4 and "ours + stagewise_norm, adam, 32-true, resnet20_cifar10" in {
-        one.name for one in series
-    }
+    assert len(series) == 4 and "ours + stagewise_norm, adam, 32-true, resnet20_cifar10" in {one.name for one in series}
 
 
 def test_names_have_no_more_words_than_they_need(tmp_path):

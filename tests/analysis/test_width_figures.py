@@ -55,9 +55,7 @@ def test_the_map_has_the_width_of_every_group_at_every_stage(run):
     (axes,) = figure.axes
     cells = {text.get_position(): text.get_text() for text in axes.texts}
     for row, group in enumerate(run.groups.values()):
-        assert [cells[stage, row] for stage in range(9)] == [
-            str(w) for w in STAGE_WIDTHS[group["full_width"]]
-        ]
+        assert [cells[stage, row] for stage in range(9)] == [str(w) for w in STAGE_WIDTHS[group["full_width"]]]
     assert [label.get_text() for label in axes.get_yticklabels()] == list(run.groups)
     heads = [label.get_text() for label in axes.get_xticklabels()]
     assert heads == [f"{i}\n{n} ep." for i, n in enumerate(STAGE_EPOCHS)]
@@ -77,9 +75,7 @@ def test_neighbours_that_grow_equally_share_a_row_of_a_large_map(tmp_path):
 def test_silhouettes_show_kept_new_and_full_width(run):
     figure = silhouettes(run)
     (axes,) = figure.axes
-    bars = np.array([(bar.get_width(), bar.get_y()) for bar in axes.patches]).reshape(
-        9, len(run.groups), 3, 2
-    )
+    bars = np.array([(bar.get_width(), bar.get_y()) for bar in axes.patches]).reshape(9, len(run.groups), 3, 2)
     for row, group in enumerate(run.groups.values()):
         full, widths = group["full_width"], group["widths"]
         for stage in range(9):
@@ -138,24 +134,14 @@ def test_sums_of_layers_few_neurons_and_changes_of_the_task_are_marked() -> None
 def moving(path: list[int], accuracy: object, grows: bool = True) -> Run:
     stages = list(np.cumsum([0] + [int(a != b) for a, b in pairwise(path)]))
     widths = [path[stages.index(stage)] for stage in range(stages[-1] + 1)]
-    overrides = (
-        ("model.width=4",) if grows else ("model.activation=elementwise_tanh", f"model.width={path[0]}")
-    )
+    overrides = ("model.width=4",) if grows else ("model.activation=elementwise_tanh", f"model.width={path[0]}")
     return fake(
-        {"hidden": widths},
-        stages,
-        accuracy,
-        group=SimpleNamespace(is_fixed_size=not grows, overrides=overrides),
+        {"hidden": widths}, stages, accuracy, group=SimpleNamespace(is_fixed_size=not grows, overrides=overrides)
     )
 
 
 RUNS = [
-    *(
-        moving([4, 4, 3, 2], 0.4),
-        moving([4, 4, 3, 2], 0.5),
-        moving([4, 4, 4, 4], 0.6),
-        moving([2, 2, 3, 4], 0.3),
-    ),
+    *(moving([4, 4, 3, 2], 0.4), moving([4, 4, 3, 2], 0.5), moving([4, 4, 4, 4], 0.6), moving([2, 2, 3, 4], 0.3)),
     *(moving([4] * 4, 0.2, grows=False), moving([2] * 4, 0.1, grows=False)),
 ]
 STARTS = {"from width 2": {"to 4": 30, "tanh": 10}, "from width 4": {"to 2": 45, "to 4": 60, "tanh": 20}}
@@ -175,9 +161,7 @@ def test_panels_have_means_over_seeds_and_the_runs_without_growth(by, panels) ->
     assert texts == [*sorted({name for lines in panels.values() for name in lines} - {"tanh"}), control]
     colours = dict(zip((line.get_color() for line in legend.get_lines()), texts, strict=True))
     note = legend.get_title().get_text().replace("\n", " ")
-    assert (
-        "means over n = 1-2 seeds" in note and "their bars and bands: one sample standard deviation" in note
-    )
+    assert "means over n = 1-2 seeds" in note and "their bars and bands: one sample standard deviation" in note
     found = {}
     for axes in figure.axes:
         assert axes.spines["bottom"].get_bounds() == (0, 4)
@@ -206,9 +190,7 @@ def test_each_line_marks_its_change_of_width_and_its_end_the_deviation_over_seed
 
 def test_the_common_part_of_lines_is_drawn_once() -> None:
     ends = {2: 0.3, 5: 0.5, 4: 0.4}
-    figure = width_changes(
-        [moving([4, 4, 4, end], [0.2, 0.3, 0.4, last]) for end, last in ends.items()], "start"
-    )
+    figure = width_changes([moving([4, 4, 4, end], [0.2, 0.3, 0.4, last]) for end, last in ends.items()], "start")
     lines = drawn_lines(figure.axes[0])
     assert [line.get_xdata().tolist() for line in lines] == [[1, 2, 3], [3, 4], [3, 4], [3, 4]]
     assert lines[0].get_color() == "0.45"

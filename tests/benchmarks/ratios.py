@@ -68,8 +68,7 @@ def timed(device: str, function: Callable[[], Any]) -> float:
 def in_turns(setting: Setting, *functions: Callable[[], Any], repeats: int = 0) -> list[float]:
     """Best seconds of each function."""
     rounds = [
-        [timed(setting.device, function) for function in functions]
-        for _ in range((repeats or setting.repeats) + 1)
+        [timed(setting.device, function) for function in functions] for _ in range((repeats or setting.repeats) + 1)
     ]
     return [min(times) for times in zip(*rounds[1:], strict=True)]
 
@@ -122,9 +121,7 @@ def tokens(length: int, vocab: int, batch: int = 4) -> Callable[[], Tensor]:
 def cases(setting: Setting) -> list[Case]:
     """ResNet-18, ResNet-50 and a Llama: of 10 million parameters on a CPU, of 120 million on a GPU."""
     torch.manual_seed(0)
-    eighteen = functools.partial(
-        resnet18, image_shape=(3, 32, 32), num_classes=100, width=8 if setting.small else 64
-    )
+    eighteen = functools.partial(resnet18, image_shape=(3, 32, 32), num_classes=100, width=8 if setting.small else 64)
     if setting.small:
         return [
             Case("ResNet-18", eighteen, images(32)),
@@ -147,9 +144,7 @@ def logits(output: Any) -> Tensor:
 def train_step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
     out = logits(network(x))
-    F.cross_entropy(
-        out.flatten(0, -2).float(), out.new_zeros(out[..., 0].numel(), dtype=torch.long)
-    ).backward()
+    F.cross_entropy(out.flatten(0, -2).float(), out.new_zeros(out[..., 0].numel(), dtype=torch.long)).backward()
     optimizer.step()
 
 
@@ -175,9 +170,7 @@ def traces(setting: Setting) -> Iterator[Ratio]:
             with torch.no_grad():
                 torch.export.export(network.eval(), (x,), strict=False)
 
-        ours, theirs = in_turns(
-            setting, functools.partial(trace, network, x), bare, repeats=min(3, setting.repeats)
-        )
+        ours, theirs = in_turns(setting, functools.partial(trace, network, x), bare, repeats=min(3, setting.repeats))
         yield Ratio("trace / bare torch.export", name, ours / theirs, 1.0, target, ours)
 
 
@@ -212,9 +205,7 @@ def events(setting: Setting) -> Iterator[Ratio]:
             forward()
             seconds.append(spent)
             ratios.append(spent / (before + timed(setting.device, forward)))
-        yield Ratio(
-            "event / a forward before and after", case.name, min(ratios[1:]), 1.0, 2.5, min(seconds[1:])
-        )
+        yield Ratio("event / a forward before and after", case.name, min(ratios[1:]), 1.0, 2.5, min(seconds[1:]))
         yield Ratio("event's peak, in sizes of the grown", case.name, min(peaks[1:]), 0.3, 0.5)
         yield Ratio("the same above a training step's peak", case.name, min(rests[1:]), 0.0, 0.5)
 
@@ -289,9 +280,7 @@ def loops(setting: Setting) -> Iterator[Ratio]:
         plain, ours, many, rates = in_turns(setting, *ways)
         yield Ratio("loop with Grower / without", case.name, ours / plain, 1.0, 1.005, ours / steps)
         yield Ratio("multipliers / none, between events", case.name, many / ours, 1.0, 1.01, many / steps)
-        yield Ratio(
-            "rates by region / torch's SGD, steps", case.name, rates / plain, 1.0, 1.02, rates / steps
-        )
+        yield Ratio("rates by region / torch's SGD, steps", case.name, rates / plain, 1.0, 1.02, rates / steps)
 
 
 def callbacks(setting: Setting) -> Iterator[Ratio]:

@@ -25,15 +25,7 @@ NUM_IMAGES, BATCH = 256, 128
 
 def run(folder: str, *arguments: str) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """Growth events and rows of epochs of a run in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "growlab",
-        *arguments,
-        "hydra.run.dir=run",
-        "num_threads=1",
-        "logger=csv",
-    ]
+    command = [sys.executable, "-m", "growlab", *arguments, "hydra.run.dir=run", "num_threads=1", "logger=csv"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     events = json.loads((Path(folder) / "run" / "growth.json").read_text())["events"]
@@ -48,10 +40,7 @@ def epochs(setting: Setting) -> Iterator[Ratio]:
         _, rows = run(folder, *fixed, *data, "model.width=8")
     network = resnet20(image_shape=(1, 8, 8), num_classes=10, width=8)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    x, y = (
-        torch.randn(1438, 1, 8, 8).contiguous(memory_format=torch.channels_last),
-        torch.randint(10, (1438,)),
-    )
+    x, y = (torch.randn(1438, 1, 8, 8).contiguous(memory_format=torch.channels_last), torch.randint(10, (1438,)))
     network.to(memory_format=torch.channels_last)
     seconds = []
     for _ in range(count):
@@ -89,6 +78,4 @@ def events(setting: Setting) -> Iterator[Ratio]:
     for event, row in zip(grown, rows[1:], strict=True):
         step_sec = float(row["seconds"]) / (NUM_IMAGES // BATCH)
         on = f"{event['num_params']:,} parameters"
-        yield Ratio(
-            "event on two ranks / a step", on, event["seconds"] / step_sec, 0.1, 1.0, event["seconds"]
-        )
+        yield Ratio("event on two ranks / a step", on, event["seconds"] / step_sec, 0.1, 1.0, event["seconds"])

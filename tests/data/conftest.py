@@ -42,8 +42,7 @@ class Pictures:
         }
         # In order of class, as reading folders gives them.
         self.labels = {
-            split: np.sort(np.arange(len(images)) % len(self.classes))
-            for split, images in self.images.items()
+            split: np.sort(np.arange(len(images)) % len(self.classes)) for split, images in self.images.items()
         }
 
     def png(self, split: str, position: int) -> bytes:
@@ -73,9 +72,7 @@ class Pictures:
         for split, labels in self.labels.items():
             contents = [wrap(self.png(split, position)) for position in range(len(labels))]
             for shard, positions in enumerate(np.array_split(np.arange(len(labels)), shards)):
-                table = pa.table(
-                    {image_column: [contents[p] for p in positions], label_column: labels[positions]}
-                )
+                table = pa.table({image_column: [contents[p] for p in positions], label_column: labels[positions]})
                 name = names(split).replace("SHARD", f"{shard:05}-of-{shards:05}")
                 path = root / name.replace("NUMBER", f"{shard:04}")
                 path.parent.mkdir(parents=True, exist_ok=True)

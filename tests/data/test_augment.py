@@ -15,14 +15,7 @@ def _random_images(batch: int, height: int, width: int, channels: int) -> torch.
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.integers(0, 4),
-    st.booleans(),
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.sampled_from([1, 3]),
-    st.integers(),
-)
+@given(st.integers(0, 4), st.booleans(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3]), st.integers())
 def test_a_batch_equals_pad_crop_and_flip_of_each_image(shift, mirror, height, width, channels, seed):
     images = _random_images(17, height, width, channels)
     augmentation = Augmentation(shift, mirror)

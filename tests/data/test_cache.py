@@ -55,9 +55,7 @@ def test_the_second_run_decodes_nothing_until_a_file_changes(root, pictures, own
     assert decodings["images"] == 82
 
 
-def test_a_damaged_cache_or_none_costs_time_not_the_run(
-    root, pictures, own_cache, tmp_path, monkeypatch, caplog
-):
+def test_a_damaged_cache_or_none_costs_time_not_the_run(root, pictures, own_cache, tmp_path, monkeypatch, caplog):
     _train(root)
     (archive,) = own_cache.rglob("*.npy")
     archive.write_bytes(archive.read_bytes()[:300])

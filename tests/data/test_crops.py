@@ -11,9 +11,7 @@ from growlab.lab.data.order import CROP, draws
 
 
 def _picture(height, width, seed=0):
-    pixels = np.random.default_rng(seed).integers(
-        0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8
-    )
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
     return PIL.Image.fromarray(pixels).resize((width, height), PIL.Image.Resampling.BICUBIC)
 
 

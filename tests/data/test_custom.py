@@ -72,10 +72,7 @@ def test_parts_of_the_source_are_kept_and_none_is_made_beside_them() -> None:
 @pytest.mark.parametrize("make", [Waves, loaders, Images])
 def test_ranks_and_workers_see_the_samples_of_one_process(make: Any) -> None:
     """Transforms that draw included; what is drawn outside is left alone."""
-    alone, several = (
-        opened(make(), batch_size=20, num_workers=0),
-        opened(make(), batch_size=20, num_workers=2),
-    )
+    alone, several = (opened(make(), batch_size=20, num_workers=0), opened(make(), batch_size=20, num_workers=2))
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     whole = list(placed(alone, epoch=3).train_dataloader())
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[2]
@@ -139,9 +136,7 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
     import PIL.Image
 
     images = [PIL.Image.fromarray(np.full((4, 5, 3), i, dtype=np.uint8)) for i in range(40)]
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])}
-    )
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b", "c"])})
     labels = [i % 2 for i in range(40)]
     whole = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
     datasets.DatasetDict({"train": whole, "validation": whole.select(range(6))}).save_to_disk(str(tmp_path))

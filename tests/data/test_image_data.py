@@ -33,9 +33,7 @@ def test_sizes_and_the_form_of_batches(monkeypatch):
         assert x.dtype == torch.float32 and y.dtype == torch.int64
         assert x.shape == (len(y), 1, 8, 8) and x.is_contiguous(memory_format=torch.channels_last)
         sizes.append(len(y))
-    assert (
-        sizes == [100] * 10 + [78] == data.samples_in_batches(0, 100) and len(data.train_dataloader()) == 11
-    )
+    assert sizes == [100] * 10 + [78] == data.samples_in_batches(0, 100) and len(data.train_dataloader()) == 11
     # Limits are balanced over classes.
     assert torch.cat([y for _, y in data.test_dataloader()]).bincount().tolist() == [2] * 10
     few = _digits(limit_train=50)
@@ -154,9 +152,7 @@ def test_probe_batch_is_fixed_balanced_and_not_augmented():
     assert torch.equal(probe, placed(data, epoch=5).probe_batch(20))
     plain = _digits(shift=0, mirror=False)
     of_image = {
-        tuple(x.flatten().tolist()): int(y)
-        for xs, ys in plain.train_dataloader()
-        for x, y in zip(xs, ys, strict=True)
+        tuple(x.flatten().tolist()): int(y) for xs, ys in plain.train_dataloader() for x, y in zip(xs, ys, strict=True)
     }
     assert sorted(of_image[tuple(x.flatten().tolist())] for x in probe) == sorted(list(range(10)) * 2)
     assert _digits(limit_train=3).probe_batch(7).shape == (7, 1, 8, 8)

@@ -43,13 +43,7 @@ def assert_same(sets, pictures) -> None:
 
 
 def opened(root: Path, name: str = "folder", **settings) -> ImageData:
-    usual = {
-        "validation": "split",
-        "batch_size": 8,
-        "mean": [0.5] * 3,
-        "std": [0.5] * 3,
-        "test_fraction": 0.1,
-    }
+    usual = {"validation": "split", "batch_size": 8, "mean": [0.5] * 3, "std": [0.5] * 3, "test_fraction": 0.1}
     data = ImageData(name, str(root), **{**usual, **settings})
     data.setup()
     return data
@@ -67,9 +61,7 @@ def rewritten(path: Path, change: Callable[[pa.Table], pa.Table]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("train", "val"), ("training", "Validation"), ("TRAIN", "Test"), ("Training", "testing")],
-    ids=str,
+    "names", [("train", "val"), ("training", "Validation"), ("TRAIN", "Test"), ("Training", "testing")], ids=str
 )
 def test_folders(pictures, tmp_path, names):
     root = pictures.as_folders(tmp_path / "data")
@@ -127,10 +119,7 @@ def test_large_parquet_is_read_from_a_copy_in_the_cache(pictures, tmp_path, monk
 
 def test_torchvisions_mnist_files(grey_pictures, tmp_path):
     for split, prefix in (("train", "train"), ("test", "t10k")):
-        contents = {
-            "images-idx3": grey_pictures.images[split][..., 0],
-            "labels-idx1": grey_pictures.labels[split],
-        }
+        contents = {"images-idx3": grey_pictures.images[split][..., 0], "labels-idx1": grey_pictures.labels[split]}
         for kind, array in contents.items():
             path = tmp_path / "MNIST" / "raw" / f"{prefix}-{kind}-ubyte"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -327,9 +316,7 @@ def test_image_size_scales_the_shorter_side_and_crops_the_centre(pictures, tmp_p
 
 
 @pytest.mark.parametrize("in_memory", [None, False])
-def test_damaged_images_are_left_out_or_named(
-    pictures, tmp_path, own_cache, caplog, monkeypatch, in_memory
-) -> None:
+def test_damaged_images_are_left_out_or_named(pictures, tmp_path, own_cache, caplog, monkeypatch, in_memory) -> None:
     root = laid_out(pictures, tmp_path / "data", "flat")
     complete = (root / "bee").glob("*.png")
     truncated = next(complete)
@@ -414,12 +401,7 @@ def test_unusable_folders_are_one_sentence(pictures, tmp_path):
     refused(r"has Test/ among class folders: is it a class or a part\?", root / "train", test_fraction=0.1)
     shutil.rmtree(root / "train" / "Test")
     shutil.copytree(root / "train" / "ant", tmp_path / "alone" / "train" / "ant")
-    refused(
-        "all training images are of one class, 'ant'",
-        tmp_path / "alone",
-        test_fraction=0.5,
-        validation="none",
-    )
+    refused("all training images are of one class, 'ant'", tmp_path / "alone", test_fraction=0.5, validation="none")
     for path in (root / "train").rglob("*.png"):
         path.write_bytes(b"no image")
     skip = {"test_fraction": 0.1, "on_error": "skip"}

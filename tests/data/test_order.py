@@ -4,13 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from growlab.lab.data.order import (
-    ORDER,
-    draws,
-    evaluation_batches,
-    permutation,
-    training_batches,
-)
+from growlab.lab.data.order import ORDER, draws, evaluation_batches, permutation, training_batches
 
 SIZES = st.integers(1, 200)
 WORLDS = st.sampled_from([1, 2, 3, 4, 8])

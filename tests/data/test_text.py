@@ -41,9 +41,7 @@ def test_targets_are_the_characters_after_each(path: str) -> None:
                 assert text_of(text, x) + text_of(text, y[-1:]) in part
 
 
-def test_a_resumed_loader_continues_and_ranks_share_a_batch(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_loader_continues_and_ranks_share_a_batch(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = data(path)
     whole = list(text.training_loader(2, 2))
     stopped, resumed = text.training_loader(2, 2), text.training_loader(2, 2)

@@ -44,9 +44,7 @@ def folder(tmp_path: Path) -> Path:
         if number % 4 == 0:
             (place / f"{number}.txt.gz").write_bytes(gzip.compress(document(number).encode()))
         elif number % 4 == 1:
-            (place / f"{number}.html").write_text(
-                f"<title>n</title><p>{document(number)}</p><script>x</script>"
-            )
+            (place / f"{number}.html").write_text(f"<title>n</title><p>{document(number)}</p><script>x</script>")
         else:
             (place / f"{number}.{'md' if number % 4 == 2 else 'txt'}").write_text(document(number))
     return root
@@ -136,15 +134,10 @@ def test_windows_are_packed_and_each_is_in_an_epoch_once(folder: Path) -> None:
         seen.setdefault(epoch // 3, []).extend(map(tuple, windows))
     for number, windows in seen.items():
         offsets = [
-            offset
-            for offset in range(CONTEXT)
-            if tuple(tokens[offset : offset + CONTEXT + 1].tolist()) in set(windows)
+            offset for offset in range(CONTEXT) if tuple(tokens[offset : offset + CONTEXT + 1].tolist()) in set(windows)
         ]
         expected = [
-            [
-                tuple(tokens[start : start + CONTEXT + 1].tolist())
-                for start in range(offset, len(tokens), CONTEXT)
-            ]
+            [tuple(tokens[start : start + CONTEXT + 1].tolist()) for start in range(offset, len(tokens), CONTEXT)]
             for offset in offsets
         ]
         assert any(sorted(windows) == sorted(one[: made.num_train]) for one in expected), number
@@ -167,9 +160,7 @@ def test_a_checkpoint_of_another_text_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_bytes", [None, 100])
-def test_one_document_is_cut_by_position_and_encoded_in_pieces(
-    tmp_path: Path, monkeypatch, batch_bytes
-) -> None:
+def test_one_document_is_cut_by_position_and_encoded_in_pieces(tmp_path: Path, monkeypatch, batch_bytes) -> None:
     if batch_bytes:
         monkeypatch.setattr("growlab.lab.data.tokens._BATCH_BYTES", batch_bytes)
     (tmp_path / "book.txt").write_text(text := "".join(document(number) for number in range(40)))
@@ -270,9 +261,7 @@ def test_a_given_tokenizer_is_taken(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "copied").mkdir()
     again.copy_tokenizer(tmp_path / "copied")
     assert json.loads((tmp_path / "copied" / "tokenizer_config.json").read_text())["model_max_length"] == 77
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"growing": 0, "?": 1, "</s>": 2}, unk_token="?")
-    )
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"growing": 0, "?": 1, "</s>": 2}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "words.json"))
     lossy = data(folder, tokenizer=str(tmp_path / "words.json"))

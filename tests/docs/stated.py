@@ -82,9 +82,7 @@ def scores(pattern: str, digits: int = 2) -> str:
 
 def cost(pattern: str, digits: int = 1) -> str:
     """Training FLOPs in percent of the fixed-size network's."""
-    return (
-        f"{statistics.fmean(run.results['train_cost_percent'] for run in runs(pattern).values()):.{digits}f}"
-    )
+    return f"{statistics.fmean(run.results['train_cost_percent'] for run in runs(pattern).values()):.{digits}f}"
 
 
 def seconds(pattern: str) -> str:
@@ -221,8 +219,7 @@ BUDGETS = ("1.2", "3.6", "10")
 EQUAL_COST: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         MEASURED,
-        "by {} points at 1.2 epochs (95 % interval {}) and by {} at 3.6 ({}); at 10 epochs {} points "
-        "({}) are left.",
+        "by {} points at 1.2 epochs (95 % interval {}) and by {} at 3.6 ({}); at 10 epochs {} points ({}) are left.",
         lambda: tuple(one for budget in BUDGETS for one in over(TEST, budget, "grown_depth")),
     ),
     (
@@ -246,9 +243,7 @@ EQUAL_COST: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "the full network leads in both seeds, by {} and {} points over growth in depth, {} and {} "
         "over the smaller network, "
         "{} and {} over growth in width and {} and {} over growth in both.",
-        lambda: tuple(
-            one for arm in ("grown_depth", "smaller", "grown_width", "grown_both") for one in at_30(arm)
-        ),
+        lambda: tuple(one for arm in ("grown_depth", "smaller", "grown_width", "grown_both") for one in at_30(arm)),
     ),
     (
         MEASURED,
@@ -264,17 +259,13 @@ EQUAL_COST: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "at 2.4 epochs' cost the network grown in depth ends at {} %, the full one at 3.6 epochs' at "
-        "{} (three seeds",
+        "at 2.4 epochs' cost the network grown in depth ends at {} %, the full one at 3.6 epochs' at {} (three seeds",
         lambda: (scores(f"{ALONE}/grown_depth_s*"), scores(f"{ALONE}/fixed_size_s*")),
     ),
     (
         MEASURED,
         "and {} s on average against {}, by seed {}, {} and {} of the seconds",
-        lambda: (
-            *(seconds(f"{ALONE}/grown_depth_s*"), seconds(f"{ALONE}/fixed_size_s*")),
-            *seconds_by_seed(),
-        ),
+        lambda: (*(seconds(f"{ALONE}/grown_depth_s*"), seconds(f"{ALONE}/fixed_size_s*")), *seconds_by_seed()),
     ),
     (
         MEASURED,
@@ -471,11 +462,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "3.6 epochs of CIFAR-10: {} % smaller, {} grown in depth, {} full",
         lambda: tuple(by_budget(TEST, arm, "3.6")[0] for arm in ("smaller", "grown_depth", "fixed_size")),
     ),
-    (
-        README,
-        "there, {} points above the full network (95 % interval {})",
-        lambda: over(TEST, "3.6", "grown_depth"),
-    ),
+    (README, "there, {} points above the full network (95 % interval {})", lambda: over(TEST, "3.6", "grown_depth")),
     (
         README,
         "30 epochs: {} % full, {} grown; 80 by the paper's schedule (ResNet-14): {} % grown, {} points below the full "
@@ -523,11 +510,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
             *(seconds(f"{DIGITS}/{arm}_s*") for arm in ("ours", "fixed", "equal_flops")),
         ),
     ),
-    (
-        ROWS,
-        "32 to 16 ends within {} points of 32 all along ({} and {} %);",
-        shrunk,
-    ),
+    (ROWS, "32 to 16 ends within {} points of 32 all along ({} and {} %);", shrunk),
     (
         ROWS,
         "All six end with {} neurons and {} to {} %,",
@@ -563,10 +546,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "Variance transfer (by the rule of now, see below) gives {} points over growing by pairs "
         "({}), rate adaptation {} on "
         "top ({})",
-        lambda: (
-            *gain(f"{RATE}/ours_nora_s*", f"{NINE}/pairs_s*"),
-            *gain(f"{NINE}/ours_s*", f"{RATE}/ours_nora_s*"),
-        ),
+        lambda: (*gain(f"{RATE}/ours_nora_s*", f"{NINE}/pairs_s*"), *gain(f"{NINE}/ours_s*", f"{RATE}/ours_nora_s*")),
     ),
     (
         MEASURED,
@@ -603,16 +583,8 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "stopped at the same cost ({} %, and {} % of 80 epochs)",
         lambda: (cost(f"{SHORT}/ours_40_s*"), cost(f"{SHORT}/ours_80_s*")),
     ),
-    (
-        MEASURED,
-        "it is worth {} points ({})",
-        lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*"),
-    ),
-    (
-        MEASURED,
-        "`ours` with one rate ends at {} (three seeds",
-        lambda: (f"{scores(RATE + '/ours_nora_s*')}",),
-    ),
+    (MEASURED, "it is worth {} points ({})", lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*")),
+    (MEASURED, "`ours` with one rate ends at {} (three seeds", lambda: (f"{scores(RATE + '/ours_nora_s*')}",)),
     (
         MEASURED,
         "ends at {} %, the full network at {} (three seeds each): {} points more (95 % interval {}), "
@@ -640,11 +612,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
             for one in differences(f"{INPUTS}/{arm}_s?", f"{INPUTS}/small_24_s?")
         ),
     ),
-    (
-        MEASURED,
-        "The full network has {} (three seeds)",
-        lambda: (scores(f"{INPUTS}/full_s?"),),
-    ),
+    (MEASURED, "The full network has {} (three seeds)", lambda: (scores(f"{INPUTS}/full_s?"),)),
     (
         MEASURED,
         "ResNet-14, with two blocks a stage, has {} on 24x24 pixels and {} grown from them to 32x32 (one seed each)",
@@ -669,9 +637,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         MEASURED,
         "`ours` {} and {}, Net2Net {} and {}.",
-        one_run(
-            *(f"cifar10_8_epochs/{m}_{g}" for g in ("ours", "net2net") for m in ("vgg11", "mobilenetv1"))
-        ),
+        one_run(*(f"cifar10_8_epochs/{m}_{g}" for g in ("ours", "net2net") for m in ("vgg11", "mobilenetv1"))),
     ),
     (
         MEASURED,
@@ -680,8 +646,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "by class, fixed-size {}, `ours` {} at {} % of the cost, with dynamic OSGD {} at {} %; by "
-        "image {}, {} and {}.",
+        "by class, fixed-size {}, `ours` {} at {} % of the cost, with dynamic OSGD {} at {} %; by image {}, {} and {}.",
         lambda: (
             *(mean(f"{CLASSES}/classes_fixed_size_s0"), mean(f"{CLASSES}/classes_ours_s0")),
             *(cost(f"{CLASSES}/classes_ours_s0"), mean(f"{CLASSES}/classes_ours_osgd_s0")),
@@ -691,8 +656,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "BLEU {} with rate adaptation, {} and {} without it (state kept and reset), Net2Net {}, "
-        "fixed-size {}.",
+        "BLEU {} with rate adaptation, {} and {} without it (state kept and reset), Net2Net {}, fixed-size {}.",
         one_run(
             *(f"{MULTI}/{one}" for one in ("ours_adam", "ours_with_state", "ours_without_state")),
             *(f"{MULTI}/{one}" for one in ("net2net", "fixed_size")),
@@ -755,8 +719,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         ROWS,
-        "At 62 % of its cost hyperfan comes to {} %, ours to {}, Net2Net to {}, the fixed-size "
-        "network to {}.",
+        "At 62 % of its cost hyperfan comes to {} %, ours to {}, Net2Net to {}, the fixed-size network to {}.",
         one_run(*(f"{EIGHT}/hyperfan8_{one}" for one in ("hyperfan", "ours", "net2net", "fixed"))),
     ),
     (

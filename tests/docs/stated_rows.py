@@ -134,10 +134,7 @@ def jumps() -> tuple[str, ...]:
 def jumps_slow() -> tuple[str, ...]:
     """Of the part of it at the rate 0.001."""
     found = moves(f"{SLOW}/iso_*")
-    return (
-        *moved([one for kind in ("more", "fewer", "below 16") for one in found[kind]]),
-        *moved(found["same"]),
-    )
+    return (*moved([one for kind in ("more", "fewer", "below 16") for one in found[kind]]), *moved(found["same"]))
 
 
 def to_widths() -> tuple[str, ...]:
@@ -190,9 +187,7 @@ def invariance() -> tuple[str, ...]:
     """Errors of a resized layer, and the share of parameters that diagonal layers keep."""
     found = summary("isotropic_invariance")
     errors = {name: change["largest_relative_error"] for name, change in found["changes"].items()}
-    assert round(found["sparsity"]["share_by_equation_19"], 3) == round(
-        found["sparsity"]["share_of_parameters"], 3
-    )
+    assert round(found["sparsity"]["share_by_equation_19"], 3) == round(found["sparsity"]["share_of_parameters"], 3)
     return (
         f"{errors['+75']:.1e}",
         re.sub("e-0", "e-", f"{errors['-1']:.0e}"),
@@ -245,9 +240,7 @@ def allconv_first(name: str) -> str:
 
 def allconv_failed(*names: str) -> str:
     """The step at which runs of the grid of rates failed, the same one."""
-    texts = [
-        (RESULTS / f"{ALLCONV}_rates" / name / "failure.json").read_text(encoding="utf-8") for name in names
-    ]
+    texts = [(RESULTS / f"{ALLCONV}_rates" / name / "failure.json").read_text(encoding="utf-8") for name in names]
     pattern = r"the training loss became NaN or infinite at step (\d+) "
     (step,) = {re.match(pattern, json.loads(text)["reason"])[1] for text in texts}
     return step
@@ -269,9 +262,7 @@ def deviations() -> tuple[str, ...]:
         for layer, value in weights[name].items()
         if layer.startswith("hidden") and layer != "hidden.0"
     ]
-    hidden = {
-        name: [value for layer, value in inputs[name].items() if layer.startswith("hidden")] for name in HYPER
-    }
+    hidden = {name: [value for layer, value in inputs[name].items() if layer.startswith("hidden")] for name in HYPER}
     return (
         *ends(weights["xavier_in"].values()),
         *ends(inner, 2),
@@ -287,13 +278,8 @@ QUANTITIES = ("weight", "activation")
 def variants() -> tuple[str, ...]:
     """With biases, and with ReLU."""
     (xavier,) = runs(f"{VARIANTS}/biases_xavier_in").values()
-    scores = (
-        mean(f"{VARIANTS}/{name}")
-        for name in ("biases_xavier_in", "biases_hyperfan_in", "biases_hyperfan_out")
-    )
-    relu = (
-        mean(f"{VARIANTS}/{name}") for name in ("relu_hyperfan_in", "relu_hyperfan_out", "relu_classical")
-    )
+    scores = (mean(f"{VARIANTS}/{name}") for name in ("biases_xavier_in", "biases_hyperfan_in", "biases_hyperfan_out"))
+    relu = (mean(f"{VARIANTS}/{name}") for name in ("relu_hyperfan_in", "relu_hyperfan_out", "relu_classical"))
     return f"{xavier.curve('train_loss')[0]:.2f}", *scores, *relu
 
 
@@ -325,8 +311,7 @@ def lookahead() -> tuple[str, ...]:
     }
     assert found["hyperfan_in", LOOKAHEAD] == found["hyperfan_in", CONTINUAL]
     return tuple(
-        found[key]
-        for key in (("hyperfan_in", CONTINUAL), ("xavier_out", LOOKAHEAD), ("xavier_out", CONTINUAL))
+        found[key] for key in (("hyperfan_in", CONTINUAL), ("xavier_out", LOOKAHEAD), ("xavier_out", CONTINUAL))
     )
 
 
@@ -339,8 +324,7 @@ def batches() -> tuple[str, ...]:
         next(iter(runs(f"{BATCHES}/{one}").values())).results for one in ("fixed", "ours", "ours_batches")
     )
     gains = [
-        b["samples_per_sec"] / a["samples_per_sec"] - 1
-        for a, b in zip(ours["stages"], larger["stages"], strict=True)
+        b["samples_per_sec"] / a["samples_per_sec"] - 1 for a, b in zip(ours["stages"], larger["stages"], strict=True)
     ]
     assert larger["seconds"] > ours["seconds"]
     return (
@@ -389,8 +373,7 @@ def a_flop() -> tuple[str, ...]:
         return results["seconds"] / results["train_cost_percent"]
 
     return tuple(
-        f"{pace(arm) / pace('fixed_size'):.1f}"
-        for arm in ("grown_depth", "grown_both", "grown_width", "smaller")
+        f"{pace(arm) / pace('fixed_size'):.1f}" for arm in ("grown_depth", "grown_both", "grown_width", "smaller")
     )
 
 
@@ -415,9 +398,7 @@ def share_of_small_images() -> tuple[str]:
 def largest_factor() -> tuple[str]:
     """The largest rate factor of all rows that keep them."""
     paths = RESULTS.glob("*/*/rates.csv")
-    factors = (
-        pandas.to_numeric(pandas.read_csv(path)["rate_factor"], errors="coerce").max() for path in paths
-    )
+    factors = (pandas.to_numeric(pandas.read_csv(path)["rate_factor"], errors="coerce").max() for path in paths)
     return (f"{max(factors):.1f}",)
 
 
@@ -431,10 +412,7 @@ def windows() -> tuple[str, ...]:
     found = [runs(f"{TEXT}/b{budget}_fixed_size_s*")[0] for budget in ("0.03", "0.1")]
     steps = [int(run.curve("step")[-1]) for run in found]
     sizes = [run.results["batch_size"] for run in found]
-    return (
-        *(f"{round(step * size, -2):,}" for step, size in zip(steps, sizes, strict=True)),
-        *map(str, steps),
-    )
+    return (*(f"{round(step * size, -2):,}" for step, size in zip(steps, sizes, strict=True)), *map(str, steps))
 
 
 def found_after() -> tuple[str, ...]:
@@ -448,9 +426,7 @@ def found_after() -> tuple[str, ...]:
 
 def over_rates(method: str) -> tuple[str, str]:
     """The least and the largest last training loss at the three rates of Figure 14 at which all methods train."""
-    found = [
-        run.results["train_loss"] for rate in SAFE for run in runs(f"figure14/{method}_lr{rate}").values()
-    ]
+    found = [run.results["train_loss"] for rate in SAFE for run in runs(f"figure14/{method}_lr{rate}").values()]
     return f"{min(found):.2f}", f"{max(found):.2f}"
 
 
@@ -463,13 +439,7 @@ def ours_below_equal_cost() -> tuple[str, str]:
 def convolutions() -> tuple[str, ...]:
     """Isotropic convolutions: least and largest sum of last widths from 8 and from 32 channels, and accuracy."""
     narrow, wide = (widths(f"{CONVOLUTIONS}/w{start}_s*") for start in (8, 32))
-    return (
-        narrow[0],
-        narrow[-1],
-        wide[0],
-        wide[-1],
-        *spread(*(f"{CONVOLUTIONS}/w{start}_s*" for start in (8, 32))),
-    )
+    return (narrow[0], narrow[-1], wide[0], wide[-1], *spread(*(f"{CONVOLUTIONS}/w{start}_s*" for start in (8, 32))))
 
 
 def together_from() -> str:
@@ -524,9 +494,7 @@ def widening() -> tuple[str, ...]:
         way: [row["test"] for row in kept if (row["width"], row.get("method"), row.get("noise_std")) == way]
         for way in dict.fromkeys((row["width"], row.get("method"), row.get("noise_std")) for row in kept[1:7])
     }
-    copies, plain, pairs = (
-        losses[2.0, *way] for way in (("hypercloning", 0.1), ("hypercloning", 0.0), ("pairs", 0.0))
-    )
+    copies, plain, pairs = (losses[2.0, *way] for way in (("hypercloning", 0.1), ("hypercloning", 0.0), ("pairs", 0.0)))
     assert all(a < b < c for a, b, c in zip(copies, plain, pairs, strict=True))
     return tuple(f"{statistics.fmean(each):.3f}" for each in losses.values())
 
@@ -545,9 +513,7 @@ def new_weights() -> tuple[str, ...]:
             chosen = best(at.values(), key=lambda runs: statistics.fmean(run[0] for run in runs))
             by_rule[rule] = [test for _, test in chosen]
             told.append(form.format(statistics.fmean(by_rule[rule])).rstrip("%"))
-        signs[network] = {
-            new < old for new, old in zip(by_rule["as_network"], by_rule["fan_in"], strict=True)
-        }
+        signs[network] = {new < old for new, old in zip(by_rule["as_network"], by_rule["fan_in"], strict=True)}
     assert signs == {"gpt": {True}, "llama": {True, False}, "resnet": {True, False}}
     return tuple(told)
 
@@ -583,9 +549,7 @@ def sharded() -> tuple[str, ...]:
 
 def tutorial_differences() -> tuple[str, ...]:
     """Of the grown network from the shorter training, and of the longer one from it, by seed."""
-    grown, short, whole = (
-        tutorial()[name][0] for name in ("grown", "fixed size, 5 epochs", "fixed size, 12 epochs")
-    )
+    grown, short, whole = (tutorial()[name][0] for name in ("grown", "fixed size, 5 epochs", "fixed size, 12 epochs"))
     told = []
     for first, second in ((grown, short), (whole, grown)):
         by_seed = [a - b for a, b in zip(first, second, strict=True)]
@@ -604,11 +568,7 @@ def table_10() -> list[tuple[str, str, Callable[[], tuple[str, ...]]]]:
             ("inherit", f"{name} with buffer"),
             ("ra", f"{name}+our RA"),
         ):
-            settings = {
-                "reset": " lr_adapt=none optimizer_state=reset",
-                "inherit": " lr_adapt=none",
-                "ra": "",
-            }[end]
+            settings = {"reset": " lr_adapt=none optimizer_state=reset", "inherit": " lr_adapt=none", "ra": ""}[end]
             lines.append(
                 (
                     ROWS,
@@ -625,9 +585,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         ROWS,
         "with seed 0 the loss of validation is {} kept at 0.0015, {} at 0.003 and {} at 0.006, folded {} at 0.003 and "
         "{} at 0.006.",
-        lambda: held_out(
-            "val", "keep_lr0.0015", "keep_lr0.003", "keep_lr0.006", "fold_lr0.003", "fold_lr0.006"
-        ),
+        lambda: held_out("val", "keep_lr0.0015", "keep_lr0.003", "keep_lr0.006", "fold_lr0.003", "fold_lr0.006"),
     ),
     (
         ROWS,
@@ -684,11 +642,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         ROWS,
         "learns well at this rate: {} % with 32 neurons, {} points below the isotropic network; with 8 neurons it "
         "is four points below ({} %).",
-        lambda: (
-            one("tanh_w32_s0"),
-            gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/tanh_w32_s0"),
-            one("tanh_w8_s0"),
-        ),
+        lambda: (one("tanh_w32_s0"), gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/tanh_w32_s0"), one("tanh_w8_s0")),
     ),
     (
         ROWS,
@@ -708,11 +662,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         lambda: (*convolutions(), together_from()),
     ),
     (ROWS, "a removal changes the outputs by up to {} %.", largest_removal),
-    (
-        ROWS,
-        "Of 30 runs {} diverge",
-        lambda: (str(len([*RESULTS.glob("figure14/*/failure.json")])),),
-    ),
+    (ROWS, "Of 30 runs {} diverge", lambda: (str(len([*RESULTS.glob("figure14/*/failure.json")])),)),
     (
         ROWS,
         "training loss falls from variance transfer ({} to {}) over plain growing ({} to {}) to rate adaptation "
@@ -729,11 +679,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "{} and {} %, but only the last widths meet, {}, {} and {} from the narrow start, {}, {} and {} from the",
         fading,
     ),
-    (
-        MEASURED,
-        "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.",
-        windows,
-    ),
+    (MEASURED, "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.", windows),
     (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
     (MEASURED, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
     (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %)", collapsed),
@@ -753,11 +699,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         lambda: (f"{runs(f'{MULTI}/fixed_size')[0].curve('val_bleu')[2]:.2f}",),
     ),
     *(
-        (
-            ROWS,
-            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} | {{}} | {{}} |",
-            lambda name=name: mnist_line(name),
-        )
+        (ROWS, f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} | {{}} | {{}} |", lambda name=name: mnist_line(name))
         for name, settings in (
             ("classical", "model.sharing=none model.initialisation=xavier_in optimizer.lr=0.01"),
             *((name, f"model.initialisation={name}") for name in HYPER[1:]),
@@ -767,10 +709,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         ROWS,
         "A hypernetwork took {} to {} minutes on a core that it shared with other work, the classical network {} "
         "to {}.",
-        lambda: (
-            *minutes(*(f"{MNIST}_full/{name}_s*" for name in HYPER[1:])),
-            *minutes(f"{MNIST}_full/classical_s*"),
-        ),
+        lambda: (*minutes(*(f"{MNIST}_full/{name}_s*" for name in HYPER[1:])), *minutes(f"{MNIST}_full/classical_s*")),
     ),
     (
         ROWS,
@@ -864,9 +803,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         MEASURED,
         "(The schedule behind the published {} is not given.)",
-        lambda: (
-            f"{max(o.cost_percent for o in published() if o.table == 'Table 13' and o.row == 'Ours'):.2f}",
-        ),
+        lambda: (f"{max(o.cost_percent for o in published() if o.table == 'Table 13' and o.row == 'Ours'):.2f}",),
     ),
     (
         LANGUAGE,
@@ -882,9 +819,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         TRANSLATION,
         "where the paper has {} without",
-        lambda: (
-            f"{next(o.cost_percent for o in published() if o.table == 'Table 5' and o.row == 'Net2Net'):.2f}",
-        ),
+        lambda: (f"{next(o.cost_percent for o in published() if o.table == 'Table 5' and o.row == 'Net2Net'):.2f}",),
     ),
     *(
         (TUTORIAL, f"| {head} | {{}} % | {{}} ± {{}} % |", lambda name=name: tutorial_line(name))

@@ -88,9 +88,7 @@ def test_a_command_is_one_that_the_command_line_takes(tmp_path: Path) -> None:
 
 
 def test_studies_tell_their_own_command(tmp_path: Path) -> None:
-    (tmp_path / "provenance.json").write_text(
-        json.dumps({"command": "python -m growlab experiment_function=x"})
-    )
+    (tmp_path / "provenance.json").write_text(json.dumps({"command": "python -m growlab experiment_function=x"}))
     assert command_of_run(tmp_path) == "python -m growlab experiment_function=x"
 
 
@@ -101,12 +99,7 @@ def test_a_drawing_is_what_growlab_does(name: str, tmp_path: Path) -> None:
     number = re.compile(r"-?\d+\.\d+")
     now, kept = (
         path.read_text(encoding="utf-8")
-        for path in (
-            drawings.write(drawings.ALL[name], tmp_path / "now.svg"),
-            drawings.DRAWINGS / f"{name}.svg",
-        )
+        for path in (drawings.write(drawings.ALL[name], tmp_path / "now.svg"), drawings.DRAWINGS / f"{name}.svg")
     )
     assert number.sub("#", now) == number.sub("#", kept)
-    assert np.allclose(
-        *([float(one) for one in number.findall(text)] for text in (now, kept)), rtol=0, atol=0.05
-    )
+    assert np.allclose(*([float(one) for one in number.findall(text)] for text in (now, kept)), rtol=0, atol=0.05)

@@ -95,9 +95,7 @@ def of_run(run: Run, row: Row) -> set[float]:
     """Scores, losses and costs of one run, cost in epochs of the fixed-size network too."""
     results = run.results
     found = {float(results[key]) for key in ("test_loss", "train_loss") if results.get(key) is not None}
-    found |= {
-        100 * results[key] for key in ("test_accuracy", "val_accuracy", "train_accuracy") if results.get(key)
-    }
+    found |= {100 * results[key] for key in ("test_accuracy", "val_accuracy", "train_accuracy") if results.get(key)}
     found |= {results[key] for key in ("test_bleu", "val_bleu") if results.get(key)}
     # On the way: BLEU on validation data is in no result.
     bleu = run.curve("val_bleu")

@@ -95,10 +95,7 @@ def test_pages_are_plain_english() -> None:
 
 def test_comments_of_settings_are_plain_english() -> None:
     comments = {path: re.findall(r"#.*", path.read_text(encoding="utf-8")) for path in SETTINGS}
-    assert (
-        found({path: [word for line in lines for word in hits(line)] for path, lines in comments.items()})
-        == {}
-    )
+    assert found({path: [word for line in lines for word in hits(line)] for path, lines in comments.items()}) == {}
 
 
 NEWCOMERS = [ROOT / "README.md", *DOCS.glob("tutorials/*.md"), *sorted((ROOT / "notebooks").glob("*.ipynb"))]

@@ -27,9 +27,7 @@ GUIDE = DOCS / "guide"
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 PAGES = [page.read_text(encoding="utf-8") for page in sorted(GUIDE.glob("*.md"))]
 PYTHON = ".venv/bin/python -m "
-BLOCKS = [
-    block for text in (README, *PAGES) for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
-]
+BLOCKS = [block for text in (README, *PAGES) for block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)]
 # The guide calls commands by the installed name.
 _COMMANDS = {
     "table": "growlab.lab.analysis",
@@ -113,9 +111,7 @@ def test_a_command_has_one_spelling() -> None:
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("make")])
 def test_targets_of_make_are_there(line: str) -> None:
-    outcome = subprocess.run(
-        [*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    outcome = subprocess.run([*line.split(), "--dry-run"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0 and ".venv/bin/python" in outcome.stdout
 
 
@@ -169,12 +165,7 @@ def test_trainings_run_as_written(
     if any("cifar10" in argument for argument in arguments):
         # Twenty images: two steps an epoch, as on the digits.
         small = ["data.batch_size=10" if one == "data.batch_size=32" else one for one in small]
-        small += [
-            f"data.root={fake_images}",
-            "data.download=false",
-            "data.limit_train=null",
-            "data.limit_test=null",
-        ]
+        small += [f"data.root={fake_images}", "data.download=false", "data.limit_train=null", "data.limit_test=null"]
     if "model=custom" in arguments:
         # Not among the runs on digits, which the README compares.
         small.append("hydra.run.dir=runs/own/run")
@@ -186,9 +177,7 @@ def test_trainings_run_as_written(
     assert outcome.code == 0, outcome.err
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in LINES if line.startswith(tuple(PYTHON + t + " " for t in TOOLS))]
-)
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith(tuple(PYTHON + t + " " for t in TOOLS))])
 def test_tools_run_as_written(
     line: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,9 +207,7 @@ def test_an_example_prints_what_the_readme_says(program: str, printed: str, tmp_
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
-    lines = [
-        line for line in (done.stderr + done.stdout).splitlines() if line.startswith(("growth", "test acc"))
-    ]
+    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(("growth", "test acc"))]
     assert without_rounding("\n".join(lines)) == without_rounding(printed.strip())
     accuracies = re.findall(r"accuracy (\d+)%", done.stdout)
     assert all(int(accuracy) > 85 for accuracy in accuracies)

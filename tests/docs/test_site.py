@@ -20,12 +20,7 @@ LAB = {page: f"lab.{page}" for page in ("training", "networks", "data", "analysi
 # What has no page of its own stands on the engine's.
 ENGINE = ("grower", "grower.triggers", "parts", "frontends.lightning", "frontends.transformers")
 # What a loop does not call: the package's own callers do.
-INTERNAL = {
-    "Grower.restore_full_width",
-    "Grower.reattach_hooks",
-    "Grower.resize_for_loading",
-    "Grower.__reduce__",
-}
+INTERNAL = {"Grower.restore_full_width", "Grower.reattach_hooks", "Grower.resize_for_loading", "Grower.__reduce__"}
 
 SEARCHED = {
     "optimizer state": "guide/optimizers/",
@@ -110,8 +105,7 @@ def test_links_between_results_and_pages_lead_somewhere(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "without"),
-    [("papers/yuan", 1), ("gallery", 1), ("results/matrix/transformers", 2), ("guide/measured", 0)],
+    ("page", "without"), [("papers/yuan", 1), ("gallery", 1), ("results/matrix/transformers", 2), ("guide/measured", 0)]
 )
 def test_wide_tables_have_the_width_of_columns_that_say_nothing(site: Path, page: str, without: int) -> None:
     text = (site / page / "index.html").read_text()
@@ -126,12 +120,7 @@ def test_the_example_is_the_readmes(site: Path) -> None:
 def test_a_search_finds_guides_before_the_api(site: Path) -> None:
     sections = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     boosts = {one["location"].partition("#")[0]: one.get("boost", 1.0) for one in sections}
-    assert (
-        boosts["guide/networks/"]
-        == boosts["notebooks/01_your_network/"]
-        > boosts["widths/"]
-        > boosts["papers/"]
-    )
+    assert boosts["guide/networks/"] == boosts["notebooks/01_your_network/"] > boosts["widths/"] > boosts["papers/"]
 
 
 def test_what_users_search_for_is_in_a_title_of_the_page_that_answers(site: Path) -> None:

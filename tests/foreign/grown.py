@@ -93,9 +93,7 @@ def _grown(name: str) -> Row:
         return Row(name, why=f"{type(error).__name__}: {error}")
     number = list(NETWORKS).index(name)
     parameters = [p for p in network.parameters() if p.requires_grad]
-    optimizer = (
-        torch.optim.AdamW(parameters, lr=1e-3) if number % 2 else SGD(parameters, lr=1e-3, momentum=0.9)
-    )
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3) if number % 2 else SGD(parameters, lr=1e-3, momentum=0.9)
     grower.follow(optimizer)
     sizes = {key: p.numel() for key, p in fresh.named_parameters()}
     found: dict[str, Any] = {

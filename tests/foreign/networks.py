@@ -166,15 +166,7 @@ def vit_pytorch_pit() -> Made:
 def vit_pytorch_levit() -> Made:
     of = import_module("vit_pytorch.levit")
     network = of.LeViT(
-        image_size=32,
-        num_classes=5,
-        stages=2,
-        dim=(32, 48),
-        depth=1,
-        heads=(4, 6),
-        mlp_mult=2,
-        dim_key=8,
-        dim_value=8,
+        image_size=32, num_classes=5, stages=2, dim=(32, 48), depth=1, heads=(4, 6), mlp_mult=2, dim_key=8, dim_value=8
     )
     return network, _image(32, rows=4)
 
@@ -238,9 +230,7 @@ def vit_pytorch_nest() -> Made:
 def vit_pytorch_vivit() -> Made:
     of = import_module("vit_pytorch.vivit")
     settings = {k: v for k, v in _VIT.items() if k not in ("patch_size", "depth")}
-    network = of.ViViT(
-        image_patch_size=4, frames=4, frame_patch_size=2, spatial_depth=1, temporal_depth=1, **settings
-    )
+    network = of.ViViT(image_patch_size=4, frames=4, frame_patch_size=2, spatial_depth=1, temporal_depth=1, **settings)
     return network, torch.randn(2, 3, 4, 16, 16)
 
 
@@ -292,9 +282,7 @@ def x_transformers_vision() -> Made:
 
 def x_transformers_continuous() -> Made:
     of = import_module("x_transformers")
-    network = of.ContinuousTransformerWrapper(
-        dim_in=6, dim_out=3, max_seq_len=12, attn_layers=of.Encoder(**_STREAM)
-    )
+    network = of.ContinuousTransformerWrapper(dim_in=6, dim_out=3, max_seq_len=12, attn_layers=of.Encoder(**_STREAM))
     return network, torch.randn(2, 12, 6)
 
 
@@ -305,9 +293,7 @@ def x_transformers_cross_attention() -> Made:
         def __init__(self) -> None:
             super().__init__()
             self.encoder = of.TransformerWrapper(attn_layers=of.Encoder(**_STREAM), **_TEXT)
-            self.decoder = of.TransformerWrapper(
-                attn_layers=of.Decoder(cross_attend=True, **_STREAM), **_TEXT
-            )
+            self.decoder = of.TransformerWrapper(attn_layers=of.Decoder(cross_attend=True, **_STREAM), **_TEXT)
 
         def forward(self, source: Tensor, target: Tensor) -> Tensor:
             found: Tensor = self.decoder(target, context=self.encoder(source, return_embeddings=True))
@@ -493,13 +479,7 @@ def monai_densenet() -> Made:
 
 def monai_resnet() -> Made:
     network = _monai(
-        "ResNet",
-        "basic",
-        [1, 1, 1, 1],
-        [8, 16, 32, 64],
-        spatial_dims=2,
-        n_input_channels=1,
-        num_classes=5,
+        "ResNet", "basic", [1, 1, 1, 1], [8, 16, 32, 64], spatial_dims=2, n_input_channels=1, num_classes=5
     )
     return network, _image(32, 1, rows=4)
 
@@ -521,9 +501,7 @@ def monai_classifier() -> Made:
 
 
 def monai_generator() -> Made:
-    network = _monai(
-        "Generator", latent_shape=(12,), start_shape=(16, 4, 4), channels=(16, 8, 1), strides=(2, 2, 1)
-    )
+    network = _monai("Generator", latent_shape=(12,), start_shape=(16, 4, 4), channels=(16, 8, 1), strides=(2, 2, 1))
     return network, torch.randn(2, 12)
 
 

@@ -120,7 +120,6 @@ def outcome(module: L.LightningModule, growth: Growth, trainer: L.Trainer) -> li
     for part in growth.grower.parts:
         tensors += part.state_dict().values()
     events = [
-        {n: v for n, v in event.as_dict().items() if not n.startswith("seconds")}
-        for event in growth.grower.events
+        {n: v for n, v in event.as_dict().items() if not n.startswith("seconds")} for event in growth.grower.events
     ]
     return [*(t.tolist() for t in tensors), [o["param_groups"] for o in optimizers], events]

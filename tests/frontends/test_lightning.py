@@ -139,11 +139,7 @@ def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"precision": "bf16-mixed", "gradient_clip_val": 0.5},
-        {"precision": "bf16-true"},
-        {"accumulate_grad_batches": 2},
-    ],
+    [{"precision": "bf16-mixed", "gradient_clip_val": 0.5}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}],
     ids=str,
 )
 def test_precision_clipping_and_accumulation(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -191,9 +187,7 @@ def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
 
 
-def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(
-    tmp_path: Path,
-) -> None:
+def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(tmp_path: Path) -> None:
     data, trigger = Data(), At({0: 0.5, 4: 1.0}, unit="step", batch_sizes=[16, 8])
     trainer = trainer_of(tmp_path, growth(trigger=trigger), max_epochs=4)
     trainer.fit(Plain(), datamodule=data)
@@ -257,9 +251,7 @@ class Rated(Plain):
     lr = 0.02
 
 
-def test_a_search_for_a_rate_is_no_training_that_has_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_search_for_a_rate_is_no_training_that_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of(tmp_path, growth())
     with caplog.at_level(logging.WARNING):
         L.pytorch.tuner.Tuner(trainer).lr_find(Rated(), Loader(), num_training=2)
@@ -316,20 +308,14 @@ def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "callback", "sentence"),
     [
-        (
-            TwoOptimizers,
-            lambda: growth(),
-            r"2 submodules .*Growth\('generator', ...\), Growth\('critic', ...\)",
-        ),
+        (TwoOptimizers, lambda: growth(), r"2 submodules .*Growth\('generator', ...\), Growth\('critic', ...\)"),
         (TwoOptimizers, lambda: growth("body"), "no submodule 'body', only generator, critic"),
         (TwoOptimizers, lambda: growth("generator"), "training_step .* ended before|give it an example"),
     ],
 )
 def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_path: Path) -> None:
     if sentence.startswith("training_step"):
-        module = type(
-            "Early", (TwoOptimizers,), {"training_step": lambda self, batch, index: self.optimizers()[0]}
-        )
+        module = type("Early", (TwoOptimizers,), {"training_step": lambda self, batch, index: self.optimizers()[0]})
     with pytest.raises(UserError, match=sentence):
         trainer_of(tmp_path, callback()).fit(module(), Loader())
 

@@ -8,12 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -103,10 +98,7 @@ def test_whatever_a_checkpoint_holds_is_plain(
 ) -> None:
     """Callbacks are not asked about weights alone; Lightning's averages put theirs in place of the module's."""
     saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_weights_only=weights_only)
-    settings = {
-        "method": VarianceTransfer(layer_multipliers=layer_multipliers),
-        "trigger": {0: 0.5, 1: 0.75, 2: 1.0},
-    }
+    settings = {"method": VarianceTransfer(layer_multipliers=layer_multipliers), "trigger": {0: 0.5, 1: 0.75, 2: 1.0}}
     seen, others = [], [AVERAGES[average]()] if average else []
 
     class Looking(Convolutions):
@@ -160,11 +152,7 @@ class Two(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.asked = (
-            body(),
-            nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)),
-            0,
-        )
+        self.first, self.second, self.asked = (body(), nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)), 0)
         self.ends = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -286,11 +274,7 @@ def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
         ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS}, "at epoch 2, and training ends after 2"),
         ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS + 1}, None),
         (At({0: 0.5, 11: 1.0}, unit="step"), {}, None),
-        (
-            At({0: 0.5, 8: 1.0}, unit="step"),
-            {"accumulate_grad_batches": 2},
-            "at step 8, and training ends after 8",
-        ),
+        (At({0: 0.5, 8: 1.0}, unit="step"), {"accumulate_grad_batches": 2}, "at step 8, and training ends after 8"),
     ],
 )
 def test_a_training_too_short_for_its_growth_is_told_as_it_begins(

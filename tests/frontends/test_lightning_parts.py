@@ -65,9 +65,7 @@ def classes() -> Any:
     # Under AdamW the default folds multipliers, which is no matter of classes.
     method = VarianceTransfer(noise_std=1e-3, multipliers="keep")
     return growth(
-        method=method,
-        trigger={0: 0.5, 1: 1.0},
-        parts=[Classes(ORDER, lambda n: [2, 3] if n == 2 else [3] * n)],
+        method=method, trigger={0: 0.5, 1: 1.0}, parts=[Classes(ORDER, lambda n: [2, 3] if n == 2 else [3] * n)]
     )
 
 
@@ -89,9 +87,7 @@ def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path:
         assert torch.allclose(fresh.network.eval()(IMAGES), logits, atol=1e-5), name
         loaded = classes()
         loaded._example = IMAGES[:4]
-        assert torch.allclose(
-            loaded.load(Arriving(), tmp_path / name).network.eval()(IMAGES), logits, atol=1e-5
-        ), name
+        assert torch.allclose(loaded.load(Arriving(), tmp_path / name).network.eval()(IMAGES), logits, atol=1e-5), name
 
 
 @needs("depth")

@@ -27,9 +27,7 @@ def trained(prepare: Prepare, backward: Callable[[Tensor], None], rank: int, ran
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)).double()
     method = VarianceTransfer(noise_std=1e-3)
-    grower = Grower(
-        network, IMAGES[:8].double(), method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0}, anneal_steps=2
-    )
+    grower = Grower(network, IMAGES[:8].double(), method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0}, anneal_steps=2)
     own = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = prepare(network, own)
     grower.follow(optimizer)

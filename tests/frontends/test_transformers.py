@@ -50,15 +50,8 @@ class InOrder(transformers.Trainer):
         return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=collate))
 
 
-def run(
-    folder: Path, resume: Path | None = None, dropout: float = 0.1, **settings: Any
-) -> tuple[Any, Growth]:
-    usual = {
-        "num_train_epochs": EPOCHS,
-        "per_device_train_batch_size": 4,
-        "save_steps": 1,
-        "learning_rate": 5e-3,
-    }
+def run(folder: Path, resume: Path | None = None, dropout: float = 0.1, **settings: Any) -> tuple[Any, Growth]:
+    usual = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 4, "save_steps": 1, "learning_rate": 5e-3}
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     arguments = transformers.TrainingArguments(str(folder), **{**usual, **quiet, **settings})
     growth = Growth(
@@ -79,8 +72,7 @@ def everything(trainer: Any, growth: Growth) -> list[Any]:
     followed = [value for part in growth.grower.parts for value in part.state_dict().values()]
     tensors = [*trainer.model.state_dict().values(), *(torch.as_tensor(m) for m in moments), *followed]
     events = [
-        {n: v for n, v in event.as_dict().items() if not n.startswith("seconds")}
-        for event in growth.grower.events
+        {n: v for n, v in event.as_dict().items() if not n.startswith("seconds")} for event in growth.grower.events
     ]
     return [*(tensor.tolist() for tensor in tensors), events]
 
@@ -99,10 +91,7 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp
     assert all(event.parity_error_eval < 1e-4 for event in growth.events)
     # The last entry is the Trainer's summary.
     logs = [(log["growth/stage"], log["growth/num_params"]) for log in trainer.state.log_history[:-1]]
-    assert logs == [
-        (0, growth.events[0].num_params_before),
-        *((e.stage, e.num_params) for e in growth.events),
-    ]
+    assert logs == [(0, growth.events[0].num_params_before), *((e.stage, e.num_params) for e in growth.events)]
     # Right before an event, and inside an epoch while normalisations are annealed.
     for step in (3, 7):
         resumed = run(
@@ -126,9 +115,7 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
 
 
-def test_the_loss_inside_the_model_sees_the_output_factor(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         _, growth = run(tmp_path, num_train_epochs=1, save_strategy="no")
     told = [record.message for record in caplog.records]
@@ -140,9 +127,7 @@ def test_the_loss_inside_the_model_sees_the_output_factor(
     growth.grower.state.output_factor = 2.0
     doubled, scaled = network(WORDS, labels=torch.zeros(12, dtype=torch.long))[:2]
     assert torch.allclose(scaled, 2 * logits)
-    assert torch.allclose(
-        doubled, torch.nn.functional.cross_entropy(scaled, torch.zeros(12, dtype=torch.long))
-    )
+    assert torch.allclose(doubled, torch.nn.functional.cross_entropy(scaled, torch.zeros(12, dtype=torch.long)))
     assert not torch.allclose(loss, doubled)
 
 
@@ -221,9 +206,7 @@ def one_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.slow  # half a minute; test_loops_of_libraries.py has two processes
-def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(cli: CommandLine, tmp_path: Path) -> None:
     """The Trainer's own wrapper is renewed after events, also after a checkpoint has brought its widths."""
     offer_port(tmp_path)
     cli.on_two_ranks(one_rank, tmp_path)
@@ -238,15 +221,11 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(
 
 def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, tmp_path: Path) -> None:
     checkpoint = whole[0] / "checkpoint-8"
-    with pytest.raises(
-        UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"
-    ):
+    with pytest.raises(UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"):
         run(tmp_path / "new", checkpoint, save_strategy="no")
     # A checkpoint of the same step that another run has left there.
     run(tmp_path / "other", learning_rate=1e-2, max_steps=8)
-    with pytest.raises(
-        UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"
-    ):
+    with pytest.raises(UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"):
         run(tmp_path / "other", checkpoint, save_strategy="no")
 
 

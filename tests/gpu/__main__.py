@@ -106,9 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", help="names of steps, separated by commas")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
-        sys.exit(
-            "tests/gpu/run.sh: torch sees no CUDA device; --device cpu --small tries the script without one."
-        )
+        sys.exit("tests/gpu/run.sh: torch sees no CUDA device; --device cpu --small tries the script without one.")
     card = torch.cuda.get_device_name() if given.device == "cuda" else "CPU"
     place = "notebooks/results/gpu" if given.device == "cuda" else "build/gpu"
     out = (given.out or ROOT / place / re.sub(r"\W+", "-", card).strip("-")).resolve()
@@ -126,18 +124,11 @@ def main() -> None:
         # A CPU that others share may be slow.
         step.limit *= 3 if given.device == "cpu" else 1
         # It fills a lent machine's time by itself.
-        if (
-            step.name not in given.steps.split(",")
-            if given.steps
-            else step.name == "table2" and not given.small
-        ):
+        if step.name not in given.steps.split(",") if given.steps else step.name == "table2" and not given.small:
             continue
         done[step.name] = found = run(step, out)
         write_json(out / "summary.json", summary)
-        print(
-            f"{step.name}: {'good' if found['code'] == 0 else found['code']}, {found['seconds']} s",
-            flush=True,
-        )
+        print(f"{step.name}: {'good' if found['code'] == 0 else found['code']}, {found['seconds']} s", flush=True)
         print(*(f"    {line}" for line in found["last_lines"]), sep="\n", flush=True)
     sys.exit(any(found["code"] != 0 for found in done.values()))
 

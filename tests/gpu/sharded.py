@@ -37,9 +37,7 @@ def main() -> None:
         grower.step(epoch=epoch)
         train_step(network, optimizer, x)
     (event,) = grower.events
-    print(
-        f"grown from {event.num_params_before:,} to {event.num_params:,} parameters in {event.seconds:.2f} s"
-    )
+    print(f"grown from {event.num_params_before:,} to {event.num_params:,} parameters in {event.seconds:.2f} s")
     write_json(
         given.write,
         {

@@ -53,20 +53,12 @@ ARMS = {
     "whole_ours": f"method=ours {WHOLE}",
     "whole_net2net": f"method=net2net {WHOLE}",
 }
-SMALL = (
-    "data.name=digits",
-    "data.root=null",
-    "data.image_size=null",
-    "schedule.total_epochs=10",
-    "model.width=8",
-)
+SMALL = ("data.name=digits", "data.root=null", "data.image_size=null", "schedule.total_epochs=10", "model.width=8")
 
 
 def command(name: str, seed: int, folder: Path, device: str, data: str) -> list[str]:
     """The command line of a run."""
-    given = [
-        f"experiment=papers/table2_short {ARMS[name]} seed={seed} num_threads=1 logger=csv hydra.run.dir={folder}"
-    ]
+    given = [f"experiment=papers/table2_short {ARMS[name]} seed={seed} num_threads=1 logger=csv hydra.run.dir={folder}"]
     given.append(f"data.root={data} trainer=gpu callbacks=cuda_graphs" if device == "cuda" else "trainer=cpu")
     return [sys.executable, "-m", "growlab", *" ".join(given).split(), *(SMALL if device == "cpu" else ())]
 
@@ -78,10 +70,7 @@ def trained(name: str, seed: int, out: Path, device: str, data: str, until: floa
         return
     try:
         done = subprocess.run(
-            command(name, seed, folder, device, data),
-            capture_output=True,
-            text=True,
-            timeout=until - time.monotonic(),
+            command(name, seed, folder, device, data), capture_output=True, text=True, timeout=until - time.monotonic()
         )
     except subprocess.TimeoutExpired:
         return shutil.rmtree(folder, ignore_errors=True)

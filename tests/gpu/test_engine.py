@@ -28,18 +28,7 @@ pytestmark = [
     # torch's and CUDA's own advice is no failure here.
     pytest.mark.filterwarnings("default"),
 ]
-METHODS = [
-    "ours",
-    "pairs",
-    "net2net",
-    "random",
-    "gradmax",
-    "tiny",
-    "firefly",
-    "splitting",
-    "bert2bert",
-    "lemon",
-]
+METHODS = ["ours", "pairs", "net2net", "random", "gradmax", "tiny", "firefly", "splitting", "bert2bert", "lemon"]
 STAGES = {0: 0.5, 1: 1.0}
 BOTH = (DEVICE, "cpu")
 
@@ -78,13 +67,7 @@ def transformer() -> tuple[nn.Module, Tensor]:
     return network, tokens(8, 32)()
 
 
-NETWORKS = {
-    "resnet": resnet,
-    "mlp": mlp,
-    "recurrent": recurrent,
-    "transformer": transformer,
-    "llama": small_llama,
-}
+NETWORKS = {"resnet": resnet, "mlp": mlp, "recurrent": recurrent, "transformer": transformer, "llama": small_llama}
 # Llama's normalisation and rotary angles are computed in float32 whatever its weights are.
 EXACT = ("resnet", "mlp", "recurrent", "transformer")
 
@@ -100,12 +83,7 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> flo
 
 
 def grown(
-    name: str,
-    method: str = "ours",
-    device: str = DEVICE,
-    dtype: torch.dtype = torch.float32,
-    make: type = SGD,
-    **more,
+    name: str, method: str = "ours", device: str = DEVICE, dtype: torch.dtype = torch.float32, make: type = SGD, **more
 ) -> tuple[Grower, list[float]]:
     """Two steps before an event and two after."""
     network, x = NETWORKS[name]()

@@ -18,17 +18,7 @@ LEFT_OUT = "not recurrent and not reduce-overhead"
     shutil.which("c++") is None or shutil.which("ninja") is None, reason="needs a C++ compiler and ninja"
 )
 def test_the_gpu_s_tests_pass_on_a_second_device() -> None:
-    command = [
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        LEFT_OUT,
-        "tests/gpu/test_engine.py",
-    ]
+    command = ["pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-k", LEFT_OUT, "tests/gpu/test_engine.py"]
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,

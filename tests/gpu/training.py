@@ -34,9 +34,7 @@ def images(split: str, limit: int) -> tuple[Tensor, Tensor]:
         import pyarrow.parquet as pq
         from torchvision.transforms.functional import pil_to_tensor
 
-        path = next(
-            folder / f"{split}.parquet" for folder in folders if (folder / f"{split}.parquet").is_file()
-        )
+        path = next(folder / f"{split}.parquet" for folder in folders if (folder / f"{split}.parquet").is_file())
         rows = pq.read_table(path).slice(0, limit).to_pydict()
     except (ImportError, StopIteration) as error:
         print(f"random images: {error!r}")
@@ -44,9 +42,7 @@ def images(split: str, limit: int) -> tuple[Tensor, Tensor]:
         labels = torch.randint(10, (min(limit, 10_000),), generator=source)
         return torch.randint(256, (len(labels), 3, 32, 32), generator=source, dtype=torch.uint8), labels
     picture, label = list(rows)[:2]
-    pixels = [
-        pil_to_tensor(PIL.Image.open(io.BytesIO(each["bytes"])).convert("RGB")) for each in rows[picture]
-    ]
+    pixels = [pil_to_tensor(PIL.Image.open(io.BytesIO(each["bytes"])).convert("RGB")) for each in rows[picture]]
     return torch.stack(pixels), torch.tensor(rows[label])
 
 
@@ -99,9 +95,7 @@ def trained(way: str, width: int, seconds: float, seed: int, train: Any, test: A
     events = [(event.stage, round(event.seconds, 3)) for event in grower.events]
     network = grower.finish(at_any_stage=True).eval()
     with torch.no_grad():
-        right = [
-            (network(x).argmax(1) == y).sum() for x, y in zip(*(t.split(1000) for t in test), strict=True)
-        ]
+        right = [(network(x).argmax(1) == y).sum() for x, y in zip(*(t.split(1000) for t in test), strict=True)]
     accuracy = float(sum(right)) / len(test[1])
     return {"way": way, "seed": seed, "steps": steps, "accuracy": accuracy, "events": events}
 
@@ -128,9 +122,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, context.Pool(2) as pool:
         torch.save(loaded, file := Path(folder) / "images.pt")
         for way in WAYS:
-            jobs = [
-                pool.apply_async(job, (way, width, seconds, seed, file, given.device)) for seed in range(2)
-            ]
+            jobs = [pool.apply_async(job, (way, width, seconds, seed, file, given.device)) for seed in range(2)]
             rows += [each.get() for each in jobs]
             mean_accuracy = statistics.mean(row["accuracy"] for row in rows[-2:])
             print(f"{way}: {100 * mean_accuracy:.2f} %", [row["steps"] for row in rows[-2:]], flush=True)

@@ -32,9 +32,7 @@ ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
 METHODS = {
     "pairs": PairGrowth,
     "ours": VarianceTransfer,
-    "ours, all rescaled": lambda: VarianceTransfer(
-        rescale_layers_without_batch_norm=True, layer_multipliers=False
-    ),
+    "ours, all rescaled": lambda: VarianceTransfer(rescale_layers_without_batch_norm=True, layer_multipliers=False),
     "ours, by weights": lambda: VarianceTransfer(rule="constraint"),
     "net2net": Net2Net,
     "hypercloning": HyperCloning,
@@ -213,17 +211,7 @@ class Convolved(nn.Module):
 SPELLINGS = {
     cls.__name__: cls
     for cls in (
-        *(
-            Tabled,
-            Normed,
-            NotSaved,
-            Plain,
-            PlainTwice,
-            Longer,
-            Vector,
-            Frozen,
-            FrozenEmbedding,
-        ),
+        *(Tabled, Normed, NotSaved, Plain, PlainTwice, Longer, Vector, Frozen, FrozenEmbedding),
         *(Masked, Computed, FrozenProjection, Statistics, Convolved),
     )
 }

@@ -33,9 +33,7 @@ PARTS = (0.2, 0.65, 1.0)
 class Run:
     """A network of the tables on its way through its widths."""
 
-    def __init__(
-        self, network: str, method: str, dtype: torch.dtype = torch.float64, noise: float = 0.0
-    ) -> None:
+    def __init__(self, network: str, method: str, dtype: torch.dtype = torch.float64, noise: float = 0.0) -> None:
         self.case, self.method = NETWORKS[network], METHODS[method].make(noise)
         self.graph: WidthGraph = graph_of(network)
         self.network = self.case.make(dtype)
@@ -47,13 +45,7 @@ class Run:
 
     def grow(self, part: float):
         return grow(
-            self.network,
-            self.graph,
-            self.method,
-            self.state,
-            widths_at(self.graph, part),
-            seed=5,
-            probe=(self.x,),
+            self.network, self.graph, self.method, self.state, widths_at(self.graph, part), seed=5, probe=(self.x,)
         )
 
     def outputs(self, training: bool = False, x: torch.Tensor | None = None) -> torch.Tensor:
@@ -148,9 +140,7 @@ def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
     assert run.state.stage == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "network"), list(zip(METHODS, ["resnet A", "shared", "bare"] * 4, strict=True))
-)
+@pytest.mark.parametrize(("method", "network"), list(zip(METHODS, ["resnet A", "shared", "bare"] * 4, strict=True)))
 def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> None:
     grown = []
     for global_seed in (0, 1):

@@ -38,10 +38,7 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
 }
 SOME = [
     "flatten",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("resnet B", "dense", "attention", "transformer")
-    ),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet B", "dense", "attention", "transformer")),
 ]
 
 
@@ -87,9 +84,7 @@ def test_events(method: str, network: str) -> None:
     for name, tensor in run.network.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     # Optimizer state goes along.
-    follow(
-        optimizer, event.replaced, run.graph, event.widths_before, event.widths_after, "inherit", event.carry
-    )
+    follow(optimizer, event.replaced, run.graph, event.widths_before, event.widths_after, "inherit", event.carry)
     for parameter in run.network.parameters():
         assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 

@@ -56,9 +56,7 @@ def begun(normalised: bool, stage: int, steps: int = 0) -> tuple[nn.Module, Grow
         *((True, 0, 1), (True, 1, 0), (True, 1, 2), (True, 2, 2)),
     ],
 )
-def test_checkpoints_of_weights_at_the_root_load_in_any_order(
-    normalised: bool, stage: int, start: int
-) -> None:
+def test_checkpoints_of_weights_at_the_root_load_in_any_order(normalised: bool, stage: int, start: int) -> None:
     saved = begun(normalised, stage, steps=3)
     states: list[Any] = [copy.deepcopy(one.state_dict()) for one in saved]
     assert any("unfinished_growth" in name for name in states[0]) == (stage > 0)

@@ -108,9 +108,7 @@ def test_shrinking_is_refused():
         grow(network, graph, PairGrowth(), state, graph.full_widths | {"hidden.2": 2}, 0, probe)
 
 
-@pytest.mark.parametrize(
-    "method", [PairGrowth(0.1), Net2Net(0.1), VarianceTransfer(noise_std=0.1), RandomGrowth()]
-)
+@pytest.mark.parametrize("method", [PairGrowth(0.1), Net2Net(0.1), VarianceTransfer(noise_std=0.1), RandomGrowth()])
 def test_an_event_leaves_generators_modes_and_statistics_alone(method):
     network, graph, state, probe = planted(method=method)
     network.train()
@@ -216,11 +214,7 @@ def test_the_receipt():
     assert receipt["num_params"] == sum(p.numel() for p in NETWORKS["mlp"].make().parameters())
     assert receipt["parity_error_eval"] < 1e-12 < receipt["noise_error_eval"] < 0.5
     assert receipt["seconds"] > event.parity_sec > 0
-    assert state.births == {
-        "hidden.0": [0] * 4 + [1] * 5,
-        "hidden.2": [0] * 3 + [1] * 4,
-        "hidden.4": [0] * 4 + [1] * 4,
-    }
+    assert state.births == {"hidden.0": [0] * 4 + [1] * 5, "hidden.2": [0] * 3 + [1] * 4, "hidden.4": [0] * 4 + [1] * 4}
     assert GrowthState.from_dict(state.as_dict()) == state
 
 
@@ -280,10 +274,7 @@ def test_numbers_depend_on_seed_stage_and_name():
         return torch.rand(3, generator=generator(*key)).tolist()
 
     assert draw(0, 1, "a") == draw(0, 1, "a")
-    assert (
-        len({tuple(draw(*key)) for key in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (0, 11, "")]})
-        == 5
-    )
+    assert len({tuple(draw(*key)) for key in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (0, 11, "")]}) == 5
 
 
 def test_weights_do_not_depend_on_torchs_default_dtype():

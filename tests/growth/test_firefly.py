@@ -56,10 +56,7 @@ def test_chosen_candidates_beat_random_ones() -> None:
 
     def outcome(chosen: dict[str, int]) -> tuple[float, float, float]:
         grown = {
-            group: (
-                torch.tensor([at] if at < old[group] else []).long(),
-                torch.tensor([at - old[group]]).long(),
-            )
+            group: (torch.tensor([at] if at < old[group] else []).long(), torch.tensor([at - old[group]]).long())
             for group, at in chosen.items()
         }
         grown = {g: (a, b if not len(a) else b[:0]) for g, (a, b) in grown.items()}
@@ -72,8 +69,7 @@ def test_chosen_candidates_beat_random_ones() -> None:
     best = outcome({group: int(found.argmax()) for group, found in decreases.items()})
     source = torch.Generator().manual_seed(0)
     others = [
-        outcome({g: int(torch.randint(len(d), (), generator=source)) for g, d in decreases.items()})
-        for _ in range(20)
+        outcome({g: int(torch.randint(len(d), (), generator=source)) for g, d in decreases.items()}) for _ in range(20)
     ]
     assert best[0] >= max(one[0] for one in others)
     assert best[1] <= min(one[1] for one in others)

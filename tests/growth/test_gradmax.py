@@ -192,9 +192,7 @@ def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() ->
         total = torch.zeros(3, 2, dtype=torch.float64)
         for (x, y), old in zip(run.batches, kept, strict=True):
             z = nn.functional.conv2d(x, drawn)
-            z = (z - z.mean((0, 2, 3), keepdim=True)) / (
-                z.var((0, 2, 3), correction=0, keepdim=True) + 1e-5
-            ).sqrt()
+            z = (z - z.mean((0, 2, 3), keepdim=True)) / (z.var((0, 2, 3), correction=0, keepdim=True) + 1e-5).sqrt()
             slope = (old.softmax(1) - nn.functional.one_hot(y, 3)) / len(x)
             total = total + slope.T @ z.relu().mean((2, 3)) / len(run.batches)
         return torch.linalg.vector_norm(total)
@@ -210,8 +208,7 @@ def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() ->
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [nn.InstanceNorm2d(6, affine=True), nn.InstanceNorm2d(6, track_running_stats=True), nn.GroupNorm(6, 6)],
+    "norm", [nn.InstanceNorm2d(6, affine=True), nn.InstanceNorm2d(6, track_running_stats=True), nn.GroupNorm(6, 6)]
 )
 def test_behind_a_norm_per_sample_outgoing_weights_are_zero(norm: nn.Module) -> None:
     """Channels of zeros would be divided by sqrt(eps), as behind batch normalisation."""
@@ -237,15 +234,11 @@ def test_new_channels_without_a_gradient_are_refused() -> None:
 
 def test_channels_that_are_not_zero_are_refused_by_the_layer_s_name() -> None:
     run = started(mlp(nn.Sigmoid()), (5,), GradMax())
-    with pytest.raises(
-        UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero where the"
-    ):
+    with pytest.raises(UserError, match="GradMax cannot grow 2: behind 2 its channels are not zero where the"):
         run.grow({"2": 5})
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
 def test_near_zero_by_precision(precision: str, dtype: torch.dtype) -> None:
     """It is not zero in the precision of training, and nothing beside a number of the network's."""
     near = torch.tensor(near_zero(precision))

@@ -42,9 +42,7 @@ def theirs(run: Started) -> nn.Module:
     return network
 
 
-def conv_ours(
-    method: GrowthMethod, inputs: int = 2, width: int = 2 * OLD, size: int = 40, side: int = SIDE
-) -> Started:
+def conv_ours(method: GrowthMethod, inputs: int = 2, width: int = 2 * OLD, size: int = 40, side: int = SIDE) -> Started:
     """Convolutions at half of their widths."""
     layers = nn.Conv2d(inputs, width, 3, padding=1), nn.Tanh(), nn.Conv2d(width, width // 2, 3, padding=1)
     network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(width // 2 * side * side, 3))
@@ -90,11 +88,7 @@ def double() -> Iterator[None]:
 
 
 def grown(
-    network: nn.Module,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    factor: float,
-    count: int = NEW,
-    **options: bool,
+    network: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], factor: float, count: int = NEW, **options: bool
 ) -> nn.Module:
     """After GroMo's event, as its tutorials do it."""
     network.init_computation()
@@ -145,9 +139,7 @@ def test_tiny_s_loss_is_no_worse(make: Makes, copied: Copies, double: None) -> N
 
 
 @pytest.mark.parametrize(("make", "copied"), NETWORKS)
-def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse(
-    make: Makes, copied: Copies, double: None
-) -> None:
+def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse(make: Makes, copied: Copies, double: None) -> None:
     run = make(GradMax())
     other = grown(copied(run), run.batches, 1.0, **STATISTICS["gradmax"])
     before = loss(run.network, run.batches)
@@ -155,9 +147,7 @@ def test_gradmax_s_gradient_and_loss_after_a_step_are_no_worse(
     columns = run.network[2].weight
     with torch.no_grad():
         # At equal lengths: GroMo's are 1.
-        lengths = [
-            w[:, OLD:].transpose(0, 1).flatten(1).norm(dim=1) for w in (columns, other.layers[1].weight)
-        ]
+        lengths = [w[:, OLD:].transpose(0, 1).flatten(1).norm(dim=1) for w in (columns, other.layers[1].weight)]
         columns[:, OLD:] *= (lengths[1] / lengths[0]).view(1, -1, *[1] * (columns.dim() - 2))
     reached = []
     for network, inner in ((run.network, run.network[0]), (other, other.layers[0])):

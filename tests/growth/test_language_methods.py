@@ -30,8 +30,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         read = self.norm1(x)
         q, k, v = (
-            layer(read).unflatten(2, (self.num_heads, HEAD)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
+            layer(read).unflatten(2, (self.num_heads, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v)
         )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
@@ -131,9 +130,7 @@ def test_hypercloning_doubles_by_blocks(form: str) -> None:
     small, large, event, _ = grown(HyperCloning(form))
     old, new = tensors(small), tensors(large)
     for name, tensor in old.items():
-        torch.testing.assert_close(
-            new[name], doubled(name, tensor, form == "diagonal"), rtol=1e-15, atol=0, msg=name
-        )
+        torch.testing.assert_close(new[name], doubled(name, tensor, form == "diagonal"), rtol=1e-15, atol=0, msg=name)
     for x in X:
         torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
@@ -193,9 +190,7 @@ def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
 
     torch.testing.assert_close(new["blocks.0.fc1.weight"][:5], read(0))
     torch.testing.assert_close(new["blocks.0.fc1.weight"][5:], read(1)[hidden[5:]])
-    torch.testing.assert_close(
-        new["blocks.0.fc1.bias"][5:], old["blocks.1.fc1.bias"][hidden[5:]], rtol=0, atol=0
-    )
+    torch.testing.assert_close(new["blocks.0.fc1.bias"][5:], old["blocks.1.fc1.bias"][hidden[5:]], rtol=0, atol=0)
     heads = event.carry.sources[graph.axes["blocks.0.k.weight"][0].groups[0]]
     for place, head in enumerate(heads.tolist()):
         block = 0 if place < 2 else 1

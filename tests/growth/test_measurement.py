@@ -104,9 +104,7 @@ def test_missing_second_derivatives_are_refused(monkeypatch: pytest.MonkeyPatch)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with pytest.raises(
-        UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"
-    ):
+    with pytest.raises(UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"):
         data.products({}, {}, [])
 
 

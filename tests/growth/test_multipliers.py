@@ -237,11 +237,7 @@ def test_a_state_brings_a_fresh_network_to_the_same_outputs(name: str) -> None:
     assert state == run.state
     fresh = run.make().double()
     resize(fresh, run.graph, run.graph.full_widths, state.widths)
-    restore(
-        fresh,
-        run.graph,
-        replace(state, multipliers={n: [1.0] * len(m) for n, m in state.multipliers.items()}),
-    )
+    restore(fresh, run.graph, replace(state, multipliers={n: [1.0] * len(m) for n, m in state.multipliers.items()}))
     # They come with the tensors, too.
     fresh.load_state_dict(run.network.state_dict())
     copied = copy.deepcopy(run.network)
@@ -314,10 +310,7 @@ def test_modules_are_found_that_apply_weights_of_others() -> None:
 
 @pytest.mark.parametrize(
     ("beside", "backend"),
-    [
-        *(("norm", "eager"), ("nothing compiled", "eager")),
-        pytest.param("nothing", "aot_eager", marks=pytest.mark.slow),
-    ],
+    [*(("norm", "eager"), ("nothing compiled", "eager")), pytest.param("nothing", "aot_eager", marks=pytest.mark.slow)],
 )
 def test_a_compiled_module_inside_grows_and_is_finished(beside: str, backend: str) -> None:
     def compiled(module: nn.Module) -> nn.Module:
@@ -328,9 +321,7 @@ def test_a_compiled_module_inside_grows_and_is_finished(beside: str, backend: st
     # The compiler gives an empty graph up, and from then on runs what a layer is compiled to under our mode.
     norm = {"nothing": nn.Identity(), "norm": nn.LayerNorm(16), "nothing compiled": nn.Identity()}[beside]
     norm = norm if beside == "nothing" else compiled(norm)
-    network = nn.Sequential(
-        nn.Linear(6, 16), compiled(nn.Linear(16, 16)), nn.ReLU(), norm, nn.Linear(16, 3)
-    ).double()
+    network = nn.Sequential(nn.Linear(6, 16), compiled(nn.Linear(16, 16)), nn.ReLU(), norm, nn.Linear(16, 3)).double()
     x = torch.randn(32, 6).double()
     schedule = {0: 0.25, 1: 0.5, 2: 1.0}
     grower = Grower(network, x, method=VarianceTransfer(), trigger=schedule, anneal_steps=1)

@@ -55,13 +55,7 @@ def test_replicas_are_drawn_from_all_channels():
         roughen(network)
         old = network.hidden[0].bias.detach().clone()
         grow(
-            network,
-            graph,
-            Net2Net(),
-            state,
-            graph.full_widths | {"hidden.0": 10},
-            seed,
-            (torch.randn(2, 12).double(),),
+            network, graph, Net2Net(), state, graph.full_widths | {"hidden.0": 10}, seed, (torch.randn(2, 12).double(),)
         )
         drawn |= set(replicated_from(old[:, None], network.hidden[0].bias.detach()[9:, None]))
     assert drawn == set(range(9))

@@ -146,17 +146,7 @@ def test_an_average_takes_the_statistics_of_the_network_that_it_follows():
             parameter.add_(0.1)
     own, leader = GrowthState.from_dict(state.as_dict()), tensors_of(network, graph)
     event = grow(network, graph, method, state, graph.full_widths, 0, batch(1))
-    grow(
-        mean,
-        graph,
-        method,
-        own,
-        graph.full_widths,
-        0,
-        batch(2),
-        averaged=leader,
-        averaged_event=event,
-    )
+    grow(mean, graph, method, own, graph.full_widths, 0, batch(2), averaged=leader, averaged_event=event)
     for name, buffer in network.named_buffers():
         assert torch.equal(mean.get_buffer(name), buffer), name
 
@@ -171,9 +161,7 @@ def test_a_failed_event_leaves_no_statistics_behind():
 
 
 def one_rank(rank: int, folder: Path) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     network, graph, state = seed_network()
     probes = [batch(1 + other, 8) for other in range(2)]
     arguments = (network, graph, PairGrowth(noise_std=0.0), state, graph.full_widths, 0, probes[rank])

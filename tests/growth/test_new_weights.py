@@ -25,18 +25,8 @@ RULES = ("fan_in", "hyperfan_in", "hyperfan_out")
 
 def wide() -> tuple[torch.nn.Module, GrowthContext]:
     network = torch.nn.Sequential(
-        *(
-            torch.nn.Conv2d(3, 24, 3),
-            torch.nn.ReLU(),
-            torch.nn.Conv2d(24, 48, 3, bias=False),
-            torch.nn.ReLU(),
-        ),
-        *(
-            torch.nn.Conv2d(48, 48, 3, groups=48),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(48, 10),
-        ),
+        *(torch.nn.Conv2d(3, 24, 3), torch.nn.ReLU(), torch.nn.Conv2d(24, 48, 3, bias=False), torch.nn.ReLU()),
+        *(torch.nn.Conv2d(48, 48, 3, groups=48), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(48, 10)),
     )
     graph = trace(network, torch.randn(2, 3, 7, 7))
     widths = graph.full_widths
@@ -81,9 +71,7 @@ def test_as_the_network_draws(method: type) -> None:
     is_last = 2 if method is VarianceTransfer else 1
     for stage in range(2):
         scale = 1 if stage else 4  # full width over the width now
-        for number, factor, spread in zip(
-            (0, 3, 5, 6), (1, scale, scale, scale**is_last), spreads, strict=True
-        ):
+        for number, factor, spread in zip((0, 3, 5, 6), (1, scale, scale, scale**is_last), spreads, strict=True):
             drawn = network[number].weight.detach()[:, -16:]
             assert float(drawn.square().mean()) == pytest.approx(factor * spread**2, rel=0.25)
             assert stage or set(network[number].bias.tolist()) == {-4.5}
@@ -154,9 +142,7 @@ def test_a_network_without_values_has_no_spread() -> None:
 
 
 def test_a_wrong_rule_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^new_weights must be fan_in, as_network, hyperfan_in or hyperfan_out"
-    ):
+    with pytest.raises(ValueError, match=r"^new_weights must be fan_in, as_network, hyperfan_in or hyperfan_out"):
         PairGrowth(new_weights="fan")
 
 

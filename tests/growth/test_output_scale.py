@@ -83,9 +83,7 @@ def _made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
 )
 def test_the_remaining_factor_can_be_folded(end: str, method: str) -> None:
     network, graph, x = made(end)
-    stages = [
-        {name: max(2, group.full_width // part) for name, group in graph.groups.items()} for part in (4, 2, 1)
-    ]
+    stages = [{name: max(2, group.full_width // part) for name, group in graph.groups.items()} for part in (4, 2, 1)]
     growing = METHODS[method].make(0.0)
     state = make_seed(network, graph, growing, stages[0], 0)
     for widths in stages[1:]:
@@ -173,9 +171,7 @@ class Tail(nn.Module):
         return h @ self.matrix if self.follow == "matrix" else self.recurrent(h)[0]
 
 
-@pytest.mark.parametrize(
-    ("follow", "last"), [("itself", {}), ("matrix", {"matrix": True}), ("recurrent", {})]
-)
+@pytest.mark.parametrize(("follow", "last"), [("itself", {}), ("matrix", {"matrix": True}), ("recurrent", {})])
 def test_a_layer_that_another_map_follows_is_not_the_last(follow: str, last: dict[str, bool]) -> None:
     torch.manual_seed(0)
     graph = trace(Tail(follow), torch.randn(4, 5, 6))
@@ -206,8 +202,7 @@ FORMS = ["only logits", "hidden", "normed", "layer twice"]
 
 
 @pytest.mark.parametrize(
-    ("method", "form"),
-    [(method, FORMS[(i + step) % 4]) for i, method in enumerate(PRESERVING) for step in (0, 1)],
+    ("method", "form"), [(method, FORMS[(i + step) % 4]) for i, method in enumerate(PRESERVING) for step in (0, 1)]
 )
 def test_all_outputs_stay_even_if_layers_read_them(form: str, method: str) -> None:
     torch.manual_seed(0)

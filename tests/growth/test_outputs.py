@@ -127,8 +127,7 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "multipliers"),
-    [(Functional, True), (Functional, False), (lambda c: nn.BatchNorm2d(c, eps=1e-3), True)],
+    ("kind", "multipliers"), [(Functional, True), (Functional, False), (lambda c: nn.BatchNorm2d(c, eps=1e-3), True)]
 )
 def test_batch_normalisation_by_a_function_may_be_off_by_its_eps(kind, multipliers) -> None:
     torch.manual_seed(0)
@@ -172,9 +171,7 @@ def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, c
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
-def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_ones(
-    draw: Callable[[], float],
-) -> None:
+def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_ones(draw: Callable[[], float]) -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -169,9 +169,7 @@ def test_no_sound_event_is_stopped(name: str, batch: int, steps: int, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("batch", "steps"), [(2, 5), (2, 100), (16, 5), (16, 100)])
 @pytest.mark.parametrize("name", SOUND)
-def test_no_sound_event_of_many_runs_is_stopped(
-    name: str, batch: int, steps: int, dtype: torch.dtype
-) -> None:
+def test_no_sound_event_of_many_runs_is_stopped(name: str, batch: int, steps: int, dtype: torch.dtype) -> None:
     for seed in range(25):
         check_sound(name, dtype, batch, steps, seed)
 
@@ -254,10 +252,7 @@ class OtherKernel(nn.BatchNorm1d):
 def test_eps_follows_in_synchronised_normalisation_too() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 16), OtherKernel(16), nn.ReLU(), nn.Linear(16, 16), OtherKernel(16)]
-    network, x = (
-        nn.Sequential(*layers, nn.ReLU(), nn.Linear(16, 4)).double(),
-        0.1 * torch.randn(8, 6).double(),
-    )
+    network, x = (nn.Sequential(*layers, nn.ReLU(), nn.Linear(16, 4)).double(), 0.1 * torch.randn(8, 6).double())
     eps, weights = network[4].eps, list(network.parameters())
     grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     (event,) = grower.step(epoch=1)

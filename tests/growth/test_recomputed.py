@@ -67,9 +67,7 @@ class Bare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         called = self.inner if self.how == "submodule" else self.own
-        return self.own(x) + (
-            checkpoint(called, x, use_reentrant=self.reentrant) if self.how != "plain" else called(x)
-        )
+        return self.own(x) + (checkpoint(called, x, use_reentrant=self.reentrant) if self.how != "plain" else called(x))
 
 
 def gradients(network: nn.Module) -> tuple[float, float]:
@@ -228,8 +226,6 @@ def test_copies_that_data_parallel_makes_are_refused(what: str) -> None:
     for name, parameter in module.named_parameters():
         setattr(copied, name, parameter.clone())
     x = torch.randn(4, 8, dtype=torch.float64)
-    with pytest.raises(
-        UserError, match=r"torch\.nn\.DataParallel copies (Linear|LayerNorm) to several devices"
-    ):
+    with pytest.raises(UserError, match=r"torch\.nn\.DataParallel copies (Linear|LayerNorm) to several devices"):
         copied(x)
     assert module(x).isfinite().all()

@@ -61,9 +61,7 @@ class Sequences(nn.Module):
         self.width = 8 * (2 if self.rnn.bidirectional else 1)
         self.norm = nn.LayerNorm(self.width) if after == "norm" else nn.Identity()
         self.beside = nn.Linear(6, self.width) if after == "sum" else None
-        self.attention = (
-            nn.MultiheadAttention(self.width, 2, batch_first=True) if after == "attention" else None
-        )
+        self.attention = nn.MultiheadAttention(self.width, 2, batch_first=True) if after == "attention" else None
         self.last = nn.Linear(8 if after == "state" else self.width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,9 +86,7 @@ def drawn(seed: int) -> tuple[Sequences, Tensor, WidthGraph]:
     layers = choose.choice((1, 2, 3))
     settings = {name: choose.random() < 0.5 for name in ("bidirectional", "bias", "batch_first")}
     torch.manual_seed(seed)
-    network = Sequences(
-        kind, before, after, num_layers=layers, dropout=0.5 if layers > 1 else 0.0, **settings
-    ).double()
+    network = Sequences(kind, before, after, num_layers=layers, dropout=0.5 if layers > 1 else 0.0, **settings).double()
     x = examples(network, 3, seed)
     return network, x, trace(network, x)
 
@@ -289,9 +285,7 @@ def test_new_weights_of_gates_vary_as_torchs_own() -> None:
     method = PairGrowth()
     state = make_seed(network, graph, method, {"inside": 128, "rnn": 64}, seed=0)
     for name, fan_in in (("weight_ih_l0", 128), ("weight_hh_l0", 64)):
-        assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(
-            1 / (3 * fan_in), rel=0.05
-        )
+        assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(1 / (3 * fan_in), rel=0.05)
     event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
     new = event.replaced["rnn.weight_hh_l0"][1].view(4, 128, 128)[:, 64:96]
     assert float(new.detach().var()) == pytest.approx(1 / (3 * 128), rel=0.05)
@@ -379,9 +373,7 @@ def measured(network: nn.Module, graph: WidthGraph, x: Tensor) -> Measurement:
     return Measurement(network, graph, [(x, torch.arange(len(x)) % 4)], F.cross_entropy)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("LSTM", torch.float32), ("GRU", torch.float64), ("tanh", torch.float64)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("LSTM", torch.float32), ("GRU", torch.float64), ("tanh", torch.float64)])
 def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     network = Sequences(kind, "linear", "mean", num_layers=2).to(dtype)
@@ -438,8 +430,6 @@ def test_methods_that_cannot_measure_a_recurrent_layer_say_so() -> None:
         UserError, match="second derivatives, which the ReLU inside of torch's recurrent layers has not"
     ):
         event(Splitting())
-    with pytest.raises(
-        UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"
-    ):
+    with pytest.raises(UserError, match="GradMax cannot grow rnn: the gradient of what leads to its channels is zero"):
         event(GradMax())
     assert set(event(GradMax(fallback="pairs")).report["grown_by_pairs"]) == {"rnn"}

@@ -30,9 +30,7 @@ def seed_network(size: float, method: PairGrowth):
     ):
         network.add_module(name, module)
     graph = trace(network, X)
-    state = make_seed(
-        network, graph, method, {name: g.full_width // 2 for name, g in graph.groups.items()}, seed=0
-    )
+    state = make_seed(network, graph, method, {name: g.full_width // 2 for name, g in graph.groups.items()}, seed=0)
     with torch.no_grad():
         network.b.weight[5], network.b.bias[5] = network.b.weight[0], network.b.bias[0]
         network.classifier.weight[:, 0] = size

@@ -53,10 +53,7 @@ def test_published_widths_of_resnet20(shortcut):
         64: [16, 20, 24, 28, 34, 40, 48, 58, 64],
     }
     for layer, full_width in enumerate((16, 32, 64)):
-        for axis in (
-            graph.axes[f"layers.{layer}.1.conv1.weight"][0],
-            graph.axes[f"layers.{layer}.1.conv2.weight"][0],
-        ):
+        for axis in (graph.axes[f"layers.{layer}.1.conv1.weight"][0], graph.axes[f"layers.{layer}.1.conv2.weight"][0]):
             assert [axis.length(widths) for widths in stages] == expected[full_width]
 
 
@@ -87,12 +84,7 @@ def test_epochs_add_up(num_stages, total, initial, rate):
 def test_widths_never_decrease_and_end_full(sizes, num_stages, initial_width, rate):
     graph = graph_with(*(Group(str(i), full, below) for i, (full, below) in enumerate(sizes)))
     schedule = make_schedule(
-        1000,
-        32,
-        num_stages=num_stages,
-        initial_epochs=1,
-        initial_width=initial_width,
-        width_growth_rate=rate,
+        1000, 32, num_stages=num_stages, initial_epochs=1, initial_width=initial_width, width_growth_rate=rate
     )
     stages = schedule.widths(graph)
     assert stages[-1] == graph.full_widths
@@ -115,8 +107,7 @@ def test_streams_follow_the_rule_and_not_their_pieces(below, more, num_stages, i
     graph = graph_with(Group("narrow", below), Group("more", more, below))
     schedule = make_schedule(1000, 32, num_stages=num_stages, initial_epochs=1, initial_width=initial_width)
     wide, narrow = (
-        [stream_width(full, fraction) for fraction in schedule.width_fractions]
-        for full in (below + more, below)
+        [stream_width(full, fraction) for fraction in schedule.width_fractions] for full in (below + more, below)
     )
     lacking = [whole - part for whole, part in zip(wide, narrow, strict=True)]
     assume(lacking == sorted(lacking) and lacking[0] >= 1)

@@ -112,7 +112,5 @@ def test_the_loss_falls_as_predicted_over_streams_norms_and_depthwise_filters(bu
 
 def test_more_copies_than_originals_are_refused() -> None:
     run = started(mlp(), (3,), Splitting())
-    with pytest.raises(
-        UserError, match="Splitting cannot grow 0: splitting makes at most twice as many channels"
-    ):
+    with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many channels"):
         run.grow({"0": 9})

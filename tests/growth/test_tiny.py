@@ -51,12 +51,8 @@ def with_one(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_best_neurons_are_least_squares_of_their_rank(count: int) -> None:
     source = torch.Generator().manual_seed(0)
-    h = torch.randn(200, 5, generator=source, dtype=torch.float64) @ torch.diag(
-        torch.arange(1.0, 6.0).double()
-    )
-    v = torch.randn(200, 4, generator=source, dtype=torch.float64) + h[:, :4] * torch.tensor(
-        [1.0, 0.5, 0.1, 0.0]
-    )
+    h = torch.randn(200, 5, generator=source, dtype=torch.float64) @ torch.diag(torch.arange(1.0, 6.0).double())
+    v = torch.randn(200, 4, generator=source, dtype=torch.float64) + h[:, :4] * torch.tensor([1.0, 0.5, 0.1, 0.0])
     alpha, omega, _ = best_neurons(h.T @ h / 200, h.T @ v / 200, count)
     solution = torch.linalg.lstsq(h, v).solution
     if count == 4:
@@ -138,9 +134,7 @@ def test_a_position_counts_as_often_as_it_is_read(pool: int) -> None:
     for row in range(pool):
         for column in range(pool):
             part = patches[:, :, row::pool, column::pool]
-            read = (
-                F.unfold(part, 3, stride=2, padding=1).unflatten(1, (-1, 9)).permute(0, 2, 3, 1).flatten(0, 2)
-            )
+            read = F.unfold(part, 3, stride=2, padding=1).unflatten(1, (-1, 9)).permute(0, 2, 3, 1).flatten(0, 2)
             expected += read.T @ read / len(x)
     torch.testing.assert_close(square, expected)
 
@@ -229,9 +223,7 @@ def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
 def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
     widths = {group: width + 1 for group, width in run.state.widths.items()}
-    told = (
-        "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
-    )
+    told = "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
     with pytest.raises(UserError, match=told):
         run.grow(widths)
     run.method = Tiny(fallback="pairs")
@@ -285,9 +277,7 @@ class Opposed(nn.Module):
 @pytest.mark.parametrize("build", [mlp, lambda: nn.Sequential(*mlp()[:3], nn.BatchNorm1d(6), *mlp()[3:])])
 def test_if_no_amplitude_helps_the_function_stays_and_new_neurons_learn(build) -> None:
     run = started(build(), (5,), Tiny(update_old=True))
-    run.batches = [
-        (x, torch.full((len(x),), sign)) for (x, _), sign in zip(run.batches, (1, -1), strict=True)
-    ]
+    run.batches = [(x, torch.full((len(x),), sign)) for (x, _), sign in zip(run.batches, (1, -1), strict=True)]
     run.batches[1] = (run.batches[0][0], run.batches[1][1])
     widths = dict(run.state.widths)
     data = Measurement(run.network, run.graph, run.batches, Opposed())

@@ -116,9 +116,7 @@ def test_training_after_events_is_no_worse_than_with_gromo(rate: float) -> None:
     GroMo's neurons may be larger, sqrt(3) times on both sides: it takes the loss as a sum over the outputs.
     """
     pytest.importorskip("gromo", reason="GroMo is not installed")
-    losses = torch.tensor(
-        [[ours(seed, rate), theirs(seed, rate), never_grown(seed, rate)] for seed in range(10)]
-    )
+    losses = torch.tensor([[ours(seed, rate), theirs(seed, rate), never_grown(seed, rate)] for seed in range(10)])
     print(f"rate {rate}: ours, GroMo, never grown", losses.mean(0).tolist(), losses.std(0).tolist())
     assert bool(losses.isfinite().all())
     assert losses[:, 0].mean() < losses[:, 2].mean()

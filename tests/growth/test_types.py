@@ -53,9 +53,7 @@ TYPES = [*permutations([torch.bfloat16, torch.float32, torch.float64])]
     # Every method with every order, and every order with normalisation before and behind.
     [(method, types, (i + j) % 2 == 1) for i, method in enumerate(METHODS) for j, types in enumerate(TYPES)],
 )
-def test_layers_keep_their_types(
-    method: GrowthMethod, types: tuple[torch.dtype, ...], norm_first: bool
-) -> None:
+def test_layers_keep_their_types(method: GrowthMethod, types: tuple[torch.dtype, ...], norm_first: bool) -> None:
     torch.manual_seed(0)
     network, x = Mixed(types, norm_first), X.to(types[0])
     before = {name: parameter.dtype for name, parameter in network.named_parameters()}
@@ -92,8 +90,6 @@ def test_an_example_of_another_type_becomes_the_networks(given: torch.dtype) -> 
     ],
     ids=["layers", "linear", "embedding", "convolution"],
 )
-def test_a_type_that_a_layer_does_not_take_is_named_at_the_trace(
-    network: nn.Module, x: Tensor, sentence: str
-) -> None:
+def test_a_type_that_a_layer_does_not_take_is_named_at_the_trace(network: nn.Module, x: Tensor, sentence: str) -> None:
     with pytest.raises(UnsupportedOperation, match=sentence):
         trace(network, x)

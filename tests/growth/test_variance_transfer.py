@@ -41,11 +41,7 @@ def wide() -> Grown:
     """Hidden layers of 100 units grown to 160."""
     torch.manual_seed(0)
     return Grown(
-        MLP(80, [200, 200], 60),
-        torch.randn(8, 80),
-        100,
-        160,
-        VarianceTransfer(rescale_layers_without_batch_norm=True),
+        MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, VarianceTransfer(rescale_layers_without_batch_norm=True)
     )
 
 
@@ -79,9 +75,7 @@ def test_old_weights_are_rescaled_by_fan_in_before_and_after(wide):
         ("hidden.2.weight", 100, 100, hidden),
         ("classifier.weight", 60, 100, output),
     ):
-        torch.testing.assert_close(
-            wide.new[name][:rows, :columns], wide.old[name] * factor, rtol=1e-12, atol=0
-        )
+        torch.testing.assert_close(wide.new[name][:rows, :columns], wide.old[name] * factor, rtol=1e-12, atol=0)
     # Without a norm the scale runs on through the biases to the logits.
     for name, size, factor in (
         ("hidden.0.bias", 100, 1.0),
@@ -94,9 +88,7 @@ def test_old_weights_are_rescaled_by_fan_in_before_and_after(wide):
 
 def test_pairs_have_equal_rows_and_opposite_columns(wide):
     assert torch.equal(wide.new["hidden.0.weight"][100:130], wide.new["hidden.0.weight"][130:160])
-    assert torch.equal(
-        wide.new["hidden.2.weight"][:100, 100:130], -wide.new["hidden.2.weight"][:100, 130:160]
-    )
+    assert torch.equal(wide.new["hidden.2.weight"][:100, 100:130], -wide.new["hidden.2.weight"][:100, 130:160])
     assert torch.equal(wide.new["classifier.weight"][:, 100:130], -wide.new["classifier.weight"][:, 130:160])
     # New rows see both twins through weights of their own.
     new_rows = wide.new["hidden.2.weight"][100:130]
@@ -118,9 +110,7 @@ def test_fan_in_counts_the_receptive_field():
     grown = Grown(network, torch.randn(8, 3, 8, 8), 16, 32, VarianceTransfer())
     new = grown.new["features.4.weight"][:16, 16:24]
     assert variance(new) == pytest.approx(2 / (32 * 9), rel=5 * sqrt(2 / new.numel()))
-    torch.testing.assert_close(
-        grown.new["features.4.weight"][:16, :16], grown.old["features.4.weight"] / sqrt(2)
-    )
+    torch.testing.assert_close(grown.new["features.4.weight"][:16, :16], grown.old["features.4.weight"] / sqrt(2))
     # 2x2 positions a channel are flattened into the classifier.
     new = grown.new["classifier.weight"][:, 64:96]
     assert variance(new) == pytest.approx(1 / (32 * 4) ** 2, rel=5 * sqrt(2 / new.numel()))
@@ -174,12 +164,7 @@ def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
     roughen(network)
     before = outputs(network, case.inputs(), False)
     event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 5), 0, (case.inputs(),))
-    shrunk = {
-        "mlp": (2 / 5) ** 2,
-        "mlp batch norm": 2 / 5,
-        "convnet": 2 / 5,
-        "residual": 2 / 5 * (2 / 5) ** 0.5,
-    }
+    shrunk = {"mlp": (2 / 5) ** 2, "mlp batch norm": 2 / 5, "convnet": 2 / 5, "residual": 2 / 5 * (2 / 5) ** 0.5}
     torch.testing.assert_close(outputs(network, case.inputs(), False), before * shrunk[name])
     assert event.output_factor == pytest.approx(1 / shrunk[name])
     assert state.output_factor == 1.0

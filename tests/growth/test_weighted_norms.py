@@ -191,10 +191,7 @@ def test_passes_with_channels_of_zero_see_the_same_loss_and_leave_the_network_as
     )
     before, old = run.outputs(), tensors_of(run.network, run.graph)
     widths = run.state.widths
-    wider = {
-        name: resized(tensor, run.graph.axes[name], widths, run.graph.full_widths)
-        for name, tensor in old.items()
-    }
+    wider = {name: resized(tensor, run.graph.axes[name], widths, run.graph.full_widths) for name, tensor in old.items()}
     plain = data.loss(old)
     assert data.loss(wider) == pytest.approx(plain, rel=1e-12)
     assert torch.equal(run.outputs(), before)
@@ -210,9 +207,7 @@ def test_an_event_while_norms_anneal_continues_from_their_weights() -> None:
     assert set(run.state.norm_weights["conv"]) == {1.0, 0.4, 0.0}
 
 
-def trained_to_the_end(
-    progress: float | None,
-) -> tuple[Any, nn.Module, WidthGraph, GrowthMethod, GrowthState]:
+def trained_to_the_end(progress: float | None) -> tuple[Any, nn.Module, WidthGraph, GrowthMethod, GrowthState]:
     """A Transformer layer after a loop like the README's, its normalisations annealed that far in each stage."""
     case, graph, method = NETWORKS["transformer"], graph_of("transformer"), VarianceTransfer()
     network, x = case.make(), case.inputs()
@@ -249,9 +244,7 @@ def test_a_finished_network_loads_into_a_plain_one_and_computes_the_same() -> No
 def test_norms_that_are_not_annealed_cannot_be_finished_or_loaded(progress: float | None) -> None:
     case, network, graph, method, state = trained_to_the_end(progress)
     before, average = outputs(network, case.inputs(), False), copy.deepcopy(network)
-    with pytest.raises(
-        UserError, match=r"norm1 and 1 more still weight channels.*call anneal_norms"
-    ) as raised:
+    with pytest.raises(UserError, match=r"norm1 and 1 more still weight channels.*call anneal_norms") as raised:
         finish(network, graph, method, state)
     assert "\n" not in str(raised.value)
     torch.testing.assert_close(outputs(network, case.inputs(), False), before, rtol=0, atol=0)
@@ -403,8 +396,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), HyperCloning()], ids=lambda m: m.name)
 @pytest.mark.parametrize(
-    "normalise",
-    [by_standard_deviation, by_variance, by_both_at_once, by_functions_positions, of_samples_too],
+    "normalise", [by_standard_deviation, by_variance, by_both_at_once, by_functions_positions, of_samples_too]
 )
 def test_variances_and_deviations_over_channels_are_weighed(
     normalise: Callable[[nn.Module, Tensor], Tensor], method: GrowthMethod

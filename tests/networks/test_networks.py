@@ -38,12 +38,7 @@ def test_the_padded_shortcut_keeps_old_channels_and_adds_zeros():
 
 def test_convnet4_and_mlp8_have_the_papers_sizes():
     network = convnet4((3, 32, 32), 10)
-    assert [m.out_channels for m in network.modules() if isinstance(m, torch.nn.Conv2d)] == [
-        64,
-        128,
-        256,
-        512,
-    ]
+    assert [m.out_channels for m in network.modules() if isinstance(m, torch.nn.Conv2d)] == [64, 128, 256, 512]
     # 32 pooled by 4, 2, 2, 2 leaves one position.
     assert network.classifier.in_features == 512
     network = mlp8((3, 32, 32), 10)

@@ -6,16 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from growlab.growth import (
-    GrowthMethod,
-    Net2Net,
-    VarianceTransfer,
-    anneal_norms,
-    finish,
-    grow,
-    make_schedule,
-    make_seed,
-)
+from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer, anneal_norms, finish, grow, make_schedule, make_seed
 from growlab.growth.outputs import without_side_effects
 from growlab.lab.networks import CausalTransformer, EncoderDecoder
 from growlab.widths import WidthGraph, trace
@@ -45,11 +36,7 @@ GROUPS = {
     "decoder": {
         "project_in": 16,
         # Two of a head's channels turn with the position.
-        **{
-            f"blocks.{i}.{name}": width
-            for i in (0, 1)
-            for name, width in (("attention.query", 6), ("mlp.gate", 20))
-        },
+        **{f"blocks.{i}.{name}": width for i in (0, 1) for name, width in (("attention.query", 6), ("mlp.gate", 20))},
     },
     "encoder-decoder": {
         "source_in": 16,
@@ -62,9 +49,7 @@ GROUPS["normalised first"] = GROUPS["encoder-decoder"]
 
 
 def tokens(seed: int, num_sequences: int = 3) -> Tensor:
-    return torch.randint(
-        2, VOCABULARY, (num_sequences, POSITIONS), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(2, VOCABULARY, (num_sequences, POSITIONS), generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(name: str, seed: int = 0) -> tuple[Tensor, ...]:
@@ -87,17 +72,13 @@ def outputs(network: nn.Module, inputs: tuple[Tensor, ...], training: bool = Fal
         return network.train(training)(*inputs)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "decoder")) for n in NETWORKS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "decoder")) for n in NETWORKS])
 def test_all_of_a_transformer_grows_exactly(name: str) -> None:
     network = made(name)
     graph = trace(network, inputs(name))
     assert graph.full_widths == GROUPS[name]
     assert len(graph.attentions) == sum("query" in group for group in graph.groups)
-    assert len(graph.channel_norms) == sum(
-        isinstance(m, (nn.LayerNorm, nn.RMSNorm)) for m in network.modules()
-    )
+    assert len(graph.channel_norms) == sum(isinstance(m, (nn.LayerNorm, nn.RMSNorm)) for m in network.modules())
     check_growth(name, graph, VarianceTransfer(), torch.float64)
     check_growth(name, graph, Net2Net(), torch.float64)
     if name == "decoder":

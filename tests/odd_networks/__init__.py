@@ -3,15 +3,4 @@
 from tests.odd_networks import closures, draws, ends, images, kept, norms, parts, sequences, usual
 from tests.odd_networks.table import ODD_NETWORKS
 
-__all__ = [
-    "ODD_NETWORKS",
-    "closures",
-    "draws",
-    "ends",
-    "images",
-    "kept",
-    "norms",
-    "parts",
-    "sequences",
-    "usual",
-]
+__all__ = ["ODD_NETWORKS", "closures", "draws", "ends", "images", "kept", "norms", "parts", "sequences", "usual"]

@@ -42,9 +42,7 @@ def variational():
         z = latent.rsample() if m.training else latent.mean
         return m.c(F.relu(m.b(z)))
 
-    return Net(
-        run, a=Linear(9, 16), mean=Linear(16, 5), spread=Linear(16, 5), b=Linear(5, 12), c=Linear(12, 9)
-    )
+    return Net(run, a=Linear(9, 16), mean=Linear(16, 5), spread=Linear(16, 5), b=Linear(5, 12), c=Linear(12, 9))
 
 
 @odd(tokens(6))

@@ -35,11 +35,7 @@ def video():
         x = F.relu(m.b(F.relu(m.n(m.a(x)))))
         return m.c(x.mean((2, 3, 4)))
 
-    parts = {
-        "n": nn.BatchNorm3d(9, eps=1e-14),
-        "b": nn.Conv3d(9, 12, (1, 3, 3), groups=3),
-        "c": Linear(12, 3),
-    }
+    parts = {"n": nn.BatchNorm3d(9, eps=1e-14), "b": nn.Conv3d(9, 12, (1, 3, 3), groups=3), "c": Linear(12, 3)}
     return Net(run, a=nn.Conv3d(1, 9, 3, padding=1), **parts)
 
 

@@ -108,9 +108,7 @@ def centred_both_ways():
         x = m.b(F.relu(m.centre(m.a(x))))
         return m.c(m.n(x).flatten(1))
 
-    return Net(
-        run, a=Linear(7, 12), centre=Averages(), b=Linear(12, 9), n=nn.LayerNorm(9), c=Linear(9 * 5, 3)
-    )
+    return Net(run, a=Linear(7, 12), centre=Averages(), b=Linear(12, 9), n=nn.LayerNorm(9), c=Linear(9 * 5, 3))
 
 
 class FrozenBatchNorm(nn.Module):

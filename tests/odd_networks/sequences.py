@@ -87,15 +87,7 @@ def no_register_tokens():
 
     tokens_of_all = {"token": torch.randn(1, 1, 12), "registers": torch.zeros(1, 0, 12)}
     norms = {"n": nn.LayerNorm(12), "n2": nn.LayerNorm(12)}
-    return Net(
-        run,
-        a=Linear(7, 12),
-        **tokens_of_all,
-        up=Linear(12, 18),
-        down=Linear(18, 12),
-        **norms,
-        c=Linear(12, 3),
-    )
+    return Net(run, a=Linear(7, 12), **tokens_of_all, up=Linear(12, 18), down=Linear(18, 12), **norms, c=Linear(12, 3))
 
 
 @odd(real(5, 7))

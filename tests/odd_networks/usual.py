@@ -16,11 +16,7 @@ def translator_of_torchs_modules():
         padding = -1e9 * (source == 0).to(m.c.weight.dtype)
         return m.c(
             m.t(
-                m.e(source),
-                m.e(target),
-                tgt_mask=future,
-                src_key_padding_mask=padding,
-                memory_key_padding_mask=padding,
+                m.e(source), m.e(target), tgt_mask=future, src_key_padding_mask=padding, memory_key_padding_mask=padding
             )
         )
 
@@ -51,10 +47,7 @@ class _Checked(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width, self.layers = (
-            width,
-            nn.Sequential(Linear(width, 2 * width), nn.ReLU(), Linear(2 * width, width)),
-        )
+        self.width, self.layers = (width, nn.Sequential(Linear(width, 2 * width), nn.ReLU(), Linear(2 * width, width)))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.width:

@@ -20,9 +20,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
 
 
-def train(
-    make: Callable[[Any], Any], state: Any = "auto", **settings: Any
-) -> tuple[nn.Sequential, Any, Grower]:
+def train(make: Callable[[Any], Any], state: Any = "auto", **settings: Any) -> tuple[nn.Sequential, Any, Grower]:
     """Two events in 24 steps."""
     model = network()
     method = settings.get("method", PairGrowth())
@@ -45,9 +43,7 @@ def weights(model: nn.Module) -> torch.Tensor:
 class Slow:
     """Slow weights around another optimizer, in a class that is none."""
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one) -> None:
         self.state: dict[Any, Any] = {}
         self.around(inner, name, hold)
 
@@ -70,9 +66,7 @@ class Slow:
 class SlowOptimizer(Slow, torch.optim.Optimizer):
     """The same as an optimizer, made as one."""
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, name: str, hold: Callable[[Any], Any] = lambda one: one) -> None:
         torch.optim.Optimizer.__init__(self, inner.param_groups, {})
         self.around(inner, name, hold)
 
@@ -96,9 +90,7 @@ def test_a_wrappers_state_follows(kind: Any, inherits: Any) -> None:
     }
     found = []
     for name, hold in holds.items():
-        model, optimizer, grower = train(
-            lambda p, n=name, h=hold: kind(torch.optim.Adam(p, lr=0.01), n, h), inherits
-        )
+        model, optimizer, grower = train(lambda p, n=name, h=hold: kind(torch.optim.Adam(p, lr=0.01), n, h), inherits)
         assert all(optimizer.state[p]["slow"].shape == p.shape for p in model.parameters())
         assert set(optimizer.state) == set(model.parameters())
         (inner,) = [one for one in grower.optimizers if isinstance(one, torch.optim.Adam)]
@@ -200,9 +192,7 @@ def test_entries_of_no_parameter_stay_as_they_are(inherits: Any) -> None:
     again.load_state_dict(torch.load(file, weights_only=True))
     assert again.state["total"] == 24
     assert again.state["sums"][2] == [1.0]
-    assert all(
-        torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"]) for p in model.parameters()
-    )
+    assert all(torch.equal(again.state[p]["exp_avg"], optimizer.state[p]["exp_avg"]) for p in model.parameters())
 
 
 class Held:

@@ -125,9 +125,7 @@ def trained(method, logits=1.0):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "method", [Net2Net(), HyperCloning(), HyperCloning("diagonal"), Lemon()], ids=lambda m: m.name
-)
+@pytest.mark.parametrize("method", [Net2Net(), HyperCloning(), HyperCloning("diagonal"), Lemon()], ids=lambda m: m.name)
 def test_gradient_and_moments_of_copies_follow_exactly_at_every_entry(method, training):
     small, large, event, _ = grown(method)
     before, after = moments(small, training=training), moments(large, training=training)
@@ -187,9 +185,7 @@ def test_pairs_keep_the_gradient_and_moments_of_old_entries(training):
     for what, (tensors, power) in before.items():
         for name, tensor in tensors.items():
             got, expected, old = carried(event, name, tensor, power), after[what][0][name], old_entries(name)
-            torch.testing.assert_close(
-                got[old], expected[old], rtol=1e-8, atol=1e-12, msg=f"{what} of {name}"
-            )
+            torch.testing.assert_close(got[old], expected[old], rtol=1e-8, atol=1e-12, msg=f"{what} of {name}")
             assert (got[~old] == 0).all(), f"{what} of {name}: new entries start at zero"
 
 
@@ -204,11 +200,7 @@ def test_variance_transfer_divides_gradients_by_the_scale_of_the_weights():
         after = moments(large, state.output_factor, training)
         for what, (tensors, power) in before.items():
             for name, tensor in tensors.items():
-                got, expected, old = (
-                    carried(event, name, tensor, power),
-                    after[what][0][name],
-                    old_entries(name),
-                )
+                got, expected, old = (carried(event, name, tensor, power), after[what][0][name], old_entries(name))
                 error = (got[old] - expected[old]).norm() / (expected[old].norm() + 1e-9)
                 assert error < tolerance, f"{what} of {name} (training={training}): {error:.1e}"
 
@@ -245,9 +237,7 @@ def test_without_the_multiplier_all_state_follows_the_logits_that_shrink(method)
 
 
 def test_channels_that_come_behind_an_event_have_no_gradient() -> None:
-    carry = Carry(
-        {"a": torch.tensor([0, 1, 0])}, {"a": torch.tensor([0.5, 1.0, 0.5])}, {}, {"b": torch.eye(2)}
-    )
+    carry = Carry({"a": torch.tensor([0, 1, 0])}, {"a": torch.tensor([0.5, 1.0, 0.5])}, {}, {"b": torch.eye(2)})
     longer = carry.extended({"a": 5, "b": 3, "c": 7})
     assert longer.sources["a"].tolist() == [0, 1, 0, -1, -1]
     assert longer.rows["a"].tolist() == [0.5, 1.0, 0.5, 1.0, 1.0]

@@ -21,13 +21,7 @@ BOTH = pytest.mark.parametrize("twin", TWINS)
 
 def network(dtype=torch.float32):
     torch.manual_seed(0)
-    layers = (
-        nn.Conv2d(2, 6, 3, padding=1, bias=False),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(96, 3),
-    )
+    layers = (nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3))
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -56,9 +50,7 @@ def backward(model, optimizer, step, scaler=None):
     return loss
 
 
-def both(
-    twin, loop, groups=lambda model: model.parameters(), dtype=torch.float32, regions=regions_of, **options
-):
+def both(twin, loop, groups=lambda model: model.parameters(), dtype=torch.float32, regions=regions_of, **options):
     """Weights after the same loop with ours, regions of one stage each, and with torch's."""
     ours, theirs, defaults = TWINS[twin]
     options = {**defaults, **options}
@@ -104,9 +96,7 @@ def test_each_group_has_its_rate_in_regions_too(cls):
     singles = [cls(params, rule=NormRatio(), **setting) for params, _, setting in pairs]
     for single, (_, region, _) in zip(singles, pairs, strict=True):
         single.set_regions(dict([region]))
-    groups = [
-        {"params": [together[i].weight], **setting} for i, setting in zip((0, 4), settings, strict=True)
-    ]
+    groups = [{"params": [together[i].weight], **setting} for i, setting in zip((0, 4), settings, strict=True)]
     optimizer = cls(groups, rule=NormRatio())
     optimizer.set_regions(regions_of(together))
     for step in range(4):
@@ -165,9 +155,7 @@ def test_norms_in_half_precision_do_not_leave_its_range(size, whole, monkeypatch
         optimizer.set_regions({weight: regions})
         for _ in range(2):
             torch.testing.assert_close(optimizer.region_norms(weight)[1].double(), exact, rtol=1e-4, atol=0)
-            torch.testing.assert_close(
-                optimizer._squares([weight])[0].sqrt().double(), exact, rtol=1e-4, atol=0
-            )
+            torch.testing.assert_close(optimizer._squares([weight])[0].sqrt().double(), exact, rtol=1e-4, atol=0)
             optimizer.step()
 
 
@@ -200,9 +188,7 @@ def test_complex_empty_and_unused_parameters(twin):
         params.append(nn.Parameter(torch.randn(4, 3, generator=source, dtype=torch.complex64)))
         optimizer = make(params)
         if isinstance(optimizer, ours):
-            both_empty = {
-                p: Regions(torch.zeros(len(p), dtype=torch.long), torch.arange(3)) for p in params[1:2]
-            }
+            both_empty = {p: Regions(torch.zeros(len(p), dtype=torch.long), torch.arange(3)) for p in params[1:2]}
             optimizer.set_regions(both_empty)
         for step in range(4):
             for i, p in enumerate(params):

@@ -57,15 +57,11 @@ class Run:
     def relabel(self):
         if self.regional:
             regions = weight_regions(GRAPH, self.state.births)
-            self.optimizer.set_regions(
-                {p: regions[n] for n, p in self.network.named_parameters() if n in regions}
-            )
+            self.optimizer.set_regions({p: regions[n] for n, p in self.network.named_parameters() if n in regions})
 
     def grow(self):
         stage = self.state.stage + 1
-        event = grow(
-            self.network, GRAPH, self.method, self.state, widths(stage), 0, (torch.randn(4, 3, 4, 4),)
-        )
+        event = grow(self.network, GRAPH, self.method, self.state, widths(stage), 0, (torch.randn(4, 3, 4, 4),))
         before, after = event.widths_before, event.widths_after
         follow(self.optimizer, event.replaced, GRAPH, before, after, self.inheritance, event.carry)
         self.relabel()
@@ -90,8 +86,7 @@ def test_defaults_are_the_papers():
     assert default_inheritance(SGD(weight)) == default_inheritance(torch.optim.SGD(weight)) == "reset"
     turned = Carry(bases={"hidden.0": torch.eye(3)})
     assert (
-        default_inheritance(SGD(weight), turned) == "inherit"
-        and default_inheritance(SGD(weight), Carry()) == "reset"
+        default_inheritance(SGD(weight), turned) == "inherit" and default_inheritance(SGD(weight), Carry()) == "reset"
     )
     assert default_inheritance(Adam(weight)) == default_inheritance(torch.optim.RMSprop(weight)) == "inherit"
 
@@ -115,10 +110,7 @@ def test_running_means_of_gradients_are_first_moments_alone():
     found = running_gradients(run.optimizer)
     assert {id(p) for p in found} == {id(p) for p in run.network.parameters()}
     assert all(found[p] is run.optimizer.state[p]["exp_avg"] for p in found)
-    assert (
-        running_gradients(Run(lambda p: torch.optim.SGD(p, 0.01), PairGrowth(), regional=False).optimizer)
-        == {}
-    )
+    assert running_gradients(Run(lambda p: torch.optim.SGD(p, 0.01), PairGrowth(), regional=False).optimizer) == {}
 
 
 def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
@@ -133,9 +125,7 @@ def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
         new = run.state_of(name)
         assert new["step"] == 3
         for key, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-            carried = event.carry.carried(
-                old[key], name, GRAPH, event.widths_before, event.widths_after, power
-            )
+            carried = event.carry.carried(old[key], name, GRAPH, event.widths_before, event.widths_after, power)
             if inheritance == "inherit":
                 assert torch.equal(new[key], carried) and (new[key] != 0).float().mean() > 0.4
             else:
@@ -186,9 +176,7 @@ class Unheard(torch.optim.Optimizer):
 )
 def test_optimizers_growlab_does_not_know_keep_their_state(name, method):
     run = Run(OTHERS.get(name, Unheard), method(), "inherit", regional=False).steps(3)
-    before = {
-        key: value for key, value in run.state_of("4.weight").items() if isinstance(value, torch.Tensor)
-    }
+    before = {key: value for key, value in run.state_of("4.weight").items() if isinstance(value, torch.Tensor)}
     run.grow()
     weight = dict(run.network.named_parameters())["4.weight"]
     after = run.state_of("4.weight")
@@ -258,9 +246,7 @@ class Lookahead(torch.optim.Optimizer):
 def test_stored_weights_of_an_optimizer_keep_their_function(make, key, method):
     torch.manual_seed(0)
     x, y = torch.randn(16, 5, dtype=torch.float64), torch.randn(16, 2, dtype=torch.float64)
-    network = nn.Sequential(
-        nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2)
-    ).double()
+    network = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2)).double()
     grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
     optimizer = make(network.parameters())
     grower.follow(optimizer)
@@ -439,9 +425,7 @@ def test_every_tensor_that_grows_has_regions(name):
         assert found.fits(expected)
         assert torch.equal(found.spread(found.stages, expected.dim()).expand_as(expected), expected), tensor
         inner = expected.numel() // int(found.counts.sum())
-        assert [inner * n for n in found.counts.tolist()] == [
-            int((expected == k).sum()) for k in found.stages
-        ]
+        assert [inner * n for n in found.counts.tolist()] == [int((expected == k).sum()) for k in found.stages]
 
 
 class TestForgotten:
@@ -456,9 +440,7 @@ class TestForgotten:
         event = run.event
         follow(run.optimizer, event.replaced, GRAPH, event.widths_before, event.widths_after)
 
-    @pytest.mark.parametrize(
-        "make", [torch.optim.SGD, torch.optim.Adam, SGD, Muon], ids=lambda o: o.__module__
-    )
+    @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, SGD, Muon], ids=lambda o: o.__module__)
     def test_follow(self, make, monkeypatch):
         # Networks of other tests may wait for an optimizer yet.
         monkeypatch.setattr(replaced, "_awaited", {})
@@ -477,9 +459,7 @@ class TestForgotten:
     def test_follow_of_one_optimizer_in_two(self):
         run = self.run(lambda p: torch.optim.SGD(list(p)[:2], lr=0.1))
         self.follow(run)
-        other = torch.optim.Adam(
-            [old for old, _ in run.event.replaced.values() if isinstance(old, nn.Parameter)]
-        )
+        other = torch.optim.Adam([old for old, _ in run.event.replaced.values() if isinstance(old, nn.Parameter)])
         run.steps(1)
         with pytest.raises(UserError, match="Adam steps"):
             other.step()
@@ -535,9 +515,7 @@ def test_gradients_that_a_cuda_graph_has_overwritten_are_gone_after_an_event() -
     net(x).sum().backward()
     lost, kept = net[0].weight.grad, net[4].weight.grad.clone()
     # What torch does to the outputs of a graph when it runs once more.
-    torch._C._set_storage_access_error_msg(
-        lost, "accessing tensor output of CUDAGraphs that has been overwritten"
-    )
+    torch._C._set_storage_access_error_msg(lost, "accessing tensor output of CUDAGraphs that has been overwritten")
     grower.step(epoch=1)
     assert net[0].weight.grad is None
     assert net[4].weight.grad.shape == net[4].weight.shape != kept.shape and net[4].weight.grad.any()

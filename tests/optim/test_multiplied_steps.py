@@ -48,9 +48,7 @@ ELEMENTWISE: dict[str, Make] = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, **EPS),
     "Adadelta": lambda p: torch.optim.Adadelta(p),
     "Rprop": lambda p: torch.optim.Rprop(p, 1e-3),
-    "growlab's AdamW": lambda p: growlab.optim.AdamW(
-        p, weight_decay=0.1, rule=growlab.optim.BaseRate(), **EPS
-    ),
+    "growlab's AdamW": lambda p: growlab.optim.AdamW(p, weight_decay=0.1, rule=growlab.optim.BaseRate(), **EPS),
     "Lion": Lion,
     "SGD": lambda p: torch.optim.SGD(p, 1e-3, 0.9, weight_decay=0.1),
     "ASGD": lambda p: torch.optim.ASGD(p, 1e-3),
@@ -174,9 +172,7 @@ def test_kept_multipliers_lengthen_the_steps_of_adam(network: Callable[[], nn.Mo
 
 @pytest.mark.parametrize("treatment", get_args(Treatment))
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_every_treatment_keeps_the_function_and_ends_as_a_plain_network(
-    name: str, treatment: Treatment
-) -> None:
+def test_every_treatment_keeps_the_function_and_ends_as_a_plain_network(name: str, treatment: Treatment) -> None:
     training = Training(ELEMENTWISE[name], treatment, Normalised)
     average = torch.optim.swa_utils.AveragedModel(training.network)
     training.grower.follow(average)
@@ -233,9 +229,7 @@ def test_training_resumes_bit_for_bit(treatment: Treatment) -> None:
         training.step()
         training.grower.step(epoch=2)
         training.step()
-    for (name, one), other in zip(
-        whole.network.named_parameters(), resumed.network.parameters(), strict=True
-    ):
+    for (name, one), other in zip(whole.network.named_parameters(), resumed.network.parameters(), strict=True):
         assert torch.equal(one, other), name
 
 

@@ -9,19 +9,7 @@ import torch
 from torch import nn
 
 from growlab.base.errors import UserError
-from growlab.optim import (
-    LARS,
-    SGD,
-    Adam,
-    AdamW,
-    AvaGrad,
-    BaseRate,
-    MaxOne,
-    Muon,
-    NormRatio,
-    Regions,
-    exempt_from_decay,
-)
+from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, MaxOne, Muon, NormRatio, Regions, exempt_from_decay
 from growlab.optim.regional import BLOCK_ELEMENTS
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
@@ -58,9 +46,7 @@ def set_gradients(params, step):
 
 
 def regions(births=BIRTHS, vector=True):
-    known = {
-        name: Regions(torch.tensor(rows), torch.tensor(columns)) for name, (rows, columns) in births.items()
-    }
+    known = {name: Regions(torch.tensor(rows), torch.tensor(columns)) for name, (rows, columns) in births.items()}
     if vector:
         known["bias"] = Regions(torch.zeros(1, dtype=torch.long), torch.tensor([0, 0, 0, 1, 1, 2, 2]))
     return known
@@ -171,20 +157,14 @@ def adam_reference(births_at_step, decay, decoupled, newborn_at, ratios, steps=6
 def test_adam_corrects_bias_at_each_regions_age(make, decoupled, channels_last):
     """Stage 2 is announced after three steps, with empty moments, as after growth with zeros at new entries."""
     full = {**BIRTHS, "bias": ([0], [0, 0, 0, 1, 1, 2, 2])}
-    young = {
-        name: ([min(1, r) for r in rows], [min(1, c) for c in columns])
-        for name, (rows, columns) in full.items()
-    }
+    young = {name: ([min(1, r) for r in rows], [min(1, c) for c in columns]) for name, (rows, columns) in full.items()}
 
     def announce(step, optimizer, params):
         if step == 0:
             optimizer.set_regions({params[name]: r for name, r in regions(young, vector=False).items()})
         if step == 3:
             for name, region in regions(full, vector=False).items():
-                mask = (
-                    region.spread((region.stages == 2).double(), params[name].dim()).expand_as(params[name])
-                    > 0
-                )
+                mask = region.spread((region.stages == 2).double(), params[name].dim()).expand_as(params[name]) > 0
                 for key in ("exp_avg", "exp_avg_sq"):
                     optimizer.state[params[name]][key][mask] = 0.0
             optimizer.set_regions({params[name]: r for name, r in regions(full, vector=False).items()})
@@ -364,9 +344,7 @@ def test_copies_and_pickles_take_the_same_steps(name):
 @pytest.mark.parametrize("make", [SGD, Adam])
 def test_differentiable_steps_carry_gradients(make):
     """d(updated weight)/d(initial weight) against finite differences of the rate-weighted step."""
-    start = torch.randn(
-        4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
-    )
+    start = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     weight = start.clone()
     weight.retain_grad()
     optimizer = make([weight], lr=0.1, differentiable=True, rule=FirstOnly())
@@ -440,9 +418,7 @@ def test_factors_are_bounded_and_have_no_jump() -> None:
     ids=["tiny", "zero", "matrix", "max_one"],
 )
 def test_a_bound_that_applies_causes_one_warning(rule, norms: list, held: list) -> None:
-    with pytest.warns(
-        UserWarning, match=rf"{type(rule).__name__} asks for .* max_factor={rule.max_factor:g}:"
-    ):
+    with pytest.warns(UserWarning, match=rf"{type(rule).__name__} asks for .* max_factor={rule.max_factor:g}:"):
         assert rule.factors(torch.tensor(norms)).tolist() == held
     assert rule.factors(torch.tensor(norms)).tolist() == held
 
@@ -496,8 +472,7 @@ def test_weight_decay_spares_single_numbers_and_slopes(cls):
     """With a gradient of zero only decay moves: weights, biases and gains, but no logarithm, blend or slope."""
     torch.manual_seed(0)
     network = nn.Sequential(
-        *(nn.Linear(3, 4), nn.LayerNorm(4), Scaled(nn.Tanh())),
-        *(nn.Linear(4, 1), Scaled(nn.PReLU()), nn.PReLU(1)),
+        *(nn.Linear(3, 4), nn.LayerNorm(4), Scaled(nn.Tanh())), *(nn.Linear(4, 1), Scaled(nn.PReLU()), nn.PReLU(1))
     )
     nn.init.ones_(network[0].bias)
     nn.init.ones_(network[1].bias)

@@ -14,9 +14,7 @@ from growlab.optim.followers import order_parameters
 class Own(torch.optim.Optimizer):
     """Gradient descent on what `hold` picks, of its own list or group, and on nothing else."""
 
-    def __init__(
-        self, params: Any, hold: Callable[[list[nn.Parameter]], Any], in_group: bool = False
-    ) -> None:
+    def __init__(self, params: Any, hold: Callable[[list[nn.Parameter]], Any], in_group: bool = False) -> None:
         super().__init__(params, {"lr": 0.1})
         held = hold(self.param_groups[0]["params"])
         if in_group:
@@ -37,9 +35,7 @@ HOLD: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "tuple": tuple,
     "set": set,
     "lists": lambda params: [params[:2], tuple(params[2:])],
-    "dictionary": lambda params: {
-        f"kind {p.dim()}": [q for q in params if q.dim() == p.dim()] for p in params
-    },
+    "dictionary": lambda params: {f"kind {p.dim()}": [q for q in params if q.dim() == p.dim()] for p in params},
     "by number": lambda params: {number: p for number, p in enumerate(params)},
     "mapping of parameters": lambda params: {p: p for p in params},
 }

@@ -30,9 +30,7 @@ class Fixed:
 
 def grown(length, interleaved):
     births = torch.arange(length) * 4 // length
-    return (
-        births[torch.randperm(length, generator=torch.Generator().manual_seed(0))] if interleaved else births
-    )
+    return births[torch.randperm(length, generator=torch.Generator().manual_seed(0))] if interleaved else births
 
 
 def start(dtype, channels_last=False, interleaved=False, offset=0):
@@ -215,11 +213,7 @@ def test_columns_over_several_axes_are_those_of_the_flattened_tensor(cls):
     flat = Regions(rows, columns.repeat_interleave(2))
     value = torch.randn(4, 2, 3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = []
-    for shape, regions, last in (
-        (value.shape, deep, False),
-        (value.shape, deep, True),
-        ((4, 12), flat, False),
-    ):
+    for shape, regions, last in ((value.shape, deep, False), (value.shape, deep, True), ((4, 12), flat, False)):
         weight = nn.Parameter(value.reshape(shape).clone())
         if last:
             weight.data = weight.data.contiguous(memory_format=torch.channels_last)

@@ -103,9 +103,7 @@ def test_training_continues_after_finish_as_without(make: str) -> None:
     torch.testing.assert_close(first(x), second(x), rtol=1e-9, atol=1e-12)
     if make == "lookahead":
         for one, two in zip(first.parameters(), second.parameters(), strict=True):
-            torch.testing.assert_close(
-                optimizer.state[one]["ax"], twins.state[two]["ax"], rtol=1e-3, atol=1e-6
-            )
+            torch.testing.assert_close(optimizer.state[one]["ax"], twins.state[two]["ax"], rtol=1e-3, atol=1e-6)
 
 
 def test_the_outputs_factor_that_is_folded_divides_moments() -> None:

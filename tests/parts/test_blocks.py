@@ -197,27 +197,13 @@ def wide_first() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "x", "block", "start", "message"),
     [
-        (
-            resnet,
-            IMAGES,
-            "layers.0.2",
-            "identity",
-            "it has a residual branch, for which there is start='zero'",
-        ),
+        (resnet, IMAGES, "layers.0.2", "identity", "it has a residual branch, for which there is start='zero'"),
         (wide_first, SAMPLES, "2", "gstack", "no block of the same shapes comes before it to copy"),
         (transformer, SAMPLES, "1", "gstack", "no block of the same shapes comes before it to copy"),
-        (
-            transformer,
-            SAMPLES,
-            "2.up",
-            "identity",
-            r"2\.up puts out \[64, 12\] where \[64, 10\] goes in|it puts out",
-        ),
+        (transformer, SAMPLES, "2.up", "identity", r"2\.up puts out \[64, 12\] where \[64, 10\] goes in|it puts out"),
     ],
 )
-def test_a_start_that_does_not_fit_is_refused(
-    make: Any, x: Tensor, block: str, start: str, message: str
-) -> None:
+def test_a_start_that_does_not_fit_is_refused(make: Any, x: Tensor, block: str, start: str, message: str) -> None:
     network = make()
     with pytest.raises(UserError, match=message):
         Blocks(network, trace(network, x), [block], start, (x,))

@@ -113,9 +113,7 @@ def blocks_of(run: Loop) -> list[list[str]]:
 REPEATED = ("regions and rates", "copies with their state")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in RUNS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in REPEATED)) for name in RUNS])
 def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(name: str) -> None:
     whole = loop(**RUNS[name])
     files = [whole.train(killed).saved() for killed in (2, STEPS * 3 - 1)]
@@ -125,15 +123,10 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(nam
     wanted = whole.train().everything()
     last = [(key, p) for key, p in whole.network.named_parameters() if key.startswith("3.")]
     assert last and not any(torch.equal(before[key], p) for key, p in last)
-    assert (
-        sorted(name for names in blocks_of(whole) for name in names) == ["2", "3"]
-        and len(blocks_of(whole)) == 2
-    )
+    assert sorted(name for names in blocks_of(whole) for name in names) == ["2", "3"] and len(blocks_of(whole)) == 2
     for file in files:
         assert loop(**RUNS[name]).resume(file).train().everything() == wanted
-    assert list(whole.grower.finish().state_dict()) == list(
-        RUNS[name].get("network", layer_normed)().state_dict()
-    )
+    assert list(whole.grower.finish().state_dict()) == list(RUNS[name].get("network", layer_normed)().state_dict())
 
 
 def without_fixed_tensors() -> nn.Module:
@@ -145,9 +138,7 @@ def without_fixed_tensors() -> nn.Module:
 _ORDERS = list(itertools.permutations(("network", "optimizer", "grower")))
 
 
-@pytest.mark.parametrize(
-    ("network", "orders"), [(layer_normed, _ORDERS[2:4]), (without_fixed_tensors, _ORDERS)]
-)
+@pytest.mark.parametrize(("network", "orders"), [(layer_normed, _ORDERS[2:4]), (without_fixed_tensors, _ORDERS)])
 def test_a_checkpoint_loads_in_any_order(network: Any, orders: list[tuple[str, ...]]) -> None:
     """An optimizer that comes first waits for the blocks that its state is of."""
 
@@ -190,12 +181,7 @@ def doubled(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("method", "start"),
     [
-        *(
-            (PairGrowth(), "stack"),
-            (Net2Net(), "zero"),
-            (VarianceTransfer(), "stack"),
-            (RandomGrowth(), "zero"),
-        ),
+        *((PairGrowth(), "stack"), (Net2Net(), "zero"), (VarianceTransfer(), "stack"), (RandomGrowth(), "zero")),
         # Channels under a layer normalisation are not theirs.
         *((GradMax(fallback="pairs"), "zero"), (FireFly(fallback="pairs"), "stack")),
         *((Splitting(fallback="pairs"), "zero"), (Tiny(fallback="pairs"), "stack")),
@@ -249,9 +235,7 @@ def test_a_module_that_follows_gets_the_blocks_too() -> None:
 
 def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
     def by_layer(network: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [{"params": m.parameters()} for m in network if len(list(m.parameters()))], lr=0.1
-        )
+        return torch.optim.SGD([{"params": m.parameters()} for m in network if len(list(m.parameters()))], lr=0.1)
 
     # The only block with tensors of such names is one group's: what comes in joins it.
     run = loop(by_layer).train()
@@ -314,11 +298,7 @@ def trained_with_blocks(network: nn.Module, start: Any, resumed: dict[str, Any] 
     ("start", "kept", "resumed"),
     [
         *(("zero", "plain", False), ("zero", "persistent", True), ("stack", "plain", True)),
-        *(
-            ("stack", "not persistent", False),
-            ("gstack", "not persistent", True),
-            ("gstack", "frozen", False),
-        ),
+        *(("stack", "not persistent", False), ("gstack", "not persistent", True), ("gstack", "frozen", False)),
     ],
 )
 def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resumed: bool) -> None:

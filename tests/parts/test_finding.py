@@ -250,14 +250,8 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, str]] = {
         *(IMAGES, 11, "blocks.1"),
     ),
     "timm nfnet": (timm("nfnet_f0"), IMAGES, 8, "stages.1.1"),
-    "transformers GPT-2": (
-        of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2),
-        *(TOKENS, 2, "transformer.h.1"),
-    ),
-    "transformers Llama": (
-        of_transformers("LlamaForCausalLM", "LlamaConfig", **LLAMA),
-        *(TOKENS, 2, "model.layers.1"),
-    ),
+    "transformers GPT-2": (of_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), *(TOKENS, 2, "transformer.h.1")),
+    "transformers Llama": (of_transformers("LlamaForCausalLM", "LlamaConfig", **LLAMA), *(TOKENS, 2, "model.layers.1")),
     "transformers Gemma 2": (
         of_transformers("Gemma2Model", "Gemma2Config", **LLAMA, head_dim=8),
         *(TOKENS, 2, "layers.1 layers.2"),
@@ -329,12 +323,7 @@ STAYS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
     "side by side": (Parallel, SAMPLES, "zero", r"it does not take what branches\.0 puts out"),
     "a residual for identity": (Siblings, SAMPLES, "identity", "it has a residual branch"),
     "layers for zero": (Layers, SAMPLES, "zero", "finds no modules of one kind"),
-    "densenet": (
-        torchvision("densenet121"),
-        IMAGES,
-        "zero",
-        r"puts out \[2, 32, 8, 8\] where \[2, 64, 8, 8\]",
-    ),
+    "densenet": (torchvision("densenet121"), IMAGES, "zero", r"puts out \[2, 32, 8, 8\] where \[2, 64, 8, 8\]"),
     "shufflenet": (torchvision("shufflenet_v2_x0_5"), IMAGES, "zero", "its output comes out of Cat"),
     "transformers BERT": (
         of_transformers("BertModel", "BertConfig", vocab_size=50),

@@ -95,9 +95,7 @@ def test_all_entries_may_warm_up_by_the_rates_of_groups() -> None:
     twin, others, _ = grown("two", [])
     assert grower.events
     found, expected = moves(wide, optimizers), moves(twin, others)
-    assert all(
-        torch.allclose(found[key], whole / 4, rtol=1e-9, atol=1e-14) for key, whole in expected.items()
-    )
+    assert all(torch.allclose(found[key], whole / 4, rtol=1e-9, atol=1e-14) for key, whole in expected.items())
     assert {group["lr"] for optimizer in optimizers for group in optimizer.param_groups} == {RATE}
 
 
@@ -124,9 +122,7 @@ def test_old_layers_stay_bit_for_bit_and_new_ones_warm_up() -> None:
     """LLaMA-Pro: new blocks alone train, with an optimizer of all parameters that decays weights."""
     wide, optimizers, grower = grown("adamw", [Freeze(), Warmup(3)], layers=4, width=4)
     new = grower.newborn()
-    assert set(new.parameters) == {
-        f"layers.{i}.{n}.{w}" for i in (1, 3) for n in (0, 2) for w in ("weight", "bias")
-    }
+    assert set(new.parameters) == {f"layers.{i}.{n}.{w}" for i in (1, 3) for n in (0, 2) for w in ("weight", "bias")}
     before = {key: p.detach().clone() for key, p in wide.named_parameters()}
     train(wide, optimizers, 100)
     moved = {key for key, p in wide.named_parameters() if not torch.equal(p, before[key])}

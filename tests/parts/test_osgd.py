@@ -184,9 +184,7 @@ def test_the_mean_over_batches_is_that_of_all_samples_at_once(classes: Tensor | 
     expected = {name: p.grad for name, p in run.network.named_parameters() if p.requires_grad}
     assert samples == 13 and found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(
-            found[name], torch.zeros_like(found[name]) if gradient is None else gradient
-        )
+        torch.testing.assert_close(found[name], torch.zeros_like(found[name]) if gradient is None else gradient)
 
 
 def test_measuring_changes_nothing_and_its_passes_draw_differently() -> None:

@@ -112,9 +112,7 @@ def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
         tensors = growing.network.state_dict()
         made = NETWORKS[name](patch).state_dict()
         assert tensors.keys() == made.keys()
-        for key in (
-            tensors if epoch else [key for key in tensors if "proj" in key and tensors[key].dim() == 4]
-        ):
+        for key in tensors if epoch else [key for key in tensors if "proj" in key and tensors[key].dim() == 4]:
             assert tensors[key].shape[2:] == made[key].shape[2:]
     (event,) = growing.events
     assert event.notes["patch_size"] == 4 and event.parity_error_eval < 1e-5

@@ -20,9 +20,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
     if name == "hypernetworks":
         return {"method": Hyperfan(sharing="chunk", noise_std=1e-3), "parts": [Averages(0.9)]}
-    layers = IsotropicLayers(
-        reserve_neurons=2, threshold=0.5, importance="gradient", removal_compensation="batch"
-    )
+    layers = IsotropicLayers(reserve_neurons=2, threshold=0.5, importance="gradient", removal_compensation="batch")
     return {"network": lambda: Mixed(6, 3, 8, "batch"), "parts": [layers, Averages(0.9)]}
 
 
@@ -56,9 +54,7 @@ def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_end_with_the_same_bits_and_an_average_that_drifts_is_noticed(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_ranks_end_with_the_same_bits_and_an_average_that_drifts_is_noticed(cli: CommandLine, tmp_path: Path) -> None:
     skip_unless_whole()
     cli.on_two_ranks(one_rank, tmp_path)
     for name, word in (("hypernetworks", "Hyperfan"), ("isotropic", "asked_by")):

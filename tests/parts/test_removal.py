@@ -32,26 +32,16 @@ class Files:
 
 
 # They list the package's modules, or all settings.
-LISTING = tuple(
-    f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits", "words")
-)
+LISTING = tuple(f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits", "words"))
 # Tests of parts that meet belong to each of them.
 TOGETHER = ("parts/test_depth_grower.py", "parts/hypernets/test_growth.py", "parts/isotropic/test_part.py")
 PARTS = {
     "averages": Files(
-        ("parts/averages.py",),
-        ("parts/ema.yaml",),
-        ("parts/test_averages.py", *TOGETHER),
-        ("osgd.anneal=run",),
+        ("parts/averages.py",), ("parts/ema.yaml",), ("parts/test_averages.py", *TOGETHER), ("osgd.anneal=run",)
     ),
     "old gradients": Files(
         ("parts/osgd.py", "recipes/papers/entries/*_osgd.yaml"),
-        (
-            "parts/osgd.yaml",
-            "method/ours_osgd.yaml",
-            "experiment/table14.yaml",
-            "experiment/incremental*.yaml",
-        ),
+        ("parts/osgd.yaml", "method/ours_osgd.yaml", "experiment/table14.yaml", "experiment/incremental*.yaml"),
         ("parts/test_osgd.py", *TOGETHER),
     ),
     "depth": Files(
@@ -159,9 +149,7 @@ def test_nothing_that_stays_needs_a_part_to_be_imported(part: str) -> None:
     places = (("growlab", PARTS[part].code), ("tests", PARTS[part].tests))
     owned = [path for top, patterns in places for pattern in patterns for path in (ROOT / top).glob(pattern)]
     gone = {path for own in owned for path in ([own] if own.is_file() else own.rglob("*.py"))}
-    modules = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in gone if path.suffix == ".py"
-    }
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in gone if path.suffix == ".py"}
     modules |= {name.removesuffix(".__init__") for name in modules}
     stay = {path for top, _ in places for path in (ROOT / top).rglob("*.py")} - gone
     assert modules and {path.name: lost for path in stay if (lost := imported(path) & modules)} == {}

@@ -60,9 +60,7 @@ def small_gpt() -> nn.Module:
 
 
 def grower(network: nn.Module, example: Tensor, sizes: object, **settings: object) -> Grower:
-    return Grower(
-        network, example, method=PairGrowth(), trigger=STAGES, parts=[Resolution(sizes)], **settings
-    )
+    return Grower(network, example, method=PairGrowth(), trigger=STAGES, parts=[Resolution(sizes)], **settings)
 
 
 def test_images_are_small_in_training_steps_alone() -> None:
@@ -108,9 +106,7 @@ def test_targets_that_are_maps_of_classes_are_resized_with_the_images() -> None:
     small = growing.targets(classes)
     assert logits.shape[-2:] == small.shape[-2:] == (8, 12) and small.dtype == torch.int64
     # Nearest: each is the class of a pixel there.
-    assert torch.equal(
-        small, F.interpolate(classes[:, None].float(), (8, 12), mode="nearest-exact")[:, 0].long()
-    )
+    assert torch.equal(small, F.interpolate(classes[:, None].float(), (8, 12), mode="nearest-exact")[:, 0].long())
     shares = growing.targets(torch.rand(4, 16, 24))
     assert shares.shape == (4, 8, 12)
     labels = torch.arange(4)
@@ -183,12 +179,7 @@ def test_a_network_with_its_hook_can_be_copied_and_pickled() -> None:
             "does not take inputs of size 16 (Wrong image height! Expected 32 but got 16!)",
         ),
         (small_resnet, IMAGES, [16, 32], "[16, 32] changes nothing: the inputs are no larger"),
-        (
-            lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
-            torch.randn(2, 4),
-            [2],
-            "are [2, 4]",
-        ),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 4), [2], "are [2, 4]"),
     ],
 )
 def test_what_cannot_be_resized_is_refused(network, example, sizes, message) -> None:
@@ -219,9 +210,7 @@ def test_impossible_sizes_are_refused(sizes: object) -> None:
     ],
 )
 def test_sizes_can_be_fractions_of_the_datas(example: Tensor, parts: list[float], sizes: list[int]) -> None:
-    network = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
-    )
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
     part = Resolution(parts)
     run = Grower(network, example, method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[part])
     reached = [part.size_at(share / (len(sizes) - 1)) for share in range(len(sizes))]
@@ -272,8 +261,6 @@ def test_any_lightning_module_trains_at_the_sizes(tmp_path: Path) -> None:
     module, labels = Model(), torch.arange(4)
     growth = Growth("network", method=PairGrowth(), trigger=STAGES, parts=[Resolution([8, 12, 16])])
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = lightning.Trainer(
-        max_epochs=3, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet
-    )
+    trainer = lightning.Trainer(max_epochs=3, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet)
     trainer.fit(module, DataLoader(list(zip(IMAGES, labels, strict=True)), batch_size=4))
     assert module.sizes == [8, 12, 16]

@@ -98,10 +98,7 @@ def kept(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Kept:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("hypernetworks", "isotropic")))
-        for name in RESUMED
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("hypernetworks", "isotropic"))) for name in RESUMED],
 )
 def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
     cli: CommandLine, kept: Kept, name: str
@@ -230,9 +227,7 @@ def test_the_fixed_size_network_has_the_same_data(cli: CommandLine, tmp_path: Pa
     assert run.results["train_flops"] == 3 * mlp8_flops(12, 10) * trained
 
 
-def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(cli: CommandLine, tmp_path: Path) -> None:
     """Three of six blocks, never grown: at one budget it trains for more epochs than the full network."""
     whole, checkpoints = kept_run(cli, tmp_path, SMALLER)
     steps, (stage,) = whole.checkpoint["global_step"], whole.results["stages"]

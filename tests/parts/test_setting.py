@@ -247,10 +247,7 @@ def test_hugging_faces_trainer_trains_with_the_values_and_resumes(tmp_path: Path
             str(folder), num_train_epochs=3, per_device_train_batch_size=4, save_strategy="epoch", **quiet
         )
         growth = Callback(
-            method=PairGrowth(),
-            trigger=STAGES,
-            parts=[Setting("config.sliding_window", [2, 4, 8])],
-            example=(TOKENS,),
+            method=PairGrowth(), trigger=STAGES, parts=[Setting("config.sliding_window", [2, 4, 8])], example=(TOKENS,)
         )
         data = [{"input_ids": words, "labels": words} for words in TOKENS]
         trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[growth])

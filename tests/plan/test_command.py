@@ -58,9 +58,7 @@ def test_it_says_the_odds_what_being_wrong_costs_and_the_command(asked: tuple[Pa
     assert texts["planned"] == texts["smaller"].replace("experiment=smaller", "experiment=planned")
 
 
-def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(
-    asked: tuple[Path, Outcome],
-) -> None:
+def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(asked: tuple[Path, Outcome]) -> None:
     folder, outcome = asked
     assert len(re.findall(r"x optimizer.lr: training loss", outcome.err)) == 3
     assert re.search(r"Best at [\d.]+ x optimizer.lr: (2\.\d|3\.0) % spent, kept; \d+ s to go", outcome.err)
@@ -76,9 +74,7 @@ def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(
 
 
 @needs("depth")
-@pytest.mark.parametrize(
-    "arm", ["grown", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("full", "planned"))]
-)
+@pytest.mark.parametrize("arm", ["grown", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("full", "planned"))])
 def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked
     options = ("--config-dir", str(folder / "run"), f"experiment={arm}", f"hydra.run.dir={arm}")
@@ -97,9 +93,7 @@ def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: Com
         assert share == pytest.approx(planned["settings"]["switch"], abs=0.07)
 
 
-def test_the_full_network_may_be_wanted_and_the_budget_is_the_runs_own_length(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_the_full_network_may_be_wanted_and_the_budget_is_the_runs_own_length(cli: CommandLine, tmp_path: Path) -> None:
     own = [argument for argument in TINY if not argument.startswith("schedule.budget")]
     outcome = ask(cli, tmp_path, *own, "schedule.total_epochs=200", "plan.size=full", "method=net2net")
     assert outcome.code == 0, outcome.err
@@ -112,9 +106,7 @@ def test_the_full_network_may_be_wanted_and_the_budget_is_the_runs_own_length(
 
 
 def test_a_users_own_cases_are_used(cli: CommandLine, tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(
-        as_csv([replace(case, full=0.1, smaller=0.9) for case in read_cases()] * 9)
-    )
+    (tmp_path / "mine.csv").write_text(as_csv([replace(case, full=0.1, smaller=0.9) for case in read_cases()] * 9))
     outcome = ask(cli, tmp_path, *TINY, "plan.cases=[mine.csv]")
     assert outcome.code == 0 and outcome.out.startswith("The full network is"), outcome.err
     outcome = ask(cli, tmp_path, *TINY, "plan.cases=[none.csv]")
@@ -124,9 +116,7 @@ def test_a_users_own_cases_are_used(cli: CommandLine, tmp_path: Path) -> None:
 def test_weights_of_another_network_are_no_start(cli: CommandLine, tmp_path: Path) -> None:
     torch.save({"out.weight": torch.zeros(10, 3)}, tmp_path / "other.pt")
     outcome = cli(*TINY, "start_from=other.pt", "hydra.run.dir=run", cwd=tmp_path)
-    sentence = (
-        "start_from=other.pt is of another network than the first stage's: the shape of classifier.bias=null"
-    )
+    sentence = "start_from=other.pt is of another network than the first stage's: the shape of classifier.bias=null"
     assert outcome.code == 2 and sentence in outcome.err and "Traceback" not in outcome.err, outcome.err
 
 

@@ -19,9 +19,7 @@ def made(number: int = 60, seed: int = 0, slope: float = 2.0) -> list[Case]:
         ratio = float(np.exp(rng.uniform(-3, 3)))
         gain = 0.1 * (-slope * log(ratio) + rng.logistic())
         found.append(
-            Case(
-                str(index), f"family {index % 10}", "classes", 10**6, 250_000, round(ratio * 10**6), 0.1, 0.1
-            )
+            Case(str(index), f"family {index % 10}", "classes", 10**6, 250_000, round(ratio * 10**6), 0.1, 0.1)
         )
         found[-1] = replace(found[-1], smaller=0.1 / np.exp(gain), grown=0.1)
     return found
@@ -51,9 +49,7 @@ def test_odds_and_costs_are_those_that_made_the_cases() -> None:
 
 def test_a_family_is_judged_without_its_own_cases() -> None:
     cases = made()
-    turned = [
-        replace(one, smaller=one.full**2 / one.smaller) if one.family == "family 3" else one for one in cases
-    ]
+    turned = [replace(one, smaller=one.full**2 / one.smaller) if one.family == "family 3" else one for one in cases]
     before, after = check(cases).odds, check(turned).odds
     own = [index for index, one in enumerate(cases) if one.family == "family 3"]
     assert [before[index] for index in own] == [after[index] for index in own] and before != after

@@ -14,15 +14,7 @@ from growlab.lab.analysis.results import open_run
 from growlab.lab.analysis.style import display_name
 from growlab.recipes.papers.page import Standing, pages, standings
 from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
-from growlab.recipes.papers.verdicts import (
-    CONTRADICTED,
-    HOLDS,
-    ONE_RUN,
-    QUANTITIES,
-    UNDECIDED,
-    _runs,
-    outcome,
-)
+from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, QUANTITIES, UNDECIDED, _runs, outcome
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
@@ -58,15 +50,11 @@ def test_a_table_of_rows_is_of_one_network(made: dict[str, str]) -> None:
 
 def test_every_line_has_its_commands_and_every_paper_its_note(made: dict[str, str]) -> None:
     for item in registry().items.values():
-        (line,) = [
-            line for line in made[f"{item.paper}.md"].splitlines() if line.startswith(f"| {item.title} |")
-        ]
+        (line,) = [line for line in made[f"{item.paper}.md"].splitlines() if line.startswith(f"| {item.title} |")]
         assert f"`growlab reproduce {item.name}`" in line
         assert all(f"`growlab -m {command}`" in line for command in item.commands)
     for paper, about in registry().papers.items():
-        assert "note" not in about or (
-            f"\n{about['note']}\n" in made[f"{paper}.md"] and "tests hold" in about["note"]
-        )
+        assert "note" not in about or (f"\n{about['note']}\n" in made[f"{paper}.md"] and "tests hold" in about["note"])
 
 
 @pytest.fixture(autouse=True)
@@ -326,9 +314,7 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
 
 def test_only_statements_of_the_paper_contradict_it(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.8, 0.81, 0.82001], [0.9, 0.91, 0.92])
-    item = entry(
-        Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True)
-    )
+    item = entry(Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True))
     made = pages(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
     index, text = made["index.md"], made["bird.md"]
     claimed, asked = text.index("| a claim | −10"), text.index("## Our own questions")

@@ -113,11 +113,7 @@ def test_reading_without_composing_gives_the_composed_values(command: str) -> No
         epochs = sum(schedule.epochs) if schedule.epochs else schedule.total_epochs
         if "total_epochs" not in command:
             assert job.epochs == epochs
-        assert (
-            found.data.removesuffix("_incremental") == cfg.data.name
-            or "data" in found.swept
-            or "data=" in command
-        )
+        assert found.data.removesuffix("_incremental") == cfg.data.name or "data" in found.swept or "data=" in command
     assert dict(found.swept) == {
         key: _split(str(value)) for key, value in (cfg.hydra.sweeper.params or {}).items()
     } or ("hydra.sweeper.params=null" in command)

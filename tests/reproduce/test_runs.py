@@ -49,9 +49,7 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def count_to(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        runs,
-        "command",
-        lambda job, place, *_: [sys.executable, "-c", COUNTER, str(place.runs / job.folder), str(last)],
+        runs, "command", lambda job, place, *_: [sys.executable, "-c", COUNTER, str(place.runs / job.folder), str(last)]
     )
 
 
@@ -60,9 +58,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_deadline_saves_all_runs_at_work_and_they_resume(
-    counting: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deadline_saves_all_runs_at_work_and_they_resume(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     count_to(10_000, monkeypatch)
     training = Training(counting, REGISTRY, at_once=2)
 
@@ -129,9 +125,7 @@ def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None
     (place.runs / job.folder / "config.yaml").write_text("trainer: {precision: 32-true}\n")
     assert "trainer.precision=32-true" in command(job, place, REGISTRY)
     study = REGISTRY.items["hyperfan_continual_regression"].jobs()[0]
-    assert not any(
-        word.startswith(("ckpt_path", "trainer", "data.root")) for word in command(study, place, REGISTRY)
-    )
+    assert not any(word.startswith(("ckpt_path", "trainer", "data.root")) for word in command(study, place, REGISTRY))
 
 
 @pytest.mark.parametrize(
@@ -160,11 +154,7 @@ def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
     ],
 )
 def test_wrong_words_are_refused_in_a_sentence(
-    words: list[str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -203,26 +193,17 @@ def test_a_dry_run_estimates_from_finished_runs(
     assert "8 run(s) to go: about 80.0 hours at the pace of 1 finished run(s)\n" in capsys.readouterr().out
 
 
-def test_figures_are_drawn_of_the_runs_that_they_can_show(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_drawn_of_the_runs_that_they_can_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Figures 4, 5 and 9: nine runs compared, and the rate factors of one of them; another seed is in the table."""
     item, place = REGISTRY.items["figure4"], Place(tmp_path)
     for job in item.jobs([0, 1, 7]):
         seed = int(job.overrides[-1].removeprefix("seed="))
-        methods = {
-            "growing": ("pairs", "none"),
-            "growing_vt": ("ours", "none"),
-            "ours": ("ours", "stagewise_norm"),
-        }
+        methods = {"growing": ("pairs", "none"), "growing_vt": ("ours", "none"), "ours": ("ours", "stagewise_norm")}
         growth, lr_adapt = methods[job.overrides[0].removeprefix("method=")]
         about = {"groups": {"a": {"full_width": 8, "widths": [4, 8]}}, "stage_epochs": (2, 2)}
         write_run(tmp_path / job.folder, growth=growth, lr_adapt=lr_adapt, seed=seed, **about)
     _write_results(item, place, [7])
-    assert {path.name for path in tmp_path.glob("*.png")} >= {
-        "figure4_compare.png",
-        "figure4_rate_factors_ours_0.png",
-    }
+    assert {path.name for path in tmp_path.glob("*.png")} >= {"figure4_compare.png", "figure4_rate_factors_ours_0.png"}
     assert "(3)" in (tmp_path / "figure4.md").read_text()
     assert "shows one run" not in capsys.readouterr().err
 

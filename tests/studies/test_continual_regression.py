@@ -31,9 +31,7 @@ def test_stacked_networks_compute_the_same_as_each_alone() -> None:
 
 def test_a_step_is_plain_sgd_on_the_hypernetwork() -> None:
     """The first task's steps, against torch.optim on the parametrised network itself."""
-    settings = study.Settings(
-        ["hyperfan_in"], learning_rates=[1e-3, 1e-2], num_seeds=2, steps=3, measure_every=3
-    )
+    settings = study.Settings(["hyperfan_in"], learning_rates=[1e-3, 1e-2], num_seeds=2, steps=3, measure_every=3)
     curves = study.train(settings, seed=5)
     x, y = study._samples((1, 2, 2), 5)
     drawn = torch.rand(3, 2, 2, generator=study.generator(5, 0, "embeddings"))
@@ -56,22 +54,16 @@ def test_a_step_is_plain_sgd_on_the_hypernetwork() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_step_leads(
-    lookahead: bool,
-) -> None:
+def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_step_leads(lookahead: bool) -> None:
     """Against one hypernetwork's own parameters, whose emitted weights are held to those of an earlier embedding."""
     settings = study.Settings(["kaiming_out"], lookahead=lookahead, beta=0.3)
     whole, rate = study.network("kaiming_out", 3).double(), 0.05
     stack = study.Stack([whole])
     source = torch.Generator().manual_seed(0)
-    embedding, old, x, y = (
-        torch.randn(1, *shape, generator=source).double() for shape in ((2,), (2,), (5, 1), (5, 1))
-    )
+    embedding, old, x, y = (torch.randn(1, *shape, generator=source).double() for shape in ((2,), (2,), (5, 1), (5, 1)))
     target = stack.emit(old) + 0.1
     start, embedded = [tensor.clone() for tensor in stack.weights], embedding.clone()
-    weights, moved = study._step(
-        stack, embedding, (x, y), [(old, target)], torch.tensor([rate]).double(), settings
-    )
+    weights, moved = study._step(stack, embedding, (x, y), [(old, target)], torch.tensor([rate]).double(), settings)
 
     def loss(given: list[torch.Tensor], e: torch.Tensor) -> torch.Tensor:
         return (stack.predict(stack.emit(e, given), x) - y).square().mean()
@@ -81,10 +73,7 @@ def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_s
 
     own = [tensor.requires_grad_(True) for tensor in (*start, embedded)]
     of_task = torch.autograd.grad(loss(own[:-1], own[-1]), own)
-    at = [
-        (w - rate * g if lookahead else w).detach().requires_grad_(True)
-        for w, g in zip(own, of_task, strict=True)
-    ]
+    at = [(w - rate * g if lookahead else w).detach().requires_grad_(True) for w, g in zip(own, of_task, strict=True)]
     of_old = torch.autograd.grad(held(at[:-1]), at[:-1])
     for tensor, w, g, h in zip(weights, start, of_task, of_old, strict=False):
         torch.testing.assert_close(tensor, (w - rate * (g + h)).detach())
@@ -94,9 +83,7 @@ def test_a_step_on_a_later_task_is_by_the_regulariser_where_it_is_or_where_the_s
 def test_the_regulariser_keeps_earlier_tasks() -> None:
     left = {}
     for beta in (0.0, 0.5):
-        settings = study.Settings(
-            ["kaiming_tenth"], [1e-2], num_seeds=3, steps=150, beta=beta, measure_every=150
-        )
+        settings = study.Settings(["kaiming_tenth"], [1e-2], num_seeds=3, steps=150, beta=beta, measure_every=150)
         curves = study.train(settings, seed=0)
         assert curves.steps == [0, 150, 300, 450]
         left[beta] = float(curves.losses[-1][0].mean())
@@ -124,9 +111,7 @@ def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: 
     assert [row["initialisation"] for row in summary["rows"]] == ["hyperfan_in", "kaiming_in"]
     assert summary["rows"][0]["median_first_loss"] < summary["rows"][1]["median_first_loss"]
     assert (tmp_path / "run" / "losses.png").stat().st_size > 10_000
-    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["command"].startswith(
-        "python -m growlab"
-    )
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["command"].startswith("python -m growlab")
 
 
 def test_losses_of_each_seed_are_those_behind_the_means() -> None:
@@ -180,9 +165,7 @@ def test_divergence_at_every_rate_is_reported(cli: CommandLine, tmp_path: Path) 
 
 def test_an_unknown_initialisation_is_refused(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
-        "experiment=papers/hyperfan_continual_regression",
-        "experiment_function.initialisations=[lucky]",
-        cwd=tmp_path,
+        "experiment=papers/hyperfan_continual_regression", "experiment_function.initialisations=[lucky]", cwd=tmp_path
     )
     assert outcome.code == 2 and "initialisation must be hyperfan_in" in outcome.err
 

@@ -49,9 +49,7 @@ def test_vectors_of_one_length_have_one_gain_and_still_tell_rings_apart(folder: 
 
 
 def test_an_affine_network_is_found_to_be_one() -> None:
-    linear = torch.nn.Sequential(
-        torch.nn.Linear(2, 4), IsotropicActivation(length=1e12), torch.nn.Linear(4, 2)
-    )
+    linear = torch.nn.Sequential(torch.nn.Linear(2, 4), IsotropicActivation(length=1e12), torch.nn.Linear(4, 2))
     x, labels = study._rings(torch.Generator().manual_seed(0))
     assert study._affinity(linear.double(), x, labels)["not_affine"] < 1e-9
     assert float(labels.double().mean()) == 0.5
@@ -119,9 +117,7 @@ def test_every_table_is_written(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_panel_has_its_legend_and_the_figure_says_n(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_panel_has_its_legend_and_the_figure_says_n(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(study.style, "save", lambda figure, path: drawn.append(figure) or path)
     study.draw(folder)

@@ -41,9 +41,7 @@ def test_a_language_model_grows_whole_and_exactly() -> None:
 
 @pytest.mark.parametrize("name, reason", [("autoformer", "prediction_length")])
 def test_a_type_that_cannot_be_made_small_is_refused(name: str, reason: str) -> None:
-    with pytest.raises(
-        UserError, match=f"no small sizes for the model type '{name}'.*{reason}.*write a factory"
-    ):
+    with pytest.raises(UserError, match=f"no small sizes for the model type '{name}'.*{reason}.*write a factory"):
         small_model(name)
 
 
@@ -67,12 +65,7 @@ def test_types_whose_code_is_odd_are_traced(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("deepseek_v3", "clip", "llama4_text", "mamba", "mamba2", "lfm2_moe", "segformer"),
-    ],
-)
+@pytest.mark.parametrize("name", [*("deepseek_v3", "clip", "llama4_text", "mamba", "mamba2", "lfm2_moe", "segformer")])
 def test_recent_types_grow_for_the_most_part(name: str) -> None:
     """Experts in one parameter, latent attention, state spaces, two towers, sizes for each of several stages."""
     if name not in importlib.import_module("transformers.models.auto").CONFIG_MAPPING:

@@ -15,9 +15,7 @@ pytest.importorskip("timm")
         ("convnext_atto", 1000),
     ],
 )
-def test_networks_of_timm_have_a_classifier_of_no_more_than_a_thousand_classes(
-    name: str, classes: int
-) -> None:
+def test_networks_of_timm_have_a_classifier_of_no_more_than_a_thousand_classes(name: str, classes: int) -> None:
     network, (images,) = load(f"timm/{name}", None)
     assert network.num_classes == classes and len(images) == 2
     assert network.get_classifier().out_features == classes

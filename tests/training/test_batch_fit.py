@@ -147,9 +147,10 @@ def test_a_device_that_runs_out_of_memory_is_caught_at_every_width_and_nothing_e
     torch.manual_seed(0)
     random = torch.get_rng_state()
     with TrialSteps(run, stages(run, 4, 8)) as steps:
-        assert [
-            (one["eq8"], one["batch_size"]) for one in fit_batch_sizes(2, EQ8, 1000, 1, steps.fits, int)
-        ] == [(58, 58), (48, 48)]
+        assert [(one["eq8"], one["batch_size"]) for one in fit_batch_sizes(2, EQ8, 1000, 1, steps.fits, int)] == [
+            (58, 58),
+            (48, 48),
+        ]
         # 100 * 4 fits exactly, and the device works on after it ran out.
         assert steps.fits(0, 100) and not steps.fits(0, 101) and steps.fits(0, 100)
     assert torch.equal(random, torch.get_rng_state())

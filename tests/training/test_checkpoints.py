@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from growlab.base.errors import UserError
-from growlab.lab.training.checkpoints import (
-    AtomicCheckpointIO,
-    last_checkpoint,
-    save,
-    usable_checkpoint,
-)
+from growlab.lab.training.checkpoints import AtomicCheckpointIO, last_checkpoint, save, usable_checkpoint
 
 
 class Failing:

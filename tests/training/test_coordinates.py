@@ -61,8 +61,7 @@ def test_with_mup_training_changes_activations_by_as_much_at_any_width() -> None
 
 
 @pytest.mark.parametrize(
-    ("initialisation", "rates"),
-    [("standard", RateAdaptation()), ("standard", MUP_RATES), ("mup", RateAdaptation())],
+    ("initialisation", "rates"), [("standard", RateAdaptation()), ("standard", MUP_RATES), ("mup", RateAdaptation())]
 )
 def test_without_either_half_of_it_logits_move_further_the_wider_the_network(
     initialisation: str, rates: RateAdaptation

@@ -41,9 +41,7 @@ def trained(*callbacks: Any) -> dict[str, torch.Tensor]:
     return task.network.state_dict()
 
 
-def test_training_is_the_same_and_each_event_and_shape_has_its_capture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_training_is_the_same_and_each_event_and_shape_has_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     captures: list[Any] = []
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
     monkeypatch.setattr(cuda_graphs, "_on_one_device", lambda trainer: True)

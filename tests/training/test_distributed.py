@@ -43,9 +43,7 @@ def test_lightning_keeps_the_wrappers_arguments_where_growlab_reads_them() -> No
         "broadcast_buffers": False,
         "init_sync": False,
     }
-    assert (
-        DDPStrategy()._start_method == "popen" and DDPStrategy(start_method="spawn")._start_method == "spawn"
-    )
+    assert DDPStrategy()._start_method == "popen" and DDPStrategy(start_method="spawn")._start_method == "spawn"
 
 
 def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: None) -> None:
@@ -72,8 +70,7 @@ def test_no_wrapper_on_one_device() -> None:
     strategy.connect(Small())
     model = strategy.model
     renew_wrapper(
-        cast(Any, SimpleNamespace(strategy=strategy, lightning_module=model)),
-        Grower(Small(), torch.randn(2, 4)),
+        cast(Any, SimpleNamespace(strategy=strategy, lightning_module=model)), Grower(Small(), torch.randn(2, 4))
     )
     assert strategy.model is model
 

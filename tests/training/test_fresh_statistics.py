@@ -92,14 +92,10 @@ def test_fresh_statistics_are_means_over_batches():
         means = torch.stack([x.mean((0, 2, 3)) for x in network.seen[name]])
         torch.testing.assert_close(fresh[f"{name}.running_mean"], means.mean(0), rtol=1e-5, atol=1e-6)
     variances = [x.var((0, 2, 3)) for x in network.seen["cumulative"]]
-    torch.testing.assert_close(
-        fresh["cumulative.running_var"], torch.stack(variances).mean(0), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(fresh["cumulative.running_var"], torch.stack(variances).mean(0), rtol=1e-5, atol=1e-6)
     # Called twice a batch, the second call counts 1 / (1 - momentum) times as much as the first.
     pairs = torch.stack([x.mean((0, 2, 3)) for x in network.seen["twice"]]).view(3, 2, 3).mean(0)
-    torch.testing.assert_close(
-        fresh["twice.running_mean"], (0.9 * pairs[0] + pairs[1]) / 1.9, rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(fresh["twice.running_mean"], (0.9 * pairs[0] + pairs[1]) / 1.9, rtol=1e-5, atol=1e-6)
 
 
 def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_same_without(uninterrupted):

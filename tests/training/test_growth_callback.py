@@ -27,9 +27,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def new_run(make: Callable[..., torch.optim.Optimizer]) -> tuple[Task, ImageData]:
-    data = ImageData(
-        "digits", limit_train=96, limit_test=20, batch_size=24, shift=1, mirror=True, validation="none"
-    )
+    data = ImageData("digits", limit_train=96, limit_test=20, batch_size=24, shift=1, mirror=True, validation="none")
     data.setup()
     lightning.seed_everything(0, verbose=False)
     network = MLP(64, [12, 12], 10, batch_norm=True)
@@ -57,9 +55,7 @@ def new_trainer(epochs: int, *callbacks: lightning.Callback) -> lightning.Traine
 
 
 @pytest.mark.parametrize(
-    ("make", "inheritance"),
-    [(sgd, "reset"), (sgd, "inherit"), (adamw, "inherit")],
-    ids=["reset", "sgd", "adamw"],
+    ("make", "inheritance"), [(sgd, "reset"), (sgd, "inherit"), (adamw, "inherit")], ids=["reset", "sgd", "adamw"]
 )
 def test_one_fit_equals_one_fit_for_each_stage(
     make: Callable[..., torch.optim.Optimizer], inheritance: Inheritance
@@ -94,13 +90,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
                 normalised=frozenset(dict(reference.network.named_parameters()) if make is adamw else ()),
             )
             follow(
-                optimizer,
-                event.replaced,
-                reference.graph,
-                event.widths_before,
-                widths[stage],
-                inheritance,
-                event.carry,
+                optimizer, event.replaced, reference.graph, event.widths_before, widths[stage], inheritance, event.carry
             )
             stages.fit_loop.max_epochs = end
         stages.fit(reference, datamodule=data)

@@ -63,9 +63,7 @@ def test_the_rate_follows_the_batch_size(rule: str, scale) -> None:
     clock=st.sampled_from(["epochs", "cost"]),
     rewarm=st.integers(0, 5),
 )
-def test_factors_stay_between_zero_and_one(
-    warmup: float, restarts: str, shape: str, clock: str, rewarm: int
-) -> None:
+def test_factors_stay_between_zero_and_one(warmup: float, restarts: str, shape: str, clock: str, rewarm: int) -> None:
     by_epochs = clock == "epochs" and shape != "one_cycle"
     warmups = {"warmup_epochs": warmup} if by_epochs else {"warmup_fraction": warmup / 6}
     decay = {"decay_fraction": max((1 - warmup / 6) / 2, 1e-3)}
@@ -130,9 +128,7 @@ def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -
             assert by_cost(step) == pytest.approx(by_epochs(step), abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("decay_shape", "left"), [("linear", lambda x: 1 - x), ("1-sqrt", lambda x: 1 - sqrt(x))]
-)
+@pytest.mark.parametrize(("decay_shape", "left"), [("linear", lambda x: 1 - x), ("1-sqrt", lambda x: 1 - sqrt(x))])
 def test_wsd_is_constant_and_then_decays_over_the_last_part(decay_shape: str, left) -> None:
     rate = LearningRate(
         "wsd", progress_unit="cost", warmup_fraction=0.125, decay_fraction=0.25, decay_shape=decay_shape
@@ -159,11 +155,7 @@ def test_the_rate_rises_again_after_each_growth_event() -> None:
         *({"shape": "cosin"}, {"restarts": "epoch"}, {"batch_rule": "square"}),
         *({"warmup_epochs": -1}, {"warmup_epochs": float("nan")}),
         *({"warmup_steps": 3, "shape": "one_cycle"}, {"warmup_steps": 0, "shape": "inverse_sqrt"}),
-        *(
-            {"progress_unit": "images"},
-            {"decay_shape": "sqrt", "shape": "wsd"},
-            {"warmup_steps_after_growth": -1},
-        ),
+        *({"progress_unit": "images"}, {"decay_shape": "sqrt", "shape": "wsd"}, {"warmup_steps_after_growth": -1}),
         *({"warmup_epochs": 1, "progress_unit": "cost"}, {"warmup_epochs": 1, "warmup_fraction": 0.1}),
         *(
             {"progress_unit": "cost", "shape": "steps"},

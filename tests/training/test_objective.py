@@ -36,9 +36,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_loss_is_torchs(smoothing):
     logits, target = tokens()
     loss, _ = TokenPrediction(smoothing, PADDING)(logits, target)
-    expected = F.cross_entropy(
-        logits.flatten(0, 1), target.flatten(), ignore_index=PADDING, label_smoothing=smoothing
-    )
+    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=PADDING, label_smoothing=smoothing)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
 
 
@@ -50,9 +48,7 @@ def test_metrics_are_over_all_tokens_whatever_the_batches():
     real = target != PADDING
     likelihood = F.cross_entropy(logits[real], target[real])
     assert found["perplexity"] == pytest.approx(math.exp(likelihood), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(
-        (logits.argmax(-1) == target)[real].double().mean().item(), rel=1e-6
-    )
+    assert found["accuracy"] == pytest.approx((logits.argmax(-1) == target)[real].double().mean().item(), rel=1e-6)
     assert set(found) == set(objective.metric_names)
     assert objective.metrics([1e9, 0.0, 1e9, 1.0])["perplexity"] == math.inf
 
@@ -83,11 +79,7 @@ def masks() -> list[torch.Tensor]:
 
 
 OBJECTIVES = {
-    "smoothed": (
-        Classification(0.1),
-        drawn((12, 3), (12,), classes=3),
-        tm.Accuracy("multiclass", num_classes=3),
-    ),
+    "smoothed": (Classification(0.1), drawn((12, 3), (12,), classes=3), tm.Accuracy("multiclass", num_classes=3)),
     "multilabel": (MultiLabel(), drawn((12, 4), (12, 4), classes=2), tm.F1Score("multilabel", num_labels=4)),
     "regression": (Regression(), drawn((12, 2), (12, 2)), tm.R2Score()),
     "regression_of_one": (Regression("huber"), drawn((12, 1), (12,)), tm.MeanSquaredError(squared=False)),
@@ -118,9 +110,7 @@ def test_metrics_add_up_over_uneven_batches_to_those_of_torchmetrics(name: str) 
     objective, (output, target), reference = OBJECTIVES[name]
     if name == "multilabel":
         reference.average = "micro"
-    found = objective.metrics(
-        sum(objective(output[part], target[part])[1].double() for part in PARTS).tolist()
-    )
+    found = objective.metrics(sum(objective(output[part], target[part])[1].double() for part in PARTS).tolist())
     assert tuple(found) == tuple(objective.metric_names)
     predicted = output.squeeze(-1) if output.dim() == target.dim() + 1 and output.shape[-1] == 1 else output
     assert found[KEYS[name]] == pytest.approx(float(reference(predicted, target)), rel=1e-5)
@@ -130,9 +120,7 @@ def test_metrics_add_up_over_uneven_batches_to_those_of_torchmetrics(name: str) 
 
 def test_metrics_that_are_no_sums_collect_what_they_see() -> None:
     output, target = drawn((12,), (12,))
-    objective = CustomObjective(
-        torch.nn.MSELoss(), {"order": tm.KendallRankCorrCoef(), "mae": tm.MeanAbsoluteError()}
-    )
+    objective = CustomObjective(torch.nn.MSELoss(), {"order": tm.KendallRankCorrCoef(), "mae": tm.MeanAbsoluteError()})
     assert (objective.metric_names, objective.evaluated_names) == (("loss", "mae"), ("order",))
     for part in PARTS:
         objective.observe(output[part], target[part])
@@ -167,9 +155,7 @@ def test_probabilities_are_made_for_metrics() -> None:
     output, target = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([1.0, 1.0, 1.0])
     found = []
     for predict in (None, torch.nn.Sigmoid()):
-        objective = CustomObjective(
-            torch.nn.BCEWithLogitsLoss(), {"accuracy": tm.Accuracy("binary")}, predict
-        )
+        objective = CustomObjective(torch.nn.BCEWithLogitsLoss(), {"accuracy": tm.Accuracy("binary")}, predict)
         found.append(objective.metrics(objective(output, target)[1].tolist())["accuracy"])
     assert found == [pytest.approx(1 / 3), 1.0]
 
@@ -177,17 +163,9 @@ def test_probabilities_are_made_for_metrics() -> None:
 MSE = torch.nn.MSELoss
 REFUSED: list[tuple[Any, list[tuple[int, ...]], str]] = [
     (lambda: MultiLabel(), [(4, 3), (4,)], "takes outputs [batch, labels] and targets [batch, labels]"),
-    (
-        lambda: Regression(),
-        [(4, 2), (4, 3)],
-        "outputs and targets of one shape, not outputs [4, 2] of float32",
-    ),
+    (lambda: Regression(), [(4, 2), (4, 3)], "outputs and targets of one shape, not outputs [4, 2] of float32"),
     (lambda: Segmentation(), [(4, 3), (4,)], "takes outputs [batch, classes, height, width]"),
-    (
-        lambda: TokenPrediction(),
-        [(4, 3), (4,)],
-        "and targets [batch, positions], not outputs [4, 3] of float32",
-    ),
+    (lambda: TokenPrediction(), [(4, 3), (4,)], "and targets [batch, positions], not outputs [4, 3] of float32"),
     (lambda: Classification(), [(4, 3), (4,)], "takes classes as targets, not numbers"),
     (lambda: CustomObjective(MSE()), [(4, 2), (4,)], "does not take outputs [4, 2] of float32"),
     (lambda: CustomObjective(MSE(reduction="none")), [], "objective.loss.reduction=none must be mean"),
@@ -215,9 +193,7 @@ def test_a_misfit_is_refused_in_a_sentence(make: Any, shapes: list[tuple[int, ..
 
 
 def test_a_metric_of_many_numbers_is_refused() -> None:
-    several = CustomObjective(
-        torch.nn.CrossEntropyLoss(), {"f": tm.F1Score("multiclass", num_classes=3, average=None)}
-    )
+    several = CustomObjective(torch.nn.CrossEntropyLoss(), {"f": tm.F1Score("multiclass", num_classes=3, average=None)})
     output, target = drawn((12, 3), (12,), classes=3)
     with pytest.raises(UserError, match=r"gives \[3\] numbers, not a single one; set its average"):
         several.metrics(several(output, target)[1].tolist())

@@ -15,13 +15,7 @@ from growlab.lab.training.plan import Loop, Plan, Planning, StageCost
 from growlab.widths import trace
 from tests.parts_here import needs
 
-SETTINGS = {
-    "total_epochs": 9,
-    "epochs": [2, 1],
-    "widths": [0.5, 1],
-    "batch_sizes": [50, 20],
-    "equal_flops": False,
-}
+SETTINGS = {"total_epochs": 9, "epochs": [2, 1], "widths": [0.5, 1], "batch_sizes": [50, 20], "equal_flops": False}
 
 
 LOOP = Loop()
@@ -41,9 +35,7 @@ def plan(data: ImageData, growth=None, **changes) -> Plan:
     return planned(network, SETTINGS | changes, growth or PairGrowth(), data, loop)
 
 
-def planned(
-    network: torch.nn.Module, settings: dict, growth: GrowthMethod, data: ImageData, loop: Loop = LOOP
-) -> Plan:
+def planned(network: torch.nn.Module, settings: dict, growth: GrowthMethod, data: ImageData, loop: Loop = LOOP) -> Plan:
     graph = trace(network, data.probe_batch(2))
     planning = Planning(settings, growth, None, data, loop)
     return planning.plan(planning.trigger(), graph, StageCost(network, graph, (), data.probe_batch(1)))[1]
@@ -75,9 +67,7 @@ class Sorted(torch.nn.Module):
 def test_a_network_that_cannot_grow_is_refused_and_trains_at_fixed_size(data: ImageData) -> None:
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), Sorted())
     network.add_module("classifier", torch.nn.Linear(8, 10))
-    with pytest.raises(
-        UserError, match=r"nothing in this network can grow \(.*classifier: the network's out"
-    ):
+    with pytest.raises(UserError, match=r"nothing in this network can grow \(.*classifier: the network's out"):
         planned(network, SETTINGS, PairGrowth(), data)
     settings = SETTINGS | {"widths": None, "batch_sizes": None, "epochs": None}
     assert planned(network, settings, FixedSize(), data).schedule.epochs == (9,)
@@ -87,10 +77,7 @@ def test_a_network_that_cannot_grow_is_refused_and_trains_at_fixed_size(data: Im
 def test_an_optimizer_that_does_not_take_its_settings_is_refused(wrong: dict) -> None:
     settings = {"_target_": "growlab.optim.SGD", "_partial_": True, "lr": 0.1}
     weight = torch.nn.Parameter(torch.zeros(2))
-    assert (
-        optimizer_maker(DictConfig({"optimizer": settings, "lr_adapt": NO_RATES}))([weight]).defaults["lr"]
-        == 0.1
-    )
+    assert optimizer_maker(DictConfig({"optimizer": settings, "lr_adapt": NO_RATES}))([weight]).defaults["lr"] == 0.1
     make = optimizer_maker(DictConfig({"optimizer": settings | wrong, "lr_adapt": NO_RATES}))
     with pytest.raises(UserError, match=r"optimizer cannot be made with lr=.*: .* \(HYDRA_FULL_ERROR=1 sh"):
         make([weight])
@@ -185,9 +172,7 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
         ({}, PairGrowth(), Plateau(), "decides that while it trains"),
     ],
 )
-def test_a_budget_that_does_not_fit_is_refused(
-    data: ImageData, changes, growth, demand, message: str
-) -> None:
+def test_a_budget_that_does_not_fit_is_refused(data: ImageData, changes, growth, demand, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Planning(SETTINGS | {"epochs": None, "budget": 5.0} | changes, growth, demand, data)
 

@@ -13,14 +13,7 @@ from growlab.lab.networks import mlp8
 from growlab.widths import trace
 from tests.command_line import CommandLine
 
-IMAGES = {
-    "limit_train": 96,
-    "limit_test": 40,
-    "batch_size": 32,
-    "shift": 1,
-    "mirror": True,
-    "validation": "none",
-}
+IMAGES = {"limit_train": 96, "limit_test": 40, "batch_size": 32, "shift": 1, "mirror": True, "validation": "none"}
 ARGUMENTS = (
     *(f"data.{key}={str(value).lower()}" for key, value in IMAGES.items()),
     *("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=1"),
@@ -70,9 +63,7 @@ def test_without_rate_adaptation_norms_are_recorded_too(
         assert float(first[name]["grad_norm"]) == pytest.approx(weight.grad.norm().item(), rel=1e-4)
 
 
-def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(
-    cli: CommandLine, tmp_path: Path
-) -> None:
+def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*ARGUMENTS, "lr_adapt=stagewise_norm", "hydra.run.dir=run", cwd=tmp_path)
     assert outcome.code == 0, outcome.err
     rows = [row for row in rates(tmp_path / "run") if row["parameter"] == "hidden.3.weight"]

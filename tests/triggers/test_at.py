@@ -23,10 +23,7 @@ def grower(trigger: Any) -> Grower:
 @pytest.mark.parametrize(
     ("trigger", "sentence"),
     [
-        (
-            {0: {"0": 8}, 1: {"0": 20}},
-            "the width 20 of group '0' must be a whole number from 1 to its full width 16",
-        ),
+        ({0: {"0": 8}, 1: {"0": 20}}, "the width 20 of group '0' must be a whole number from 1 to its full width 16"),
         ({0: {"0": 2.5}, 1: 1.0}, "the width 2.5 of group '0' must be a whole number"),
         ({0: {"0": "8"}}, "the width '8' of group '0' must be a whole number"),
         ({0: {"0": 8, 3: 4}}, "no width group 3, only 0"),
@@ -40,9 +37,7 @@ def grower(trigger: Any) -> Grower:
         ({-1: 0.5, 1: 1.0}, "must begin at 0"),
     ],
 )
-def test_widths_and_moments_that_cannot_be_are_refused_before_training(
-    trigger: dict[Any, Any], sentence: str
-) -> None:
+def test_widths_and_moments_that_cannot_be_are_refused_before_training(trigger: dict[Any, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         grower(trigger)
 

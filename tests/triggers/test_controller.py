@@ -43,9 +43,7 @@ class Loop:
         self.network = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.01), nn.Linear(24, 3))
         self.data = batches(STEPS, hard)
         self.trigger = Controller(1 / 12 if hard else 0.5, total_steps=STEPS, branch=0.03)
-        self.grower = Grower(
-            self.network, self.data[0][0], method=PairGrowth(), trigger=self.trigger, verbose=False
-        )
+        self.grower = Grower(self.network, self.data[0][0], method=PairGrowth(), trigger=self.trigger, verbose=False)
         self.grower.provide(batches=lambda number: batches(number, hard, seed=1), loss=F.mse_loss)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1 if hard else 0.002, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, STEPS // 2, 0.1)
@@ -69,9 +67,7 @@ class Loop:
         return copy.deepcopy([part.state_dict() for part in parts])
 
     def load(self, saved: Any, done: int) -> "Loop":
-        for part, state in zip(
-            (self.network, self.optimizer, self.schedule, self.grower), saved, strict=True
-        ):
+        for part, state in zip((self.network, self.optimizer, self.schedule, self.grower), saved, strict=True):
             # torch's optimizers keep the tensors that they load.
             part.load_state_dict(copy.deepcopy(state))
         self.done = done

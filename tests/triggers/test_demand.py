@@ -11,16 +11,7 @@ from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.grower.triggers import (
-    Budget,
-    Demand,
-    Expressivity,
-    GradientNorm,
-    OnDemand,
-    Plateau,
-    Progress,
-    Scheduled,
-)
+from growlab.grower.triggers import Budget, Demand, Expressivity, GradientNorm, OnDemand, Plateau, Progress, Scheduled
 from growlab.growth import Bottleneck, PairGrowth, Schedule, make_schedule
 
 STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
@@ -89,9 +80,7 @@ def test_a_network_without_channels_to_look_at_is_told_before_training() -> None
     trigger = OnDemand(Expressivity(), schedule, 4)
     grower = Grower(Stream(), torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
     grower.provide(records=list, samples=[1], flops=lambda *_: 1, reference_flops=1.0)
-    with pytest.raises(
-        UserError, match="one producing and one consuming layer, of which this network has none"
-    ):
+    with pytest.raises(UserError, match="one producing and one consuming layer, of which this network has none"):
         grower.step(epoch=0)
 
 
@@ -155,9 +144,7 @@ def run(demand: Demand, total_epochs: int, flops: tuple[int, ...]) -> tuple[list
     every=st.integers(1, 3),
     final=st.sampled_from([0.0, 0.1, 0.3]),
 )
-def test_full_width_comes_in_time_whatever_it_wants(
-    wishes: list[bool], total: int, every: int, final: float
-) -> None:
+def test_full_width_comes_in_time_whatever_it_wants(wishes: list[bool], total: int, every: int, final: float) -> None:
     demand = Whim(wishes, min_epochs=every, final_fraction=final)
     demand.check(total, 3, 50.0)
     stages, _ = run(demand, total, (1, 4, 9, 16))
@@ -166,9 +153,7 @@ def test_full_width_comes_in_time_whatever_it_wants(
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    percent=st.floats(40, 100), total=st.integers(12, 60), every=st.integers(1, 3), seed=st.integers(1, 15)
-)
+@given(percent=st.floats(40, 100), total=st.integers(12, 60), every=st.integers(1, 3), seed=st.integers(1, 15))
 def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed: int) -> None:
     demand, flops = Budget(percent, min_epochs=every, final_fraction=0.1), (seed, 20, 60, 100)
     _, cheapest = run(Whim([False], min_epochs=every, final_fraction=0.1), total, flops)

@@ -32,9 +32,7 @@ def one_process() -> Iterator[None]:
 def llama(factor: int, tied: bool = False) -> Any:
     sizes: Any = {"hidden_size": 16 * factor, "intermediate_size": 24 * factor, "num_hidden_layers": 2}
     heads: Any = {"num_attention_heads": 2 * factor, "num_key_value_heads": factor, "head_dim": 8}
-    return LlamaForCausalLM(
-        LlamaConfig(**sizes, **heads, vocab_size=32, use_cache=False, tie_word_embeddings=tied)
-    )
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=32, use_cache=False, tie_word_embeddings=tied))
 
 
 def adam(network: Any) -> torch.optim.Optimizer:
@@ -89,19 +87,14 @@ def test_it_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
     assert other.param_groups[0]["lr"] == 2e-3
     torch.testing.assert_close(tensors(sharded, other), grown, rtol=0, atol=0)
     torch.testing.assert_close(sharded(X).logits.detach(), expected)
-    assert (
-        main([str(tmp_path), "--dcp", str(tmp_path / "small"), "--width", "2", "-o", str(tmp_path / "out")])
-        == 0
-    )
+    assert main([str(tmp_path), "--dcp", str(tmp_path / "small"), "--width", "2", "-o", str(tmp_path / "out")]) == 0
     plain = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "out"))
     third = adam(plain)
     load(plain, third, checkpoint_id=tmp_path / "out")
     torch.testing.assert_close(tensors(plain, third), grown, rtol=0, atol=0)
 
 
-def test_what_outputs_would_not_survive_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_outputs_would_not_survive_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path, False)
     wide = llama(2)
     graph = trace(wide, X)

@@ -133,12 +133,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([str(tmp_path / "gpt2"), "-o", str(tmp_path / "out"), "--more-experts", "2"]) == 2
     assert "no experts" in capsys.readouterr().err
     config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=64,
-        mlp_bias=True,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64, mlp_bias=True
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "biased")
     assert main([str(tmp_path / "biased"), "-o", str(tmp_path / "out")]) == 2

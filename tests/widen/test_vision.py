@@ -64,18 +64,7 @@ def test_weights_keep_their_precision(tmp_path: Path) -> None:
     state = saved(weights, "timm/test_resnet").bfloat16().state_dict()
     torch.save(state, weights)
     assert (
-        main(
-            [
-                "timm/test_resnet",
-                str(weights),
-                "--width",
-                "1.5",
-                "--input-shape",
-                SIDE,
-                "-o",
-                str(tmp_path / "out"),
-            ]
-        )
+        main(["timm/test_resnet", str(weights), "--width", "1.5", "--input-shape", SIDE, "-o", str(tmp_path / "out")])
         == 0
     )
     wider = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
@@ -110,14 +99,10 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     assert "state_dict behind its name" in refusal(name, "--width", 2)
     assert "must be above 1" in refusal(name, path, "--width", 0.5)
     assert "for folders of transformers" in refusal(name, path, "--width", 2, "--depth", 2)
-    assert "there are pairs, net2net, hypercloning, lemon" in refusal(
-        name, path, "--width", 2, "--method", "x"
-    )
+    assert "there are pairs, net2net, hypercloning, lemon" in refusal(name, path, "--width", 2, "--method", "x")
     told = refusal("torchvision/no_such_net", path, "--width", 2)
     # There is no such setting as model.name here.
-    assert "torchvision makes no network 'no_such_net'" in told and "model." not in told.replace(
-        "torchvision.m", ""
-    )
+    assert "torchvision makes no network 'no_such_net'" in told and "model." not in told.replace("torchvision.m", "")
     assert "do not fit the network" in refusal("torchvision/squeezenet1_0", path, "--width", 2)
     # Two heads of different sizes: neither may start anew.
     state = torch.load(path, weights_only=True)["model"]

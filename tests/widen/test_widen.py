@@ -171,9 +171,7 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     assert not out.exists()
 
 
-def test_a_folder_without_weights_or_of_an_unknown_type(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_weights_or_of_an_unknown_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path, model_type="no_such_type")
     assert "no_such_type" in refusal(capsys, folder, "--width", 2, "-o", tmp_path / "new")
     (folder / "model.safetensors").unlink()
@@ -197,9 +195,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_what_cannot_be_exact_is_refused_with_what_can(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_exact_is_refused_with_what_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "old", "bert")
     told = refusal(capsys, tmp_path / "old", "--width", 1.5, "-o", tmp_path / "new")
     assert "a whole --width such as 2, or --parts mlp" in told
@@ -289,9 +285,7 @@ def test_a_pickled_file_is_read(tmp_path: Path, shards: int) -> None:
     assert not list((tmp_path / "new").glob("*.bin*"))
 
 
-def test_damaged_and_foreign_files_are_told_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_and_foreign_files_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = folder_of(tmp_path), tmp_path / "new"
     whole = (folder / "model.safetensors").read_bytes()
     for content in (b"", b"nothing", whole[:100], whole[:-5], b"\xff" * 40):
@@ -385,16 +379,7 @@ def test_the_peak_is_below_the_file_that_is_written(tmp_path: Path, dtype: torch
         max_position_embeddings=256,
     )
     transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(tmp_path / "old")
-    command = [
-        sys.executable,
-        "-c",
-        _MEASURED,
-        str(tmp_path / "old"),
-        "--width",
-        "1.5",
-        "-o",
-        str(tmp_path / "new"),
-    ]
+    command = [sys.executable, "-c", _MEASURED, str(tmp_path / "old"), "--width", "1.5", "-o", str(tmp_path / "new")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     size = (tmp_path / "new" / "model.safetensors").stat().st_size

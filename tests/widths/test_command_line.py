@@ -62,10 +62,7 @@ def leaving() -> None:
         (["math:pi"], "is not a callable object"),
         (["os:getcwd"], "returned no network but str"),
         (["growlab/resnet20", "--methods", "theirs"], "no growth method theirs"),
-        (
-            ["tests.widths.test_command_line:leaving"],
-            "cannot make tests.widths.test_command_line:leaving: SystemExit",
-        ),
+        (["tests.widths.test_command_line:leaving"], "cannot make tests.widths.test_command_line:leaving: SystemExit"),
         *(
             (["growlab/resnet20", "--input-shape", shape], "is not of the form 3,32,32")
             for shape in ("3,-8,8", "0", "3,,8", "1.5", "9" * 30, "\u00b2")
@@ -147,9 +144,7 @@ def with_inputs() -> tuple[nn.Module, tuple[torch.Tensor]]:
 def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
     """Edges [2, E] of a graph: neither they nor its nodes have a row for each sample."""
     for keep in ([], ["--keep-full", "index_add_"]):
-        assert (
-            main(["tests.widths.test_command_line:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
-        )
+        assert main(["tests.widths.test_command_line:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
         report = Report(**json.loads(capsys.readouterr().out))
         assert report.samples == 1 and report.probe == [[6, 4], [2, 8]]
         assert report.groups == ({"nodes": 8} if keep else {"nodes": 8, "messages": 10})
@@ -163,9 +158,7 @@ class OnAGraph(nn.Module):
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         sent = self.messages(self.nodes(x).relu())[edges[0]]
-        return self.head(
-            torch.zeros(len(x), sent.shape[1], dtype=x.dtype).index_add_(0, edges[1], sent).tanh()
-        )
+        return self.head(torch.zeros(len(x), sent.shape[1], dtype=x.dtype).index_add_(0, edges[1], sent).tanh())
 
 
 def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -112,9 +112,7 @@ def test_a_layer_that_the_example_does_not_reach_is_named() -> None:
     def chosen(net: Net, h: Tensor, mask: Tensor) -> Tensor:
         return net.second(h) if mask.all() else h[:, :12]
 
-    with pytest.raises(
-        UnsupportedOperation, match=r"if mask\.all\(\).* does not read second\.weight for this"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"if mask\.all\(\).* does not read second\.weight for this"):
         trace(Net(chosen), (torch.randn(6, 8), ROWS))
     assert trace(Net(chosen), (torch.randn(6, 8), ROWS | True)).full_widths
 
@@ -125,7 +123,5 @@ def test_code_by_numbers_that_cannot_be_followed_is_named() -> None:
         net.first.bias.data = net.first.bias.data * 1.0
         return net.second(h[at : at + 2])
 
-    with pytest.raises(
-        UnsupportedOperation, match=r"at `at = int\(mask\.sum\(\)\)`: numbers in a tensor decide"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"at `at = int\(mask\.sum\(\)\)`: numbers in a tensor decide"):
         trace(Net(from_the_queue), (torch.randn(6, 8), ROWS))

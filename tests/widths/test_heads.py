@@ -11,16 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import VisionTransformer
 
-from growlab.growth import (
-    GrowthMethod,
-    Net2Net,
-    PairGrowth,
-    VarianceTransfer,
-    anneal_norms,
-    finish,
-    grow,
-    make_seed,
-)
+from growlab.growth import GrowthMethod, Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, make_seed
 from growlab.widths import WidthGraph, resize, trace
 
 
@@ -74,9 +65,7 @@ def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor, method: Growt
         (vision_transformer, (2, 3, 32, 32), ("conv_proj.weight", "encoder.ln.weight")),
     ],
 )
-def test_heads_and_streams_grow_exactly(
-    make: type[nn.Module], shape: tuple[int, ...], stream: tuple[str, ...]
-) -> None:
+def test_heads_and_streams_grow_exactly(make: type[nn.Module], shape: tuple[int, ...], stream: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     network, x = make().double(), torch.randn(*shape, dtype=torch.float64)
     graph = trace(network, x)
@@ -214,9 +203,7 @@ SPELLINGS: dict[str, Callable[[], Block]] = {
     "a dict's entry, heads before q, k and v": lambda: Block(of_heads_before_parts, True, table={"n": HEADS}),
     "the head dimension first": lambda: Block(of_dimension_first, False, h=HEADS, scale=3**-0.5),
     "heads among the samples": lambda: Block(of_samples_and_heads, False, h=HEADS),
-    "an object's attribute": lambda: Block(
-        of_unflatten, True, config=SimpleNamespace(heads=HEADS, width=CHANNELS)
-    ),
+    "an object's attribute": lambda: Block(of_unflatten, True, config=SimpleNamespace(heads=HEADS, width=CHANNELS)),
     "a list's entries": lambda: Block(of_list, True, sizes=[HEADS, CHANNELS // HEADS]),
     "a partial function": lambda: Block(of_function, True, split=partial(split_heads, number=HEADS)),
     "a layer, and einsum": lambda: Block(of_layer_and_einsum, True, split=Splitting(h=HEADS)),
@@ -228,9 +215,7 @@ SPELLINGS: dict[str, Callable[[], Block]] = {
     "chunks": lambda: Block(of_chunks, False, h=HEADS),
     "a constant": lambda: Block(lambda net, x: weighted(*(split_heads(y, HEADS) for y in net.each(x))), True),
     "the stream's width in the scale": lambda: Block(
-        lambda net, x: weighted(*(split_heads(y, net.h) for y in net.each(x)), x.shape[-1] ** -0.5),
-        False,
-        h=HEADS,
+        lambda net, x: weighted(*(split_heads(y, net.h) for y in net.each(x)), x.shape[-1] ** -0.5), False, h=HEADS
     ),
 }
 # There the heads cannot follow the widths: see the reason in the report.

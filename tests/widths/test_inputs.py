@@ -116,11 +116,7 @@ def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
     network = ByName().double()
     full = {name: tensor.shape for name, tensor in network.state_dict().items()}
     grower = Grower(
-        network,
-        {"x": X, "mask": MASK},
-        method=VarianceTransfer(),
-        trigger={0: 0.5, 1: 0.75, 2: 1.0},
-        parts=[Depth()],
+        network, {"x": X, "mask": MASK}, method=VarianceTransfer(), trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[Depth()]
     )
     narrow = forward_flops(network, {"x": X[:1].double(), "mask": MASK[:1].double()})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
@@ -150,13 +146,7 @@ def test_images_by_name_are_small_at_first() -> None:
     from growlab.parts.resolution import Resolution
 
     network, image = Sized(), torch.randn(2, 3, 16, 16)
-    Grower(
-        network,
-        {"image": image},
-        method=VarianceTransfer(),
-        trigger={0: 0.5, 1: 1.0},
-        parts=[Resolution([8, 16])],
-    )
+    Grower(network, {"image": image}, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, parts=[Resolution([8, 16])])
     seen: list[Any] = []
     network.a.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[-1]))
     network.train()(image=image)

@@ -7,12 +7,8 @@ from hypothesis import strategies as st
 from growlab.widths import Axis, Part, resized
 
 PARTS = st.lists(
-    st.builds(Part, st.sampled_from([None, "a", "b"]), st.integers(1, 3), st.integers(1, 3)),
-    min_size=1,
-    max_size=4,
-).map(
-    lambda parts: Axis(tuple(Part(p.group, p.outer, 1 if p.group is None else p.inner) for p in parts), "in")
-)
+    st.builds(Part, st.sampled_from([None, "a", "b"]), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4
+).map(lambda parts: Axis(tuple(Part(p.group, p.outer, 1 if p.group is None else p.inner) for p in parts), "in"))
 WIDTHS = st.fixed_dictionaries({"a": st.integers(1, 5), "b": st.integers(1, 5)})
 
 
@@ -55,8 +51,7 @@ def test_lift_maps_every_position_by_its_channel(axis, widths, random):
 def test_spread_gives_every_position_its_channels_value(axis, widths):
     values = {g: torch.arange(widths[g], dtype=torch.float64) + (10 if g == "b" else 0) for g in axis.groups}
     expected = [
-        -1.0 if group is None else float(values[group][channel])
-        for _, _, group, channel, _ in positions(axis, widths)
+        -1.0 if group is None else float(values[group][channel]) for _, _, group, channel, _ in positions(axis, widths)
     ]
     assert axis.spread(values, widths, fixed=-1.0).tolist() == expected
 

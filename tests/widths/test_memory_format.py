@@ -46,9 +46,7 @@ def test_a_narrowed_network_is_kept_from_them(change, monkeypatch):
 
 def test_only_narrow_strided_1x1_convolutions_leave_channels_last(monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    network = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.Conv2d(4, 9, 1, 2), nn.Conv2d(9, 4, 1, 3), nn.Conv2d(4, 3, 1)
-    )
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 9, 1, 2), nn.Conv2d(9, 4, 1, 3), nn.Conv2d(4, 3, 1))
     names = list(network.state_dict())
     for _ in range(2):
         avoid_unsafe_kernels(network)
@@ -58,8 +56,7 @@ def test_only_narrow_strided_1x1_convolutions_leave_channels_last(monkeypatch):
     seen = []
     for module in copy.deepcopy(network):
         module.register_forward_hook(
-            lambda module, inputs, named, output: seen.append(named["input"].is_contiguous()),
-            with_kwargs=True,
+            lambda module, inputs, named, output: seen.append(named["input"].is_contiguous()), with_kwargs=True
         )
         x = module(input=x.contiguous(memory_format=torch.channels_last))
     assert seen == [False, True, False, False]

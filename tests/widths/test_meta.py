@@ -18,9 +18,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "batch norm": lambda: F.batch_norm(made(2, 4, 3), made(4), made(4), made(4), made(4), training=True),
     "batch norm of others": lambda: F.batch_norm(made(2, 4, 3), made(4), made(5)),
     "batch norm of no others": lambda: F.batch_norm(made(1, 4), None, None, training=True),
-    "transposed convolution": lambda: F.conv_transpose2d(
-        made(2, 4, 5, 5), made(4, 2, 3, 3), made(4), groups=2
-    ),
+    "transposed convolution": lambda: F.conv_transpose2d(made(2, 4, 5, 5), made(4, 2, 3, 3), made(4), groups=2),
     "transposed convolution of one": lambda: F.conv_transpose1d(made(4, 5), made(4, 3, 2)),
     "rows added": lambda: made(3, 4).index_add(0, made(2, dtype=torch.int64), made(2, 4)),
     "sum": lambda: made(2, 1, 4) + made(3, 1),

@@ -32,9 +32,7 @@ def test_a_width_written_into_the_forward_keeps_its_group_full():
     network = WrittenWidth()
     graph = trace(network, torch.randn(2, 3, 2, 2))
     assert graph.full_widths == {"conv1": 6}
-    assert re.fullmatch(
-        r"the code fails at narrow widths: test_narrowing.py:\d+ raises .*32.*", graph.fixed["conv2"]
-    )
+    assert re.fullmatch(r"the code fails at narrow widths: test_narrowing.py:\d+ raises .*32.*", graph.fixed["conv2"])
     assert not graph.grows("classifier.weight")
     resize(network, graph, graph.full_widths, {"conv1": 2})
     assert network(torch.randn(5, 3, 2, 2)).shape == (5, 3)
@@ -61,9 +59,7 @@ class LooksAside(nn.Module):
     [
         lambda: LooksAside(lambda net, x: net.decoder(x), decoder=nn.ConvTranspose2d(8, 3, 2)),
         lambda: LooksAside(lambda net, x: net.decoder(x), decoder=nn.ConvTranspose2d(8, 4, 2, groups=2)),
-        lambda: LooksAside(
-            lambda net, x: x.new_zeros(2, 8).index_add(0, torch.zeros(len(x)).long(), x.mean((2, 3)))
-        ),
+        lambda: LooksAside(lambda net, x: x.new_zeros(2, 8).index_add(0, torch.zeros(len(x)).long(), x.mean((2, 3)))),
     ],
     ids=["transposed", "transposed in groups", "rows added"],
 )
@@ -276,9 +272,7 @@ def test_cosine_attention_whose_biases_of_keys_are_cleared_in_place_follows_the_
     narrow = {name: max(1, width // 3) for name, width in graph.full_widths.items()}
     resize(network, graph, graph.full_widths, narrow)
     attention = network.features[3][0].attn
-    assert (
-        attention.num_heads == 2 and attention.qkv.bias.shape == (24,) and attention.logit_scale.shape[0] == 2
-    )
+    assert attention.num_heads == 2 and attention.qkv.bias.shape == (24,) and attention.logit_scale.shape[0] == 2
     assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
 
 

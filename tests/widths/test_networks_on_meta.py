@@ -68,10 +68,7 @@ def test_flags_of_export_are_as_before_where_a_forward_fails():
 
 @pytest.mark.parametrize(
     ("kind", "inputs"),
-    [
-        ("GPT2", ("input_ids",)),
-        pytest.param("Mistral", ("input_ids", "attention_mask"), marks=pytest.mark.slow),
-    ],
+    [("GPT2", ("input_ids",)), pytest.param("Mistral", ("input_ids", "attention_mask"), marks=pytest.mark.slow)],
 )
 def test_language_models_trace_without_values_and_without_a_mask(kind, inputs):
     transformers = pytest.importorskip("transformers")

@@ -22,9 +22,7 @@ CONVOLUTIONS = nn.modules.conv._ConvNd
 NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.PReLU)
 
 # Layers whose outputs ours leaves at full width while Torch-Pruning would remove channels: ours -> why that is right.
-KEPT = {
-    "the network's output": "the logits are the task's; Torch-Pruning leaves it to the user to spare them"
-}
+KEPT = {"the network's output": "the logits are the task's; Torch-Pruning leaves it to the user to spare them"}
 KEPT_BESIDE_ECA = {
     "neighbouring channels are pooled or convolved": "ECA slides a window over channels: each has its place",
     "added to or multiplied with channels that keep their full width": "a stream that meets one of those",
@@ -93,9 +91,7 @@ def tie(network: nn.Module, module: str, side: str, position: int) -> Tie:
 
 def our_ties(network: nn.Module, graph: WidthGraph) -> dict[tuple[str, int], set[Tie]]:
     """Group and channel -> ties."""
-    layers = {
-        name: m for name, m in network.named_modules() if isinstance(m, (CONVOLUTIONS, nn.Linear, *NORMS))
-    }
+    layers = {name: m for name, m in network.named_modules() if isinstance(m, (CONVOLUTIONS, nn.Linear, *NORMS))}
     ties = defaultdict(set)
     for tensor, axes in graph.axes.items():
         module, _, leaf = tensor.rpartition(".")
@@ -112,9 +108,7 @@ def our_ties(network: nn.Module, graph: WidthGraph) -> dict[tuple[str, int], set
     return dict(ties)
 
 
-def their_ties(
-    network: nn.Module, dependencies: torch_pruning.DependencyGraph, root: str, row: int
-) -> set[Tie]:
+def their_ties(network: nn.Module, dependencies: torch_pruning.DependencyGraph, root: str, row: int) -> set[Tie]:
     """What Torch-Pruning removes with an output channel of a layer."""
     names = {module: name for name, module in network.named_modules()}
     layer = network.get_submodule(root)
@@ -153,9 +147,7 @@ def outcomes(name: str, case: Case) -> Counter[str]:
                 if ours != theirs:
                     # Ours widens every group of a grouped convolution alike, theirs one channel at a time.
                     rows = [
-                        one
-                        for one in ours
-                        if one[1] == "out" and not isinstance(network.get_submodule(one[0]), NORMS)
+                        one for one in ours if one[1] == "out" and not isinstance(network.get_submodule(one[0]), NORMS)
                     ]
                     theirs = set().union(*(their_ties(network, dependencies, one[0], one[2]) for one in rows))
             except ValueError:

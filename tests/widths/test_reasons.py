@@ -42,9 +42,7 @@ _FULL = "that keep their full width: "
         ),
         (
             lambda net, x: net.last(net.a(x).view(4, 8)),
-            {
-                "a": r"the code fails at narrow widths: test_reasons\.py:\d+ raises .*shape '\[4, 8\]' is invalid.*"
-            },
+            {"a": r"the code fails at narrow widths: test_reasons\.py:\d+ raises .*shape '\[4, 8\]' is invalid.*"},
         ),
         (lambda net, x: net.back(net.a(x)) + x, {"back": rf".* {_FULL}the network's input"}),
         (
@@ -79,16 +77,8 @@ def test_what_stays_says_why(run: Callable[[nn.Module, Tensor], Tensor], reasons
 @pytest.mark.parametrize(
     ("wrap", "name", "reason"),
     [
-        (
-            parametrizations.weight_norm,
-            "0.parametrizations.weight",
-            r".* WeightNorm computes .*\(weight_norm .*",
-        ),
-        (
-            parametrizations.spectral_norm,
-            "0.parametrizations.weight",
-            r".* SpectralNorm computes a weight .*",
-        ),
+        (parametrizations.weight_norm, "0.parametrizations.weight", r".* WeightNorm computes .*\(weight_norm .*"),
+        (parametrizations.spectral_norm, "0.parametrizations.weight", r".* SpectralNorm computes a weight .*"),
         (parametrizations.orthogonal, "0.parametrizations.weight", r".* Orthogonal computes a weight .*"),
         (nn.utils.weight_norm, "0", "weight_norm divides by a length over them"),
     ],

@@ -22,9 +22,7 @@ def bookkeeping(network: nn.Module) -> dict[str, tuple]:
     return told
 
 
-@pytest.mark.parametrize(
-    ("name", "part"), [(name, (0.01, 0.5, 1.7)[place % 3]) for place, name in enumerate(NETWORKS)]
-)
+@pytest.mark.parametrize(("name", "part"), [(name, (0.01, 0.5, 1.7)[place % 3]) for place, name in enumerate(NETWORKS)])
 def test_a_resized_network_is_an_ordinary_one(name, part):
     case, graph = NETWORKS[name], graph_of(name)
     network, built = case.make(), case.make()
@@ -59,10 +57,7 @@ def test_a_narrowed_network_is_the_one_built_narrow():
         (lambda w: [nn.Conv1d(2, w, 3), nn.PReLU(w), nn.BatchNorm1d(w), nn.Conv1d(w, 3, 3)], (2, 9)),
         (lambda w: [nn.Conv3d(2, w, 1), nn.GroupNorm(1, w), nn.Conv3d(w, 3, 1)], (2, 4, 4, 4)),
         (lambda w: [nn.ConvTranspose1d(2, w, 3), nn.Tanh(), nn.ConvTranspose1d(w, 3, 3)], (2, 5)),
-        (
-            lambda w: [nn.ConvTranspose2d(2, w, 3), nn.InstanceNorm2d(w, affine=True), nn.Conv2d(w, 3, 3)],
-            (2, 5, 5),
-        ),
+        (lambda w: [nn.ConvTranspose2d(2, w, 3), nn.InstanceNorm2d(w, affine=True), nn.Conv2d(w, 3, 3)], (2, 5, 5)),
         (lambda w: [nn.Linear(2, w), nn.LayerNorm(w), nn.Linear(w, 3)], (2,)),
     ],
 )
@@ -195,12 +190,7 @@ def test_hooks_on_parameters_follow_and_are_removed_by_their_handles():
     masks = network[0].weight.register_hook(keep_the_second_row)
     notes = network[0].weight.register_post_accumulate_grad_hook(lambda weight: called.append(weight.shape))
     for width in (4, 6):
-        resize(
-            network,
-            graph,
-            {n: len(network[0].weight) for n in graph.groups},
-            {n: width for n in graph.groups},
-        )
+        resize(network, graph, {n: len(network[0].weight) for n in graph.groups}, {n: width for n in graph.groups})
         network.zero_grad()
         network(torch.ones(2, 3)).square().sum().backward()
         torch.optim.SGD(network.parameters(), lr=0.1).step()

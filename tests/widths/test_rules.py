@@ -21,9 +21,7 @@ torch.manual_seed(0)
 class Around(nn.Module):
     """Some layers by name and a function that uses them."""
 
-    def __init__(
-        self, function: Callable[..., Tensor], **layers: nn.Module | nn.Parameter | int | tuple
-    ) -> None:
+    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module | nn.Parameter | int | tuple) -> None:
         super().__init__()
         self.function = function
         for name, layer in layers.items():
@@ -38,8 +36,7 @@ def on_stacks(
 ) -> Around:
     """`function(network, x [tokens, samples, channels])` uses parameters that hold several matrices each."""
     parameters = {
-        name: nn.Parameter(0.3 * torch.randn(size))
-        for name, size in {"up": up, "down": down, **biases}.items()
+        name: nn.Parameter(0.3 * torch.randn(size)) for name, size in {"up": up, "down": down, **biases}.items()
     }
     return Around(
         lambda net, x: net.head(function(net, net.inside(x).transpose(0, 1)).mean(0)),
@@ -80,9 +77,7 @@ def case(
     return RuleCase(network, input_shape, groups, written)
 
 
-def stacked(
-    function: Callable[..., Tensor], up: tuple[int, ...], down: tuple[int, ...], **biases: Any
-) -> RuleCase:
+def stacked(function: Callable[..., Tensor], up: tuple[int, ...], down: tuple[int, ...], **biases: Any) -> RuleCase:
     return case(TOKENS, {"inside": 6, "up": 9, "down": 7}, on_stacks(function, up, down, **biases))
 
 
@@ -233,9 +228,7 @@ REARRANGED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "tiled over the batch": lambda net, x: torch.cat([net.token.tile(len(x), 1, 1), x], 1),
     "interleaved over the batch": lambda net, x: torch.cat([net.token.repeat_interleave(len(x), 0), x], 1),
     "a vector repeated": lambda net, x: torch.cat([net.vector.repeat(len(x), 1, 1), x], 1),
-    "mask tokens": lambda net, x: torch.where(
-        torch.arange(5)[:, None] > 2, net.token.repeat(*x.shape[:2], 1), x
-    ),
+    "mask tokens": lambda net, x: torch.where(torch.arange(5)[:, None] > 2, net.token.repeat(*x.shape[:2], 1), x),
     "running sums": lambda net, x: x + net.rows.cumsum(0),
 }
 #: RMS normalisation by Euclidean norms and sums, times the root of a number of channels or of how many there are.
@@ -246,9 +239,7 @@ EUCLIDEAN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "normalize of another dimension": lambda net, x: F.normalize(x.mT, dim=1).mT * net.scale * net.gain,
     "normalize of deviations": lambda net, x: F.normalize(x - x.mean(-1, keepdim=True), dim=-1) * net.gain,
     "norm": lambda net, x: x / x.norm(dim=-1, keepdim=True) * net.scale * net.gain,
-    "clamped norm": lambda net, x: (
-        x / (torch.norm(x, dim=-1, keepdim=True) / net.scale).clamp(1e-8) * net.gain
-    ),
+    "clamped norm": lambda net, x: x / (torch.norm(x, dim=-1, keepdim=True) / net.scale).clamp(1e-8) * net.gain,
     "norm by shape": lambda net, x: x / (x.norm(2, -1, True) * x.shape[-1] ** -0.5 + 1e-8) * net.gain,
     "vector norm": lambda net, x: x / torch.linalg.vector_norm(x, dim=-1)[..., None] * net.gain,
     "sum of squares": lambda net, x: x * (x.square().sum(-1, True) + 1e-8).rsqrt() * net.scale * net.gain,
@@ -293,9 +284,7 @@ CASES = {
     ),
     "pixel shuffle": case(IMAGE, {"inside": 6}, on_images(lambda x: F.pixel_shuffle(x, 2), 24, after=6)),
     "pixel unshuffle": case(IMAGE, {"inside": 8}, on_images(lambda x: F.pixel_unshuffle(x, 2), after=32)),
-    "nearest interpolation": case(
-        IMAGE, {"inside": 8}, on_images(lambda x: F.interpolate(x, scale_factor=2))
-    ),
+    "nearest interpolation": case(IMAGE, {"inside": 8}, on_images(lambda x: F.interpolate(x, scale_factor=2))),
     "bilinear interpolation": case(
         IMAGE, {"inside": 8}, on_images(lambda x: F.interpolate(x, (9, 7), mode="bilinear", antialias=True))
     ),
@@ -316,9 +305,7 @@ CASES = {
         ROW,
         {},
         Around(
-            lambda net, x: net.head(
-                net.norm(net.first(x)).tanh() * 2 + net.second(net.norm(net.third(x)).tanh())
-            ),
+            lambda net, x: net.head(net.norm(net.first(x)).tanh() * 2 + net.second(net.norm(net.third(x)).tanh())),
             **{name: nn.Linear(8, 8) for name in ("first", "second", "third")},
             norm=nn.LayerNorm(8, elementwise_affine=False),
             head=nn.Linear(8, 4),
@@ -353,23 +340,17 @@ CASES = {
         head=[8, 4],
     ),
     "glu": case(IMAGE, {"inside": 6}, on_images(lambda x: F.glu(x, 1), 12, after=6)),
-    "where": case(
-        IMAGE, {"inside": 8}, on_images(lambda x: torch.where(x > 0, x, 0.1 * x).masked_fill(x < -1, 0))
-    ),
+    "where": case(IMAGE, {"inside": 8}, on_images(lambda x: torch.where(x > 0, x, 0.1 * x).masked_fill(x < -1, 0))),
     "a constant minus": case(IMAGE, {"inside": 8}, on_images(lambda x: 1 - x.sigmoid())),
     "stack": case(IMAGE, {"inside": 8}, on_images(lambda x: torch.stack([x, -x], 1).amax(1))),
     "repeat": case(IMAGE, {"inside": 8}, on_images(lambda x: x.repeat(1, 2, 1, 1), after=16)),
-    "norm over pixels": case(
-        IMAGE, {"inside": 8}, on_images(lambda x: x / (1 + x.norm(dim=(2, 3), keepdim=True)))
-    ),
+    "norm over pixels": case(IMAGE, {"inside": 8}, on_images(lambda x: x / (1 + x.norm(dim=(2, 3), keepdim=True)))),
     "softmax over pixels": case(
         IMAGE, {"inside": 8}, on_images(lambda x: x * x.flatten(2).softmax(2).unflatten(2, (6, 6)))
     ),
     "embedding": case(ROW, {"embed": 6}, embedded, embed=nn.Embedding(2, 6), head=[6, 4]),
     **{
-        f"embedding bag, {mode}": case(
-            ROW, {"embed": 6}, bagged, embed=nn.EmbeddingBag(2, 6, mode=mode), head=[6, 4]
-        )
+        f"embedding bag, {mode}": case(ROW, {"embed": 6}, bagged, embed=nn.EmbeddingBag(2, 6, mode=mode), head=[6, 4])
         for mode in ("sum", "mean", "max")
     },
     "fused attention": case(
@@ -395,9 +376,7 @@ CASES = {
         temperature=nn.Parameter(torch.rand(4, 1, 1)),
         head=[12, 4],
     ),
-    "attention whose heads grow wider": case(
-        TOKENS, {"q": 6}, attention(lambda net, x: x.unflatten(2, (2, -1)))
-    ),
+    "attention whose heads grow wider": case(TOKENS, {"q": 6}, attention(lambda net, x: x.unflatten(2, (2, -1)))),
     "attention with a head dimension in its code": case(
         TOKENS, {"q": 4}, attention(lambda net, x: x.unflatten(2, (-1, 3)))
     ),
@@ -430,9 +409,7 @@ CASES = {
         TOKENS,
         {"inside": 4},
         residual_attention,
-        written=frozenset(
-            HardcodedSize(f"layers.{i}.1", name) for i in (0, 1) for name in ("embed_dim", "num_heads")
-        ),
+        written=frozenset(HardcodedSize(f"layers.{i}.1", name) for i in (0, 1) for name in ("embed_dim", "num_heads")),
         inside=[8, 12],
         layers=nn.ModuleList(
             nn.ModuleList([nn.LayerNorm(12), nn.MultiheadAttention(12, 4, batch_first=True)]) for _ in "12"
@@ -475,9 +452,7 @@ CASES = {
     "a cast weight": case(
         ROW,
         {"inside": 6},
-        lambda net, x: net.head(
-            F.relu(F.linear(x, net.inside.weight.to(x.dtype), net.inside.bias.type_as(x)))
-        ),
+        lambda net, x: net.head(F.relu(F.linear(x, net.inside.weight.to(x.dtype), net.inside.bias.type_as(x)))),
         inside=[8, 6],
         head=[6, 4],
     ),
@@ -522,9 +497,7 @@ CASES = {
     "einsum with parameters": case(
         TOKENS,
         {"w": 6},
-        lambda net, x: torch.einsum("bth,kh->btk", F.relu(torch.einsum("bti,ih->bth", x, net.w)), net.v).mean(
-            1
-        ),
+        lambda net, x: torch.einsum("bth,kh->btk", F.relu(torch.einsum("bti,ih->bth", x, net.w)), net.v).mean(1),
         w=nn.Parameter(torch.randn(8, 6)),
         v=nn.Parameter(torch.randn(4, 6)),
     ),
@@ -537,9 +510,7 @@ CASES = {
     "permuted matrices of one parameter": stacked(
         lambda net, x: F.silu(x @ net.up.permute(0, 2, 1)) @ net.down.permute(0, 2, 1), (5, 9, 6), (5, 7, 9)
     ),
-    "matrices on the left": stacked(
-        lambda net, x: (net.down @ F.silu(net.up @ x.mT)).mT, (5, 9, 6), (5, 7, 9)
-    ),
+    "matrices on the left": stacked(lambda net, x: (net.down @ F.silu(net.up @ x.mT)).mT, (5, 9, 6), (5, 7, 9)),
     "transposed matrices on the left": stacked(
         lambda net, x: (net.down.mT @ F.silu(net.up.mT @ x.mT)).mT, (5, 6, 9), (5, 9, 7)
     ),
@@ -564,16 +535,12 @@ CASES = {
         second=(5, 1, 7),
     ),
     "einsum with matrices": stacked(
-        lambda net, x: torch.einsum(
-            "ebh,eho->ebo", F.silu(torch.einsum("ebi,eih->ebh", x, net.up)), net.down
-        ),
+        lambda net, x: torch.einsum("ebh,eho->ebo", F.silu(torch.einsum("ebi,eih->ebh", x, net.up)), net.down),
         (5, 6, 9),
         (5, 9, 7),
     ),
     "einsum with matrices laid out otherwise": stacked(
-        lambda net, x: torch.einsum(
-            "hbe,oeh->ebo", F.silu(torch.einsum("ebi,hei->hbe", x, net.up)), net.down
-        ),
+        lambda net, x: torch.einsum("hbe,oeh->ebo", F.silu(torch.einsum("ebi,hei->hbe", x, net.up)), net.down),
         (9, 5, 6),
         (7, 5, 9),
     ),
@@ -581,9 +548,7 @@ CASES = {
         TOKENS,
         {"inside": 6, "up": 3, "up#2": 9, "down": 7},
         on_stacks(
-            lambda net, x: torch.einsum(
-                "tbeh,eho->tbo", F.silu(torch.einsum("tbi,eih->tbeh", x, net.up)), net.down
-            ),
+            lambda net, x: torch.einsum("tbeh,eho->tbo", F.silu(torch.einsum("tbi,eih->tbeh", x, net.up)), net.down),
             up=(3, 6, 9),
             down=(3, 9, 7),
         ),
@@ -592,9 +557,7 @@ CASES = {
         TOKENS,
         {"inside": 6, "up": 2, "up#2": 5, "down": 7},
         on_stacks(
-            lambda net, x: torch.einsum(
-                "tbhk,hko->tbo", F.silu(torch.einsum("tbi,ihk->tbhk", x, net.up)), net.down
-            ),
+            lambda net, x: torch.einsum("tbhk,hko->tbo", F.silu(torch.einsum("tbi,ihk->tbhk", x, net.up)), net.down),
             up=(6, 2, 5),
             down=(2, 5, 7),
         ),
@@ -654,9 +617,7 @@ CASES = {
         TOKENS,
         {"inside": 6},
         lambda net, x: net.head(
-            (F.silu(net.inside(x)[..., None] * net.into(x)[:, :, None]) @ net.out(x)[..., None])[..., 0].mean(
-                1
-            )
+            (F.silu(net.inside(x)[..., None] * net.into(x)[:, :, None]) @ net.out(x)[..., None])[..., 0].mean(1)
         ),
         inside=[8, 6],
         into=[8, 3],
@@ -667,9 +628,9 @@ CASES = {
         TOKENS,
         {"inside": 6},
         lambda net, x: net.head(
-            torch.einsum(
-                "btcs,bts->btc", F.silu(net.inside(x)[..., None] * net.into(x)[:, :, None]), net.out(x)
-            ).mean(1)
+            torch.einsum("btcs,bts->btc", F.silu(net.inside(x)[..., None] * net.into(x)[:, :, None]), net.out(x)).mean(
+                1
+            )
         ),
         inside=[8, 6],
         into=[8, 3],
@@ -679,9 +640,7 @@ CASES = {
     "einsum that repeats a single position": case(
         TOKENS,
         {},
-        lambda net, x: net.head(
-            torch.einsum("bte,eho->bto", net.inside(x).mean(-1, keepdim=True), net.up).mean(1)
-        ),
+        lambda net, x: net.head(torch.einsum("bte,eho->bto", net.inside(x).mean(-1, keepdim=True), net.up).mean(1)),
         inside=[8, 6],
         up=nn.Parameter(torch.randn(3, 2, 7)),
         head=[7, 4],
@@ -760,9 +719,7 @@ CASES = {
     "windows as channels": case(
         IMAGE, {"inside": 8}, on_images(lambda x: F.fold(F.unfold(x, 3, padding=1), (6, 6), 3, padding=1))
     ),
-    "under autocast": case(
-        ROW, {"inside": 6, "middle": 7}, under_autocast, inside=[8, 6], middle=[6, 7], head=[7, 4]
-    ),
+    "under autocast": case(ROW, {"inside": 6, "middle": 7}, under_autocast, inside=[8, 6], middle=[6, 7], head=[7, 4]),
 }
 
 

@@ -9,16 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.grower import Grower
-from growlab.growth import (
-    GrowthMethod,
-    Net2Net,
-    PairGrowth,
-    VarianceTransfer,
-    anneal_norms,
-    finish,
-    grow,
-    make_seed,
-)
+from growlab.growth import GrowthMethod, Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, make_seed
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.lab.training import RateAdaptation
@@ -166,9 +157,7 @@ def test_gains_that_a_constant_is_added_to_follow_in_averages_and_in_optimizers(
     assert not network.norm.weight.any()
     average, ends = copy.deepcopy(network), copy.deepcopy(network)
     with torch.no_grad():
-        for middle, end, parameter in zip(
-            average.parameters(), ends.parameters(), network.parameters(), strict=True
-        ):
+        for middle, end, parameter in zip(average.parameters(), ends.parameters(), network.parameters(), strict=True):
             end += 0.3 * torch.randn_like(end)
             middle.copy_((end + parameter) / 2)
     before, after = state.widths, dict.fromkeys(graph.groups, 9)
@@ -182,17 +171,7 @@ def test_gains_that_a_constant_is_added_to_follow_in_averages_and_in_optimizers(
     momentum = optimizer.state[network.norm.weight]["momentum_buffer"]
     torch.testing.assert_close(momentum, network.norm.weight.grad)
     for other in (average, ends):
-        grow(
-            other,
-            graph,
-            method,
-            copy.deepcopy(state),
-            after,
-            0,
-            (TOKENS,),
-            averaged=leader,
-            averaged_event=leading,
-        )
+        grow(other, graph, method, copy.deepcopy(state), after, 0, (TOKENS,), averaged=leader, averaged_event=leading)
     middle = (ends.norm.weight + network.norm.weight) / 2
     torch.testing.assert_close(average.norm.weight, middle, rtol=0, atol=1e-14)
 
@@ -211,9 +190,7 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
     network, method = Language(), VarianceTransfer()
     graph = trace(network, TOKENS)
     assert graph.tied_outputs == ("table.weight",) and "table" not in graph.last_layers
-    told = (
-        "output layers: table (an embedding's table too: neither rescaled nor given an output layer's rate)"
-    )
+    told = "output layers: table (an embedding's table too: neither rescaled nor given an output layer's rate)"
     assert first_line(graph) == f"growing 2 width groups; {told}"
     assert first_line(graph, grows=False) == f"2 width groups; {told}"
     grower = Grower(network, (TOKENS,), method=method, trigger={0: dict.fromkeys(graph.groups, 4)})

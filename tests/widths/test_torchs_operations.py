@@ -76,9 +76,7 @@ def grown(function: Callable[[Tensor], Any]) -> list[str]:
         lambda h: h.clone().lt_(0.5),
     ],
 )
-def test_channels_grow_through_what_is_composite_or_works_entry_by_entry(
-    function: Callable[[Tensor], Any],
-) -> None:
+def test_channels_grow_through_what_is_composite_or_works_entry_by_entry(function: Callable[[Tensor], Any]) -> None:
     assert set(grown(function)) >= {"a", "b"}
 
 
@@ -100,13 +98,9 @@ def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], A
     assert "a" not in grown(function)
 
 
-@pytest.mark.parametrize(
-    "wrap", [nn.utils.parametrizations.orthogonal, nn.utils.parametrizations.weight_norm]
-)
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.orthogonal, nn.utils.parametrizations.weight_norm])
 def test_a_convolution_whose_weight_torch_computes_keeps_its_width(wrap: Callable[..., nn.Module]) -> None:
-    network = nn.Sequential(
-        nn.Conv1d(3, 8, 1), nn.ReLU(), wrap(nn.Conv1d(8, 4, 3)), nn.ReLU(), nn.Conv1d(4, 6, 1)
-    )
+    network = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), wrap(nn.Conv1d(8, 4, 3)), nn.ReLU(), nn.Conv1d(4, 6, 1))
     network.extend([nn.ReLU(), nn.Conv1d(6, 2, 1)])
     assert list(trace(network, torch.randn(2, 3, 5)).groups) == ["4"]
 
@@ -205,12 +199,7 @@ def repeats(network: nn.Module) -> bool:
 
 @pytest.mark.parametrize(
     ("function", "expected"),
-    [
-        (torch.empty_like, False),
-        (lambda h: h.new_empty(h.shape), False),
-        (torch.rand_like, False),
-        (torch.sin, True),
-    ],
+    [(torch.empty_like, False), (lambda h: h.new_empty(h.shape), False), (torch.rand_like, False), (torch.sin, True)],
 )
 def test_numbers_from_memory_that_nothing_filled_do_not_repeat(
     function: Callable[[Tensor], Tensor], expected: bool
@@ -224,15 +213,9 @@ def test_numbers_from_memory_that_nothing_filled_do_not_repeat(
 def test_every_function_of_torch_is_exact_or_refused() -> None:
     tried = 0
     for namespace in NAMESPACES:
-        for name in sorted(
-            set(dir(namespace)) - {"set_", "resize_", "backward", "share_memory_", "compile", "export"}
-        ):
+        for name in sorted(set(dir(namespace)) - {"set_", "resize_", "backward", "share_memory_", "compile", "export"}):
             function = getattr(namespace, name)
-            if (
-                name[0] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-                or isinstance(function, type)
-                or not callable(function)
-            ):
+            if name[0] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ" or isinstance(function, type) or not callable(function):
                 continue
             for call in CALLS:
                 network = Around(lambda h, f=function, call=call: call(f, h)).double().eval()

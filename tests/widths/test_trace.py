@@ -97,9 +97,7 @@ def test_scales_stop_at_functions_that_are_not_homogeneous():
     assert all(layer.scale_out in graph.unit_classes for layer in graph.layers[:-1])
     graph = graph_of("mlp")
     assert not any(layer.scale_out in graph.unit_classes for layer in graph.layers)
-    assert [a.scale_out == b.scale_in for a, b in zip(graph.layers, graph.layers[1:], strict=False)] == [
-        True
-    ] * 3
+    assert [a.scale_out == b.scale_in for a, b in zip(graph.layers, graph.layers[1:], strict=False)] == [True] * 3
     residual = {layer.name: layer for layer in graph_of("residual").layers}
     assert residual["stem"].scale_out == residual["conv2"].scale_out != residual["conv1"].scale_out
     assert residual["projection"].scale_out == residual["conv3"].scale_out
@@ -212,9 +210,7 @@ def test_code_that_leaves_torch_is_refused_with_its_line(capfd):
         def forward(self, x: Tensor) -> Tensor:
             return x if x.detach().numpy().sum() > 0 else -x
 
-    with pytest.raises(
-        UnsupportedOperation, match=r"cannot follow Leaving at `return x if x\..*trace=SUBMODULE"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"cannot follow Leaving at `return x if x\..*trace=SUBMODULE"):
         trace(Leaving(), torch.randn(2, 4))
 
     class Observing(nn.Module):
@@ -241,13 +237,9 @@ def test_tracing_leaves_no_trace():
 
 
 def test_a_network_that_does_not_run_in_train_mode_is_refused():
-    network = nn.Sequential(
-        nn.Conv2d(3, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)
-    )
+    network = nn.Sequential(nn.Conv2d(3, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     network.insert(1, TrainedOnLargeImages())
-    with pytest.raises(
-        UnsupportedOperation, match="Sequential does not run in train mode on its example inputs"
-    ):
+    with pytest.raises(UnsupportedOperation, match="Sequential does not run in train mode on its example inputs"):
         trace(network, torch.randn(2, 3, 5, 5))
 
 
@@ -255,11 +247,7 @@ def test_a_network_that_does_not_run_in_train_mode_is_refused():
     ("first", "example", "message"),
     [
         (nn.BatchNorm1d(4), torch.randn(1, 4), r"in train mode .*more than 1 value.*; take larger inputs"),
-        (
-            nn.Identity(),
-            torch.ones(2, 4, dtype=torch.int64),
-            r"in eval mode .*dtype.*; give it tensors of the type",
-        ),
+        (nn.Identity(), torch.ones(2, 4, dtype=torch.int64), r"in eval mode .*dtype.*; give it tensors of the type"),
     ],
 )
 def test_inputs_that_cannot_be_trained_on_are_refused(first: nn.Module, example: Tensor, message: str):
@@ -279,9 +267,7 @@ def test_a_network_that_cannot_compute_its_input_says_so(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(
-        UnsupportedOperation, match=r"Sequential cannot compute an input of \[2, 1, 5, 5\] \(Runtime"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"Sequential cannot compute an input of \[2, 1, 5, 5\] \(Runtime"):
         trace(network, torch.randn(2, 1, 5, 5))
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "Traceback" not in capfd.readouterr().err
@@ -289,21 +275,15 @@ def test_a_network_that_cannot_compute_its_input_says_so(
 
 
 @pytest.mark.parametrize(
-    "function",
-    [lambda x: x[x[..., 0] > 0], lambda x: x[:, x[0, :, 0].nonzero()[:, 0]]],
-    ids=["mask", "nonzero"],
+    "function", [lambda x: x[x[..., 0] > 0], lambda x: x[:, x[0, :, 0].nonzero()[:, 0]]], ids=["mask", "nonzero"]
 )
 def test_sizes_that_depend_on_the_data_are_refused_without_data(function):
-    with pytest.raises(
-        UnsupportedOperation, match=r"asks for numbers in a tensor \(.*x\[.* trace it on a device"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"asks for numbers in a tensor \(.*x\[.* trace it on a device"):
         trace(Odd(function).to("meta"), torch.randn(2, 6, 4, device="meta"))
 
 
 def test_an_operation_that_the_network_does_not_run_is_named():
-    with pytest.raises(
-        UnsupportedOperation, match=r"keep_full=\[reluu\]: Odd runs no .* nearest are relu\.$"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"keep_full=\[reluu\]: Odd runs no .* nearest are relu\.$"):
         trace(Odd(F.relu), torch.randn(2, 6, 4), keep_full=["reluu", "linear"])
     with pytest.raises(UnsupportedOperation, match=r"runs no .* it runs linear, relu\.$"):
         trace(Odd(F.relu), torch.randn(2, 6, 4), keep_full=["nothing"])
@@ -388,16 +368,12 @@ def test_rows_that_are_no_batch_stay() -> None:
             return self.b(self.a(x).view(4, 8))
 
     graph = trace(Written(), torch.randn(4, 5))
-    assert not graph.groups and graph.fixed["a"].endswith(
-        "raises \"shape '[4, 8]' is invalid for input of size 16\""
-    )
+    assert not graph.groups and graph.fixed["a"].endswith("raises \"shape '[4, 8]' is invalid for input of size 16\"")
 
 
 def test_layers_without_shapes_and_scripted_ones_are_refused():
     lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(8), nn.Linear(8, 2))
-    with pytest.raises(
-        UnsupportedOperation, match=r"1 \(LazyLinear\) has no shape yet; call the network once"
-    ):
+    with pytest.raises(UnsupportedOperation, match=r"1 \(LazyLinear\) has no shape yet; call the network once"):
         trace(lazy, torch.randn(2, 4))
     lazy(torch.randn(2, 4))
     assert trace(lazy, torch.randn(2, 4)).full_widths == {"0": 8, "1": 8}

@@ -37,9 +37,7 @@ class Logits(nn.Module):
         return self.network(tokens)[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))]
-)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "bert"))])
 def test_a_network_of_transformers_grows_exactly(name: str) -> None:
     kind, config, settings, share = CASES[name]
     torch.manual_seed(0)

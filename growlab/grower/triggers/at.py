@@ -37,10 +37,7 @@ class At(Trigger):
     knows_stages = True
 
     def __init__(
-        self,
-        widths: Mapping[float, Any],
-        unit: str = "epoch",
-        batch_sizes: Sequence[int] | None = None,
+        self, widths: Mapping[float, Any], unit: str = "epoch", batch_sizes: Sequence[int] | None = None
     ) -> None:
         if unit not in UNITS:
             raise UserError(f"unit={unit!r} of a trigger must be {', '.join(UNITS)}.")
@@ -126,9 +123,7 @@ class At(Trigger):
         if self._clock != "epoch":
             return None
         epochs, stage = range(len(grower.training.steps)), grower.state.scheduled_stage
-        return max(
-            (epoch + 1 for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == stage), default=None
-        )
+        return max((epoch + 1 for epoch in epochs if self.stage_at(Clock(epoch=epoch)) == stage), default=None)
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
         """Return the widths of the next stage once it is due."""
@@ -139,9 +134,7 @@ class At(Trigger):
 def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str, int]:
     for name, width in widths.items():
         if name not in graph.groups:
-            raise UserError(
-                f"the network has no width group {name!r}, only {', '.join(graph.groups) or 'none'}."
-            )
+            raise UserError(f"the network has no width group {name!r}, only {', '.join(graph.groups) or 'none'}.")
         full = graph.groups[name].full_width
         if not _is_whole(width) or not 1 <= width <= full:
             raise UserError(

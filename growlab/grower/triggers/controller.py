@@ -76,9 +76,7 @@ class Controller(Trigger):
             whole(_LEAST_STEPS, max_steps=max_steps)
             whole(1, **not_none(total_steps=total_steps))
         if not 0.25 <= at <= 0.45:
-            raise UserError(
-                f"at={at} of a Controller must lie between 0.25 and 0.45: before the rate decays."
-            )
+            raise UserError(f"at={at} of a Controller must lie between 0.25 and 0.45: before the rate decays.")
         if not 0 < branch <= 0.03:
             raise UserError(f"branch={branch} of a Controller must be above 0 and at most 0.03.")
         self._sizes = At({0: width, 1: 1.0})

@@ -12,15 +12,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import gather
 from growlab.base.settings import at_least, finite, one_of, whole
 from growlab.grower.triggers.trigger import GrowingNetwork, Trigger, Widths
-from growlab.growth import (
-    Bottleneck,
-    GrowthEvent,
-    Schedule,
-    WidthDecision,
-    bottlenecks,
-    measurable,
-    out_of_reach,
-)
+from growlab.growth import Bottleneck, GrowthEvent, Schedule, WidthDecision, bottlenecks, measurable, out_of_reach
 from growlab.widths import WidthGraph
 
 GROUPS = ("all", "gradient", "bottleneck")
@@ -191,9 +183,7 @@ class Plateau(Demand):
     METRICS = ("val_loss", "val_accuracy", "train_loss", "train_accuracy")
     metric: str
 
-    def __init__(
-        self, metric: str = "val_loss", patience: int = 3, min_delta: float = 0.01, **demand: Any
-    ) -> None:
+    def __init__(self, metric: str = "val_loss", patience: int = 3, min_delta: float = 0.01, **demand: Any) -> None:
         super().__init__(**demand)
         one_of(self.METRICS, metric=metric)
         whole(1, patience=patience)
@@ -335,9 +325,7 @@ class OnDemand(Trigger):
 
     def __init__(self, demand: Demand, stages: Schedule, total_epochs: int) -> None:
         if not isinstance(demand, Demand) or not isinstance(stages, Schedule):
-            raise UserError(
-                "OnDemand needs a demand and a schedule: such as Plateau() and make_schedule(...)."
-            )
+            raise UserError("OnDemand needs a demand and a schedule: such as Plateau() and make_schedule(...).")
         self.demand, self.total_epochs, self._stages = demand, total_epochs, stages
         self.plans_cost = demand.plans_cost
         self.auxiliary_passes: list[dict[str, Any]] = []
@@ -436,8 +424,7 @@ class OnDemand(Trigger):
         ahead = [{**widths, **{g: max(widths[g], width) for g, width in step.items()}} for step in above]
         stages = [grower.seed_widths, *(event.widths_after for event in grower.events)]
         spent = sum(
-            flops(stages[row["stage"]], self.fraction_grown(row["stage"], stages[row["stage"]]))
-            * samples[row["epoch"]]
+            flops(stages[row["stage"]], self.fraction_grown(row["stage"], stages[row["stage"]])) * samples[row["epoch"]]
             for row in rows
         )
         scheduled = _scheduled(grower.events)

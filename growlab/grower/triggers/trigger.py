@@ -297,6 +297,4 @@ class GrowingNetwork(ABC):
             )
         weights = annealed(self.state.norm_weights, self.state.norm_progress)
         batches, means = training.batches(number), (ranks.averaged, ranks.shared)
-        return Measurement(
-            self.network, self.graph, batches, training.loss, *means, weights, training.near_zero
-        )
+        return Measurement(self.network, self.graph, batches, training.loss, *means, weights, training.near_zero)

@@ -48,9 +48,7 @@ class FixedSize(GrowthMethod):
         one_of(_OUTPUT_POWER, initialisation=initialisation)
         finite(depth_multiple=depth_multiple)
         if not 0 <= depth_multiple <= 1:
-            raise ValueError(
-                f"depth_multiple must be a part of the blocks, from 0 to 1, not {depth_multiple}."
-            )
+            raise ValueError(f"depth_multiple must be a part of the blocks, from 0 to 1, not {depth_multiple}.")
         self.width_multiple, self.depth_multiple = width_multiple, depth_multiple
         self.draws_full_width = initialisation != "constructor"
         self.new_weights = NewWeights(gain, output_power=_OUTPUT_POWER[initialisation])

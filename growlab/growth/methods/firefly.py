@@ -114,13 +114,9 @@ class _Neighbourhood:
     moves: dict[str, Tensor]
 
     @classmethod
-    def drawn(
-        cls, method: FireFly, context: GrowthContext, groups: Sequence[GroupTensors]
-    ) -> "_Neighbourhood":
+    def drawn(cls, method: FireFly, context: GrowthContext, groups: Sequence[GroupTensors]) -> "_Neighbourhood":
         old, after = context.old_widths, context.new_widths
-        extra = {
-            fans.group: ceil(method.new_candidates * (after[fans.group] - old[fans.group])) for fans in groups
-        }
+        extra = {fans.group: ceil(method.new_candidates * (after[fans.group] - old[fans.group])) for fans in groups}
         widths = {group: width + extra.get(group, 0) for group, width in old.items()}
         wider = replace(context, new_widths=widths)
         tensors = padded(method, wider)
@@ -192,9 +188,7 @@ class _Neighbourhood:
             self._without_rounding(moved, sizes, fans)
         return moved, split.by_plain(found, names)
 
-    def _without_rounding(
-        self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: GroupTensors
-    ) -> None:
+    def _without_rounding(self, moved: dict[str, Tensor], sizes: Mapping[str, Tensor], fans: GroupTensors) -> None:
         """Zero rows of gradients by moves that are no larger than the rounding error of their difference."""
         channels, view = torch.arange(self.context.old_widths[fans.group]), self._view
         rows, size = (view.read(one, fans.incoming, fans.group, channels) for one in (moved, sizes))
@@ -221,16 +215,11 @@ class _Neighbourhood:
         return decreases, signs
 
     def result(
-        self,
-        grown: dict[str, tuple[Tensor, Tensor]],
-        signs: dict[str, Tensor],
-        report: dict[str, object],
+        self, grown: dict[str, tuple[Tensor, Tensor]], signs: dict[str, Tensor], report: dict[str, object]
     ) -> GrownTensors:
         """Build the grown tensors from the chosen candidates: old channels, new ones, then copies of splits."""
         old, view = self.context.old_widths, self._view
-        widths = {
-            group: width + len(grown[group][1]) if group in grown else width for group, width in old.items()
-        }
+        widths = {group: width + len(grown[group][1]) if group in grown else width for group, width in old.items()}
         plain = replace(self.context, new_widths=widths)
         target = ChannelView(self.context.graph, widths, old)
         before = self.wider.new_widths

@@ -99,9 +99,7 @@ class GradMax(DataDriven):
             matrices, loss = accumulated(self, context, data, solved)
             flat = [fans for fans in solved if not bool(matrices[fans.group].any())]
             if flat:
-                return GrownTensors({}), _not_zero(self, context, data, solved) or _why_flat(
-                    context, data, flat
-                )
+                return GrownTensors({}), _not_zero(self, context, data, solved) or _why_flat(context, data, flat)
         tensors = padded(self, context)
         view = ChannelView(context.graph, context.new_widths, context.old_widths)
         for fans in solved:
@@ -131,11 +129,7 @@ class GradMax(DataDriven):
         if ascended:
             found = self._ascend(context, data, ascended, tensors, view)
             for group, norms in found.items():
-                report[group] = {
-                    "zero": "fan_out",
-                    "gradient_norm": norms[-1],
-                    "gradient_norm_drawn": norms[0],
-                }
+                report[group] = {"zero": "fan_out", "gradient_norm": norms[-1], "gradient_norm_drawn": norms[0]}
         return GrownTensors(tensors, report={"groups": report}), {}
 
     def _rest(
@@ -272,9 +266,7 @@ def accumulated(
     for one in Candidates.of_each_entry(method, context, groups, growth):
         found = data.gradients(one.tensors, names, [right_derivatives()])
         for fans in groups:
-            rows[fans.group].append(
-                one.view.read(found, fans.incoming, fans.group, one.new[fans.group]).double()
-            )
+            rows[fans.group].append(one.view.read(found, fans.incoming, fans.group, one.new[fans.group]).double())
     return {group: torch.cat(parts) for group, parts in rows.items()}, float(found[""])
 
 

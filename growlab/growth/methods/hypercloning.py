@@ -46,11 +46,7 @@ class HyperCloning(GrowthMethod):
     """
 
     def __init__(
-        self,
-        form: Form = "symmetric",
-        noise_std: float = 0.0,
-        gain: float = 2.0,
-        new_weights: WeightRule = "fan_in",
+        self, form: Form = "symmetric", noise_std: float = 0.0, gain: float = 2.0, new_weights: WeightRule = "fan_in"
     ) -> None:
         super().__init__(noise_std, gain, new_weights)
         one_of(get_args(Form), form=form)
@@ -106,8 +102,7 @@ class HyperCloning(GrowthMethod):
 def cloned(context: GrowthContext) -> dict[str, Tensor]:
     """Old channel that each channel is a clone of, j mod D, by group: [new width]."""
     return {
-        group: torch.arange(context.new_widths[group]) % context.old_widths[group]
-        for group in context.graph.groups
+        group: torch.arange(context.new_widths[group]) % context.old_widths[group] for group in context.graph.groups
     }
 
 

@@ -40,11 +40,7 @@ class Lemon(GrowthMethod):
     """
 
     def __init__(
-        self,
-        spread: float = 0.5,
-        noise_std: float = 0.0,
-        gain: float = 2.0,
-        new_weights: WeightRule = "fan_in",
+        self, spread: float = 0.5, noise_std: float = 0.0, gain: float = 2.0, new_weights: WeightRule = "fan_in"
     ) -> None:
         super().__init__(noise_std, gain, new_weights)
         finite(spread=spread)

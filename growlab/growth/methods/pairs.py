@@ -46,10 +46,7 @@ class PairGrowth(GrowthMethod):
             if axis.role == "in":
                 free = normed.isdisjoint(axis.groups)
                 kept = context.kept_runs(name)
-                rows = [
-                    kept[d] if a.role == "out" and free else slice(0, new.shape[d])
-                    for d, a in enumerate(axes)
-                ]
+                rows = [kept[d] if a.role == "out" and free else slice(0, new.shape[d]) for d, a in enumerate(axes)]
                 first, second, alone = twins[dim]
                 if name in context.graph.emitters:
                     new[_at(rows, dim, second, new)] = new[_at(rows, dim, first, new)]

@@ -128,8 +128,7 @@ def splitting_eigen(
         found = data.products(tensors, split.signed(moves), names, [smooth(softplus_beta)])
         by_moves = split.by_moves(found, names)
         return {
-            fans.group: view.read(by_moves, fans.incoming, fans.group, every[fans.group]).double()
-            for fans in groups
+            fans.group: view.read(by_moves, fans.incoming, fans.group, every[fans.group]).double() for fans in groups
         }
 
     starts = {
@@ -165,9 +164,7 @@ def _whole(
 
 
 def _lanczos(
-    products: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
-    starts: Mapping[str, Tensor],
-    iterations: int,
+    products: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], starts: Mapping[str, Tensor], iterations: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Smallest Ritz pair of each neuron, in one Krylov space per neuron, reorthogonalised twice."""
     bases = {group: [start] for group, start in starts.items()}
@@ -190,9 +187,7 @@ def _lanczos(
         small = q.mT @ image
         # A vector of zeros must not pass for an eigenvalue 0.
         absent = (q.square().sum(1) == 0).to(small)
-        small = (small + small.mT) / 2 + torch.diag_embed(
-            absent * (small.abs().amax((1, 2)) + 1.0)[:, None] * 2
-        )
+        small = (small + small.mT) / 2 + torch.diag_embed(absent * (small.abs().amax((1, 2)) + 1.0)[:, None] * 2)
         values, vectors = torch.linalg.eigh(small)
         result[group] = values[:, 0], unit((q @ vectors[:, :, :1])[:, :, 0])
     return result
@@ -218,9 +213,7 @@ class Split:
     copied: Mapping[str, Tensor]
 
     @classmethod
-    def of(
-        cls, context: GrowthContext, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]
-    ) -> "Split":
+    def of(cls, context: GrowthContext, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]) -> "Split":
         """Split channels of a network.
 
         Args:
@@ -241,10 +234,7 @@ class Split:
     def sources(self) -> dict[str, Tensor]:
         """Source channel of each channel (itself, or the one that it copies), by group."""
         before = self.plain.old_widths
-        return {
-            group: torch.cat([torch.arange(before[group]), channels])
-            for group, channels in self.copied.items()
-        }
+        return {group: torch.cat([torch.arange(before[group]), channels]) for group, channels in self.copied.items()}
 
     def tensors(self, moves: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return every tensor of the split network; without moves it computes the plain network's function."""

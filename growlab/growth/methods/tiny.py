@@ -125,9 +125,7 @@ class Tiny(DataDriven):
         if refused:
             return GrownTensors({}), refused
         updates = {
-            fans.group: solved(
-                found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"], self.ridge
-            )
+            fans.group: solved(found_moments[f"square {fans.group}"], found_moments[f"goal {fans.group}"], self.ridge)
             for fans in groups
         }
         products = bottleneck(self, context, shown, groups, updates, modules)
@@ -187,10 +185,7 @@ class Tiny(DataDriven):
         return GrownTensors(at(0.0) if best is None else best, report=report)
 
     def _rows(
-        self,
-        context: GrowthContext,
-        groups: Sequence[GroupTensors],
-        found: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+        self, context: GrowthContext, groups: Sequence[GroupTensors], found: Mapping[str, tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Incoming weights of new neurons at gamma 1, [count, entries], and a mask of those that are drawn, [count]."""
         view = ChannelView(context.graph, context.new_widths, context.old_widths)
@@ -207,9 +202,7 @@ class Tiny(DataDriven):
         return rows, drawn
 
 
-def best_neurons(
-    square: Tensor, product: Tensor, count: int, ridge: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def best_neurons(square: Tensor, product: Tensor, count: int, ridge: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """Neurons that minimise E|v - omega^T alpha h|^2, from second moments.
 
     Args:
@@ -246,9 +239,7 @@ def best_neurons(
     return alpha * signs, omega * signs, result
 
 
-def _statistics(
-    data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[GroupTensors]
-) -> dict[str, Tensor]:
+def _statistics(data: Measurement, tensors: Mapping[str, Tensor], groups: Sequence[GroupTensors]) -> dict[str, Tensor]:
     """Mean and variance of each norm's input over the batches, as "mean NORM" and "var NORM".
 
     For norms with statistics per sample, the variance is that within each sample.
@@ -299,9 +290,7 @@ def _identity(
                 view.write(tensors, [TensorDim(name, 0)], fans.group, new, values.view(len(new), -1))
 
 
-def _add_update(
-    tensors: dict[str, Tensor], context: GrowthContext, fans: GroupTensors, update: Tensor
-) -> None:
+def _add_update(tensors: dict[str, Tensor], context: GrowthContext, fans: GroupTensors, update: Tensor) -> None:
     """Add `update`, [entries of a row (and 1 for the bias), rows], to a consumer's old weight and bias."""
     layer = fans.consumers[0]
     pieces = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]

@@ -126,8 +126,7 @@ class VarianceTransfer(PairGrowth):
         needed = {layer.weight: classes[layer.scale_out] / classes[layer.scale_in] for layer in graph.layers}
         multiplied = self.multiplied(context)
         stored = {
-            name: factor if name in multiplied or self.as_published else needed[name]
-            for name, factor in wanted.items()
+            name: factor if name in multiplied or self.as_published else needed[name] for name, factor in wanted.items()
         }
         # Of weights the factor alone, so that none of them has to be there yet.
         small = {name: context.old[name] if len(graph.axes[name]) < 2 else 1.0 for name in context.old}

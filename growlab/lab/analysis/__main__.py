@@ -91,10 +91,7 @@ def _table(argv: Sequence[str]) -> None:
     )
     each = {"action": "append", "default": []}
     parser.add_argument("--by", metavar="KEY", **each, help="one row for each value of a setting; repeatable")
-    metric, only = (
-        "a number of results.json, such as val_loss; repeatable",
-        "only runs with it (* and ? match)",
-    )
+    metric, only = ("a number of results.json, such as val_loss; repeatable", "only runs with it (* and ? match)")
     parser.add_argument("--metric", metavar="NAME", **each, help=metric)
     parser.add_argument("--filter", metavar="KEY=VALUE", **each, help=f"{only}; repeatable")
     parser.add_argument("--sort", metavar="COLUMN", help="--sort=-COLUMN: from the largest")

@@ -122,9 +122,7 @@ def _mark_all_growth(axes: Axes, drawn: Drawn) -> None:
         axes.vlines(epochs, top - 0.03, top, color=colour, **place)
 
 
-def _curves(
-    axes: Axes, drawn: Drawn, curve: Callable[[Run], Any], scale: float, name: str, unit: str
-) -> None:
+def _curves(axes: Axes, drawn: Drawn, curve: Callable[[Run], Any], scale: float, name: str, unit: str) -> None:
     """A curve of each method over epochs done."""
     _mark_all_growth(axes, drawn)
     tables = [_table(row, curve, scale) for row, _ in drawn]
@@ -233,15 +231,11 @@ def frontier_seconds(runs: Sequence[Run]) -> Figure:
         )
     if any(row.seconds is None for row in rows):
         raise UserError("runs without seconds have no place on an axis of them: draw frontier.")
-    return _frontier(
-        rows, lambda point: point.row.seconds or 0.0, "seconds of a training", "time", of_cost=False
-    )
+    return _frontier(rows, lambda point: point.row.seconds or 0.0, "seconds of a training", "time", of_cost=False)
 
 
 @style.styled()
-def _frontier(
-    rows: Sequence[Row], amount: Callable[[Point], float], label: str, what: str, *, of_cost: bool
-) -> Figure:
+def _frontier(rows: Sequence[Row], amount: Callable[[Point], float], label: str, what: str, *, of_cost: bool) -> Figure:
     series = series_over_budgets(rows)
     points = [point for one in series for point in one.points]
     lines = style.line_styles([one.points[0].row.group.method for one in series])
@@ -316,9 +310,7 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
     curves = over_rates(rows)
     rates = sorted({rate for of_rates in curves.values() for rate, _ in of_rates})
     if len(rates) == 1:
-        raise UserError(
-            f"all runs have optimizer.lr={rates[0]:g}: name runs of several rates, or draw compare."
-        )
+        raise UserError(f"all runs have optimizer.lr={rates[0]:g}: name runs of several rates, or draw compare.")
     lines = style.line_styles([of_rates[0][1].group.method for of_rates in curves.values()])
     names = _names([(name, [row for _, row in of_rates]) for name, of_rates in curves.items()])
     metric = rows[0].metric

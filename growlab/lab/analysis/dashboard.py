@@ -105,9 +105,7 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
-        raise UserError(
-            f"a dashboard needs a package that is not installed: {how_to_install('dashboard')}."
-        ) from error
+        raise UserError(f"a dashboard needs a package that is not installed: {how_to_install('dashboard')}.") from error
     place = {"entity": entity, "project": project}
     panels = {name: [_panel(reports, panel) for panel in own] for name, own in SECTIONS.items()}
     workspace = workspaces.Workspace(
@@ -117,9 +115,7 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
         settings=workspaces.WorkspaceSettings(x_axis=_STEP),
         runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group")]),
     )
-    blocks: list[Any] = [
-        reports.P("Growing networks: cost, accuracy and what happened at every growth event.")
-    ]
+    blocks: list[Any] = [reports.P("Growing networks: cost, accuracy and what happened at every growth event.")]
     for name, own in panels.items():
         grid = reports.PanelGrid(runsets=[reports.Runset(**place, name=name)], panels=own)
         blocks += [reports.H2(name), grid]

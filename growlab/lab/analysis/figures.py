@@ -87,11 +87,7 @@ def learning_curves(run: Run) -> Figure:
     for axes, one in zip(panels, shown, strict=True):
         style.mark_growth(axes, run.growth_epochs)
         # Values at the right edge: markers must not be cut in half.
-        for prefix, name, rank in (
-            ("train", "training", 0),
-            ("val", "validation", 1),
-            ("test", "test, watched", 1),
-        ):
+        for prefix, name, rank in (("train", "training", 0), ("val", "validation", 1), ("test", "test, watched", 1)):
             y = run.curve(f"{prefix}_{one.key}")
             if y is not None:
                 known = np.isfinite(y)
@@ -158,9 +154,7 @@ def resources(runs: Sequence[Run]) -> Figure:
 
 def _bars(axes: Axes, quantity: str, runs: Sequence[Run]) -> list[Any]:
     width, handles = 0.8 / len(runs), []
-    for i, (run, line) in enumerate(
-        zip(runs, style.line_styles([r.group.method for r in runs]), strict=True)
-    ):
+    for i, (run, line) in enumerate(zip(runs, style.line_styles([r.group.method for r in runs]), strict=True)):
         values = _of_stages(run, quantity)
         assert values is not None
         places = np.arange(len(values)) + (i - (len(runs) - 1) / 2) * width

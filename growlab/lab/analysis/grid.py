@@ -57,8 +57,7 @@ class Grid:
         lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
         if self.groups:
             spans = [
-                rf"\multicolumn{{{n}}}{{c}}{{{_latex(name)}}}" if name else " & " * (n - 1)
-                for name, n in self.groups
+                rf"\multicolumn{{{n}}}{{c}}{{{_latex(name)}}}" if name else " & " * (n - 1) for name, n in self.groups
             ]
             lines.append(" & ".join(spans) + r" \\")
         head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in (self.header, *self.rows))

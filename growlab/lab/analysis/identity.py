@@ -27,10 +27,7 @@ _FIELDS = (
     *("schedule.total_epochs", "data.root", "data.limit_train"),
 )
 # Network or data that one choice of many stands for.
-_WHICH = {
-    "model": ("_target_", "name", "type"),
-    "data": ("_target_", "source", "source._target_", "name", "path"),
-}
+_WHICH = {"model": ("_target_", "name", "type"), "data": ("_target_", "source", "source._target_", "name", "path")}
 _NAMED = {*_FIELDS, *(f"{group}.{key}" for group, keys in _WHICH.items() for key in keys)}
 # Choices of `method` as the settings that they stand for in a row's name, beyond the fields of `Group`.
 _MEANS = {

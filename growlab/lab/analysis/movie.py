@@ -62,9 +62,7 @@ def _frames(run: Run) -> Iterator[tuple[Image.Image, int]]:
             shape.set_title(f"stage {stage}: {run.results['stages'][stage]['num_params']:,} parameters")
             style.mark_growth(curve, events[:stage].tolist())
             shown = known[:seen]
-            curve.plot(
-                epochs[:seen][shown], values[:seen][shown], marker="o", color=style.PALETTE[0], clip_on=False
-            )
+            curve.plot(epochs[:seen][shown], values[:seen][shown], marker="o", color=style.PALETTE[0], clip_on=False)
             curve.set(xlim=(0, epochs[-1]), ylim=(values[known].min() - margin, values[known].max() + margin))
             curve.set(xlabel="epoch", ylabel=f"{metric.name} ({metric.unit})" if metric.unit else metric.name)
             canvas = FigureCanvasAgg(figure)

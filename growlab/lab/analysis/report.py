@@ -49,11 +49,7 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
     for stage in results["stages"]:
         widths = sorted(set(stage["widths"].values())) or ["fixed"]
         ends = "-".join(map(str, dict.fromkeys((widths[0], widths[-1]))))
-        size = (
-            f"{stage['num_params']:,}",
-            f"{stage['flops_per_sample'] / scale:,.2f}",
-            str(stage["batch_size"]),
-        )
+        size = (f"{stage['num_params']:,}", f"{stage['flops_per_sample'] / scale:,.2f}", str(stage["batch_size"]))
         speed = (f"{stage['samples_per_sec']:,.0f}", f"{stage['seconds']:,.1f}")
         table.add_row(str(stage["stage"]), str(stage[length]), ends, *size, *speed)
     console.print(table)
@@ -102,9 +98,7 @@ def _write(argv: Sequence[str]) -> None:
         epilog="Example: growlab report runs/digits_methods -o report.html",
     )
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", default="report.html", help="the page (report.html)"
-    )
+    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="the page (report.html)")
     arguments = parser.parse_args(argv)
     write_text(arguments.output, page(load_runs(arguments.folders, warn)))
     print(arguments.output)

@@ -29,17 +29,7 @@ _TOGETHER = {
     ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
 }
 # Entries of `results.json` that are read of every run; older ones lack others.
-_OF_RESULTS = (
-    "model",
-    "data",
-    "growth",
-    "lr_adapt",
-    "seed",
-    "epochs",
-    "train_cost_percent",
-    "test_loss",
-    "seconds",
-)
+_OF_RESULTS = ("model", "data", "growth", "lr_adapt", "seed", "epochs", "train_cost_percent", "test_loss", "seconds")
 Report = Callable[[str], None]
 
 
@@ -100,14 +90,10 @@ class Run:
         """The row of a table that this run belongs to."""
         r = self.results
         overrides = [str(override) for override in r.get("overrides") or ()]
-        experiment, optimizer, precision = (
-            str(r.get(key) or "") for key in ("experiment", "optimizer", "precision")
-        )
+        experiment, optimizer, precision = (str(r.get(key) or "") for key in ("experiment", "optimizer", "precision"))
         model, data = (choice_of(key, r[key], overrides) for key in ("model", "data"))
         kept = row_overrides(overrides, optimizer)
-        return Group(
-            experiment, model, data, r["growth"], r["lr_adapt"], optimizer, r["epochs"], precision, kept
-        )
+        return Group(experiment, model, data, r["growth"], r["lr_adapt"], optimizer, r["epochs"], precision, kept)
 
     @cached_property
     def config(self) -> dict[str, Any]:

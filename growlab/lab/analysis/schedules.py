@@ -31,18 +31,8 @@ _WORDS = {
     "batch_size_stage": "batch size of the {} stage",
 }
 # Settings that say that something is not done: no word about them. A run that is older than a setting has it off.
-_OFF = {
-    "batch_growth_rate": "0.0",
-    "warmup_fraction": "0.0",
-    "warmup_steps_after_growth": "0",
-    "milestones": "[]",
-}
-_OFF |= {
-    "batch_rule": '"none"',
-    "restarts": '"none"',
-    "batch_size_stage": '"last"',
-    "progress_unit": '"epochs"',
-}
+_OFF = {"batch_growth_rate": "0.0", "warmup_fraction": "0.0", "warmup_steps_after_growth": "0", "milestones": "[]"}
+_OFF |= {"batch_rule": '"none"', "restarts": '"none"', "batch_size_stage": '"last"', "progress_unit": '"epochs"'}
 # Columns that a table has next to the method, where rows differ in it.
 _FIELDS = ("optimizer", "precision", "experiment")
 _RATE = "optimizer.lr="
@@ -110,11 +100,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
         own = [each for each in others if not each.lstrip("~").startswith("schedule.")]
         rate = next((each.removeprefix(_RATE) for each in own if each.startswith(_RATE)), "")
         own = [one for one in own if not one.startswith(_RATE)] + [getattr(group, field) for field in apart]
-        key = (
-            not group.is_fixed_size,
-            ", ".join([group.plain_method, *own]),
-            "" if group.is_fixed_size else words,
-        )
+        key = (not group.is_fixed_size, ", ".join([group.plain_method, *own]), "" if group.is_fixed_size else words)
         joined[key][rate].append(point)
     return [
         Series(name + (f", {_RATE}{rates}" if rates else "") + words, not is_grown, members)
@@ -229,9 +215,7 @@ class TimeToScore:
     seconds_ratio: Amount
 
 
-def times_to_scores(
-    rows: Sequence[Row], against: str | None = None, level: float | None = None
-) -> list[TimeToScore]:
+def times_to_scores(rows: Sequence[Row], against: str | None = None, level: float | None = None) -> list[TimeToScore]:
     """Cost and seconds of every method to the scores of the reference, or to one score ("time to accuracy").
 
     A method's test score is interpolated linearly over the logarithm of cost, and over that of seconds, between

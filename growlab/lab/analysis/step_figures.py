@@ -63,9 +63,7 @@ def has_rate_factors(run: Run) -> bool:
 def rate_factors(run: Run, parameters: Sequence[str] | None = None) -> Figure:
     """Rate factor of every region over epochs: median, then single parameters (the first, a middle, the last)."""
     if not has_rate_factors(run):
-        raise UserError(
-            f"{run.path} has no rate factors: it was run without rate adaptation (lr_adapt=none)."
-        )
+        raise UserError(f"{run.path} has no rate factors: it was run without rate adaptation (lr_adapt=none).")
     rates = _over_epochs(run)
     parameters = _checked(run, rates, parameters or _first_middle_last(rates))
     num_panels = len(parameters) + 1
@@ -250,9 +248,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
     names = []
     for run, own in zip(runs, overrides, strict=True):
         parts = [override for override in own if override not in shared and not override.startswith("model=")]
-        values = [
-            _WORDS.get(o, o.removeprefix("model.initialisation=").removeprefix("model.")) for o in parts
-        ]
+        values = [_WORDS.get(o, o.removeprefix("model.initialisation=").removeprefix("model.")) for o in parts]
         names.append(", ".join(values) or str(run.results.get("model", run.path.name)))
     return names
 

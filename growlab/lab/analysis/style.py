@@ -70,12 +70,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def legend_below(
-    figure: Figure,
-    handles: Sequence[Artist],
-    names: Sequence[str],
-    columns: int,
-    length: float = 3,
-    note: str = "",
+    figure: Figure, handles: Sequence[Artist], names: Sequence[str], columns: int, length: float = 3, note: str = ""
 ) -> None:
     """Add a legend under the axes in at most `columns` columns, no wider than the figure."""
     title = textwrap.fill(note, max(40, int(17 * figure.get_figwidth())), break_long_words=False) or None
@@ -207,9 +202,7 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
             shown.append(box)
 
 
-def mark_points(
-    axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float
-) -> None:
+def mark_points(axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float) -> None:
     """Draw a marker a point, with its deviation: open ones, so that those behind others show through."""
     form = {"markersize": size_points, "markerfacecolor": "none", "markeredgewidth": 1.2, "capsize": 2}
     for x, y, reach, line in points:

@@ -113,9 +113,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
         older += superseded
     if older:
         more = f" and {len(older) - 1} more" if len(older) > 1 else ""
-        report(
-            f"left out {older[0][0].path}{more}: {older[0][1].path} is a newer run with the same settings and seed."
-        )
+        report(f"left out {older[0][0].path}{more}: {older[0][1].path} is a newer run with the same settings and seed.")
     of_task: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for group, members in kept.items():
         of_task[group.task] += members
@@ -166,9 +164,7 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
     named: dict[Group, list[list[Run]]] = defaultdict(list)
     for members in equal.values():
         # Of runs that type a default and runs that do not, those that type less give the name.
-        named[min((run.group for run in members), key=lambda group: (len(group.overrides), group))].append(
-            members
-        )
+        named[min((run.group for run in members), key=lambda group: (len(group.overrides), group))].append(members)
     groups: dict[Group, list[Run]] = defaultdict(list)
     for group, several in named.items():
         of_each = [members[0].settings or {} for members in several]
@@ -284,9 +280,7 @@ def table(rows: Sequence[Row]) -> Grid:
     fields = ("experiment", "model", "data", "optimizer", "epochs", "precision")
     columns = [name for name in fields if len({getattr(row.group, name) for row in rows}) > 1]
     tasks = {row.group.task for row in rows}
-    if "experiment" in columns and len({(row.group.experiment, row.group.task) for row in rows}) == len(
-        tasks
-    ):
+    if "experiment" in columns and len({(row.group.experiment, row.group.task) for row in rows}) == len(tasks):
         columns.remove("experiment")
     metrics = sorted({row.metric for row in rows})
     if len(metrics) > 1:
@@ -305,8 +299,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def csv_text(rows: Sequence[Row]) -> str:
     """The rows as CSV with plain numbers: accuracy as a fraction, empty cells where nothing is known."""
     records = [
-        {key: " ".join(map(str, v)) if isinstance(v, list) else v for key, v in row.record.items()}
-        for row in rows
+        {key: " ".join(map(str, v)) if isinstance(v, list) else v for key, v in row.record.items()} for row in rows
     ]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

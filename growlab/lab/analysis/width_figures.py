@@ -47,13 +47,7 @@ def widths_over_time(run: Run) -> Figure:
     axes = figure.subplots()
     style.mark_growth(axes, run.growth_epochs)
     edges, numbers = [0.0, *run.growth_epochs, num_epochs], []
-    number = {
-        "xytext": (0, 1.5),
-        "textcoords": "offset points",
-        "ha": "center",
-        "va": "bottom",
-        "fontsize": 7,
-    }
+    number = {"xytext": (0, 1.5), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 7}
     for i, widths in enumerate(paths):
         colour = style.PALETTE[i % len(style.PALETTE)]
         steps = list(widths)[: len(edges) - 1]
@@ -63,9 +57,7 @@ def widths_over_time(run: Run) -> Figure:
         line = {"color": colour, "linestyle": style.DASHES[i // len(style.PALETTE) % len(style.DASHES)]}
         width = 1.4 + min(1.6 * hidden, 3.2)
         axes.plot(x, [*steps, steps[-1]], drawstyle="steps-post", **line, linewidth=width)
-        for stage, (left, right, size) in enumerate(
-            zip(x, x[1:], steps, strict=False) if len(paths) < 5 else ()
-        ):
+        for stage, (left, right, size) in enumerate(zip(x, x[1:], steps, strict=False) if len(paths) < 5 else ()):
             # Else the number would stand on that line.
             if not any(size < other[stage] < 1.3 * size for other in paths):
                 place = ((left + right) / 2, size)
@@ -156,9 +148,7 @@ def silhouettes(run: Run) -> Figure:
         draw_silhouette(axes, rows, stage, centre=stage * apart)
     axes.set(ylim=(num_rows - 0.4, -0.6), xlim=(-widest / 2, (num_stages - 1) * apart + widest / 2))
     heads = [f"stage {i}" + (f"\n{n:g} epoch{'s' * (n != 1)}" if n else "") for i, n in enumerate(lengths)]
-    axes.set_xticks(
-        [stage * apart for stage in range(num_stages)], heads, fontsize=7 if num_stages < 7 else 6
-    )
+    axes.set_xticks([stage * apart for stage in range(num_stages)], heads, fontsize=7 if num_stages < 7 else 6)
     axes.set_yticks([0, num_rows - 1], ["input", "output"], fontsize=7)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

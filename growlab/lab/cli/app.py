@@ -164,9 +164,7 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
         sentence = explain(error, overrides)
     except Exception:  # explaining must never hide what it explains
         sentence = None
-    if processes.report(
-        1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error)).rstrip()
-    ):
+    if processes.report(1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error)).rstrip()):
         return 1 if sentence is None else 2
     if isinstance(error, processes.ProcessFailed) and not with_traceback:
         print(error, file=sys.stderr)

@@ -38,27 +38,19 @@ COMMANDS = {
     "widen": Command(
         "growlab.widen.__main__", (), "widen a saved network past its size, function-preserving", "PyTorch"
     ),
-    "upcycle": Command(
-        "growlab.widen.upcycle", (), "a mixture of experts from a saved dense model", "PyTorch"
-    ),
+    "upcycle": Command("growlab.widen.upcycle", (), "a mixture of experts from a saved dense model", "PyTorch"),
     "prune": Command("growlab.widen.prune", (), "remove heads and channels of a saved model", "PyTorch"),
     "table": Command("growlab.lab.analysis.__main__", (), "a table of finished runs over seeds"),
     "resume": Command("growlab.lab.cli.runs", ("resume",), "continue an interrupted run or sweep"),
     "show": Command("growlab.lab.cli.runs", ("show",), "a run's stages, result and growth events"),
     "eval": Command("growlab.lab.cli.runs", ("eval",), "test a run's weights on any data", "PyTorch"),
     "paper": Command("growlab.recipes.papers.paper_table", (), "the same with published values next to ours"),
-    "paired": Command(
-        "growlab.lab.analysis.__main__", ("paired",), "differences between methods over equal seeds"
-    ),
+    "paired": Command("growlab.lab.analysis.__main__", ("paired",), "differences between methods over equal seeds"),
     "time": Command("growlab.lab.analysis.__main__", ("time",), "cost and seconds to a test score"),
     "figure": Command("growlab.lab.analysis.__main__", ("figure",), "a figure of finished runs"),
-    "report": Command(
-        "growlab.lab.analysis.report", (), "a page about runs that opens in any browser, offline"
-    ),
+    "report": Command("growlab.lab.analysis.report", (), "a page about runs that opens in any browser, offline"),
     "reproduce": Command("growlab.recipes.papers.__main__", (), "a table or figure of the papers, resumable"),
-    "dashboard": Command(
-        "growlab.lab.analysis.dashboard", (), "a workspace and a report in Weights & Biases"
-    ),
+    "dashboard": Command("growlab.lab.analysis.dashboard", (), "a workspace and a report in Weights & Biases"),
 }
 
 
@@ -125,10 +117,7 @@ def run_without(missing: ModuleNotFoundError) -> int:
     except ModuleNotFoundError as error:
         code, missing = None, error
     if code is None:
-        print(
-            f"error: this needs {missing.name}, which is not installed: {how_to_install('lab')}.",
-            file=sys.stderr,
-        )
+        print(f"error: this needs {missing.name}, which is not installed: {how_to_install('lab')}.", file=sys.stderr)
         return 2
     return code
 

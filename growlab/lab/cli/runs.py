@@ -91,9 +91,7 @@ def show(argv: Sequence[str]) -> None:
         print("\n".join(f"  {name:<20} {value:g}" for name, value in last.items()))
     for event in run.events:
         sizes = f"{event['num_params_before']:,} -> {event['num_params']:,} parameters"
-        print(
-            f"stage {event['stage']} at step {event['step']}: {sizes}, output error {event['parity_error_eval']:.1e}"
-        )
+        print(f"stage {event['stage']} at step {event['step']}: {sizes}, output error {event['parity_error_eval']:.1e}")
     options, overrides = _command(folder / ".hydra" / "hydra.yaml")
     print(" ".join(["growlab", *options, *overrides]))
 

@@ -93,13 +93,7 @@ class Incremental:
         return [max(1, round(share * num_classes)) for share in self.shares(num_stages)]
 
     def positions(
-        self,
-        part: str,
-        labels_N: np.ndarray,
-        num_classes: int,
-        stage: int,
-        num_stages: int,
-        batch_size: int = 1,
+        self, part: str, labels_N: np.ndarray, num_classes: int, stage: int, num_stages: int, batch_size: int = 1
     ) -> np.ndarray:
         """Positions of a stage's images; those of the stage before are among them.
 
@@ -159,9 +153,7 @@ class Arrival:
         """Refuse classes that the data does not have."""
         named = {label for classes in self._tasks.values() for label in classes}
         if unknown := sorted(named - set(range(num_classes))):
-            raise UserError(
-                f"data.class_schedule names the classes {unknown}; this data has 0 to {num_classes - 1}."
-            )
+            raise UserError(f"data.class_schedule names the classes {unknown}; this data has 0 to {num_classes - 1}.")
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
         """Let incremental data arrive with stages that start so in a run `of` epochs, stretched to `epochs`."""
@@ -180,9 +172,7 @@ class Arrival:
         stage = max(s for s, start in enumerate(starts) if start <= epoch * of // epochs)
         return (stage, len(starts), batch_size)
 
-    def positions(
-        self, part: str, labels_N: np.ndarray, num_classes: int, key: tuple[int, ...]
-    ) -> np.ndarray:
+    def positions(self, part: str, labels_N: np.ndarray, num_classes: int, key: tuple[int, ...]) -> np.ndarray:
         """Positions of the images of a subset in "train", "val" or "test", of so many classes, labelled so."""
         if self.incremental is not None:
             return self.incremental.positions(part, labels_N, num_classes, *key)

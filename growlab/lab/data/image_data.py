@@ -16,14 +16,7 @@ from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, strat
 from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.image_files import open_images
 from growlab.lab.data.images import Fit, ImageArray, Images, Interpolation, RandomCrop, image_statistics
-from growlab.lab.data.loaders import (
-    EpochPlan,
-    ImageBatches,
-    MemoryLoader,
-    StreamLoader,
-    WorkerPool,
-    workers_of_rank,
-)
+from growlab.lab.data.loaders import EpochPlan, ImageBatches, MemoryLoader, StreamLoader, WorkerPool, workers_of_rank
 from growlab.lab.data.run_data import RunData
 from growlab.parts import Classes, Part
 
@@ -139,9 +132,7 @@ class ImageData(RunData):
         self.mean, self.std, self.standardise = mean, std, standardise
         self._arrival = Arrival(class_schedule, incremental, epochs_per_pass)
         self.incremental, self.epochs_per_pass = incremental, epochs_per_pass
-        self.only_in_epochs = (
-            "data.class_schedule" if class_schedule else "data.incremental" if incremental else ""
-        )
+        self.only_in_epochs = "data.class_schedule" if class_schedule else "data.incremental" if incremental else ""
         self.in_memory, self.num_workers = in_memory, num_workers
         self._images: dict[str, Images] = {}
         # Of each part of the data the images of the current task: the key that they were chosen by, and the images.
@@ -222,10 +213,7 @@ class ImageData(RunData):
         if self.mean is None or self.std is None:
             sample = train.images_NHWC if known else train.read(first_balanced(train.labels, _SAMPLE))
             mean, std = image_statistics(sample)
-            self.mean, self.std = (
-                mean if self.mean is None else self.mean,
-                std if self.std is None else self.std,
-            )
+            self.mean, self.std = (mean if self.mean is None else self.mean, std if self.std is None else self.std)
         self.mean, self.std = mean, std = list(map(float, self.mean)), list(map(float, self.std))
         if {len(mean), len(std)} != {channels}:
             raise UserError(

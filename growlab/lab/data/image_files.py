@@ -295,9 +295,7 @@ def _find_parquet(root: Path) -> dict[str, list[Path]]:
             )
         counts = [int(found[1]) for path in paths if (found := re.search(r"-of-(\d{5})", path.stem))]
         if len(paths) < max(counts, default=0):
-            raise UserError(
-                f"{folders[0]} lacks files of {split}: {len(paths)} of {max(counts)} are there; fetch all."
-            )
+            raise UserError(f"{folders[0]} lacks files of {split}: {len(paths)} of {max(counts)} are there; fetch all.")
     return _with_test(splits) if "train" in splits else {}
 
 

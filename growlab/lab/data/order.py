@@ -27,9 +27,7 @@ def permutation(length: int, *key: int) -> np.ndarray:
     return np.argsort(draws(np.arange(length), *key), kind="stable")
 
 
-def training_batches(
-    order_N: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1
-) -> list[np.ndarray]:
+def training_batches(order_N: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
     """Cut an order into global batches and return this rank's slice of each.
 
     Rank r takes the r-th contiguous slice of every global batch. Only a last, smaller batch may not divide

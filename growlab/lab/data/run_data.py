@@ -17,11 +17,7 @@ from growlab.parts import Part
 
 Batch = tuple[Tensor, ...]
 #: Names of folders, files and splits of each part of the data, the usual one first.
-PART_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev"),
-    "test": ("test", "testing"),
-}
+PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev"), "test": ("test", "testing")}
 
 
 class RunData(LightningDataModule, ABC):
@@ -72,9 +68,7 @@ class RunData(LightningDataModule, ABC):
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of samples in each training batch of an epoch with global batches of this size."""
         number = self.num_train_at(epoch, batch_size)
-        return EpochPlan(
-            number, batch_size, self.seed, epoch, parts=self.epochs_per_pass, steps=self.steps
-        ).sizes
+        return EpochPlan(number, batch_size, self.seed, epoch, parts=self.epochs_per_pass, steps=self.steps).sizes
 
     @abstractmethod
     def probe_batch(self, n: int) -> Any:

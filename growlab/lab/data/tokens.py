@@ -204,9 +204,7 @@ class TokenData(WindowData):
         left = {"files without text": store.skipped, "empty or repeated documents": store.dropped}
         counted = " and ".join(f"{number:,} {kind}" for kind, number in left.items() if number)
         more = f"; left out: {counted}" if counted else ""
-        return (
-            f"{self.path}: split by {store.split}: {sizes}; {self.vocabulary_size:,} tokens are known{more}"
-        )
+        return f"{self.path}: split by {store.split}: {sizes}; {self.vocabulary_size:,} tokens are known{more}"
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer's files into a folder, for `from_pretrained`."""
@@ -334,9 +332,7 @@ def _write(folder: Path, plan: _Plan, tokenizer: TextTokenizer) -> None:
     exact = lengths is not None
     counts = {part: {"documents": 0, "bytes": 0, "tokens": 1} for part in PARTS}
     with ExitStack() as stack:
-        files: dict[str, BinaryIO] = {
-            part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS
-        }
+        files: dict[str, BinaryIO] = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
         for file in files.values():
             # So that the first token of a part is predicted from something, and counts.
             np.array([tokenizer.end], dtype=dtype).tofile(file)

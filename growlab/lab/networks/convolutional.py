@@ -86,9 +86,7 @@ class ConvNet(nn.Module):
     ) -> None:
         super().__init__()
         if len(channels) != len(pools):
-            raise ValueError(
-                f"channels and pools must have one entry a block, not {len(channels)} and {len(pools)}"
-            )
+            raise ValueError(f"channels and pools must have one entry a block, not {len(channels)} and {len(pools)}")
         width_in, height, width = image_shape
         layers: list[nn.Module] = []
         for width_out, pool in zip(channels, pools, strict=True):
@@ -97,9 +95,7 @@ class ConvNet(nn.Module):
                 layers.append(nn.MaxPool2d(pool))
             height, width, width_in = height // pool, width // pool, width_out
         if height < 1 or width < 1:
-            raise ValueError(
-                f"pooling by {list(pools)} leaves nothing of a {image_shape[1]}x{image_shape[2]} image"
-            )
+            raise ValueError(f"pooling by {list(pools)} leaves nothing of a {image_shape[1]}x{image_shape[2]} image")
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Linear(width_in * height * width, num_classes)
 
@@ -178,12 +174,7 @@ class VGG(nn.Module):
     """
 
     def __init__(
-        self,
-        plan: Sequence[int],
-        in_channels: int,
-        num_classes: int,
-        width: int = 64,
-        batch_norm: bool = True,
+        self, plan: Sequence[int], in_channels: int, num_classes: int, width: int = 64, batch_norm: bool = True
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []

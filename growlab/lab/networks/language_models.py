@@ -89,9 +89,7 @@ class CausalModel(FirstOutput):
         if "is_decoder" in names and _sees_later_tokens(found, vocabulary_size, context):
             found = _built(known[kind], kind, type, {**given, "is_decoder": True})
         if _sees_later_tokens(found, vocabulary_size, context):
-            raise UserError(
-                f"model.type={type} sees the tokens that it is to predict; llama and gpt2 do not."
-            )
+            raise UserError(f"model.type={type} sees the tokens that it is to predict; llama and gpt2 do not.")
         super().__init__(found, ["input_ids"])
         self.context = context
 
@@ -147,9 +145,7 @@ def _names(kind: Any) -> set[str]:
     return {*usual.to_dict(), *usual.attribute_map} - {"model_type", "architectures", "transformers_version"}
 
 
-def _entries(
-    kind: Any, model_type: str, own: Mapping[str, int | None], config: Mapping[str, Any]
-) -> dict[str, Any]:
+def _entries(kind: Any, model_type: str, own: Mapping[str, int | None], config: Mapping[str, Any]) -> dict[str, Any]:
     """Make the entries of a configuration from sizes and further arguments."""
     usual = kind()
     direct, names = set(usual.to_dict()), _names(kind)
@@ -157,8 +153,7 @@ def _entries(
         if name not in names:
             near = get_close_matches(name, sorted(names), n=1)
             raise UserError(
-                f"model.config: {model_type} has no entry {name}"
-                + (f"; did you mean {near[0]}?" if near else ".")
+                f"model.config: {model_type} has no entry {name}" + (f"; did you mean {near[0]}?" if near else ".")
             )
     heads, hidden = own["num_attention_heads"], own["hidden_size"] or 0
     given: dict[str, Any] = {}
@@ -176,9 +171,7 @@ def _entries(
     if min(size for size in own.values() if size is not None) < 1:
         raise UserError("sizes of a model must be at least 1.")
     if heads is not None and hidden % heads and config.get("head_dim") is None:
-        raise UserError(
-            f"model.hidden_size={hidden} does not divide among model.num_attention_heads={heads}."
-        )
+        raise UserError(f"model.hidden_size={hidden} does not divide among model.num_attention_heads={heads}.")
     if heads is not None and "head_dim" in names and config.get("head_dim") is None:
         given["head_dim"] = hidden // heads
     return given
@@ -233,9 +226,7 @@ def _present(trained: nn.Module) -> tuple[dict[str, Tensor], dict[int, list[int]
     return tensors, left
 
 
-def _candidates(
-    trained: Any, tensors: Mapping[str, Tensor], present: Mapping[int, list[int]]
-) -> Iterator[Any]:
+def _candidates(trained: Any, tensors: Mapping[str, Tensor], present: Mapping[int, list[int]]) -> Iterator[Any]:
     """Yield possible final configurations of the model, the full one first."""
     full = copy.deepcopy(trained.config)
     for name, size in sizes(full, LAYERS).items():
@@ -250,8 +241,7 @@ def _candidates(
     ratios = {
         "stream": {Fraction(trained.get_input_embeddings().weight.shape[1], stream)},
         "heads": {Fraction(number, heads) for number in range(1, heads + 1)},
-        "mlp": {Fraction(n, size) for size in wanted["mlp"].values() for n in lengths if n < size}
-        | {Fraction(1)},
+        "mlp": {Fraction(n, size) for size in wanted["mlp"].values() for n in lengths if n < size} | {Fraction(1)},
     }
     for factors in product(*(sorted(ratios[part], reverse=True) for part in PARTS)):
         entries = {

@@ -39,9 +39,7 @@ class MLP(nn.Module):
         width_in = in_features
         for width in hidden_features:
             linear = nn.Linear(width_in, width)
-            nn.init.kaiming_normal_(
-                linear.weight, nonlinearity=activation if activation == "relu" else "linear"
-            )
+            nn.init.kaiming_normal_(linear.weight, nonlinearity=activation if activation == "relu" else "linear")
             nn.init.zeros_(linear.bias)
             layers.append(linear)
             if batch_norm:

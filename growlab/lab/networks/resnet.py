@@ -39,9 +39,7 @@ class BasicBlock(nn.Module):
             if shortcut == "A":
                 self.shortcut = PaddedShortcut(stride)
             else:
-                self.shortcut = nn.Sequential(
-                    conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels)
-                )
+                self.shortcut = nn.Sequential(conv(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, in_channels, H, W] to [B, out_channels, H / stride, W / stride]."""
@@ -104,9 +102,7 @@ class CifarResNet(nn.Module):
         return self.classifier(x.mean((2, 3)))
 
 
-def resnet20(
-    image_shape: Sequence[int], num_classes: int, width: int = 16, shortcut: str = "A"
-) -> CifarResNet:
+def resnet20(image_shape: Sequence[int], num_classes: int, width: int = 16, shortcut: str = "A") -> CifarResNet:
     """ResNet-20 of He et al. 2016: 16, 32, 64 channels, 0.27 M parameters; `width` is the first layer's."""
     return CifarResNet(3, num_classes, image_shape[0], (width, 2 * width, 4 * width), shortcut)
 
@@ -118,9 +114,7 @@ def resnet14(
     return CifarResNet(2, num_classes, image_shape[0], (width, 2 * width, 4 * width), shortcut, stem_stride)
 
 
-def resnet18(
-    image_shape: Sequence[int], num_classes: int, width: int = 64, shortcut: str = "B"
-) -> CifarResNet:
+def resnet18(image_shape: Sequence[int], num_classes: int, width: int = 64, shortcut: str = "B") -> CifarResNet:
     """ResNet-18 with the CIFAR stem (3x3, stride 1): 64 to 512 channels, 11 M parameters."""
     return CifarResNet(2, num_classes, image_shape[0], [width * 2**layer for layer in range(4)], shortcut)
 

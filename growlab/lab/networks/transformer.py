@@ -60,11 +60,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(num_heads * head_dim, width, bias)
 
     def forward(
-        self,
-        x_BTC: Tensor,
-        source_BSC: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
+        self, x_BTC: Tensor, source_BSC: Tensor | None = None, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
         """Attention output of each position: [B, T, C].
 
@@ -106,9 +102,7 @@ class GatedMLP(nn.Module):
 class DecoderBlock(nn.Module):
     """Causal attention, then a gated MLP, each after an RMSNorm and with a residual connection."""
 
-    def __init__(
-        self, width: int, num_heads: int, head_dim: int, hidden: int, dropout: float, rotary: Rotary
-    ) -> None:
+    def __init__(self, width: int, num_heads: int, head_dim: int, hidden: int, dropout: float, rotary: Rotary) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
         self.attention = Attention(width, num_heads, head_dim, dropout, bias=False, rotary=rotary)
@@ -189,14 +183,7 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        head_dim: int,
-        hidden: int,
-        dropout: float,
-        norm_first: bool,
-        decodes: bool,
+        self, width: int, num_heads: int, head_dim: int, hidden: int, dropout: float, norm_first: bool, decodes: bool
     ) -> None:
         super().__init__()
         self.norm_first, self.decodes = norm_first, decodes
@@ -213,9 +200,7 @@ class TransformerLayer(nn.Module):
         """Map the stream [B, T, C]; the mask is that of the source, or of the stream without a source."""
         if self.decodes:
             x_BTC = self._residual(x_BTC, self.norm1, lambda x: self.attention(x, causal=True))
-            x_BTC = self._residual(
-                x_BTC, self.norm2, lambda x: self.source_attention(x, source_BSC, mask=source_mask)
-            )
+            x_BTC = self._residual(x_BTC, self.norm2, lambda x: self.source_attention(x, source_BSC, mask=source_mask))
         else:
             x_BTC = self._residual(x_BTC, self.norm1, lambda x: self.attention(x, mask=source_mask))
         return self._residual(x_BTC, self.norm3, self.mlp)
@@ -266,9 +251,7 @@ class EncoderDecoder(nn.Module):
     ) -> None:
         super().__init__()
         if shared and source_size != target_size:
-            raise ValueError(
-                f"shared embeddings need one vocabulary, not {source_size} and {target_size} tokens."
-            )
+            raise ValueError(f"shared embeddings need one vocabulary, not {source_size} and {target_size} tokens.")
         embedding_dim = embedding_dim or width
         self.padding, self.scale = padding, math.sqrt(embedding_dim)
         self.source_embedding = nn.Embedding(source_size, embedding_dim, padding_idx=padding)

@@ -95,9 +95,7 @@ def train(problem: Problem, rate: float, steps: int, seed: int) -> Probe:
     return Probe(rate, later if isfinite(later) else inf, len(losses), median(seconds), weights, state)
 
 
-def best_rate(
-    problem: Problem, rates: Sequence[float], steps: int, seed: int, say: Callable[[str], None]
-) -> Probe:
+def best_rate(problem: Problem, rates: Sequence[float], steps: int, seed: int, say: Callable[[str], None]) -> Probe:
     """Train at each rate for as many steps; the first one in doubt."""
     each = steps // len(rates)
     if each < _LEAST_STEPS:
@@ -114,7 +112,5 @@ def best_rate(
     assert best is not None
     if best.loss == inf:
         listed = ", ".join(f"{rate:g}" for rate in rates)
-        raise UserError(
-            f"training breaks down at every rate ({listed} x optimizer.lr): lower that, or plan.rates."
-        )
+        raise UserError(f"training breaks down at every rate ({listed} x optimizer.lr): lower that, or plan.rates.")
     return best

@@ -114,9 +114,7 @@ def run(cfg: DictConfig) -> None:
         ending.enter_context(lock_folder(folder))
         # A plan's configuration would take the place of the run's.
         if any((folder / name).exists() for name in (CHECKPOINT_FOLDER, "metrics.csv", "results.json")):
-            raise UserError(
-                f"{folder} contains a run: name another folder for the plan with hydra.run.dir=FOLDER."
-            )
+            raise UserError(f"{folder} contains a run: name another folder for the plan with hydra.run.dir=FOLDER.")
         settings = settings_of(cfg)
         check(cfg)
         if cfg.num_threads:
@@ -159,9 +157,7 @@ def settings_of(cfg: DictConfig) -> Settings:
     """Settings of the plan."""
     try:
         # As JSON, in which objects stand for dataclasses.
-        return pydantic.TypeAdapter(Settings).validate_json(
-            json.dumps(OmegaConf.to_container(cfg.plan, resolve=True))
-        )
+        return pydantic.TypeAdapter(Settings).validate_json(json.dumps(OmegaConf.to_container(cfg.plan, resolve=True)))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
@@ -276,11 +272,7 @@ def _probe(
     )
     step = arm.flops * data.batch_size * accumulate / (arms["full"].flops * samples)
     probe = best_rate(
-        problem,
-        settings.rates,
-        int(settings.probe / step),
-        cfg.seed,
-        lambda line: print(line, file=sys.stderr),
+        problem, settings.rates, int(settings.probe / step), cfg.seed, lambda line: print(line, file=sys.stderr)
     )
     return probe, step * (int(settings.probe / step) // len(settings.rates)) * len(settings.rates)
 
@@ -394,8 +386,7 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
     return (
         "# @package _global_\n"
         "# Written by growlab.lab.planner for this network, data and budget.\n"
-        f"# Command:  {command}\n"
-        + "\n".join(yaml.safe_dump(part, sort_keys=False) for part in (defaults, values))
+        f"# Command:  {command}\n" + "\n".join(yaml.safe_dump(part, sort_keys=False) for part in (defaults, values))
     )
 
 

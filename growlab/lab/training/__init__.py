@@ -43,9 +43,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported when used: composing a configuration, help and error messages need not wait for torch and Lightning.
     for home in (
-        ("objectives", "progress", "learning_rate", "recorder", "checkpoints", "task")
-        if name in __all__
-        else ()
+        ("objectives", "progress", "learning_rate", "recorder", "checkpoints", "task") if name in __all__ else ()
     ):
         if hasattr(module := importlib.import_module(f"{__name__}.{home}"), name):
             return getattr(module, name)

@@ -15,11 +15,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
@@ -143,9 +139,7 @@ def check_settings(cfg: DictConfig) -> None:
     if not 0 <= cfg.seed <= _MAX_SEED:
         raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
     if cfg.num_threads is not None and not 1 <= cfg.num_threads <= _MOST_THREADS:
-        raise UserError(
-            f"num_threads={cfg.num_threads} must be from 1 to {_MOST_THREADS}, or null: all cores."
-        )
+        raise UserError(f"num_threads={cfg.num_threads} must be from 1 to {_MOST_THREADS}, or null: all cores.")
     if cfg.probe_size is not None and cfg.probe_size < 2:
         raise UserError(f"probe_size={cfg.probe_size} must be at least 2, for batch normalisation.")
     wanted = cfg.trainer.accelerator
@@ -348,11 +342,7 @@ def _plan(
     method: GrowthMethod = instantiate(cfg.growth)
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
     settings = {name: value for name, value in settings.items() if name not in _OTHERS}
-    loop = Loop(
-        cfg.trainer.limit_train_batches,
-        cfg.trainer.accumulate_grad_batches,
-        processes.world_size(cfg.trainer),
-    )
+    loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, processes.world_size(cfg.trainer))
     fits, sizes = cfg.schedule.batch_size is not None, known_sizes
     if fits:
         # The smallest that is possible, until the widths are known that sizes are found at.
@@ -390,12 +380,7 @@ def _plan(
 
 
 def _graph(
-    cfg: DictConfig,
-    network: nn.Module,
-    example: Any,
-    method: GrowthMethod,
-    trigger: Trigger,
-    parts: Sequence[Part],
+    cfg: DictConfig, network: nn.Module, example: Any, method: GrowthMethod, trigger: Trigger, parts: Sequence[Part]
 ) -> WidthGraph:
     """Trace the network's width graph; one without groups if it keeps its size and need not be traced."""
     if any(map(is_parametrized, network.modules())):
@@ -434,9 +419,7 @@ def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Pa
 
 def _make_part(name: str, settings: Any) -> Part:
     if not isinstance(settings, Mapping) or "_target_" not in settings:
-        raise UserError(
-            f"parts.{name} is no part: give it a _target_, a growlab.parts.Part, and its arguments."
-        )
+        raise UserError(f"parts.{name} is no part: give it a _target_, a growlab.parts.Part, and its arguments.")
     part = instantiate(settings)
     if not isinstance(part, Part):
         raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
@@ -469,9 +452,7 @@ def _fitting_sizes(
 ) -> list[dict[str, int]]:
     """Find the batch size of each stage by trial."""
     if not isinstance(data, ImageData):
-        raise UserError(
-            "schedule.batch_size=auto tries batches of images, which this data has none of: leave it out."
-        )
+        raise UserError("schedule.batch_size=auto tries batches of images, which this data has none of: leave it out.")
     # Only for its device, its precision and its connection to other processes, which the run's trainer will reuse.
     alone: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
     alone["plugins"] = cluster_environment(not processes.started_elsewhere())
@@ -500,8 +481,7 @@ def _fitting_sizes(
     )
     with TrialSteps(trial, stages) as steps:
         found = fit_batch_sizes(
-            *(len(stages), cfg.schedule, data.num_train, trainer.world_size, steps.fits),
-            lambda size: min(gather(size)),
+            *(len(stages), cfg.schedule, data.num_train, trainer.world_size, steps.fits), lambda size: min(gather(size))
         )
     if processes.is_first():
         sizes = " ".join(str(one["batch_size"]) for one in found)
@@ -553,9 +533,7 @@ def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
     named = {f"callbacks.{name}": settings for name, settings in (cfg.get("callbacks") or {}).items()}
     listed = cfg.trainer.get("callbacks") or []
     if not isinstance(listed, ListConfig | list):
-        raise UserError(
-            f"trainer.callbacks={listed} must be a list; callbacks.NAME._target_=MODULE.CLASS adds one."
-        )
+        raise UserError(f"trainer.callbacks={listed} must be a list; callbacks.NAME._target_=MODULE.CLASS adds one.")
     named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
     made = [_user_callback(name, settings) for name, settings in named.items() if settings is not None]
     return [*made, StayStopped()] if made else []
@@ -566,9 +544,7 @@ def _user_callback(name: str, settings: Any) -> lightning.Callback:
     kind = type(callback).__name__
     if not isinstance(callback, lightning.Callback):
         given = settings if callback is settings else f"a {kind}"
-        raise UserError(
-            f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments."
-        )
+        raise UserError(f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments.")
     # What would silently spoil the numbers of a run; other callbacks are the user's affair.
     if str(monitor := getattr(callback, "monitor", None)).startswith("test_"):
         raise UserError(
@@ -591,17 +567,13 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
     try:
         for name, settings in cfg.logger.items():
             if not isinstance(settings, DictConfig):
-                raise UserError(
-                    f"logger.{name}={settings} is no logger: give it a _target_ and its arguments."
-                )
+                raise UserError(f"logger.{name}={settings} is no logger: give it a _target_ and its arguments.")
             # The same identity after an interruption, where a logger has one.
             known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
             own = {key: value for key, value in known.items() if key in settings and settings[key] is None}
             logger = instantiate(settings, **own)
             if not isinstance(logger, Logger):
-                raise UserError(
-                    f"logger.{name} makes a {type(logger).__name__}, not one of Lightning's loggers."
-                )
+                raise UserError(f"logger.{name} makes a {type(logger).__name__}, not one of Lightning's loggers.")
             loggers.append(logger)
         for logger in loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))

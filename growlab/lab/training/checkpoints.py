@@ -190,11 +190,7 @@ class SaveCheckpoints(Checkpoint):
     """
 
     def __init__(
-        self,
-        path: Path,
-        writer: AtomicCheckpointIO,
-        policy: SavePolicy | None = None,
-        resumed: Path | None = None,
+        self, path: Path, writer: AtomicCheckpointIO, policy: SavePolicy | None = None, resumed: Path | None = None
     ) -> None:
         self._path, self._writer, self._policy = path, writer, policy or SavePolicy()
         self._resumed = resumed
@@ -213,9 +209,7 @@ class SaveCheckpoints(Checkpoint):
                 number = signal.Signals[name]
                 self._handlers.setdefault(number, signal.signal(number, self._note))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save if it is due, between two optimizer steps of an epoch."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or batch_idx + 1 == trainer.num_training_batches:
             return
@@ -248,9 +242,7 @@ class SaveCheckpoints(Checkpoint):
         """Signals are again whose they were."""
         self._restore()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Record a running validation as not started.
 
         Lightning's loops continue an interrupted evaluation, but without restoring the position of its loaders. Only

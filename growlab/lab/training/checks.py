@@ -27,9 +27,7 @@ _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 _TOP = {
     **dict.fromkeys(("compile", "check_ranks"), bool),
     **dict.fromkeys(("seed", "batch_norm_samples", "log_rates_every_n_steps"), int),
-    **dict.fromkeys(
-        ("num_threads", "probe_size", "log_every_n_steps", "log_layers_every_n_steps"), int | None
-    ),
+    **dict.fromkeys(("num_threads", "probe_size", "log_every_n_steps", "log_layers_every_n_steps"), int | None),
     **dict.fromkeys(("gain", "norm_anneal_fraction"), float),
     **dict.fromkeys(("ckpt_path", "start_from"), str | None),
     "name": str | int,
@@ -204,9 +202,7 @@ def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_swee
         for key, value in own.items():
             full = f"{name}.{key}"
             if key != switch and value is not None and full in typed:
-                raise UserError(
-                    f"{full}={typed[full]} has no effect: {name} is left out while {name}.{switch}=null."
-                )
+                raise UserError(f"{full}={typed[full]} has no effect: {name} is left out while {name}.{switch}=null.")
 
 
 def _agree(name: str, given: Any, value: Any) -> bool:

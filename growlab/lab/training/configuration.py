@@ -52,8 +52,7 @@ def config_dir(package: Path | None = None) -> Path:
         if (place / f"{PRIMARY}.yaml").is_file():
             return place
     raise UserError(
-        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab again, in a checkout with "
-        "`pip install -e .`"
+        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab again, in a checkout with `pip install -e .`"
     )
 
 
@@ -80,9 +79,7 @@ def search_options() -> list[str]:
     return [*options, *(one for one in job.overrides.hydra if name_of(one) == _SEARCHPATH)]
 
 
-def experiment_name(
-    choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()
-) -> str:
+def experiment_name(choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()) -> str:
     """Name of the experiment, or of the network and the data chosen on the command line instead.
 
     With another network or data the default experiment's name is left out.
@@ -134,9 +131,7 @@ def _job_folder(which: str = "") -> str:
         named = f"{job.job.num}_{named}".rstrip("_")
     name = named.replace("/", "_").encode()
     digest = hashlib.sha256(name).hexdigest()[:8]
-    return (name if len(name) <= _LONGEST else name[: _LONGEST - 9] + f"_{digest}".encode()).decode(
-        errors="ignore"
-    )
+    return (name if len(name) <= _LONGEST else name[: _LONGEST - 9] + f"_{digest}".encode()).decode(errors="ignore")
 
 
 def naming_override(overrides: Sequence[str]) -> str:

@@ -68,9 +68,7 @@ def check_strategy(trainer: Trainer) -> None:
         raise UserError("growlab starts the processes of DDP itself; use trainer=ddp, not another strategy.")
     for option, what in _NEEDED.items():
         if not strategy._ddp_kwargs.get(option, True):
-            raise UserError(
-                f"trainer.strategy.{option}=false would let {what} differ between ranks; leave it out."
-            )
+            raise UserError(f"trainer.strategy.{option}=false would let {what} differ between ranks; leave it out.")
 
 
 class CPUSyncBatchNorm(_BatchNorm):

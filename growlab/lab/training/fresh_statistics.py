@@ -76,13 +76,9 @@ class FreshStatistics(Callback):
     function of seed and epoch, so a resumed run computes the same statistics.
     """
 
-    def __init__(
-        self, images: int, batches: Callable[[int, int, bool], Sequence[tuple[Tensor, ...]]] | None
-    ) -> None:
+    def __init__(self, images: int, batches: Callable[[int, int, bool], Sequence[tuple[Tensor, ...]]] | None) -> None:
         if images < 0:
-            raise UserError(
-                f"batch_norm_samples={images} must be at least 0 (0: running averages as they are)."
-            )
+            raise UserError(f"batch_norm_samples={images} must be at least 0 (0: running averages as they are).")
         self._images, self._batches = images, batches
         #: For the network and its average, and the epoch in which they were found.
         self._fresh: list[tuple[nn.Module, dict[str, Tensor]]] = []

@@ -31,15 +31,7 @@ from torch.distributed import TCPStore
 from growlab.base.errors import Stopped, UserError
 from growlab.base.files import CHECKPOINT_FOLDER
 from growlab.lab.training.configuration import LAST, search_options
-from growlab.lab.training.processes import (
-    ERROR_FILE,
-    RUN_ID,
-    ProcessFailed,
-    in_folder,
-    name_of,
-    quoted,
-    run_id,
-)
+from growlab.lab.training.processes import ERROR_FILE, RUN_ID, ProcessFailed, in_folder, name_of, quoted, run_id
 
 # How long the others may take to end by themselves once one process has failed.
 _GRACE_SEC = 5.0
@@ -84,9 +76,7 @@ class _Killed(UserError):
         return str(self).partition(";")[0]
 
 
-def start(
-    command: Sequence[str], environment: Mapping[str, str], log: Path | None
-) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> subprocess.Popen[bytes]:
     """Start one process in a separate session; its output goes to a file, or to this process's output."""
     with contextlib.ExitStack() as ending:
         out = None if log is None else ending.enter_context(log.open("wb"))

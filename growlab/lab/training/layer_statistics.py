@@ -114,10 +114,7 @@ class LayerStatistics(Callback):
         for quantity, value in (("loss", loss), ("accuracy", accuracy)):
             self._rows.append(f"{step},network,{quantity},{float(value.detach()):.6g},,,,")
         for name, output in outputs.items():
-            for tensor, kinds in (
-                (output, ("activation", "gradient")),
-                (weights[name], ("weight", "weight_gradient")),
-            ):
+            for tensor, kinds in ((output, ("activation", "gradient")), (weights[name], ("weight", "weight_gradient"))):
                 for kind, values in zip(kinds, (tensor.detach(), grads.get(id(tensor))), strict=True):
                     if values is not None:
                         self._add(step, name, kind, values)

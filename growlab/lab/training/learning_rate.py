@@ -106,8 +106,7 @@ class LearningRate:
             yield f"progress_unit=cost does not go with shape={self.shape}, which counts its own {counted}."
         if self.shape == "wsd" and not 0 < self.decay_fraction <= (1 - part) * _ROUNDING:
             yield (
-                "decay_fraction must be above 0 and at most what warm-up leaves of the run, "
-                f"not {self.decay_fraction}."
+                f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."
             )
 
     @property
@@ -183,9 +182,7 @@ class LearningRate:
             return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
         if self.shape == "one_cycle":
             done, rise = (moment - begin) / (end - begin), self.warmup_fraction or _RISE
-            first, last, part = (
-                (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
-            )
+            first, last, part = (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
             return last + (first - last) * 0.5 * (1 + cos(pi * part))
         if self.warmup_steps is not None and step < self.warmup_steps:
             return step / self.warmup_steps
@@ -226,9 +223,7 @@ class RateAdaptation:
         """Make an optimizer adapt its rates, in place."""
         if self.rule is None:
             return
-        if not isinstance(optimizer, Regional) or (
-            self.optimizers and type(optimizer).__name__ not in self.optimizers
-        ):
+        if not isinstance(optimizer, Regional) or (self.optimizers and type(optimizer).__name__ not in self.optimizers):
             raise UserError(
                 f"this lr_adapt works with the optimizers {', '.join(self.optimizers) or 'of growlab.optim'}, not "
                 f"{type(optimizer).__module__}.{type(optimizer).__name__}; choose one of them with optimizer=..., or "

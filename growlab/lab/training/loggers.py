@@ -89,9 +89,7 @@ class WandbRecords(Callback):
         events = [event.as_dict() for event in task.events]
         rows = [[event.get(column) for column in EVENT_COLUMNS] for event in events]
         for logger in self._loggers:
-            logger.log_table(
-                "growth_events", columns=list(EVENT_COLUMNS), data=rows, step=trainer.global_step
-            )
+            logger.log_table("growth_events", columns=list(EVENT_COLUMNS), data=rows, step=trainer.global_step)
 
     def publish(self, trainer: Trainer, run_dir: Path) -> None:
         """Log the run's figures and, if a W&B run is online, its checkpoint and weights."""
@@ -106,9 +104,7 @@ class WandbRecords(Callback):
         for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
             for path in figures:
                 pixels = np.asarray(PIL.Image.open(path).convert("RGB"))
-                board.experiment.add_image(
-                    f"figures/{path.stem}", pixels, trainer.global_step, dataformats="HWC"
-                )
+                board.experiment.add_image(f"figures/{path.stem}", pixels, trainer.global_step, dataformats="HWC")
 
 
 def run_name(overrides: Sequence[str], otherwise: str) -> str:

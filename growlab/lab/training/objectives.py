@@ -259,9 +259,7 @@ class SubwordPrediction(TokenPrediction):
         found: Tensor | None = data.bytes_of_tokens
         if found is None:
             advice = f": {self.goes_with}" if self.goes_with else ""
-            raise UserError(
-                f"objective=tokens needs data that know the bytes of their tokens, as data=tokens{advice}."
-            )
+            raise UserError(f"objective=tokens needs data that know the bytes of their tokens, as data=tokens{advice}.")
         self._bytes_of_tokens = found
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -428,9 +426,7 @@ class Segmentation(Objective):
             )
         count = real.sum()
         ignored, smoothing = self.ignore_index, self.label_smoothing
-        total = F.cross_entropy(
-            logits, target, ignore_index=ignored, reduction="sum", label_smoothing=smoothing
-        )
+        total = F.cross_entropy(logits, target, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
         wanted, found = target[real], logits.detach().argmax(1)[real]
         both = torch.bincount(wanted[wanted == found], minlength=classes)
         wanted, found = torch.bincount(wanted, minlength=classes), torch.bincount(found, minlength=classes)
@@ -578,9 +574,7 @@ def _naming(setting: str, called: Any, output: Tensor, target: Tensor) -> Iterat
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, UserWarning) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise UserError(
-            f"{setting} ({_name(called)}) does not take {_shapes_of(output, target)}: {reason}."
-        ) from error
+        raise UserError(f"{setting} ({_name(called)}) does not take {_shapes_of(output, target)}: {reason}.") from error
 
 
 def _check_custom(loss: Any, metrics: Mapping[str, Any]) -> None:

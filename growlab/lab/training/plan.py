@@ -110,9 +110,7 @@ class Loop:
 class StageCost:
     """Forward FLOPs per sample of a network at any stage of its growth."""
 
-    def __init__(
-        self, network: nn.Module, graph: WidthGraph, parts: Sequence[Part], example: Example
-    ) -> None:
+    def __init__(self, network: nn.Module, graph: WidthGraph, parts: Sequence[Part], example: Example) -> None:
         self._network, self._graph, self._parts = copy.deepcopy(network), graph, tuple(parts)
         inputs = network_inputs(example, network)
         self._sample = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
@@ -205,13 +203,9 @@ class Planning:
         other = other or data.only_in_epochs or limited
         every = settings["eval_every_n_steps"]
         if other:
-            raise UserError(
-                f"{other} counts epochs, and schedule.total_steps={total} sets the run's length in steps."
-            )
+            raise UserError(f"{other} counts epochs, and schedule.total_steps={total} sets the run's length in steps.")
         if total < 1 or (every is not None and every < 1):
-            raise UserError(
-                f"a run of {total} steps, evaluated every {every}, is impossible: both must be at least 1."
-            )
+            raise UserError(f"a run of {total} steps, evaluated every {every}, is impossible: both must be at least 1.")
         settings["eval_every_n_steps"] = every or max(1, total // _EVALUATIONS)
 
     def _cut(self, schedule: Schedule) -> tuple[Schedule, Steps | None]:
@@ -391,9 +385,7 @@ def _check_demand(trigger: triggers.OnDemand, graph: WidthGraph, cost: StageCost
     steps, demand = trigger.steps(graph), trigger.demand
     ahead, total = len(steps) - 1, trigger.total_epochs
     narrow = demand.latest(total, ahead) if ahead else 0
-    grown = [
-        ({**plan.widths[0], **own}, trigger.fraction_grown(stage, own)) for stage, own in enumerate(steps)
-    ]
+    grown = [({**plan.widths[0], **own}, trigger.fraction_grown(stage, own)) for stage, own in enumerate(steps)]
     ways = [cost(*each) for each in grown]
     spent = ways[0] * sum(plan.samples[:narrow])
     spent += triggers.cheapest_remaining_cost(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)

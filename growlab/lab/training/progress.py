@@ -71,9 +71,7 @@ class GrowthProgress(Callback):
         """Start the epoch's clock."""
         self._epoch_began, self._began_at = time.perf_counter(), 0.0
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Move the bar, at most twice a second."""
         now = time.perf_counter()
         if self._bar is None or now - self._shown < _REFRESH_SEC:

@@ -160,9 +160,7 @@ class RunRecorder(Callback):
         if adapted:
             _log(trainer, logged, trainer.global_step)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Every n steps add a row to steps.csv."""
         if self._every is None:
             return
@@ -250,11 +248,7 @@ class RunRecorder(Callback):
                 {
                     "stage": number,
                     "epochs": schedule.epochs[stage],
-                    **(
-                        {}
-                        if plan.total_steps is None
-                        else {"steps": sum(plan.steps[r["epoch"]] for r in rows)}
-                    ),
+                    **({} if plan.total_steps is None else {"steps": sum(plan.steps[r["epoch"]] for r in rows)}),
                     "batch_size": schedule.batch_sizes[stage],
                     "widths": plan.widths[stage],
                     "num_params": rows[-1]["num_params"],

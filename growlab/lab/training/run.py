@@ -29,13 +29,7 @@ from growlab.grower.triggers import OnDemand
 from growlab.growth import GrowthEvent
 from growlab.lab.analysis.report import print_results, write_run_report
 from growlab.lab.data import RunData
-from growlab.lab.training.checkpoints import (
-    AtomicCheckpointIO,
-    SaveCheckpoints,
-    SavePolicy,
-    last_checkpoint,
-    save,
-)
+from growlab.lab.training.checkpoints import AtomicCheckpointIO, SaveCheckpoints, SavePolicy, last_checkpoint, save
 from growlab.lab.training.distributed import RankCheck
 from growlab.lab.training.fresh_statistics import FreshStatistics
 from growlab.lab.training.identity import Identity
@@ -270,9 +264,7 @@ def _carried_out(experiment: Experiment, task: Task, recorder: RunRecorder) -> P
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
 
 
-def _save(
-    run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: RunData
-) -> None:
+def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: RunData) -> None:
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
         if hasattr(network, "save_pretrained"):
@@ -299,9 +291,7 @@ def _length(plan: Plan, data: RunData) -> dict[str, Any]:
     return {"epochs": float(f"{samples / data.num_train:.3g}"), "steps": sum(plan.steps), **tokens}
 
 
-def _results(
-    experiment: Experiment, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer
-) -> dict[str, Any]:
+def _results(experiment: Experiment, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer) -> dict[str, Any]:
     """The content of `results.json`, which tables are made of."""
     grower, objective = task.grower, task.objective
     stages = recorder.stages(plan, grower.events)
@@ -357,9 +347,7 @@ def git_commit() -> str | None:
     package = Path(growlab.__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=package, capture_output=True, text=True, check=True, timeout=10
-        )
+        done = subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     try:

@@ -53,12 +53,7 @@ class Blocks:
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        graph: WidthGraph,
-        blocks: Sequence[str] | None,
-        start: str,
-        example: tuple[Any, ...],
+        self, network: nn.Module, graph: WidthGraph, blocks: Sequence[str] | None, start: str, example: tuple[Any, ...]
     ) -> None:
         self.full, self.start = graph, start
         self.constants = constants.kept(graph, tensors_of(network, graph))
@@ -135,9 +130,7 @@ class Blocks:
         """Return the width graph of one block's tensors."""
         return _kept(self.full, self.blocks[name].contains)
 
-    def put_in(
-        self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None
-    ) -> list[nn.Module]:
+    def put_in(self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None) -> list[nn.Module]:
         """Insert a block at its place, at the given widths.
 
         Args:
@@ -319,8 +312,7 @@ def _kept(graph: WidthGraph, keep: Callable[[str], bool]) -> WidthGraph:
 
 def _renamed(axis: Axis, aliases: Mapping[str, str]) -> Axis:
     parts = tuple(
-        replace(part, group=aliases.get(part.group, part.group)) if part.group else part
-        for part in axis.parts
+        replace(part, group=aliases.get(part.group, part.group)) if part.group else part for part in axis.parts
     )
     return Axis(parts, axis.role)
 
@@ -345,10 +337,7 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
 
 def _none_found(start: str, reasons: Mapping[str, str]) -> str:
     if not reasons:
-        return (
-            "blocks='auto' finds no modules of one kind behind one another that put out what goes in; name "
-            "blocks."
-        )
+        return "blocks='auto' finds no modules of one kind behind one another that put out what goes in; name blocks."
     name, reason = next(iter(reasons.items()))
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     return (
@@ -404,9 +393,7 @@ class Depth(BlockPart):
         """Return True if the network grows, or is a baseline of reduced depth; others have all blocks."""
         return not isinstance(trigger, Never) or trigger.depth < 1
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Find the blocks; the network is not changed yet."""
         for path, module in network.named_modules():
             computed = module.parametrizations if is_parametrized(module) else ()

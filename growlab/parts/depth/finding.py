@@ -54,9 +54,7 @@ class SkippedBlock(nn.Module):
     output from its inputs; None if it maps its first input to one tensor.
     """
 
-    def __init__(
-        self, block: nn.Module, kind: Kind = "stream", pass_through: "PassThrough | None" = None
-    ) -> None:
+    def __init__(self, block: nn.Module, kind: Kind = "stream", pass_through: "PassThrough | None" = None) -> None:
         super().__init__()
         own = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         vars(self).update({name: value for name, value in own.items() if not isinstance(value, Tensor)})
@@ -335,15 +333,11 @@ def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str
             return call.pass_through.problem
     joined = all(one.result == other.source for one, other in pairwise(known))
     pass_throughs = {
-        path: c.pass_through
-        for path, c in zip(paths, known, strict=True)
-        if not c.pass_through.plain and not joined
+        path: c.pass_through for path, c in zip(paths, known, strict=True) if not c.pass_through.plain and not joined
     }
     if joined and len(known) == 1:
         pass_throughs = {} if known[0].pass_through.plain else {paths[0]: known[0].pass_through}
-    whole = _Call(
-        known[0].source, known[-1].result, known[0].shape_in, known[-1].shape_out, known[0].pass_through
-    )
+    whole = _Call(known[0].source, known[-1].result, known[0].shape_in, known[-1].shape_out, known[0].pass_through)
     if joined and whole.shape_in == whole.shape_out:
         zeroed, obstacle = _kept(forward, whole)
         if zeroed is not None or not _is_branch(forward, paths[0], whole):

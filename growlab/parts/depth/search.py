@@ -212,8 +212,7 @@ def same_shaped_before(network: nn.Module, block: Block) -> tuple[str, ...]:
             paths = tuple(f"{parent}.{names[earlier + i]}".lstrip(".") for i in range(step))
         else:
             paths = tuple(
-                f"{parent}.{names[earlier]}{path.removeprefix(block.name)}".lstrip(".")
-                for path in block.paths
+                f"{parent}.{names[earlier]}{path.removeprefix(block.name)}".lstrip(".") for path in block.paths
             )
         known = dict(network.named_modules())
         if all(path in known for path in paths) and signature(network, paths) == own:

@@ -115,9 +115,7 @@ def identity(insertion: Insertion) -> None:
         dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x, dims, correction=0)
         if norm.weight is None or norm.running_mean is None or norm.running_var is None:
-            raise UserError(
-                f"start='identity' needs a batch normalisation with weights and statistics in {paths[0]}."
-            )
+            raise UserError(f"start='identity' needs a batch normalisation with weights and statistics in {paths[0]}.")
         norm.running_mean.copy_(mean)
         norm.running_var.copy_(variance)
         norm.weight.copy_((variance + norm.eps).sqrt())

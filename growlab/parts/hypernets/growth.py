@@ -59,9 +59,7 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
         elif isinstance(by, Chunks):
             own, chosen[name] = _chunked(by, place, plain, layer, channels)
         else:
-            raise UserError(
-                f"{name} is parametrised by something that growlab does not know; growth cannot widen it."
-            )
+            raise UserError(f"{name} is parametrised by something that growlab does not know; growth cannot widen it.")
         axes |= own
     return replace(
         graph,
@@ -69,9 +67,7 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
         axes=axes,
         layers=tuple(chosen.get(layer.weight, layer) for layer in graph.layers),
         written={place: _in_units(axis, channels) for place, axis in graph.written.items()},
-        channel_norms=tuple(
-            replace(norm, axis=_in_units(norm.axis, channels)) for norm in graph.channel_norms
-        ),
+        channel_norms=tuple(replace(norm, axis=_in_units(norm.axis, channels)) for norm in graph.channel_norms),
         attentions=tuple(
             replace(
                 attention,
@@ -109,9 +105,7 @@ def _chunked(
     blocked = [rows, _blocks(columns, channels)] if by.by_inputs else [_blocks(rows, channels), columns]
     own = {"embedding.values": by.embedding.values, "weight": by.weight, "bias": by.bias}
     axes: dict[str, tuple[Axis, ...]] = {f"{place}.original": tuple(blocked)}
-    axes |= {
-        f"{place}.0.{n}": (*blocked, *(_fixed(s) for s in tensor.shape[2:])) for n, tensor in own.items()
-    }
+    axes |= {f"{place}.0.{n}": (*blocked, *(_fixed(s) for s in tensor.shape[2:])) for n, tensor in own.items()}
     kernel = prod(by.kernel)
     return axes, replace(
         layer,
@@ -133,9 +127,7 @@ def _fixed(size: int) -> Axis:
 
 def _in_units(axis: Axis, channels: int) -> Axis:
     """Express an axis with widths counted in blocks of channels."""
-    parts = [
-        part if part.group is None else replace(part, inner=part.inner * channels) for part in axis.parts
-    ]
+    parts = [part if part.group is None else replace(part, inner=part.inner * channels) for part in axis.parts]
     return Axis(tuple(parts), axis.role)
 
 
@@ -248,12 +240,7 @@ class Hyperfan(VarianceTransfer):
         chunk_channels: int = 2,
     ) -> None:
         super().__init__(
-            "fan_in_ratio",
-            output_multiplier,
-            False,
-            rescale_layers_without_batch_norm,
-            noise_std=noise_std,
-            gain=gain,
+            "fan_in_ratio", output_multiplier, False, rescale_layers_without_batch_norm, noise_std=noise_std, gain=gain
         )
         one_of(_RULES, new_weights=new_weights)
         one_of(_SHARINGS, sharing=sharing)

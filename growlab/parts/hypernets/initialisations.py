@@ -129,9 +129,7 @@ class Initialisation:
             UserError: the initialisation is only defined for hypernetworks.
         """
         if self.name in ("kaiming_tenth", "constant_embedding"):
-            raise UserError(
-                f"{self.name} initialises hypernetworks: choose another for a network without one."
-            )
+            raise UserError(f"{self.name} initialises hypernetworks: choose another for a network without one.")
         if self._hyperfan:
             return self._combined(emission.gain / emission.fan_in, emission.gain / emission.fan_out)
         return self._classical(emission.fan_in, emission.fan_out)
@@ -146,9 +144,7 @@ class Initialisation:
         """Draw float32 numbers of mean 0 and the given variance, the same for any default dtype of torch."""
         if self.distribution == "normal":
             return torch.randn(shape, generator=source, dtype=torch.float32).mul_(sqrt(variance))
-        return (
-            torch.rand(shape, generator=source, dtype=torch.float32).mul_(2).sub_(1).mul_(sqrt(3 * variance))
-        )
+        return torch.rand(shape, generator=source, dtype=torch.float32).mul_(2).sub_(1).mul_(sqrt(3 * variance))
 
     def _output(self, features: int, num_outputs: int) -> float:
         return (0.01 if self.name == "kaiming_tenth" else 1.0) * self._classical(features, num_outputs)

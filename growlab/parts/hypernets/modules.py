@@ -95,13 +95,7 @@ class Chunks(nn.Module):
     """
 
     def __init__(
-        self,
-        output: Output,
-        embedding: Embedding,
-        weight: Tensor,
-        by_inputs: bool,
-        size: int,
-        kernel: tuple[int, ...],
+        self, output: Output, embedding: Embedding, weight: Tensor, by_inputs: bool, size: int, kernel: tuple[int, ...]
     ) -> None:
         super().__init__()
         self.output, self.embedding = output, embedding

@@ -70,9 +70,7 @@ class Hypernet:
             one_of(("fixed", "trained"), embedding=self.embedding)
             for features in self.hidden_features:
                 whole(1, hidden_features=features)
-            whole(
-                1, embedding_features=self.embedding_features, **not_none(chunk_channels=self.chunk_channels)
-            )
+            whole(1, embedding_features=self.embedding_features, **not_none(chunk_channels=self.chunk_channels))
             above(0, gain=self.gain, output_gain=self.output_gain)
             at_least(0, noise=self.noise)
             flag(biases=self.biases, emit_last=self.emit_last)
@@ -81,9 +79,7 @@ class Hypernet:
                 "constant_embedding gives every layer a separate embedding, but sharing='network' has a single one."
             )
         if self.sharing == "chunk" and (self.biases or len(self.hidden_features) > 1):
-            raise UserError(
-                "sharing='chunk' emits no biases and has one hidden layer: give one hidden_features."
-            )
+            raise UserError("sharing='chunk' emits no biases and has one hidden layer: give one hidden_features.")
         _ = self.variances
 
     @property
@@ -133,9 +129,7 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
         _draw(layers[-1:], hypernet, seed)
         layers = layers[:-1]
         if not layers:
-            raise UserError(
-                f"{type(network).__name__} has one layer alone, and emit_last=False leaves none to emit."
-            )
+            raise UserError(f"{type(network).__name__} has one layer alone, and emit_last=False leaves none to emit.")
     if hypernet.sharing == "chunk":
         _parametrise_by_chunks(layers, hypernet, seed)
     else:

@@ -50,9 +50,7 @@ class Boundaries:
             epoch: the current epoch.
             step: number of optimizer steps done.
         """
-        now, every = (
-            (epoch, self.every_n_epochs) if self.every_n_steps is None else (step, self.every_n_steps)
-        )
+        now, every = (epoch, self.every_n_epochs) if self.every_n_steps is None else (step, self.every_n_steps)
         first = self.first or every
         if now < first or (self.last is not None and now > self.last):
             return None
@@ -146,10 +144,7 @@ class Isotropic(GrowthMethod, WidthDecision):
     follows_norms = True
 
     def __init__(
-        self,
-        mode: Literal["reserve", "scheduled"] = "reserve",
-        max_pruning_error: float | None = None,
-        **settings: Any,
+        self, mode: Literal["reserve", "scheduled"] = "reserve", max_pruning_error: float | None = None, **settings: Any
     ) -> None:
         super().__init__()
         self.boundaries, self.widths, self.choices = sorted_into(self.SETTINGS, settings, "Isotropic")
@@ -166,9 +161,7 @@ class Isotropic(GrowthMethod, WidthDecision):
             adaptable(graph)
         return graph
 
-    def observe(
-        self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]
-    ) -> Mapping[str, Observation]:
+    def observe(self, model: nn.Module, graph: WidthGraph, probe: tuple[Any, ...]) -> Mapping[str, Observation]:
         """Observe isotropic activations on the probe batch, for the correction of removed neurons."""
         return watch(model, graph, probe)
 
@@ -237,8 +230,7 @@ class Isotropic(GrowthMethod, WidthDecision):
                 carry = Carry(bases={group: own.basis})
                 before_widths = {**widths, group: own.basis.shape[1]}
                 gradients = {
-                    name: carry.carried(value, name, graph, before_widths, widths)
-                    for name, value in gradients.items()
+                    name: carry.carried(value, name, graph, before_widths, widths) for name, value in gradients.items()
                 }
         exact = self.choices.bias == 0 or self.choices.columns == "zero"
         exact = exact or all(_reads_gains(graph, group, widths) for group in bases)

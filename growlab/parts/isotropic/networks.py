@@ -297,9 +297,7 @@ def isotropic_cnn(
     """
     start = None if length is None else IntrinsicLength(length, length_kind)
     channels = [width * 2**block for block in range(len(pools))]
-    network = IsotropicCNN(
-        image_shape[0], channels, pools, num_classes, activation, start, chi_norm, gain_channel
-    )
+    network = IsotropicCNN(image_shape[0], channels, pools, num_classes, activation, start, chi_norm, gain_channel)
     _draw_weights(network, weights)
     return network
 
@@ -318,9 +316,7 @@ def isotropic_nested(
     return NestedNetwork(pixels, [width] * depth, num_classes, activation, length, products)
 
 
-def deepen(
-    layers: nn.Sequential, position: int, activation: IsotropicActivation | None = None
-) -> list[nn.Parameter]:
+def deepen(layers: nn.Sequential, position: int, activation: IsotropicActivation | None = None) -> list[nn.Parameter]:
     """Insert a linear layer and an activation, initialised as the identity.
 
     The weight is the identity matrix, the bias zero, and the activation f*(x; a) = a x + (1 - a) f(x) starts at a = 1.
@@ -353,9 +349,7 @@ def deepen(
     identity = nn.Linear(len(reference), len(reference))
     nn.init.eye_(identity.weight)
     nn.init.zeros_(identity.bias)
-    new = nn.Sequential(identity, Blend(activation or IsotropicActivation())).to(
-        reference.device, reference.dtype
-    )
+    new = nn.Sequential(identity, Blend(activation or IsotropicActivation())).to(reference.device, reference.dtype)
     for offset, module in enumerate(new, start=1):
         layers.insert(position + offset, module)
     return list(new.parameters())
@@ -389,9 +383,7 @@ def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.o
     if inputs + count < 1:
         raise ValueError(f"{-count} of {inputs} inputs cannot go: a layer keeps at least one")
     if getattr(layer, "reads_gain", False) or getattr(layer, "groups", 1) != 1:
-        raise ValueError(
-            "only a layer that reads all its inputs, and no gain behind them, can have more or fewer"
-        )
+        raise ValueError("only a layer that reads all its inputs, and no gain behind them, can have more or fewer")
     new = nn.Parameter(_resized(old.detach(), count), old.requires_grad)
     for optimizer in optimizers:
         for name, value in optimizer.state.get(old, {}).items():

@@ -45,9 +45,7 @@ class IsotropicLayers(WidthPart):
         """Return True if the network grows; otherwise isotropic layers keep their widths too."""
         return not isinstance(trigger, Never)
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Take over all groups in the norm of isotropic activations; those that are not isotropic keep their width."""
         with as_user_errors():
             adaptable(graph)
@@ -76,9 +74,7 @@ class IsotropicLayers(WidthPart):
             )
         assert self._prepared is not None
         for group in self.groups:
-            behind = [
-                one.weight for one in consumers(self._prepared, group) if one.weight in grower.graph.axes
-            ]
+            behind = [one.weight for one in consumers(self._prepared, group) if one.weight in grower.graph.axes]
             if behind and not producers(grower.graph, group):
                 raise UserError(
                     f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
@@ -97,9 +93,7 @@ class IsotropicLayers(WidthPart):
         self._asked = boundary
         now = grower.state.widths
         with as_user_errors():
-            wanted = self.method.decide(
-                grower.graph, tensors_of(grower.network, grower.graph), now, grower.gradients()
-            )
+            wanted = self.method.decide(grower.graph, tensors_of(grower.network, grower.graph), now, grower.gradients())
         # Ranks compute the same; should one differ, it follows rank 0, and the comparison of ranks reports it.
         own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
         return None if all(now[group] == width for group, width in own.items()) else own
@@ -142,9 +136,7 @@ class GainWeights(Part):
         self._mode, self._decay = str(mode), decay
         self._saved_gains: list[tuple[nn.Module, Tensor]] = []
 
-    def prepare(
-        self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]
-    ) -> WidthGraph:
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Check that the network has layers that read gain channels."""
         if not readers(network):
             raise UserError(

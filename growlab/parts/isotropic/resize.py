@@ -233,9 +233,7 @@ class LayerTensors:
         self._apply(select, select + stand_in.T @ identity[removed])
         return stand_in
 
-    def add(
-        self, count: int, generator: Callable[[str], torch.Generator], leader: Change | None = None
-    ) -> None:
+    def add(self, count: int, generator: Callable[[str], torch.Generator], leader: Change | None = None) -> None:
         """Append channels with zero incoming weights and, if chosen, a bias."""
         before, old = dict(self.widths), self.widths[self.group]
         self.widths[self.group] = old + count
@@ -285,9 +283,7 @@ class LayerTensors:
     def _apply(self, matrix: Tensor, consuming: Tensor) -> None:
         for name, tensor in self.tensors.items():
             axes = self.graph.axes[name]
-            self.tensors[name] = applied(
-                tensor, axes, {self.group: matrix}, self.widths, {self.group: consuming}
-            )
+            self.tensors[name] = applied(tensor, axes, {self.group: matrix}, self.widths, {self.group: consuming})
         self.widths[self.group] = len(matrix)
 
     def observations(self) -> dict[str, Observation]:
@@ -395,10 +391,7 @@ class LayerTensors:
 
     def _positions(self, axis: Axis, channel: int) -> Tensor:
         """Positions of a channel of the group along an axis."""
-        marks = {
-            group: torch.full((self.widths[group],), -1 if group != self.group else 0)
-            for group in axis.groups
-        }
+        marks = {group: torch.full((self.widths[group],), -1 if group != self.group else 0) for group in axis.groups}
         marks[self.group] = torch.arange(self.widths[self.group])
         found = axis.spread(marks, self.widths, fixed=-1) == channel
         return found.nonzero().flatten().to(next(iter(self.tensors.values())).device)

@@ -113,9 +113,7 @@ def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[st
     return slice(start, start + own.inner)
 
 
-def folded(
-    graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]
-) -> dict[str, Tensor]:
+def folded(graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]) -> dict[str, Tensor]:
     """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with them.
 
     Args:
@@ -129,15 +127,11 @@ def folded(
         if layer.weight in multipliers and any(group in axis.groups for axis in axes for group in groups):
             shape = [1] * len(axes)
             shape[1 if layer.transposed else 0] = -1
-            found[layer.weight] = torch.tensor(list(multipliers[layer.weight]), dtype=torch.float64).view(
-                shape
-            )
+            found[layer.weight] = torch.tensor(list(multipliers[layer.weight]), dtype=torch.float64).view(shape)
     return found
 
 
-def incoming(
-    graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]
-) -> Tensor:
+def incoming(graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> Tensor:
     """Concatenate the incoming weights of each channel of a group: the rows of all its producers.
 
     Args:
@@ -152,9 +146,7 @@ def incoming(
     return _side_by_side(graph, producers(graph, group), 0, group, tensors, widths)
 
 
-def outgoing(
-    graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]
-) -> Tensor:
+def outgoing(graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> Tensor:
     """Concatenate the outgoing weights of each channel of a group: the columns of all its consumers, [width, K]."""
     return _side_by_side(graph, consumers(graph, group), 1, group, tensors, widths)
 

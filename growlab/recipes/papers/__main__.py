@@ -203,9 +203,7 @@ def _parser() -> CommandParser:
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) < _SEEDS for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a list of seeds, numbers from 0 to {_SEEDS - 1}, such as 0,1"
-        )
+        raise argparse.ArgumentTypeError(f"{text} is not a list of seeds, numbers from 0 to {_SEEDS - 1}, such as 0,1")
     return [int(part) for part in parts]
 
 
@@ -235,9 +233,7 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
         arguments.runs.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=arguments.runs).close()
     except OSError as error:
-        raise UserError(
-            f"{arguments.runs} cannot take runs: {error.strerror}; name another with --runs."
-        ) from error
+        raise UserError(f"{arguments.runs} cannot take runs: {error.strerror}; name another with --runs.") from error
     for item in items:
         try:
             if time.monotonic() < end:

@@ -107,11 +107,7 @@ class Standing:
         if not self.num_whole:
             parts = ["not run at this length" if stated or self._of_kind("shortened") else "not run"]
         elif not at_length:
-            parts = [
-                f"{self.num_whole} run at this length"
-                if stated
-                else "run; the paper makes no statement about it"
-            ]
+            parts = [f"{self.num_whole} run at this length" if stated else "run; the paper makes no statement about it"]
         elif all(one.verdict == HOLDS for one in at_length):
             parts = ["reproduced"]
         else:
@@ -156,20 +152,12 @@ def pages(registry: Registry, results: Path) -> dict[str, str]:
         verdicts = [one.verdict for _, one in stated]
         counts = [str(verdicts.count(word)) for word in _VERDICTS]
         contents.append([f"[{about['title']}]({paper}.md)", *counts])
-        parts = [
-            f"# {about['title']}\n",
-            "The [overview](index.md) explains terms and counts.\n",
-            _entries(entries),
-        ]
+        parts = [f"# {about['title']}\n", "The [overview](index.md) explains terms and counts.\n", _entries(entries)]
         parts += [about["note"] + "\n"] if "note" in about else []
         if stated:
             parts += ["## Statements\n", _statements(stated, verdict=True)]
         if own:
-            parts += [
-                "## Our own questions\n",
-                "The paper does not state these.\n",
-                _statements(own, verdict=True),
-            ]
+            parts += ["## Our own questions\n", "The paper does not state these.\n", _statements(own, verdict=True)]
         parts += [_with_published(one) for one in entries if one.item.table and one.kept]
         made[f"{paper}.md"] = "\n".join(parts)
     parts = [
@@ -192,9 +180,7 @@ def _entries(own: Sequence[Standing]) -> str:
     return _table(["what", "published", "command", "our rows", "verdict"], rows)
 
 
-def _statements(
-    outcomes: Sequence[tuple[Item, Outcome]], verdict: bool = False, grouped: bool = False
-) -> str:
+def _statements(outcomes: Sequence[tuple[Item, Outcome]], verdict: bool = False, grouped: bool = False) -> str:
     """Table of statements; those of a study that differ only in the second initialisation may share a row."""
     if not outcomes:
         return "Nothing.\n"

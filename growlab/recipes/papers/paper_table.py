@@ -70,10 +70,7 @@ def published() -> tuple[Published, ...]:
     read = {**numbers, "overrides": lambda cell: tuple(cell.split())}
     return tuple(
         Published(
-            **{
-                key: None if key in numbers and not cell else read.get(key, str)(cell)
-                for key, cell in line.items()
-            }
+            **{key: None if key in numbers and not cell else read.get(key, str)(cell) for key, cell in line.items()}
         )
         for line in csv.DictReader(text.splitlines())
     )

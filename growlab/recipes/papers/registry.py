@@ -60,9 +60,7 @@ class Check:
     def __post_init__(self) -> None:
         """Raise UserError where a statement of equality has no margin, or another has one."""
         if (self.expect == "equal") != (self.margin is not None):
-            raise UserError(
-                f"the statement {self.says!r} needs a margin if it states equality, and none otherwise."
-            )
+            raise UserError(f"the statement {self.says!r} needs a margin if it states equality, and none otherwise.")
 
 
 @dataclass(frozen=True)

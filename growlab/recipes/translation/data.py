@@ -132,9 +132,7 @@ class PairLoader(ResumableLoader):
             yield collated(self.sides, batch, self.padding, self.end)
 
 
-def collated(
-    sides: tuple[Side, Side], batch: np.ndarray, padding: int, end: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def collated(sides: tuple[Side, Side], batch: np.ndarray, padding: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
     """Collate the sentence pairs at these positions into a batch (see `PairLoader`)."""
     sentences = ([torch.from_numpy(side[index].astype(np.int64)) for index in batch] for side in sides)
     source, target = (pad_sequence(one, batch_first=True, padding_value=padding) for one in sentences)
@@ -234,9 +232,7 @@ class TranslationData(RunData):
         limited = np.arange(self.limit_test or 0)
         for split, side in sides.items():
             if len(side[0].lengths) != len(side[1].lengths):
-                raise UserError(
-                    f"{pairs.folder}: the two sides of {split} have different numbers of sentences."
-                )
+                raise UserError(f"{pairs.folder}: the two sides of {split} have different numbers of sentences.")
             chosen = kept_N if split == "train" else limited[: len(side[0].lengths)]
             if len(chosen):
                 sides[split] = (_chosen(side[0], chosen), _chosen(side[1], chosen))
@@ -315,9 +311,7 @@ class TranslationData(RunData):
         return _longer(self._sides["train"])
 
     def _plan(self, epoch: int, budget: int, rank: int = 0, world_size: int = 1) -> TokenPlan:
-        return TokenPlan(
-            self._train_lengths_N, budget, self.seed, epoch, self.in_tokens, True, rank, world_size
-        )
+        return TokenPlan(self._train_lengths_N, budget, self.seed, epoch, self.in_tokens, True, rank, world_size)
 
     def _loader(self, split: str, plan: TokenPlan) -> PairLoader:
         return PairLoader(plan, self._sides[split], self.padding, self.end)

@@ -164,16 +164,10 @@ def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor
     """Fairseq's multi-head attention with heads of any width; causal if there is no mask."""
     q, k, v = (
         projection(y).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
-        for projection, y in (
-            (attention.q_proj, x_BTC),
-            (attention.k_proj, memory_BSC),
-            (attention.v_proj, memory_BSC),
-        )
+        for projection, y in ((attention.q_proj, x_BTC), (attention.k_proj, memory_BSC), (attention.v_proj, memory_BSC))
     )
     dropped = attention.dropout_module.p if attention.training else 0.0
-    heads = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=real_B11S, dropout_p=dropped, is_causal=real_B11S is None
-    )
+    heads = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S, dropout_p=dropped, is_causal=real_B11S is None)
     return attention.out_proj(heads.transpose(1, 2).flatten(2))
 
 
@@ -181,9 +175,7 @@ def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor
 _POSITIONS = 1024
 
 
-def fairseq_checkpoint(
-    network: FairseqTransformer, pairs: SentencePairs, label_smoothing: float
-) -> dict[str, Any]:
+def fairseq_checkpoint(network: FairseqTransformer, pairs: SentencePairs, label_smoothing: float) -> dict[str, Any]:
     """Convert to a checkpoint that `fairseq-generate` and `fairseq-interactive` load with `--path`.
 
     fairseq's encoder has no linear map between embeddings and layers, so the maps are multiplied into neighbouring

@@ -34,9 +34,7 @@ def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str)
     return float(score.score), str(metric.get_signature())
 
 
-def make_generator(
-    network: FairseqTransformer, dictionary: Any, output_factor: float, **settings: Any
-) -> Any:
+def make_generator(network: FairseqTransformer, dictionary: Any, output_factor: float, **settings: Any) -> Any:
     """Make fairseq's `SequenceGenerator` for a network at any widths.
 
     Every prefix is recomputed from its start: the caches of fairseq's layers assume that a head's width is the
@@ -55,9 +53,7 @@ def make_generator(
             return {name: [tensor.index_select(0, new_order)] for name, (tensor,) in encoder_out.items()}
 
     class Decoder(models.FairseqDecoder):
-        def forward(
-            self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]]
-        ) -> tuple[Tensor, dict]:
+        def forward(self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, dict]:
             (memory_BSC,), (real_B11S,) = encoder_out["memory"], encoder_out["real"]
             features_BTE = network.decode(prev_output_tokens, memory_BSC, real_B11S)
             # fairseq needs only the last position, and no attention weights.
@@ -116,9 +112,7 @@ class Translation(TokenPrediction):
     def bind(self, data: Any) -> None:
         """Take the padding and the dictionaries from the data."""
         if not isinstance(data, TranslationData):
-            raise UserError(
-                "objective=translation is for sentence pairs; choose data=iwslt14 or data=multi30k."
-            )
+            raise UserError("objective=translation is for sentence pairs; choose data=iwslt14 or data=multi30k.")
         self.padding, self._data = data.padding, data
 
     def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
@@ -153,7 +147,5 @@ class Translation(TokenPrediction):
         rows = [("source", "reference", "translation"), *zip(*columns, strict=True)]
         return {
             "fairseq.pt": fairseq_checkpoint(network, self._data.pairs, self.label_smoothing),
-            "translations.tsv": "".join(
-                "\t".join(cell.replace("\t", " ") for cell in row) + "\n" for row in rows
-            ),
+            "translations.tsv": "".join("\t".join(cell.replace("\t", " ") for cell in row) + "\n" for row in rows),
         }

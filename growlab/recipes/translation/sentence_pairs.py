@@ -207,10 +207,7 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
         return _opened(folder, preparation)
     texts = {split: text_files(root, split, (preparation.source, preparation.target)) for split in SPLITS}
     missing = [
-        f"{split}*.{language}"
-        for split in ("train", "test")
-        for language, path in texts[split].items()
-        if path is None
+        f"{split}*.{language}" for split in ("train", "test") for language, path in texts[split].items() if path is None
     ]
     if missing:
         raise UserError(f"{root} contains no {' and no '.join(missing)}; {_looked_for(preparation)}.")
@@ -269,8 +266,7 @@ def open_subwords(folder: Path, language: str) -> Words:
 def _opened(folder: Path, preparation: Preparation) -> SentencePairs:
     dictionary = fairseq_module("fairseq.data").Dictionary
     source, target = (
-        dictionary.load(str(folder / f"dict.{language}.txt"))
-        for language in (preparation.source, preparation.target)
+        dictionary.load(str(folder / f"dict.{language}.txt")) for language in (preparation.source, preparation.target)
     )
     own = (folder / _MADE).exists()
     return SentencePairs(

@@ -55,9 +55,7 @@ def linear(record: Record, node: Any, args: Arguments) -> Value:
     if record.is_table(weight):
         if gains := gains_before(record, node):
             return tied_to_embedding(record, node, args, gains)
-        reason = (
-            "is both an embedding's table and a layer's weight, and no gain before the layer can be scaled"
-        )
+        reason = "is both an embedding's table and a layer's weight, and no gain before the layer can be scaled"
         record.atoms.freeze(weight.axes[1], f"{weight.name} {reason}")
     rows, columns = record.weight_axes(weight, "out", "in")
     record.atoms.unify(columns, x.axes[-1], "input of a linear layer")
@@ -156,9 +154,7 @@ def weight_in_product(factor: Value) -> bool:
     return len(factor.shape) == 2 and (factor.turned is not None or factor.name is not None)
 
 
-def product_with_weight(
-    record: Record, node: Any, x: Value, factor: Value, bias: Value | None = None
-) -> Value:
+def product_with_weight(record: Record, node: Any, x: Value, factor: Value, bias: Value | None = None) -> Value:
     """Product of activations [..., I] with a weight [I, O], or the transpose of one, plus a bias [O]."""
     if factor.turned is not None:
         return linear(record, node, {"input": x, "weight": factor.turned, "bias": bias})
@@ -221,12 +217,7 @@ def product_with_stack(
 def product_plus_bias(record: Record, node: Any, args: Arguments) -> Value:
     """Linear layer with a bias [O] and a weight that is stored as [I, O]."""
     bias, x, factor = args["self"], args["mat1"], args["mat2"]
-    plain = (
-        args.get("beta", 1) == 1
-        and args.get("alpha", 1) == 1
-        and bias.name is not None
-        and len(bias.shape) == 1
-    )
+    plain = args.get("beta", 1) == 1 and args.get("alpha", 1) == 1 and bias.name is not None and len(bias.shape) == 1
     if not (plain and weight_in_product(factor)):
         return keep_full_width(record, node, args)
     return product_with_weight(record, node, x, factor, bias)

@@ -73,9 +73,7 @@ def _with_vector(record: Record, node: Any, args: Arguments, first: Value, secon
     return _weighed_sum(record, node, x, vector, axes.pop(place), axes)
 
 
-def _weighed_sum(
-    record: Record, node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]
-) -> Value:
+def _weighed_sum(record: Record, node: Any, x: Value, vector: Value, summed: Runs, kept: Sequence[Runs]) -> Value:
     record.parameter_axis(vector, "in", summed)
     return record.follow(node, x, vector, kept)
 
@@ -139,9 +137,7 @@ def einsum(record: Record, node: Any, args: Arguments) -> Any:
     # As in a matrix product of activations: letters that are not in all operands keep their width.
     passing = any(v.name for v in operands) or _of_activations(record, operands)
     # If the other operand has all letters of one, its rows are independent: no attention.
-    passing |= len(letters) == 2 and (
-        set(letters[0]) <= set(letters[1]) or set(letters[1]) <= set(letters[0])
-    )
+    passing |= len(letters) == 2 and (set(letters[0]) <= set(letters[1]) or set(letters[1]) <= set(letters[0]))
     one_by_one = set(output) if passing else set(output).intersection(*letters)
     found: dict[str, Runs] = {}
     for term, value in zip(letters, operands, strict=True):
@@ -164,9 +160,7 @@ def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
     """Replace dots in an equation by letters, if they stand for the same sizes in all operands that have them."""
     terms = zip(equation.partition("->")[0].split(","), shapes, strict=True)
     sizes = {
-        shape[term.index(".") : len(shape) - len(term) + term.index(".") + 3]
-        for term, shape in terms
-        if "..." in term
+        shape[term.index(".") : len(shape) - len(term) + term.index(".") + 3] for term, shape in terms if "..." in term
     }
     unused = (letter for letter in ascii_letters if letter not in equation)
     return equation.replace("...", "".join(islice(unused, *map(len, sizes)))) if len(sizes) == 1 else equation
@@ -234,9 +228,7 @@ def scaled_dot_product_attention(record: Record, node: Any, args: Arguments) -> 
     if args.get("attn_mask") is not None:
         values.append(args["attn_mask"])
     # A scale that is given as a number may depend on the head dimension or not.
-    grows = args.get("scale") is None and record.attend(
-        args["query"], args["key"], args["value"], node.args[:2]
-    )
+    grows = args.get("scale") is None and record.attend(args["query"], args["key"], args["value"], node.args[:2])
     result = _product(record, node, values, len(shape_of(node)), 1 if grows else 2, _ATTENTION)
     return replace(result, axes=(*result.axes[:-1], args["value"].axes[-1])) if grows else result
 

@@ -152,12 +152,7 @@ def index_add(record: Record, node: Any, args: Arguments) -> Value:
 @rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 def scatter(record: Record, node: Any, args: Arguments) -> Value:
     """Scattering along a dimension: other dimensions of input, index and source are the same."""
-    x, dim, positions, source = (
-        args["self"],
-        args["dim"] % len(args["self"].shape),
-        args["index"],
-        args.get("src"),
-    )
+    x, dim, positions, source = (args["self"], args["dim"] % len(args["self"].shape), args["index"], args.get("src"))
     _same_other_dims(record, dim, x, positions)
     if isinstance(source, Value):
         _same_other_dims(record, dim, x, source)

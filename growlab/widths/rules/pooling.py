@@ -59,9 +59,7 @@ def reduce(record: Record, node: Any, args: Arguments) -> Value:
         (dim,) = reduced
         assert weight.name is not None
         record.consume(weight.name, dim - len(x.shape))
-        return record.follow(
-            node, x, weight, (*x.axes[:dim], *([fixed(1)] if keep else []), *x.axes[dim + 1 :])
-        )
+        return record.follow(node, x, weight, (*x.axes[:dim], *([fixed(1)] if keep else []), *x.axes[dim + 1 :]))
     axes: list[Runs] = []
     for index, axis in enumerate(x.axes):
         if index in reduced:

@@ -43,9 +43,7 @@ def module(record: Record, node: Any, args: Arguments) -> Any:
         read = record.unit((*x.shape[:-1], width), axes)
     if projected:
         reason = f"a recurrent layer ({_kind(record, node).upper()}) that projects its hidden state keeps its width"
-        record.freeze_all(
-            (hidden, *(axis for weight in weights[number - 1 :: number] for axis in weight.axes)), reason
-        )
+        record.freeze_all((hidden, *(axis for weight in weights[number - 1 :: number] for axis in weight.axes)), reason)
     last = [
         record.unit(value.shape, (fixed(value.shape[0]), x.axes[batch], axis))
         for value, axis in zip(states, (state, hidden), strict=False)

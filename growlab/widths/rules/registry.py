@@ -46,13 +46,7 @@ MIXING = frozenset((*MODULES, *CELLS, "matmul", "bmm", "mm", "addmm", "baddbmm",
     "grouped_mm_fallback",
 }
 #: Checks of a tensor's type or entries, without an output.
-CHECKS = (
-    "_assert_tensor_metadata",
-    "_assert_async",
-    "_assert_scalar",
-    "sym_constrain_range_for_size",
-    "_print",
-)
+CHECKS = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar", "sym_constrain_range_for_size", "_print")
 
 
 def rule(*names: str) -> Callable[[_Rule], _Rule]:

@@ -220,10 +220,7 @@ def reshape(record: Record, node: Any, args: Arguments) -> Value:
     if 0 in shape:
         # No entries, such as windows that a short sequence does not fill: match dimensions by size, from the last.
         known = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]
-        found = [
-            axis if own == size else fixed(size)
-            for size, (own, axis) in zip(shape[::-1], known, strict=False)
-        ]
+        found = [axis if own == size else fixed(size) for size, (own, axis) in zip(shape[::-1], known, strict=False)]
         return Value(shape, tuple(found[::-1]), x.scale)
     axes: list[Runs] = []
     for old, new in spans(x.shape, shape):

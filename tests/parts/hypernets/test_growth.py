@@ -28,12 +28,7 @@ PARTS = (0.2, 0.65, 1.0)
 KINDS = {
     "layer": {"sharing": "layer", "embedding_features": 4},
     "layer out": {"new_weights": "hyperfan_out", "embedding_features": 3, "embedding": "fixed"},
-    "layer deep": {
-        "sharing": "layer",
-        "embedding_features": 4,
-        "hidden_features": [5],
-        "distribution": "normal",
-    },
+    "layer deep": {"sharing": "layer", "embedding_features": 4, "hidden_features": [5], "distribution": "normal"},
     "layer rescaled": {"rescale_layers_without_batch_norm": True, "embedding_features": 3},
     "chunk": {"sharing": "chunk", "embedding_features": 3, "hidden_features": [4], "chunk_channels": 1},
 }
@@ -104,9 +99,7 @@ def alternating(place: int) -> list[object]:
     ],
     ids=str,
 )
-def test_the_function_is_preserved_and_the_plain_network_computes_it(
-    kind: str, name: str, dtype: torch.dtype
-) -> None:
+def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, name: str, dtype: torch.dtype) -> None:
     run, case = Run.of(name, kind, dtype), NETWORKS[name]
     x = case.inputs(dtype, seed=9)
     for part in PARTS[1:]:
@@ -331,9 +324,7 @@ def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str
     outputs = {name for name, _ in grown.named_parameters() if "layers.1.1" in name and "output" in name}
     assert bool(outputs) == (sharing == "layer")
     moved = {
-        name
-        for old, (name, new) in zip(before, grown.named_parameters(), strict=True)
-        if not torch.equal(old, new)
+        name for old, (name, new) in zip(before, grown.named_parameters(), strict=True) if not torch.equal(old, new)
     }
     assert emitting and any("layers.1.1" in name for name in moved)
     outputs = grown.eval()(x)

@@ -254,12 +254,9 @@ def test_noise_on_embeddings_counts_as_variance() -> None:
 def test_the_output_layer_alone_has_a_gain_of_its_own() -> None:
     """Four times the variance of the same draws: twice their numbers."""
     plain, louder = (
-        parametrise(MLP(6, [5, 5], 4), Hypernet(embedding_features=3, output_gain=gain), seed=7)
-        for gain in (1.0, 4.0)
+        parametrise(MLP(6, [5, 5], 4), Hypernet(embedding_features=3, output_gain=gain), seed=7) for gain in (1.0, 4.0)
     )
-    layers = [
-        name for name, module in plain.named_modules() if hasattr(module, "weight") and "param" not in name
-    ]
+    layers = [name for name, module in plain.named_modules() if hasattr(module, "weight") and "param" not in name]
     for name in layers:
         ratio = 2.0 if name == "classifier" else 1.0
         torch.testing.assert_close(

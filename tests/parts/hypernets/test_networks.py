@@ -21,12 +21,7 @@ SMALL = (
         "data.limit_test=40",
         "data.batch_size=20",
     ),
-    *(
-        "data.validation=none",
-        "model.network.width=9",
-        "schedule.total_epochs=2",
-        "log_layers_every_n_steps=2",
-    ),
+    *("data.validation=none", "model.network.width=9", "schedule.total_epochs=2", "log_layers_every_n_steps=2"),
 )
 
 
@@ -109,11 +104,7 @@ def test_recording_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
     """Though every pass draws noise."""
     for name, every in (("with", "1"), ("without", "null")):
         outcome = cli(
-            *SMALL,
-            "model.noise=0.1",
-            f"log_layers_every_n_steps={every}",
-            f"hydra.run.dir={name}",
-            cwd=tmp_path,
+            *SMALL, "model.noise=0.1", f"log_layers_every_n_steps={every}", f"hydra.run.dir={name}", cwd=tmp_path
         )
         assert outcome.code == 0, outcome.err
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("with", "without"))

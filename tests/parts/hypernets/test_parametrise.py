@@ -108,9 +108,7 @@ def test_chunks_are_equation_6() -> None:
         for a in range(chunks.weight.shape[0]):
             for b in range(chunks.weight.shape[1]):
                 features = chunks.weight[a, b] @ chunks.embedding.values[a, b] + chunks.bias[a, b]
-                chunk = (chunks.output.weight @ features + chunks.output.bias).view(
-                    chunks.size, *chunks.kernel
-                )
+                chunk = (chunks.output.weight @ features + chunks.output.bias).view(chunks.size, *chunks.kernel)
                 rows = a if chunks.by_inputs else slice(a * chunks.size, (a + 1) * chunks.size)
                 columns = slice(b * chunks.size, (b + 1) * chunks.size) if chunks.by_inputs else b
                 torch.testing.assert_close(weight[rows, columns], chunk)
@@ -167,10 +165,7 @@ def test_weights_are_emitted_in_full_precision_under_autocast(sharing: str) -> N
         ({"noise": -1.0}, "noise must be at least 0, not -1"),
         ({"sharing": "chunk", "biases": True}, "emits no biases"),
         ({"sharing": "chunk", "hidden_features": (3, 3)}, "one hidden layer"),
-        (
-            {"sharing": "network", "initialisation": "constant_embedding"},
-            "sharing='network' has a single one",
-        ),
+        ({"sharing": "network", "initialisation": "constant_embedding"}, "sharing='network' has a single one"),
         ({"sharing": "chunk", "chunk_channels": 5}, "do not split into chunks of 5"),
     ],
 )

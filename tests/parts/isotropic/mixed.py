@@ -18,8 +18,7 @@ class Mixed(nn.Module):
         norms = {"none": nn.Identity, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
         made = norms[norm]
         self.first = nn.Sequential(
-            *(nn.Linear(in_features, width), made(width), nn.ReLU()),
-            *(nn.Linear(width, width), made(width), nn.ReLU()),
+            *(nn.Linear(in_features, width), made(width), nn.ReLU()), *(nn.Linear(width, width), made(width), nn.ReLU())
         )
         self.hidden = nn.Sequential(
             *(nn.Linear(width, neurons), ChiNorm(neurons), IsotropicActivation(length=0.1)),
@@ -31,8 +30,6 @@ class Mixed(nn.Module):
         return self.last(self.hidden(self.first(torch.flatten(x, 1))))
 
 
-def mixed(
-    image_shape: Sequence[int], num_classes: int, width: int = 8, norm: str = "none", neurons: int = 6
-) -> Mixed:
+def mixed(image_shape: Sequence[int], num_classes: int, width: int = 8, norm: str = "none", neurons: int = 6) -> Mixed:
     """For `model._target_`."""
     return Mixed(torch.Size(image_shape).numel(), num_classes, width, norm, neurons)

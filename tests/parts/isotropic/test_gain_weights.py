@@ -24,9 +24,7 @@ def made() -> tuple[IsotropicMLP, Tensor, Tensor]:
     return network, torch.randn(24, 6, dtype=torch.float64), torch.arange(24) % 3
 
 
-def trained(
-    network: nn.Module, x: Tensor, y: Tensor, part: GainWeights | None, steps: int, make: Any
-) -> None:
+def trained(network: nn.Module, x: Tensor, y: Tensor, part: GainWeights | None, steps: int, make: Any) -> None:
     parts = () if part is None else (part,)
     grower = Grower(network, x[:2], method=Isotropic(first=10**6), trigger=ByMethod(), parts=parts)
     optimizer = make(network.parameters())
@@ -88,27 +86,19 @@ def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
     for step in range(4):
         psi = [gain_weights(layer).clone() for layer in readers(network)]
         (event,) = grower.step(epoch=step) or [None]
-        changed = [
-            not torch.equal(gain_weights(layer), old)
-            for layer, old in zip(readers(network), psi, strict=True)
-        ]
+        changed = [not torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True)]
         assert event is not None or not any(changed)
         psi = [gain_weights(layer).clone() for layer in readers(network)]
         optimizer.zero_grad()
         F.cross_entropy(network(x), y).backward()
         optimizer.step()
-        assert all(
-            torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True)
-        )
+        assert all(torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True))
     assert any(min(e.widths_after.values()) < min(e.widths_before.values()) for e in grower.events)
 
 
 @pytest.mark.parametrize(
     ("mode", "decay", "message"),
-    [
-        ("all", 0.1, "mode must be constant or decayed, not 'all'"),
-        ("decayed", -1, "decay must be at least 0, not -1"),
-    ],
+    [("all", 0.1, "mode must be constant or decayed, not 'all'"), ("decayed", -1, "decay must be at least 0, not -1")],
 )
 def test_impossible_settings_are_refused(mode: Any, decay: float, message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -144,9 +134,7 @@ def test_new_inputs_change_nothing_and_learn_from_the_first_step(convolution: bo
     whole = layer(x * torch.tensor([1.0, 1, 1, 0, 0]).view(-1, *[1] * (x.dim() - 2)))
     change_inputs(layer, -2, made)
     assert torch.allclose(layer(x[:, :3]), whole, rtol=1e-12)
-    assert [p.shape for group in made.param_groups for p in group["params"]] == [
-        p.shape for p in layer.parameters()
-    ]
+    assert [p.shape for group in made.param_groups for p in group["params"]] == [p.shape for p in layer.parameters()]
 
 
 def test_inputs_that_cannot_change_are_refused() -> None:

@@ -214,9 +214,7 @@ def test_a_gain_channel_changes_nothing_at_first_and_is_read_then(make):
     network(x).sum().backward()
     assert network.classifier.weight.grad[:, -1].abs().min() > 0
     f, inputs = IsotropicActivation("tanh", 0.3, gain_channel=True), torch.randn(5, 4, 2)
-    assert torch.equal(f(inputs)[:, :4], f.gain(inputs) * inputs) and torch.equal(
-        f(inputs)[:, 4:], f.gain(inputs)
-    )
+    assert torch.equal(f(inputs)[:, :4], f.gain(inputs) * inputs) and torch.equal(f(inputs)[:, 4:], f.gain(inputs))
 
 
 def test_the_nested_network_is_its_formula():

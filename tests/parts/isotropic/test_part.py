@@ -35,9 +35,7 @@ SETTINGS: dict[str, Any] = {"reserve_neurons": 2, "threshold": 0.5, "neurons_per
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
     source = torch.Generator().manual_seed(100 + number)
-    return torch.randn(16, 5, generator=source, dtype=torch.float64), torch.randint(
-        3, (16,), generator=source
-    )
+    return torch.randn(16, 5, generator=source, dtype=torch.float64), torch.randint(3, (16,), generator=source)
 
 
 class Loop:
@@ -47,9 +45,7 @@ class Loop:
         torch.manual_seed(0)
         self.network = Mixed(5, 3, 8, norm).double()
         both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
-        self.grower = Grower(
-            self.network, batch(0)[0], method=method, trigger=SCHEDULE, parts=both, anneal_steps=2
-        )
+        self.grower = Grower(self.network, batch(0)[0], method=method, trigger=SCHEDULE, parts=both, anneal_steps=2)
         parameters = list(self.network.parameters())
         self.optimizer = torch.optim.Adam(parameters, 0.01) if adam else SGD(parameters, 0.1, momentum=0.9)
         self.grower.follow(self.optimizer)
@@ -174,10 +170,7 @@ def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights
     ("arguments", "message"),
     [
         ({"method": Isotropic(), "trigger": ByMethod()}, "decides the widths of isotropic layers already"),
-        (
-            {"network": nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))},
-            "isotropic growth needs a layer",
-        ),
+        ({"network": nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))}, "isotropic growth needs a layer"),
     ],
 )
 def test_impossible_combinations_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -217,17 +210,7 @@ def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dic
         leading = grow(late, graph, method, state, wanted, 0, (probe,))
         for network in (early, average.module):
             own = GrowthState.from_dict(before)
-            event = grow(
-                network,
-                graph,
-                method,
-                own,
-                wanted,
-                0,
-                (probe,),
-                averaged=leader,
-                averaged_event=leading,
-            )
+            event = grow(network, graph, method, own, wanted, 0, (probe,), averaged=leader, averaged_event=leading)
             assert event.carry.bases.keys() == leading.carry.bases.keys() != set()
             for group, basis in leading.carry.bases.items():
                 assert torch.equal(event.carry.bases[group], basis), group
@@ -248,26 +231,18 @@ def test_a_network_is_deepened_and_trained_on() -> None:
     new = deepen(network.hidden, 1)
     assert torch.allclose(network(x), before, rtol=1e-6)
     optimizer.add_param_group({"params": new})
-    assert {id(p) for p in network.parameters()} == {
-        id(p) for g in optimizer.param_groups for p in g["params"]
-    }
+    assert {id(p) for p in network.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
     old = [p.detach().clone() for p in new]
     for _ in range(20):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(network(x), y)
         loss.backward()
         optimizer.step()
-    assert all(not torch.equal(a, b) for a, b in zip(old, new, strict=True)), (
-        "a part of the new layer does not learn"
-    )
+    assert all(not torch.equal(a, b) for a, b in zip(old, new, strict=True)), "a part of the new layer does not learn"
     assert loss < nn.functional.cross_entropy(before, y)
     # The deeper network is an isotropic one, of three layers.
     graph = trace(network, x[:2], follow_norms=True)
-    assert list(spectra(graph, tensors_of(network, graph), graph.full_widths)) == [
-        "hidden.0",
-        "hidden.2",
-        "hidden.4",
-    ]
+    assert list(spectra(graph, tensors_of(network, graph), graph.full_widths)) == ["hidden.0", "hidden.2", "hidden.4"]
 
 
 def deeper(blend: bool = True, gain: bool = False, *more: parts.Part) -> Grower:
@@ -313,8 +288,6 @@ def test_layers_that_cannot_come_in_are_refused(arguments: tuple[Any, ...], mess
 
 @pytest.mark.parametrize("position", [-1, 4, 9])
 def test_a_wrong_place_is_told(position: int) -> None:
-    layers = (
-        nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) if position == -1 else IsotropicMLP(6, [5, 4], 3).hidden
-    )
+    layers = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) if position == -1 else IsotropicMLP(6, [5, 4], 3).hidden
     with pytest.raises(ValueError, match="no linear layer at or before position"):
         deepen(layers, position)

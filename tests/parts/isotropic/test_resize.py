@@ -11,14 +11,7 @@ from torch import Tensor, nn
 
 from growlab.growth import GrowthState, ParityError, grow
 from growlab.optim import LARS, SGD, exempt_from_decay, follow
-from growlab.parts.isotropic import (
-    Choices,
-    IntrinsicLength,
-    Isotropic,
-    IsotropicCNN,
-    IsotropicMLP,
-    change_width,
-)
+from growlab.parts.isotropic import Choices, IntrinsicLength, Isotropic, IsotropicCNN, IsotropicMLP, change_width
 from growlab.parts.isotropic.resize import COLUMNS, IMPORTANCES, watch
 from growlab.parts.isotropic.spectrum import decompose, incoming, producers
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
@@ -68,9 +61,7 @@ def made(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Widt
 
 
 def fresh_state(graph: WidthGraph) -> GrowthState:
-    return GrowthState(
-        0, graph.full_widths, {group: [0] * width for group, width in graph.full_widths.items()}
-    )
+    return GrowthState(0, graph.full_widths, {group: [0] * width for group, width in graph.full_widths.items()})
 
 
 def changed(network: nn.Module, graph: WidthGraph, group: str, width: int, x: Tensor, **options) -> nn.Module:
@@ -106,10 +97,7 @@ LAYERS = [*SINGLE, *WITH_GAIN, ("residual", "cnn.3"), ("chi gain", "hidden.3")]
 CHANGES = [
     *((*layer, 3, Choices(columns=columns)) for layer, columns in zip(LAYERS, cycle(COLUMNS), strict=False)),
     *(("flattened", "features.2", 3, Choices(columns=columns)) for columns in COLUMNS),
-    *(
-        (*layer, 2, Choices("random", bias))
-        for layer, bias in zip(WITH_GAIN, cycle([0.6, -0.9]), strict=False)
-    ),
+    *((*layer, 2, Choices("random", bias)) for layer, bias in zip(WITH_GAIN, cycle([0.6, -0.9]), strict=False)),
     *(
         ("mlp", "hidden.0", 2, Choices("zero", 0.7, direction="backward")),
         ("flattened", "features.2", 2, Choices("zero", 0.7)),
@@ -138,9 +126,7 @@ def test_exact_changes(name: str, group: str, more: int, choices: Choices) -> No
     new = changed(network, graph, group, graph.full_widths[group] + more, x, choices=choices)
     for training in modes:
         inputs = x if training else 3 * x
-        assert torch.allclose(
-            outputs(new, inputs, training), outputs(network, inputs, training), rtol=1e-9, atol=1e-10
-        )
+        assert torch.allclose(outputs(new, inputs, training), outputs(network, inputs, training), rtol=1e-9, atol=1e-10)
     if more == 3:
         weight = new.get_submodule(producers(graph, group)[0].name).weight
         assert weight.shape[0] == graph.full_widths[group] + 3 and weight[-3:].count_nonzero() == 0
@@ -200,9 +186,7 @@ def test_a_new_bias_is_taken_from_the_intrinsic_length(name: str, group: str, bi
 
 
 @pytest.mark.parametrize(("correction", "dtype"), [("bias", torch.float32), ("batch", torch.float64)])
-def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(
-    correction: str, dtype: torch.dtype
-) -> None:
+def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(correction: str, dtype: torch.dtype) -> None:
     """Nine neurons on four inputs: of five singular values of 0 four go exactly; of nine all but one."""
     torch.manual_seed(0)
     for scale, smallest in ((1.0, 5), (0.0, 1)):
@@ -215,18 +199,14 @@ def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(
         expected = outputs(network, 3 * x, False)
         errors = {}
         for width in range(8, 0, -1):
-            pruned = changed(
-                network, graph, "hidden.0", width, x, choices=Choices(removal_compensation=correction)
-            )
+            pruned = changed(network, graph, "hidden.0", width, x, choices=Choices(removal_compensation=correction))
             errors[width] = float((outputs(pruned, 3 * x, False) - expected).abs().max())
         limit = 1e-13 if dtype is torch.float64 else 2e-6
         assert all(error < limit for width, error in errors.items() if width >= smallest), errors
         assert smallest == 1 or errors[4] > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("seed", "size"), [*((seed, 0.0) for seed in range(3)), (0, 1e-16), (1, 1e-12), (2, 1e-8)]
-)
+@pytest.mark.parametrize(("seed", "size"), [*((seed, 0.0) for seed in range(3)), (0, 1e-16), (1, 1e-12), (2, 1e-8)])
 def test_rounding_in_the_batchs_mean_squares_makes_no_nan(size: float, seed: int) -> None:
     """What a neuron without a bias carried is a square of about 0, which rounding leaves below 0 as often as above."""
     network, graph, x = made("mlp")
@@ -263,9 +243,7 @@ def test_the_intrinsic_length_takes_up_a_removed_bias(name: str, group: str) -> 
     assert torch.allclose(outputs(pruned, x, False), expected, rtol=1e-10, atol=1e-10)
     b = float(into @ network.get_submodule(group).bias.detach())
     assert float(pruned.get_submodule(radius.name).log_length.detach().exp()) == pytest.approx(before + b * b)
-    lost = changed(
-        network, graph, group, graph.full_widths[group] - 1, x, choices=Choices(removal_compensation="none")
-    )
+    lost = changed(network, graph, group, graph.full_widths[group] - 1, x, choices=Choices(removal_compensation="none"))
     assert (outputs(lost, x, False) - expected).abs().max() > 1e-3
 
 
@@ -316,9 +294,7 @@ def test_a_constant_length_follows_removed_biases_and_no_optimizer() -> None:
 @pytest.mark.parametrize(
     ("name", "group"), [("mlp", "hidden.0"), ("flattened", "features.2"), ("cnn gain", "features.0")]
 )
-def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_norm(
-    name: str, group: str
-) -> None:
+def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_norm(name: str, group: str) -> None:
     """Outgoing weights without a direction: the linear part stays as it is, the norm is right on average."""
     network, graph, x = made(name)
     (reader,) = (one for one in graph.layers if group in graph.axes[one.weight][1].groups)
@@ -420,9 +396,7 @@ def test_the_neuron_with_the_lowest_score_goes() -> None:
 # As a growth method --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), list(zip(NETWORKS, 5 * [torch.float64, torch.float32], strict=False))
-)
+@pytest.mark.parametrize(("name", "dtype"), list(zip(NETWORKS, 5 * [torch.float64, torch.float32], strict=False)))
 def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
     """Growth in every layer at once is exact; removal is declared, measured and, beyond a limit, undone."""
     network, graph, x = made(name, dtype)
@@ -456,9 +430,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
     assert receipt["widths_before"] == wider and receipt["report"] == event.report
 
 
-@pytest.mark.parametrize(
-    ("name", "cls"), [("cnn chi", torch.optim.SGD), ("mlp", SGD), ("cnn chi", SGD), ("mlp", LARS)]
-)
+@pytest.mark.parametrize(("name", "cls"), [("cnn chi", torch.optim.SGD), ("mlp", SGD), ("cnn chi", SGD), ("mlp", LARS)])
 def test_training_with_momentum_goes_on_as_if_nothing_had_happened(name: str, cls: type) -> None:
     """Gradient descent knows no basis: with momentum that turns along, so do its trajectories (Appendix D)."""
     alone, graph, x = made(name)
@@ -523,9 +495,7 @@ def test_scheduled_mode_moves_one_neuron_at_a_time() -> None:
 
 def test_boundaries() -> None:
     by_epoch = Isotropic(every_n_epochs=3, first=2, last=9)
-    assert [by_epoch.boundary(epoch, 0) for epoch in range(12)] == [
-        *(None, None, 2, 2, 2, 5, 5, 5, 8, 8, None, None)
-    ]
+    assert [by_epoch.boundary(epoch, 0) for epoch in range(12)] == [*(None, None, 2, 2, 2, 5, 5, 5, 8, 8, None, None)]
     by_step = Isotropic(every_n_steps=4)
     assert [by_step.boundary(0, step) for step in (0, 3, 4, 7, 8)] == [None, None, 4, 4, 8]
 
@@ -550,9 +520,7 @@ def test_impossible_settings_are_refused(options: dict, message: str) -> None:
 def test_a_network_without_isotropic_layers_is_refused() -> None:
     network = IsotropicMLP(6, [5], 3, "elementwise_tanh").double()
     graph = trace(network, torch.randn(2, 6, dtype=torch.float64), follow_norms=True)
-    with pytest.raises(
-        ValueError, match=r"needs a layer whose channels .* \(classifier: .*; hidden\.0: tanh"
-    ):
+    with pytest.raises(ValueError, match=r"needs a layer whose channels .* \(classifier: .*; hidden\.0: tanh"):
         Isotropic().decide(graph, tensors_of(network, graph), graph.full_widths, {})
     network, graph, x = made("mlp")
     with pytest.raises(ValueError, match="needs an optimizer that keeps a running mean"):

@@ -23,11 +23,7 @@ from growlab.lab.networks import MLP
 from growlab.parts.hypernets import Hypernet, parametrise
 
 # Intervals, functions and noise of the three tasks (von Oswald et al. 2020, their code's task set 1), 100 samples each.
-TASKS = (
-    ((-4.0, -2.0), lambda x: x + 3),
-    ((-1.0, 1.0), lambda x: 2 * x**2 - 1),
-    ((2.0, 4.0), lambda x: (x - 3) ** 3),
-)
+TASKS = (((-4.0, -2.0), lambda x: x + 3), ((-1.0, 1.0), lambda x: 2 * x**2 - 1), ((2.0, 4.0), lambda x: (x - 3) ** 3))
 _NOISE, _SAMPLES, _HIDDEN = 0.05, 100, 10
 
 
@@ -107,9 +103,7 @@ class Stack:
         outputs = [[parts for layer in own for parts in layer.parametrizations.values()] for own in every]
         features = outputs[0][0][0].output.weight.shape[-1]
         self.weights += [
-            torch.stack(
-                [torch.cat([p[0].output.weight.detach().view(-1, features) for p in own]) for own in outputs]
-            ),
+            torch.stack([torch.cat([p[0].output.weight.detach().view(-1, features) for p in own]) for own in outputs]),
             torch.stack([torch.cat([p.original.detach().flatten() for p in own]) for own in outputs]),
         ]
 
@@ -326,9 +320,7 @@ def draw(run_dir: Path) -> Path:
         for rank, name in enumerate([*shown, *others]):
             curve = curves[name]
             # A task's first measurement precedes its training.
-            own = curve[
-                (curve.step > task * length) & (curve.step < (task + 1) * length + (task == num_tasks - 1))
-            ]
+            own = curve[(curve.step > task * length) & (curve.step < (task + 1) * length + (task == num_tasks - 1))]
             x, mean, error = own.step - task * length, own.loss, own.standard_error
             if name in others:
                 axes.plot(x, mean, color="0.8", linewidth=0.8, zorder=1)

@@ -160,12 +160,7 @@ def diverging(
     for columns in COLUMNS:
         twins[columns] = copy.deepcopy(network)
         change = change_width(
-            graph,
-            tensors_of(network, graph),
-            graph.full_widths,
-            group,
-            old + 4,
-            Choices(columns, rotate=False),
+            graph, tensors_of(network, graph), graph.full_widths, group, old + 4, Choices(columns, rotate=False)
         )
         replace_tensors(twins[columns], graph, change.tensors)
     for name, twin in twins.items():
@@ -173,9 +168,7 @@ def diverging(
         optimizers = [torch.optim.SGD(one.parameters(), lr) for one in pair]
         for step in range(len(batches) + 1):
             outputs = [one(x).detach() for one in pair]
-            moved = (
-                0.0 if name == "product" else float(twin.get_submodule(group).weight[old:].detach().norm())
-            )
+            moved = 0.0 if name == "product" else float(twin.get_submodule(group).weight[old:].detach().norm())
             difference = measuring.relative(outputs[1], outputs[0])
             yield {"twin": name, "step": step, "relative_difference": difference, "new_weights": moved}
             if step < len(batches):
@@ -236,9 +229,7 @@ def lengths(
     }
 
 
-def _trained(
-    seed: int, data: Any, width: int, epochs: int, lr: float, **options: Any
-) -> tuple[nn.Module, WidthGraph]:
+def _trained(seed: int, data: Any, width: int, epochs: int, lr: float, **options: Any) -> tuple[nn.Module, WidthGraph]:
     torch.manual_seed(seed)
     network = isotropic_mlp(data.image_shape, data.num_classes, width, depth=2, **options).double()
     optimizer = torch.optim.Adam(network.parameters(), lr)

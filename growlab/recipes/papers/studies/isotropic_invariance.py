@@ -19,14 +19,7 @@ from torch import Tensor, nn
 
 from growlab.base.files import write_json
 from growlab.lab.analysis import style
-from growlab.parts.isotropic import (
-    Diagonal,
-    change_width,
-    diagonalise_partially,
-    isotropic_mlp,
-    sparsify,
-    spectra,
-)
+from growlab.parts.isotropic import Diagonal, change_width, diagonalise_partially, isotropic_mlp, sparsify, spectra
 from growlab.parts.isotropic.resize import watch
 from growlab.recipes.papers.studies import measuring
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
@@ -77,9 +70,7 @@ def isotropic_invariance(
     print(json.dumps(summary, indent=2))
 
 
-def resized(
-    network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int
-) -> tuple[nn.Module, dict[str, int]]:
+def resized(network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int) -> tuple[nn.Module, dict[str, int]]:
     """Return a copy whose second hidden layer has another width, and the widths of all groups.
 
     The second one's incoming weights have as many directions as it has neurons; the first one's may have fewer.
@@ -87,9 +78,7 @@ def resized(
     copied, group = copy.deepcopy(network), list(graph.isotropic)[1]
     observed = watch(copied, graph, (x,))
     widths = {**graph.full_widths, group: new_width}
-    change = change_width(
-        graph, tensors_of(copied, graph), graph.full_widths, group, new_width, observed=observed
-    )
+    change = change_width(graph, tensors_of(copied, graph), graph.full_widths, group, new_width, observed=observed)
     replace_tensors(copied, graph, change.tensors)
     return copied, widths
 
@@ -168,9 +157,7 @@ def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
         return {"largest_relative_error": float(rows["relative_error"].max()), **found}
 
     return {
-        "changes": {
-            f"{change:+d}": {**of(rows), "n": len(rows)} for change, rows in changes.groupby("change")
-        },
+        "changes": {f"{change:+d}": {**of(rows), "n": len(rows)} for change, rows in changes.groupby("change")},
         "num_networks": len(sparsity),
         "sparsity": {
             **of(sparsity, "share_of_parameters"),

@@ -26,9 +26,7 @@ def epoch_of(data: Any, epoch: int) -> Iterable[tuple[Tensor, Tensor]]:
     return data.training_batches(_ALL, epoch)
 
 
-def train(
-    network: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
-) -> None:
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Train with one step on the cross-entropy of each batch, in float64."""
     for x, labels in batches:
         optimizer.zero_grad()
@@ -46,14 +44,11 @@ def relative(after: Tensor, before: Tensor) -> float:
     return float((after - before).norm() / before.norm())
 
 
-def write_tables(
-    run_dir: Path, tables: Mapping[str, Sequence[dict[str, Any]]]
-) -> dict[str, pandas.DataFrame]:
+def write_tables(run_dir: Path, tables: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, pandas.DataFrame]:
     """Write rows as `NAME.csv`, numbers with six digits; return the tables."""
     frames = {name: pandas.DataFrame(rows) for name, rows in tables.items()}
     for name, frame in frames.items():
         write_text(
-            run_dir / f"{name}.csv",
-            frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan"),
+            run_dir / f"{name}.csv", frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan")
         )
     return frames
