@@ -147,8 +147,8 @@ def test_a_grower_refuses_half_a_state() -> None:
     grower = Grower(network, torch.randn(4, 6), method=growth.PairGrowth(), trigger={0: 0.5, 1: 1.0})
     whole = grower.state_dict()
     grower.load_state_dict(whole)
-    # Annealing and a vocabulary are there for some networks only.
-    needed = [name for name in whole if name not in ("annealing", "vocabulary")]
+    # Annealing, a vocabulary and experts are there for some networks only.
+    needed = [name for name in whole if name not in ("annealing", "vocabulary", "experts")]
     without = [{n: v for n, v in whole.items() if n != name} for name in needed]
     wrong = [{**whole, name: value} for name in needed for value in (None, "x")]
     for state in (*without, *wrong):

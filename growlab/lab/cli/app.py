@@ -234,6 +234,8 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         arguments = _read_arguments()
         overrides, multirun = list(arguments.overrides), bool(arguments.multirun)
         given = set(map(processes.name_of, overrides))
+        if "method" in given and (instead := [one for one in overrides if one.startswith(("growth=", "lr_adapt="))]):
+            print(f"note: {' and '.join(instead)} in the place of what method= chooses", file=sys.stderr)
         added = [one for one in more if processes.name_of(one) not in given]
         set_plugin_defaults()
         short = partial(commands.described, short=True)

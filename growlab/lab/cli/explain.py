@@ -14,11 +14,12 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from growlab.base.errors import UserError, how_to_install
 from growlab.lab.cli.commands import COMMANDS
+from growlab.lab.training.configuration import config_dir
 
 _EXTRAS = {name: name for name in ("wandb", "tensorboard", "timm")}
 _EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
@@ -49,9 +50,13 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return " ".join(str(error).split())
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, option = name.rpartition("/")
-            options = ", ".join(one for one in error.options or () if not one.startswith("_"))
+            known = [one for one in error.options or () if not one.startswith("_")]
+            if group == "experiment":
+                known += [f"papers/{path.stem}" for path in (config_dir() / "experiment/papers").glob("*.yaml")]
+            near = get_close_matches(option, {one.rpartition("/")[2]: one for one in known}, n=5)
+            options = ", ".join(one for one in known if one.rpartition("/")[2] in near or not near)
             more = f"; more come with {how_to_install('sweeps')}" if group.startswith("hydra/") else ""
-            listed = f"; choose {options}" if options else ""
+            listed = f"; {'near it' if near else 'choose one of'}: {options}" if options else ""
             return f"there is no {group or 'configuration'} '{option}'{listed}{more}"
         case OverrideParseException(override=override) if "=" not in override:
             known = ", ".join(COMMANDS)
@@ -95,9 +100,12 @@ def _of_value(error: OmegaConfBaseException) -> str:
     name, parent, text = error.full_key, error.parent_node, _first_lines(error)
     near = []
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
-        near = get_close_matches(str(error.key), map(str, parent), n=1)
+        names = OmegaConf.to_container(parent)
+        below = [(one, f"{group}.{one}") for group, inner in names.items() if isinstance(inner, dict) for one in inner]
+        longer = sorted((abs(len(one) - len(error.key)), path) for one, path in below if str(error.key) in one)
+        near = [path for _, path in longer[:3]] or get_close_matches(str(error.key), map(str, names), n=1)
     where = f"{name}: " if name and name not in text else ""
-    return f"{where}{text}" + (f"; did you mean '{near[0]}'?" if near else "")
+    return f"{where}{text}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 
 
 def _of_constructor(error: InstantiationException, overrides: Sequence[str]) -> str | None:
