@@ -130,6 +130,12 @@ def test_unknown_names():
         torchvision_network((1, 8, 8), 10, "squeezenet1_1")
 
 
+def test_settings_of_timms_own_reach_the_network() -> None:
+    settings = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 1, "num_heads": 2}
+    network = timm_network((1, 8, 8), 10, "vit_tiny_patch16_224", **settings)
+    assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10) and network.embed_dim == 32
+
+
 def test_a_run_goes_on_from_weights_at_full_width_alone(cli: CommandLine, tmp_path: Path) -> None:
     """The seed of a growing run would be drawn anew, so the weights are refused there."""
     state = timm_network((1, 8, 8), 10, "resnet10t").state_dict()

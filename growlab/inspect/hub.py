@@ -62,7 +62,12 @@ def torchvision_network(
 
 
 def timm_network(
-    image_shape: Sequence[int], num_classes: int, name: str, pretrained: bool = False, weights: str | None = None
+    image_shape: Sequence[int],
+    num_classes: int,
+    name: str,
+    pretrained: bool = False,
+    weights: str | None = None,
+    **settings: Any,
 ) -> nn.Module:
     """Create a network of timm with `num_classes` outputs and the data's number of channels.
 
@@ -73,8 +78,9 @@ def timm_network(
         pretrained: download weights. A classifier for another number of classes is not loaded, and a first layer for
             other channels is adapted by timm.
         weights: a file to load instead; see `read_weights`.
+        settings: of the network's own, such as `img_size=32, patch_size=4` of a ViT.
     """
-    network = _of_timm(name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0])
+    network = _of_timm(name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0], **settings)
     return _with_weights(network, weights, num_classes)
 
 
