@@ -50,6 +50,16 @@ def test_training_is_the_same_and_each_event_and_shape_has_its_capture(monkeypat
     assert [shapes[0][0] for shapes in captures] == [40, 16, 32, 24]
 
 
+def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
+    task, graphs = new_run(sgd)[0], cuda_graphs.CudaGraphs()
+    for weights in ({"norm": [0.5]}, {}):
+        monkeypatch.setattr(task.growth_state, "norm_weights", weights)
+        graphs._forward(task, torch.randn(4, 1, 8, 8))
+        assert len(captures) == (not weights)
+
+
 def test_other_devices_are_refused(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(*MLP, "callbacks=cuda_graphs", "trainer=cpu", cwd=tmp_path)
     assert outcome.code == 2 and "one CUDA device" in outcome.err and "Traceback" not in outcome.err

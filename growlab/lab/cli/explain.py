@@ -101,9 +101,9 @@ def _of_value(error: OmegaConfBaseException) -> str:
     near = []
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
         names = OmegaConf.to_container(parent)
-        below = [(one, f"{group}.{one}") for group, inner in names.items() if isinstance(inner, dict) for one in inner]
-        longer = sorted((abs(len(one) - len(error.key)), path) for one, path in below if str(error.key) in one)
-        near = [path for _, path in longer[:3]] or get_close_matches(str(error.key), map(str, names), n=1)
+        inside = {one: f"{group}.{one}" for group, inner in names.items() if isinstance(inner, dict) for one in inner}
+        near = get_close_matches(error.key, names, n=1, cutoff=0.7)
+        near = near or [inside[one] for one in get_close_matches(error.key, inside)]
     where = f"{name}: " if name and name not in text else ""
     return f"{where}{text}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 

@@ -16,8 +16,8 @@ class CudaGraphs(Callback):
 
     The steps of a small network then take the time that the GPU needs, and not the time that Python needs to start
     its kernels. A graph is captured (`torch.cuda.make_graphed_callables`) for each shape of the batches and again
-    after each growth event. The network's forward must not depend on values that change from step to step, such as
-    annealed norms; batch normalisation and dropout may be in it.
+    after each growth event; while norms are annealed, steps run without. Nothing else in the forward may change from
+    step to step but random numbers and the statistics of batch normalisation.
 
     Raises:
         UserError: training is not on one CUDA device.
@@ -41,7 +41,7 @@ class CudaGraphs(Callback):
         self._graphs = {}
 
     def _forward(self, task: Task, *inputs: Tensor) -> Tensor:
-        if not (task.network.training and torch.is_grad_enabled()):
+        if not (task.network.training and torch.is_grad_enabled()) or task.growth_state.norm_weights:
             return task.network(*inputs)
         if self._events != len(task.events):
             self._graphs, self._events = {}, len(task.events)
