@@ -40,14 +40,6 @@ class OutputScale:
         return output if factor == 1.0 else output * factor
 
 
-class _Eager(OutputScale):
-    """`OutputScale` for networks compiled with `Module.compile`, where the compiler does not inline hooks."""
-
-    @torch.compiler.disable
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        return super().__call__(module, inputs, output)
-
-
 class _WriteState:
     """State_dict post-hook that adds the growth state to the metadata."""
 
@@ -98,7 +90,12 @@ def attach(network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Re
     scale = OutputScale(state)
     # Some return terms of the loss too while they train.
     if all(isinstance(output, Tensor) for output in outputs.find_caches(network, probe)):
-        network.register_forward_hook(scale if network._compiled_call_impl is None else _Eager(state))
+        if network._compiled_call_impl is not None:
+            # Imports torch._dynamo, which takes longer than all of growlab.
+            from growlab.growth.compiled import EagerOutputScale
+
+            scale = EagerOutputScale(state)
+        network.register_forward_hook(scale)
     else:
         layers = (layer for layer in graph.layers if layer.scale_out == graph.output_class)
         for name in sorted({path for layer in layers for path in layer.callers}):
