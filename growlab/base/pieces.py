@@ -12,6 +12,11 @@ def is_piece(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def nobody_else_has(tensor: Tensor) -> bool:
+    """Return True for a piece that no other process has as well, as FSDP2 cuts them without replicas."""
+    return is_piece(tensor) and not any(placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, without gradient; the processes that share it out call this together."""
     return tensor.detach().full_tensor() if is_piece(tensor) else tensor  # type: ignore[attr-defined]

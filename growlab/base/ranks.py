@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from growlab.base.errors import UserError
-from growlab.base.pieces import whole
+from growlab.base.pieces import nobody_else_has, whole
 
 # Words of a block have different weights, which repeat from block to block; each block has another factor.
 _BLOCK = 1 << 16
@@ -123,16 +123,19 @@ def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> 
 def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
     """Compute a checksum of the bits and the shape of each tensor (or plain value).
 
+    Of a tensor of which each process has a piece of its own, with nothing to compare, that of its shape and dtype.
+
     Returns:
         The names, and an int64 tensor [number of names] on the CPU, with one synchronisation for each device.
     """
     names, sums = [], []
     for name, value in content:
         names.append(name)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not nobody_else_has(value):
             sums.append(_checksum(whole(value.detach())))
         else:
-            text = torch.frombuffer(bytearray(repr(value), "utf-8"), dtype=torch.uint8)
+            plain = (value.shape, value.dtype) if isinstance(value, Tensor) else value
+            text = torch.frombuffer(bytearray(repr(plain), "utf-8"), dtype=torch.uint8)
             sums.append(_checksum(text))
     # One transfer from each device.
     devices = {one.device for one in sums}
