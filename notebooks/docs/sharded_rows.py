@@ -38,8 +38,26 @@ RANKS, SEED, MIB = 2, 0, 2**20
 SIZES = [(512, 8), (1024, 4), (1024, 8), (2048, 4)]
 #: Sizes of Llama 2, with the number of processes that train it.
 LARGE = {
-    "7B": (8, {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}),
-    "70B": (64, {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}),
+    "7B": (
+        8,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+        },
+    ),
+    "70B": (
+        64,
+        {
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+        },
+    ),
 }
 
 
@@ -85,8 +103,8 @@ def shard(network: Any) -> None:
     fully_shard(network)
 
 
-def begin(rank: int, folder: str, width: int, layers: int) -> tuple[Any, Grower]:
-    """Return a sharded Llama of half its width that has trained for a step, and its Grower."""
+def begin(rank: int, folder: str, width: int, layers: int) -> tuple[Any, Grower, Any]:
+    """Return a sharded Llama of half its width that has trained for a step, its Grower and its optimizer."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(SEED)
@@ -104,13 +122,13 @@ def begin(rank: int, folder: str, width: int, layers: int) -> tuple[Any, Grower]
     optimizer.step()
     optimizer.zero_grad()
     network.reshard()
-    return network, grower
+    return network, grower, optimizer
 
 
 def measure(rank: int, folder: str, width: int, layers: int) -> None:
     """Measure the memory of an event; each process writes its row."""
     ctypes.CDLL(None).mallopt(-3, 1 << 18)  # freed tensors go back to the system
-    network, grower = begin(rank, folder, width, layers)
+    network, grower, _optimizer = begin(rank, folder, width, layers)
     gc.collect()
     before, peak, done = resident(), [0], threading.Event()
 
@@ -140,7 +158,7 @@ def measure(rank: int, folder: str, width: int, layers: int) -> None:
 
 def count(rank: int, folder: str, width: int, layers: int) -> None:
     """Count the bytes of an event; each process writes its row."""
-    network, grower = begin(rank, folder, width, layers)
+    network, grower, _optimizer = begin(rank, folder, width, layers)
     old = sum(p.numel() for p in network.parameters())
     with Counted() as counted:
         grower.step(epoch=1)
@@ -159,7 +177,7 @@ def large(name: str) -> dict[str, Any]:
     processes, sizes = LARGE[name]
     began = time.perf_counter()
     with torch.device("meta"):
-        network = LlamaForCausalLM(LlamaConfig(num_key_value_heads=8, use_cache=False, **sizes))
+        network = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
     graph = trace(network, torch.zeros(2, 8, dtype=torch.long, device="meta"))
     half = {group: width // 2 for group, width in graph.full_widths.items()}
     counts = [prod(graph.shape(n, half) if n in graph.axes else p.shape) for n, p in network.named_parameters()]
