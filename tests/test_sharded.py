@@ -21,6 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from growlab import (
@@ -37,6 +39,7 @@ from growlab import (
     VarianceTransfer,
 )
 from growlab.base.pieces import is_piece, reshard, whole
+from growlab.base.ranks import checksums
 from growlab.growth import GrowthMethod
 from growlab.lab.networks.resnet import BasicBlock
 from growlab.lab.networks.resnet import resnet20 as whole_resnet20
@@ -600,14 +603,81 @@ def test_a_trained_network_grows_into_a_sharded_one(mesh: Any) -> None:
     torch.testing.assert_close(*grown)
 
 
-@pytest.mark.slow
-def test_the_guide_s_program_runs(cli: CommandLine, tmp_path: Path) -> None:
-    page = (ROOT / "notebooks/docs/pages/guide/sharded.md").read_text(encoding="utf-8")
-    program = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)[0]
-    program += "assert 1.4e6 < sum(p.numel() for p in network.parameters()) < 1.5e6\n"
-    (tmp_path / "sharded.py").write_text(program)
+def in_two_processes(program: str, folder: Path) -> None:
+    """Run a program with torchrun."""
+    (folder / "sharded.py").write_text(program)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "sharded.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def in_guide(words: str) -> str:
+    """The guide's first program that has these words."""
+    page = (ROOT / "notebooks/docs/pages/guide/sharded.md").read_text(encoding="utf-8")
+    return next(program for program in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if words in program)
+
+
+@pytest.mark.slow
+def test_the_guide_s_program_runs(tmp_path: Path) -> None:
+    end = "assert 1.4e6 < sum(p.numel() for p in network.parameters()) < 1.5e6\n"
+    in_two_processes(in_guide("dist.init_process_group") + end, tmp_path)
     assert (tmp_path / "checkpoint-2" / ".metadata").is_file()
+
+
+ON_CPU = """
+import torchtitan.tools.utils
+from torch.distributed.fsdp import FSDPModule
+
+torchtitan.tools.utils.device_type = "cpu"  # without an accelerator it is "cuda"
+# Gloo has no sum with a factor.
+FSDPModule.set_gradient_divide_factor = lambda module, factor: module.set_force_sum_reduction_for_comms(True)
+"""
+AS_ITS_TRAINER = """
+import torch.distributed as dist
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+dist.init_process_group("gloo")
+parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
+dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+with torch.device("meta"):
+    model = spec.model.build()
+settings = {"training": TrainingConfig(mixed_precision_param="float32"), "parallelism": parallelism}
+settings |= {"compile_config": CompileConfig(), "ac_config": FullAC.Config(), "dump_folder": "dump"}
+model = spec.parallelize_fn(model, parallel_dims=dims, **settings)
+model.to_empty(device="cpu")
+model.init_weights(buffer_device="cpu")
+group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})
+optimizers = OptimizersContainer.Config(param_groups=[group]).build(model_parts=[model])
+growers[0].follow(optimizers)
+batch = torch.randint(2000, (2, 33), generator=torch.Generator().manual_seed(dist.get_rank()))
+losses = []
+for step in (0, 1, 2000, 2001):
+    growers[0].step(step=step)
+    logits = model(batch[:, :-1]).flatten(0, 1).float()
+    losses.append(torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten()))
+    optimizers.zero_grad()
+    losses[-1].backward()
+    optimizers.step()
+assert len(growers[0].events) == 1 and losses[0] > losses[1] > losses[2] > losses[3]
+assert {str(p.device) for p in model.parameters()} == {"cpu"} and growers[0].network is model
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_torchtitan_grows(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    in_two_processes(ON_CPU + in_guide("def growing") + AS_ITS_TRAINER, tmp_path)
+
+
+@pytest.mark.parametrize(("placement", "compared"), [(Shard(0), False), (Replicate(), True)])
+def test_ranks_compare_what_two_of_them_have(placement: Any, compared: bool, mesh: Any) -> None:
+    pieces = [distribute_tensor(torch.full((4, 2), value), mesh, [placement]) for value in (1.0, 2.0)]
+    with CommDebugMode() as sent:
+        _, sums = checksums([("one", pieces[0]), ("other", pieces[1]), ("another shape", pieces[0].reshape(8))])
+    assert bool(sums[0] != sums[1]) == compared
+    assert sums[0] != sums[2] and sent.get_total_counts() == 0
