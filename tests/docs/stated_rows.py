@@ -552,6 +552,22 @@ def sharded() -> tuple[str, ...]:
     return tuple(told)
 
 
+def sharded_at_scale() -> tuple[str, ...]:
+    """How often an event's operations touch all bytes, its cost for large networks by formula, and their traces."""
+    kept = json.loads((RESULTS / "sharded" / "results.json").read_text(encoding="utf-8"))
+    passes = statistics.fmean(row["touched"] for row in kept["counts"])
+    for row in kept["counts"]:
+        assert abs(row["gathered_state"] - 3) < 0.01 and abs(row["gathered_forwards"] - 2) < 0.01
+    told = [f"{passes:.0f}"]
+    for row, bandwidth in zip(kept["large"], (450e9, 50e9), strict=True):
+        old, new = row["parameters_before"], row["parameters"]
+        gathered = 12 * old + 8 * (old + new)
+        above = 12 * new / 4 / row["processes"] + 2 * 4 * row["largest"]
+        told += [f"{old / 1e9:.1f}", f"{new / 1e9:.1f}", f"{gathered / 1e9:.0f}", f"{above / 1e9:.1f}"]
+        told += [f"{gathered / bandwidth:.1f}", f"{passes * 12 * new / 3.35e12:.1f}", f"{new / 185e6:.0f}"]
+    return (*told, *(f"{row['trace_seconds']:.0f}" for row in kept["large"]))
+
+
 def tutorial_differences() -> tuple[str, ...]:
     """Of the grown network from the shorter training, and of the longer one from it, by seed."""
     grown, short, whole = (tutorial()[name][0] for name in ("grown", "fixed size, 5 epochs", "fixed size, 12 epochs"))
@@ -884,6 +900,16 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "| 1024 x 8 | {} M | 8 | {} | {} | {} | "
         "| 2048 x 4 | {} M | 32 | {} | {} | {} |",
         sharded,
+    ),
+    (
+        "notebooks/docs/pages/guide/sharded.md",
+        "Each process computes all new tensors and keeps its pieces: operations read and write 12 M bytes about {} "
+        "times. Memory above that of training is, as in the table above, about the old pieces and two of the "
+        "largest tensors. For Llama 2 from half to full width: | | processes | N | M | gathered, GB | memory above, "
+        "GB | network, s | arithmetic, s | noise, s | |---|---|---|---|---|---|---|---|---| | 7B | 8 | {} G | {} G "
+        "| {} | {} | {} | {} | {} | | 70B | 64 | {} G | {} G | {} | {} | {} | {} | {} | The parameters are those of "
+        "the traced network (traced on device meta, in {} and {} s here)",
+        sharded_at_scale,
     ),
 ]
 

@@ -71,6 +71,7 @@ SETTINGS = {
     "notebooks/docs/pages/guide/how_it_works.md": {"1e-4", "1e-10", "2409.12903"},
     "notebooks/docs/pages/guide/language_models.md": {"1.5", "1.1", "3 %", "5 %", "10 %"},
     "notebooks/docs/pages/guide/networks.md": {"0.5", "1e-6", "1e-10", "90 %"},
+    "notebooks/docs/pages/guide/sharded.md": {"3.35"},
     "notebooks/docs/pages/guide/schedules.md": {"0.3", "1.2", "2405.15319", "2212.08013"},
 }
 
