@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -13,10 +12,10 @@ import pandas
 from rich.console import Console
 from rich.table import Table
 
-from growlab.base.command_parser import CommandParser
+from growlab.base.command_parser import CommandParser, command
 from growlab.base.files import write_text
 from growlab.lab.analysis import style
-from growlab.lab.analysis.__main__ import carry_out, warn
+from growlab.lab.analysis.__main__ import warn
 from growlab.lab.analysis.figures import write_run_figures
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.results import Run, load_runs, open_run
@@ -86,12 +85,9 @@ def page(runs: Sequence[Run]) -> str:
     return template.replace("/*RUNS*/[]", json.dumps(content, allow_nan=False).replace("<", "\\u003c"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
-    return carry_out(_write, list(sys.argv[1:] if argv is None else argv))
-
-
-def _write(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Write one page about finished runs."""
     parser = CommandParser(
         prog="growlab report",
         description="Write one page about finished runs: curves, widths, regions, receipts and cost.",
