@@ -18,7 +18,7 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
 )
-from growlab.lab.networks import MLP, CifarResNet, ConvNet, WideResNet
+from growlab.lab.networks import MLP, CifarResNet, WideResNet, convnet
 from growlab.widths import WidthGraph, trace
 
 
@@ -394,7 +394,7 @@ NETWORKS = {
         {"conv1": 4, "layers.0.0.conv1": 4, "layers.1.0.conv1": 7, "layers.1.0.conv2": 7},
     ),
     "convnet": NetworkCase(
-        lambda: ConvNet((3, 8, 8), 4, [6, 7], [2, 2]), (3, 8, 8), {"features.0": 6, "features.4": 7}
+        lambda: convnet((3, 8, 8), 4, [6, 7], [2, 2]), (3, 8, 8), {"features.0": 6, "features.4": 7}
     ),
     "mlp": NetworkCase(lambda: MLP(12, [9, 7, 8], 4), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7, "hidden.4": 8}),
     "mlp batch norm": NetworkCase(
