@@ -23,7 +23,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help.")
 
 
-def command(run: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str] | None], int]:
+def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
     """Make a command of a function of its arguments: it returns the exit code, 2 after a `UserError`'s sentence."""
 
     @wraps(run)

@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int | None:
     """Run `resume`, `show` or `eval`, the first word, with its arguments."""
     name, *given = argv
     if name != "resume":
-        return show(given) if name == "show" else evaluate(given)
+        (show if name == "show" else evaluate)(given)
+        return None
     sys.argv = ["growlab", *resumed(given)]
     from growlab.lab.cli import app
 

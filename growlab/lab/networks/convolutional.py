@@ -59,8 +59,8 @@ def allconv(image_shape: Sequence[int], num_classes: int, width: int = 96) -> Co
     layers: list[nn.Module] = []
     channels = image_shape[0]
     plan = [(multiple * width, 3, stride, padding) for multiple, stride, padding in _ALLCONV]
-    for out_channels, *kind in (*plan, (2 * width, 1, 1, 0), (num_classes, 1, 1, 0)):
-        layers += [conv(channels, out_channels, *kind, bias=True), nn.ReLU()]
+    for out_channels, kernel_size, stride, padding in (*plan, (2 * width, 1, 1, 0), (num_classes, 1, 1, 0)):
+        layers += [conv(channels, out_channels, kernel_size, stride, padding, bias=True), nn.ReLU()]
         channels = out_channels
     return ConvNet(layers)
 

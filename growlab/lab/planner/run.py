@@ -1,7 +1,6 @@
 """Run one plan: from configuration to odds and experiment files."""
 
 import contextlib
-import copy
 import json
 import shlex
 import sys
@@ -39,7 +38,7 @@ from growlab.lab.training import build
 from growlab.lab.training.checkpoints import OPTIMIZER, save
 from growlab.lab.training.checks import check_trainer_options
 from growlab.lab.training.configuration import PRIMARY
-from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.plan import tokens_of
 from growlab.lab.training.processes import program
 from growlab.lab.training.run_folder import lock_folder
@@ -58,11 +57,13 @@ _LEAST_STAGE = 0.01
 # What a probe has done already.
 _NOT_WARMED = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
 # Length of a run and time of growth: the plan sets them.
-_OF_THE_PLAN = ("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate")
-_OF_THE_PLAN += ("steps", "total_steps", "total_tokens", "eval_every_n_steps")
+_OF_THE_PLAN = (
+    *("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate"),
+    *("steps", "total_steps", "total_tokens", "eval_every_n_steps"),
+)
 _COLUMNS = 80
-# Steps at each rate, at least: fewer do not show which rate is better. A rate has to be better by so much of the loss to
-# be taken in place of the first one.
+# Steps at each rate, at least: fewer do not show which is better; and the part of the loss by which it has to be better
+# to be taken in place of the first one.
 _LEAST_STEPS, _MARGIN = 8, 0.01
 # Experiment of each choice.
 _EXPERIMENT = {"grow": "grown", "smaller": "smaller", "full": "full"}
@@ -131,7 +132,7 @@ def run(cfg: DictConfig) -> None:
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+    with quiet_libraries(), contextlib.ExitStack() as ending:
         ending.enter_context(lock_folder(folder))
         # A plan's configuration would take the place of the run's.
         if any((folder / name).exists() for name in (CHECKPOINT_FOLDER, "metrics.csv", "results.json")):
@@ -166,7 +167,8 @@ def run(cfg: DictConfig) -> None:
             kept = f"{100 * spent:.1f} % spent, kept; {seconds:.0f} s to go here."
             print(f"Best at {probe.rate:g} x optimizer.lr: {kept}", file=sys.stderr, flush=True)
         command = write_experiments(folder, cfg, data, settings, arms, chosen, probe, spent)
-        found = {"advice": asdict(advice), "settings": asdict(settings), "spent": spent, "command": command}
+        given: Any = OmegaConf.to_container(cfg.plan, resolve=True)
+        found = {"advice": asdict(advice), "settings": given, "spent": spent, "command": command}
         arms_found = {name: asdict(arm) for name, arm in arms.items()}
         write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
         start, _, name = command.replace("python -m growlab", program(), 1).rpartition(" ")
@@ -273,7 +275,7 @@ def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
 def _probe(
     cfg: DictConfig, data: Any, settings: Settings, arms: Mapping[str, Arm], chosen: str, samples: float
 ) -> tuple[Probe, float]:
-    """Train the chosen network at each rate; return the best, the first one in doubt, and the part of the budget spent."""
+    """Train the chosen network at each rate; return the best (in doubt the first) and the part of the budget spent."""
     arm, rates = arms[chosen], settings.rates
     step = arm.flops * data.batch_size * cfg.trainer.accumulate_grad_batches / (arms["full"].flops * samples)
     each = int(settings.probe / step) // len(rates)
@@ -300,7 +302,8 @@ def _trained(cfg: DictConfig, data: Any, start: Start, rate: float, steps: int) 
     objective = build.make_objective(cfg.objective, data)
     # Only for its device and its precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(
-        build.for_lightning(OmegaConf.merge(cfg.trainer, {"devices": 1})),
+        build.for_lightning(cfg.trainer),
+        devices=1,
         **{"logger": False, "callbacks": [], "enable_checkpointing": False, "_convert_": "all"},
     )
     device, accumulate, clip = (
@@ -405,7 +408,7 @@ def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
         **{f"schedule.{key}": None for key in _OF_THE_PLAN if key in cfg.schedule},
     }
     if rate.progress_unit != "cost":
-        warmup = {"warmup_epochs": 0, "warmup_steps": None}
+        warmup: dict[str, Any] = {"warmup_epochs": 0, "warmup_steps": None}
         warmup["warmup_fraction"] = _rounded(min(0.4, rate.warmup_epochs / budget))
         decay = {"shape": "wsd", "progress_unit": "cost", "decay_fraction": 0.5, "restarts": "none"}
         settings |= {f"schedule.learning_rate.{key}": value for key, value in (decay | warmup).items()}
@@ -428,17 +431,14 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
     replaced = {key[1:]: value for key, value in settings.items() if key.startswith("/")}
     choices = {group: str(replaced.get(group, choice)) for group, choice in _choices().items()}
     base = compose(PRIMARY, ["~experiment", *(f"{group}={choice}" for group, choice in choices.items())])
-    target, known = (OmegaConf.to_container(c, resolve=False, enum_to_str=True) for c in (cfg, base))
+    wanted = cfg.copy()
     for group, choice in replaced.items():
         if HydraConfig.get().runtime.choices[group] != choice:
-            target[group] = copy.deepcopy(known[group])
+            wanted[group] = base[group]
     for key, value in settings.items():
         if not key.startswith("/"):
-            *parents, last = key.split(".")
-            branch = target
-            for parent in parents:
-                branch = branch.setdefault(parent, {})
-            branch[last] = value
+            OmegaConf.update(wanted, key, value, force_add=True)
+    target, known = (_container(one) for one in (wanted, base))
     values = {key: value for key, value in _different(target, known).items() if key not in _NOT_KEPT}
     defaults = {"defaults": [{f"override /{group}": choice} for group, choice in choices.items()]}
     return (
@@ -446,6 +446,10 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
         "# Written by growlab.lab.planner for this network, data and budget.\n"
         f"# Command:  {command}\n" + "\n".join(yaml.safe_dump(part, sort_keys=False) for part in (defaults, values))
     )
+
+
+def _container(cfg: DictConfig) -> Any:
+    return OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
 
 
 def _different(target: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from growlab.lab.training.configuration import LAST, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
 from growlab.lab.training.identity import Identity, settings_in
 from growlab.lab.training.learning_rate import LearningRate
-from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
@@ -62,7 +62,7 @@ def train(cfg: DictConfig) -> None:
     """Train one network as configured, or run the configured study; results go into the run's folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+        with quiet_libraries(), contextlib.ExitStack() as ending:
             if processes.is_first():
                 ending.enter_context(lock_folder(folder))
             _check(cfg)
