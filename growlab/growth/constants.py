@@ -18,12 +18,7 @@ from growlab.widths import WidthGraph, grid
 
 
 def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of a full-width network's constants, on the CPU.
-
-    Args:
-        graph: its width graph.
-        tensors: its parameters, buffers and plain tensors by name.
-    """
+    """Return copies of a full-width network's constants, on the CPU."""
     present = (name for name in graph.constants if name in tensors and not tensors[name].is_meta)
     return {name: tensors[name].detach().cpu().clone() for name in present}
 
@@ -31,14 +26,7 @@ def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def unchanged(
     graph: WidthGraph, constants: Mapping[str, Tensor], tensors: Mapping[str, Tensor], widths: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Constants that are still what they were: one that something has written to grows as anything else does.
-
-    Args:
-        graph: the network's width graph.
-        constants: at full width, by name.
-        tensors: of the network as it is.
-        widths: width of each group in it.
-    """
+    """Return the constants that are what they were: one that something has written to grows as anything else does."""
     known = graph.constants.keys() & constants.keys() & tensors.keys()
     return {
         name: constants[name]
@@ -48,15 +36,7 @@ def unchanged(
 
 
 def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[str, int], like: Tensor) -> Tensor:
-    """A constant at these widths, on the device of `like`, which also has the entries beyond full width.
-
-    Args:
-        graph: the network's width graph.
-        name: of the constant.
-        constant: at full width.
-        widths: width of each group.
-        like: a tensor at these widths.
-    """
+    """Return a constant at these widths, on the device of `like`, which also has the entries beyond full width."""
     places = [axis.kept(graph.full_widths, widths) for axis in graph.axes[name]]
     result = like.detach().clone()
     known = constant[grid([(place >= 0).nonzero().flatten() for place in places], constant.device)]
@@ -67,10 +47,7 @@ def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[st
 def with_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors as the forward applies them, offset included, which a growth method scales and draws.
 
-    Args:
-        graph: the network's width graph.
-        tensors: stored tensors by name; those without an offset stay the same objects, the others become float64, in
-            which the offset can be removed again exactly.
+    Those with an offset become float64, in which it can be removed again exactly; others stay the same objects.
     """
     return _moved(graph, tensors, 1)
 
@@ -96,11 +73,6 @@ def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, 
 
     No gradient reaches such a row, so entries that an event drew there would stay in the network as noise. A row that
     is not zero (it is trained if the table is tied to an output layer) is left unchanged.
-
-    Args:
-        model: the network, at its old or its new widths.
-        old: its tensors before the event, by name.
-        new: tensors that will replace them or be added to them, by name.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     rows = {

@@ -96,7 +96,6 @@ def _drawn(
     seed: int,
     still: Mapping[str, Tensor],
 ) -> Mapping[str, Tensor]:
-    """Tensors of the seed that the method draws, by name."""
     # The old tensors serve as the example of how bare parameters are spread.
     old = with_offset(graph, tensors_of(model, graph))
     context = GrowthContext(graph, old, widths, widths, seed, 0, constants=still)
@@ -238,7 +237,9 @@ def grow(
         ParityError: the outputs changed by more than the method allows.
         ValueError: a group would shrink, and the method cannot.
     """
-    _check_widths(method, state, new_widths)
+    for group, width in state.widths.items():
+        if new_widths[group] < width and not method.shrinks:
+            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens")
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
@@ -283,10 +284,7 @@ def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> Gro
 
 
 def _changed(context: GrowthContext, growth: GrownTensors) -> Iterator[tuple[str, Tensor]]:
-    """Names and new tensors of an event: also those that stay as they are, but whose gradient the event rescales.
-
-    These are weights that are multiplied otherwise from then on.
-    """
+    """Yield names and new tensors of an event, also of weights that only their row multipliers change."""
     for name, new in growth.tensors.items():
         if new is not context.old[name] or name in growth.carry.scales:
             new = without_offset(context.graph, {name: new})[name]
@@ -314,7 +312,6 @@ def _replaced(
 
 
 def _later(state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors) -> GrowthState:
-    """State of the stage that begins."""
     graph, before, after, carry = context.graph, state.widths, context.new_widths, growth.carry
     past = annealed(state.norm_weights, state.norm_progress)
     kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
@@ -344,12 +341,6 @@ def gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
     # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz' of the
     # grown network is dL/dz, not dL/dz * factor as it is where the output is multiplied again.
     return replace(growth.carry, every=growth.carry.every / growth.output_factor)
-
-
-def _check_widths(method: GrowthMethod, state: GrowthState, new_widths: Mapping[str, int]) -> None:
-    for group, width in state.widths.items():
-        if new_widths[group] < width and not method.shrinks:
-            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens")
 
 
 def _observed(
@@ -382,7 +373,6 @@ def _forgetful(model: nn.Module, before: Outputs, emptied: Sequence[str]) -> Out
 
 
 def _warn_of_terms(before: Outputs, after: Outputs) -> None:
-    """Warn if a number that the network returns after its output depends on what has grown."""
     changes = [
         (float(old), float(new))
         for old, new in zip(before.terms, after.terms, strict=False)
@@ -412,7 +402,7 @@ def _checked(
     agree: Agree,
     average: Average,
 ) -> dict[str, Any]:
-    """Compare outputs, then add the noise that breaks symmetries; parity fields of the event.
+    """Compare outputs, then add the noise that breaks symmetries; return the parity fields of the event.
 
     Raises:
         ParityError: the outputs changed by more than the method allows.

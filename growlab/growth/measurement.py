@@ -344,12 +344,10 @@ def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen
         return hook
 
     known = dict(model.named_modules())
-    hooks = [known[name].register_forward_hook(record(name)) for name in dict.fromkeys(names)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(names):
+            stack.enter_context(known[name].register_forward_hook(record(name)))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _FlopCounter:
@@ -363,7 +361,6 @@ class _FlopCounter:
         self.flops = 0
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add the FLOPs of an operation."""
         formula, of_shapes = _formulas(func)
         if formula is None:
             return

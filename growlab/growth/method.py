@@ -26,10 +26,7 @@ _Found = TypeVar("_Found")
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
-    """Return a CPU generator seeded from the run's seed, the stage and a name.
-
-    Every rank and every resumed run therefore draws the same numbers, in any order of draws.
-    """
+    """Return a CPU generator seeded from the run's seed, the stage and a name: ranks and resumed runs draw the same."""
     digest = hashlib.sha256(f"{seed}/{stage}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -125,10 +122,6 @@ class GrowthContext:
         """Return True if the event changes the tensor's shape."""
         return self.graph.changes(name, self.old_widths, self.new_widths)
 
-    def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
-        """Number of inputs that one output of the layer sums, the receptive field included."""
-        return self.graph.fan_in(layer, widths)
-
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Layers whose weight changes shape, by the name of the weight."""
@@ -193,11 +186,11 @@ class NewWeights:
 
     def std(self, context: GrowthContext, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
-        fan_in = context.fan_in(layer, context.new_widths)
+        fan_in = context.graph.fan_in(layer, context.new_widths)
         is_output = layer.weight in context.output_layers
         if self.rule == "as_network":
             # The seed's old tensors are those of the full-width network, narrowed.
-            before = context.fan_in(layer, context.old_widths if context.stage else context.graph.full_widths)
+            before = context.graph.fan_in(layer, context.old_widths if context.stage else context.graph.full_widths)
             return _spread(context, layer) * sqrt(before / fan_in) ** (self.output_power if is_output else 1)
         if is_output:
             variance = 1.0 / fan_in**self.output_power
