@@ -16,15 +16,17 @@ from growlab.grower.experts import fit_experts, multiply_experts, number_of_expe
 from growlab.grower.forecast import Forecast
 from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
+from growlab.grower.rows import with_rows
 from growlab.grower.sharding import Sharding
 from growlab.grower.triggers import Clock, GrowingNetwork, Widths
-from growlab.grower.vocabulary import note_tokens, resize_vocabulary, rows_of_tokens, set_tokens, with_rows
+from growlab.grower.vocabulary import fit_vocabulary, resize_vocabulary, rows_of_tokens
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.hooks import attach, state_of
 from growlab.growth.multipliers import saved_multipliers
 from growlab.growth.outputs import forget_caches
 from growlab.optim import Regions
+from growlab.widths import Part as Rows
 from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
 from growlab.widths.meta import FAILURES
 
@@ -105,7 +107,7 @@ class LoadingNetwork(GrowingNetwork):
         """
         self.forecast.check_state(state)
         if (size := state.get("vocabulary")) is not None:
-            self._fit_vocabulary(size)
+            fit_vocabulary(self, size)
         if (number := state.get("experts")) != self._experts and number is not None:
             fit_experts(self, number)
         self._set_state(GrowthState.from_dict(state["growth"]))
@@ -211,22 +213,8 @@ class LoadingNetwork(GrowingNetwork):
 
     def set_rows(self, names: Sequence[str], size: int) -> None:
         """Record the number of rows of tensors, such as one per token."""
-        self.full_graph, self.graph = (with_rows(graph, names, size) for graph in (self.full_graph, self.graph))
+        self.full_graph, self.graph = (with_rows(g, names, Rows(None, size)) for g in (self.full_graph, self.graph))
         self._regions = None
-
-    def _fit_vocabulary(self, size: int) -> None:
-        """Give the network and its copies as many tokens as a checkpoint has."""
-        if size == self._vocabulary:
-            return
-        names, past = rows_of_tokens(self.network, self.graph), dict(self.network.named_parameters())
-        for network in (self.network, *self.copies().values()):
-            set_tokens(network, self.graph, names, size)
-            note_tokens(network, size)
-        # The ages of its tokens come with its state.
-        self.set_rows(names, size)
-        self._vocabulary = size
-        self.state.tokens = []
-        self.followers.exchange(past)
 
     def reattach_hooks(self) -> None:
         """Reattach the hooks that `finish` removed, so that checkpoints of earlier stages can be loaded."""
@@ -247,7 +235,7 @@ class LoadingNetwork(GrowingNetwork):
         if state is not None and tokens and tokens[0] in tensors:
             size = len(tensors[tokens[0]])
             if size != len(network.get_parameter(tokens[0])):
-                self._fit_vocabulary(size)
+                fit_vocabulary(self, size)
         experts = tensors_of_experts(network, self.graph)
         number = len(tensors[experts[0]]) if experts and experts[0] in tensors else None
         if state is not None and number not in (None, self._experts):
