@@ -37,10 +37,7 @@ def number_of_experts(config: Any) -> int | None:
 def multiplied(config: Any, by: int, noise: float) -> Any:
     """Return the configuration of a mixture with `by` times as many experts in all and for each token.
 
-    Logs a warning if no noise separates copies.
-
-    Raises:
-        UserError: it names no experts, or routes tokens to groups of them.
+    Logs a warning if no noise separates copies. Raises a UserError if it names no experts, or routes tokens to groups.
     """
     number = number_of_experts(config)
     if number is None:
@@ -58,7 +55,6 @@ def multiplied(config: Any, by: int, noise: float) -> Any:
 
 
 def _set(holder: Any, experts: int, chosen: int) -> None:
-    """Write both numbers into a configuration or a module that has them."""
     for names, value in ((_NUMBERS, experts), (_CHOSEN, chosen)):
         for name in names:
             if type(vars(holder).get(name)) is int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -31,16 +30,12 @@ from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
 from growlab.widths.meta import FAILURES
 
 
-@methods_on_cpu(
-    "load_state_dict", "resize_vocabulary", "multiply_experts", "put_back", "reattach_hooks", "resize_for_loading"
-)
+@methods_on_cpu("load_state_dict", "resize_vocabulary", "multiply_experts", "reattach_hooks", "resize_for_loading")
 class LoadingNetwork(GrowingNetwork):
     """A growing network that loads checkpoints of any stage; `growlab.Grower` is one."""
 
     forecast: Forecast
-    parts: tuple[Part, ...]
     _units: set[str]
-    _annealing: tuple[int, int]
     _regions: dict[str, Regions] | None
     _vocabulary: int | None
     sharding: Sharding | None
@@ -56,7 +51,6 @@ class LoadingNetwork(GrowingNetwork):
         return (part for part in self.parts if isinstance(part, BlockPart))
 
     def _make_ready(self) -> list[Any]:
-        """Give parameters the names that they were traced by; see `see_whole`."""
         return see_whole(self.network, self.full_graph, self.sharding is not None)
 
     @contextmanager
@@ -163,30 +157,6 @@ class LoadingNetwork(GrowingNetwork):
         """
         return multiply_experts(self, by, noise)
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
-        networks = [self.network, *self.copies().values()]
-        return deepcopy(
-            {
-                "networks": [dict(network.state_dict()) for network in networks],
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "parts": [part.state_dict() for part in self.parts],
-                "annealing": self._annealing,
-            }
-        )
-
-    def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `checkpoint` returned at the same stage."""
-        saved = deepcopy(dict(saved))
-        networks = [self.network, *self.copies().values()]
-        for network, tensors in zip(networks, saved["networks"], strict=True):
-            network.load_state_dict(tensors)
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        for part, state in zip(self.parts, saved["parts"], strict=True):
-            part.load_state_dict(state)
-        self._annealing = saved["annealing"]
-
     def plain_state_dict(self) -> dict[str, Tensor]:
         """State dict as `finish` would leave it: that of a plain network at the current widths.
 
@@ -198,8 +168,7 @@ class LoadingNetwork(GrowingNetwork):
     def plain_tensors(self, network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """State dict of the network or a copy as `finish` would leave it, and the original of each entry that differs.
 
-        Raises:
-            UserError: as of `plain_state_dict`.
+        Raises a UserError as `plain_state_dict` does.
         """
         see_through(network, self.full_graph)
         if self.state.norm_weights:

@@ -95,7 +95,6 @@ def prune(
 
 
 def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
-    """Return the sorted indices of the channels that one group keeps."""
     if isinstance(keep, (int, float)) and not isinstance(keep, bool):
         number = keep if isinstance(keep, int) else max(1, round(keep * width))
         if not 1 <= number <= width or (isinstance(keep, float) and not 0 < keep <= 1):
@@ -119,7 +118,6 @@ def _scores(
     score: Score | Mapping[str, Tensor],
     seed: int,
 ) -> Tensor:
-    """Return the importance of each channel of a group, float64 [width]."""
     width = widths[group]
     if isinstance(score, Mapping):
         if group not in score or tuple(score[group].shape) != (width,):
