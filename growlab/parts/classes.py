@@ -102,12 +102,9 @@ class Classes(WidthPart):
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
-    """Add the network's outputs to a width graph as one more group.
+    """Return a width graph with the network's outputs as one more group, None if no single layer's plain rows are these.
 
     Growth methods do not change its width: a new class is not a copy or a twin of another. `open_classes` widens it.
-
-    Returns:
-        The graph with the group, or None if the outputs are not the plain rows of a single layer.
     """
     heads = [layer for layer in graph.layers if layer.scale_out == graph.output_class]
     if len(heads) != 1 or CLASSES in graph.groups:

@@ -88,12 +88,7 @@ class Widths:
             raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
 
     def after(self, width: int, scores: Tensor | None) -> int:
-        """Return the width of a layer after a boundary.
-
-        Args:
-            width: its current width.
-            scores: scores of its neurons, [width]; None with a target width.
-        """
+        """Return the width of a layer after a boundary, by its neurons' scores, [width] (None: a target width)."""
         wanted = width if self.target_width is None else self.target_width
         if scores is not None:
             limit = self.threshold * (float(scores.max()) if self.relative else 1.0)
