@@ -102,7 +102,7 @@ class Classes(WidthPart):
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
-    """Return a width graph with the network's outputs as one more group, None if no single layer's plain rows are these.
+    """Return a width graph with the network's outputs as one more group; None if they are not plain rows of one layer.
 
     Growth methods do not change its width: a new class is not a copy or a twin of another. `open_classes` widens it.
     """
