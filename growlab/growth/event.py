@@ -247,8 +247,7 @@ def grow(
     still = constants.unchanged(graph, state.constants, kept if averaged is None else averaged, state.widths)
     old, averaged = with_offset(graph, kept), None if averaged is None else with_offset(graph, averaged)
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, averaged, gradients or {})
-    known = {} if averaged_event is None else averaged_event.observed
-    new = None if averaged_event is None else _new_tensors(graph, averaged_event)
+    known, new = ({}, None) if averaged_event is None else _known(graph, averaged_event)
     seen = (method.observe(model, graph, probe), known, data, new)
     context = GrowthContext(*about, *seen, state.multipliers, normalised, still)
     growth = grown(model, method, context)
@@ -387,9 +386,9 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
         )
 
 
-def _new_tensors(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Tensor], Carry]:
+def _known(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Any], Any]:
     new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
-    return with_offset(graph, new), averaged_event.carry
+    return averaged_event.observed, (with_offset(graph, new), averaged_event.carry)
 
 
 def _checked(
