@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
@@ -58,7 +59,7 @@ def prune(
             "taylor", or the outputs on `example` differ from those of the masked network.
     """
     wanted = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(graph.groups, keep)
-    tensors = tensors_of(network, graph)
+    tensors = as_applied(graph, tensors_of(network, graph))
     before = graph.widths_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if unknown := [group for group in wanted if group not in graph.groups]:
         raise UserError(f"the network has no width group {unknown[0]!r}; there are {', '.join(graph.groups)}.")
@@ -76,10 +77,11 @@ def prune(
     identity = {group: torch.arange(width) for group, width in before.items()}
     new = {}
     for name, tensor in tensors.items():
-        if graph.changes(name, before, after) or name in factors:
+        direction = graph.lengths.get(name, name)
+        if graph.changes(direction, before, after) or direction in factors:
             positions = [axis.lift({**identity, **kept}, after, before) for axis in graph.axes[name]]
             new[name] = tensor[grid(positions, tensor.device)] * factors.get(name, 1.0)
-    replaced = replace_tensors(network, graph, new)
+    replaced = replace_tensors(network, graph, as_stored(graph, new))
     if masked is not None:
         error = relative_error(masked, evaluate(network, inputs))
         if error > 1e3 * torch.finfo(masked.dtype).eps:

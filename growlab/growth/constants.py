@@ -1,4 +1,4 @@
-"""Tensors that are no plain weights: constants, parameters stored with an offset, and padding rows.
+"""Tensors that are no plain weights: constants, weights that are stored in another form, and padding rows.
 
 Constants of growing channels (`WidthGraph.constants`) end training as they began it.
 
@@ -8,7 +8,7 @@ as they were. So no new channel can equal an old one, or a twin: growth methods 
 (`GrowthContext.unlike`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -44,28 +44,67 @@ def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[st
     return result
 
 
-def with_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors as the forward applies them, offset included, which a growth method scales and draws.
+def as_applied(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors as the forward applies them, which a growth method scales and draws.
 
-    Those with an offset become float64, in which it can be removed again exactly; others stay the same objects.
+    Offsets are added. In the place of the direction v of a weight normalisation w = g v / |v| is the weight w, in that
+    of the length g the factor |v| / g by which v is longer than w: whatever becomes of it, the function does not depend
+    on it.
+
+    Tensors that are applied as they are stay the same objects; the others become float64, from which `as_stored` gets
+    them back.
     """
-    return _moved(graph, tensors, 1)
+
+    def applied(name: str) -> Tensor:
+        if name in graph.offsets:
+            return _precise(tensors[name]) + graph.offsets[name]
+        v, g, dim = _normalised(graph, tensors, name)
+        if name in graph.weight_norms:
+            return torch._weight_norm(v, g, dim)
+        ratio = torch.norm_except_dim(v, 2, dim) / g
+        return torch.where(ratio.isfinite(), ratio, 1.0)
+
+    return _converted(graph, tensors, applied)
 
 
-def without_offset(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors as the network stores them: the inverse of `with_offset`, in float64."""
-    return _moved(graph, tensors, -1)
+def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors as the network stores them: the inverse of `as_applied`, in float64.
+
+    Rows of zeros in a normalised weight have a length of zero, and as no direction is theirs, that of ones.
+    """
+
+    def stored(name: str) -> Tensor:
+        if name in graph.offsets:
+            return _precise(tensors[name]) - graph.offsets[name]
+        weight, ratio, dim = _normalised(graph, tensors, name)
+        length = torch.norm_except_dim(weight, 2, dim)
+        ratio = torch.where(ratio == 0, 1.0, ratio)
+        if name in graph.weight_norms:
+            return torch.where(length == 0, 1.0, weight * ratio)
+        return length * ratio.sign()
+
+    return _converted(graph, tensors, stored)
 
 
-def _moved(graph: WidthGraph, tensors: Mapping[str, Tensor], sign: int) -> Mapping[str, Tensor]:
-    moved = dict[str, Tensor]()
-    for name in graph.offsets.keys() & tensors.keys():
-        precise = torch.float32 if tensors[name].device.type == "mps" else torch.float64
-        moved[name] = tensors[name].to(precise) + sign * graph.offsets[name]
+def _normalised(graph: WidthGraph, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, int]:
+    """Both tensors of a weight normalisation, and its dimension, by the name of either."""
+    direction = name if name in graph.weight_norms else graph.lengths[name]
+    length, dim = graph.weight_norms[direction]
+    return _precise(tensors[direction]), _precise(tensors[length]), dim
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def _converted(
+    graph: WidthGraph, tensors: Mapping[str, Tensor], convert: Callable[[str], Tensor]
+) -> Mapping[str, Tensor]:
+    names = [n for n in (*graph.offsets, *graph.weight_norms, *graph.lengths) if n in tensors]
     if not isinstance(tensors, OneByOne):
-        return {**tensors, **moved}
-    like = None if tensors.like is None else {**tensors.like, **moved}
-    return OneByOne(tensors, lambda name: moved[name] if name in moved else tensors[name], like)
+        return {**tensors, **{name: convert(name) for name in names}} if names else tensors
+    like = None if tensors.like is None else {**tensors.like, **{n: _precise(tensors.like[n]) for n in names}}
+    return OneByOne(tensors, lambda name: convert(name) if name in names else tensors[name], like)
 
 
 def padding_kept(model: nn.Module, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

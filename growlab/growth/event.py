@@ -17,7 +17,7 @@ from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import device_of_pieces, gathered, placed
 from growlab.growth import constants
-from growlab.growth.constants import padding_kept, with_offset, without_offset
+from growlab.growth.constants import as_applied, as_stored, padding_kept
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, generator
 from growlab.growth.multipliers import carried_multipliers, multiply
@@ -97,9 +97,9 @@ def _drawn(
     still: Mapping[str, Tensor],
 ) -> Mapping[str, Tensor]:
     # The old tensors serve as the example of how bare parameters are spread.
-    old = with_offset(graph, tensors_of(model, graph))
+    old = as_applied(graph, tensors_of(model, graph))
     context = GrowthContext(graph, old, widths, widths, seed, 0, constants=still)
-    return without_offset(graph, method.initialise(context))
+    return as_stored(graph, method.initialise(context))
 
 
 def draw_seed(
@@ -176,7 +176,7 @@ def _rehearse(model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths:
     may_scale = method.output_multiplier and not can_fold(graph)
     if not may_multiply and not may_scale:
         return
-    tensors = with_offset(graph, tensors_of(model, graph))
+    tensors = as_applied(graph, tensors_of(model, graph))
     context = GrowthContext(graph, tensors, widths, graph.full_widths, seed, 1)
     rehearsal = with_attention_scale(context, method.grow(context), method.multiplied(context))
     if name := next((name for name in rehearsal.multipliers if name in graph.recomputed), None):
@@ -245,7 +245,7 @@ def grow(
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
     kept = gathered(tensors_of(model, graph))
     still = constants.unchanged(graph, state.constants, kept if averaged is None else averaged, state.widths)
-    old, averaged = with_offset(graph, kept), None if averaged is None else with_offset(graph, averaged)
+    old, averaged = as_applied(graph, kept), None if averaged is None else as_applied(graph, averaged)
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, averaged, gradients or {})
     known, new = ({}, None) if averaged_event is None else _known(graph, averaged_event)
     seen = (method.observe(model, graph, probe), known, data, new)
@@ -279,15 +279,21 @@ def grow(
 def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
     """Compute an event's tensors: the method's, with the scale of attention and padding rows kept."""
     growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
-    return replace(growth, tensors=padding_kept(model, context.old, growth.tensors))
+    scales = dict(growth.carry.scales)
+    # With c w both v and g are multiplied by c, and their gradients divided by it.
+    scales |= {g: scales[v] for g, v in context.graph.lengths.items() if v in scales}
+    tensors = padding_kept(model, context.old, growth.tensors)
+    return replace(growth, tensors=tensors, carry=replace(growth.carry, scales=scales))
 
 
 def _changed(context: GrowthContext, growth: GrownTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield names and new tensors of an event, also of weights that only their row multipliers change."""
-    for name, new in growth.tensors.items():
-        if new is not context.old[name] or name in growth.carry.scales:
-            new = without_offset(context.graph, {name: new})[name]
-            yield name, context.constant(name, new) if name in context.constants else new
+    stored = as_stored(context.graph, growth.tensors)
+    for name in growth.tensors:
+        # A length follows its direction.
+        other = context.graph.lengths.get(name, name)
+        if growth.tensors[other] is not context.old[other] or name in growth.carry.scales:
+            yield name, context.constant(name, stored[name]) if name in context.constants else stored[name]
 
 
 @contextlib.contextmanager
@@ -388,7 +394,7 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
 
 def _known(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Any], Any]:
     new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
-    return averaged_event.observed, (with_offset(graph, new), averaged_event.carry)
+    return averaged_event.observed, (as_applied(graph, new), averaged_event.carry)
 
 
 def _checked(

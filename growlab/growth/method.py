@@ -368,7 +368,7 @@ class GrowthMethod(Described, ABC):
     def multiplied(self, context: GrowthContext) -> frozenset[str]:
         """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
         layers = context.graph.layers if self.layer_multipliers else ()
-        return frozenset(layer.weight for layer in layers)
+        return frozenset(layer.weight for layer in layers) - context.graph.weight_norms.keys()
 
     @abstractmethod
     def grow(self, context: GrowthContext) -> GrownTensors:
@@ -386,7 +386,8 @@ class GrowthMethod(Described, ABC):
             names |= {name for layer in context.graph.layers for name in (layer.bias, layer.offset) if name}
             names -= context.gates_of_biases.keys()
         names = (names | context.graph.emitters) - context.constants.keys()
-        growing = [name for name in context.graph.axes if name in names and context.graph.grows(name)]
+        lengths = context.graph.lengths
+        growing = [n for n in context.graph.axes if n in names and context.graph.grows(lengths.get(n, n))]
         return OneByOne(growing, partial(self.new_weights.draw, context))
 
     def noise(self, context: GrowthContext) -> Mapping[str, Tensor]:

@@ -81,6 +81,7 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> di
         known[name] = Folded(rows, rows)
     ones = scalars(dict(model.named_parameters()))
     outer = rescale(graph, ones, {graph.output_class: factor})[0] if factor != 1.0 else {}
+    outer |= {g: outer[v] for g, v in graph.lengths.items() if v in outer}
     for name, scale in outer.items():
         inner = known.get(name) or Folded(ones[name], ones[name])
         known[name] = Folded(inner.weight * scale, inner.gradient / scale)
@@ -103,7 +104,9 @@ def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tens
         return weights
     tensors = {**tensors_of(model, graph), **weights}
     with torch.no_grad():
-        return weights | rescale(graph, tensors, {graph.output_class: factor})[0]
+        scaled, _ = rescale(graph, tensors, {graph.output_class: factor})
+        scaled |= {g: tensors[g] * factor for g, v in graph.lengths.items() if v in scaled}
+        return weights | scaled
 
 
 def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError
 from growlab.grower.part import Replaced, WidthPart
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
 from growlab.growth.state import GrowthState
@@ -133,7 +134,7 @@ def open_classes(
     """
     before = dict(state.widths)
     widths = {**before, CLASSES: count}
-    context = GrowthContext(graph, tensors_of(model, graph), before, widths, seed, state.stage)
+    context = GrowthContext(graph, as_applied(graph, tensors_of(model, graph)), before, widths, seed, state.stage)
     new = {}
     for name in _rows(graph):
         old = context.old[name]
@@ -142,7 +143,7 @@ def open_classes(
     state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
     state.widths = widths
     state.births[CLASSES] = state.births[CLASSES] + [state.stage] * (count - before[CLASSES])
-    replaced = replace_tensors(model, graph, new)
+    replaced = replace_tensors(model, graph, as_stored(graph, new))
     multiply(model, graph, state.multipliers)
     return replaced
 

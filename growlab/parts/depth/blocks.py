@@ -19,7 +19,7 @@ from growlab.base.settings import one_of
 from growlab.grower.part import BlockPart, check_fraction_known
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState, constants
-from growlab.growth.constants import with_offset, without_offset
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.event import Rebuilding
 from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.outputs import observe, placing, positional
@@ -188,10 +188,10 @@ class Blocks:
             with rebuilding():
                 stood = self.put_in(network, name, widths)
                 if dict(widths) != self.full.full_widths:
-                    tensors = with_offset(graph, tensors_of(network, graph))
+                    tensors = as_applied(graph, tensors_of(network, graph))
                     still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
                     context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=still)
-                    replace_tensors(network, graph, without_offset(graph, method.initialise(context)))
+                    replace_tensors(network, graph, as_stored(graph, method.initialise(context)))
                 own = self._tied[name].keys() | self.constants.keys()
                 insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
                 with torch.no_grad():
