@@ -352,7 +352,7 @@ class Cells(nn.Module):
 
 
 class WeightNorms(nn.Module):
-    """Weights g v / |v| in both of torch's spellings: of rows, of a kernel's positions, as a whole, and in a last layer."""
+    """Weights g v / |v| in both of torch's spellings: of rows, of a kernel's positions, and as a whole."""
 
     def __init__(self) -> None:
         super().__init__()

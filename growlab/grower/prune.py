@@ -129,16 +129,18 @@ def _scores(
         return torch.rand(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if score not in ("l1", "taylor"):
         raise UserError(f"there is no score {score!r}; there are l1, taylor and random, or scores by group.")
-    found = torch.zeros(width, dtype=torch.float64)
+    found, tensors = torch.zeros(width, dtype=torch.float64), as_applied(graph, tensors_of(network, graph))
     for name, parameter in network.named_parameters():
         axes = graph.axes.get(name, ())
-        # Gains and biases are no measure of what a channel carries.
-        if len(axes) < 2 or not any(group in axis.groups for axis in axes):
+        # Gains, biases and lengths are no measure of what a channel carries.
+        if len(axes) < 2 or name in graph.lengths or not any(group in axis.groups for axis in axes):
             continue
-        if score == "taylor" and parameter.grad is None:
-            raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
-        weight = parameter.detach()
-        size = (weight if parameter.grad is None or score == "l1" else weight * parameter.grad).abs().double().cpu()
+        size = tensors[name]
+        if score == "taylor":
+            if parameter.grad is None:
+                raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
+            size = parameter.detach() * parameter.grad
+        size = size.abs().double().cpu()
         for dim, axis in enumerate(axes):
             if group in axis.groups:
                 others = [other for other in range(size.dim()) if other != dim]
@@ -159,12 +161,15 @@ def _masked(network: nn.Module, graph: WidthGraph, widths: Mapping[str, int], ke
     masked = copy.deepcopy(network)
     masks = {group: torch.zeros(widths[group]).index_fill_(0, channels, 1.0) for group, channels in kept.items()}
     every = {group: masks.get(group, torch.ones(width)) for group, width in widths.items()}
-    named = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+    stored = tensors_of(masked, graph)
+    tensors = dict(as_applied(graph, stored))
+    for name, axes in graph.axes.items():
+        for dim, axis in enumerate(axes):
+            if axis.role == "in" and set(axis.groups) & kept.keys():
+                mask = axis.spread({g: every[g] for g in axis.groups}, widths, fixed=1.0).to(tensors[name])
+                tensors[name] = tensors[name] * mask.view(-1, *[1] * (tensors[name].dim() - dim - 1))
     with torch.no_grad():
-        for name, axes in graph.axes.items():
-            for dim, axis in enumerate(axes):
-                if axis.role == "in" and set(axis.groups) & kept.keys():
-                    mask = axis.spread({g: every[g] for g in axis.groups}, widths, fixed=1.0).to(named[name])
-                    named[name].mul_(mask.view(-1, *[1] * (named[name].dim() - dim - 1)))
+        for name, tensor in as_stored(graph, tensors).items():
+            stored[name].copy_(tensor)
     weigh(masked, graph, widths, {group: mask.tolist() for group, mask in masks.items()})
     return masked

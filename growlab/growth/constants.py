@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from growlab.base.pieces import OneByOne
 from growlab.widths import WidthGraph, grid
 
+# Least length of the direction of a normalised weight.
+_SHORTEST = 1e-6
+
 
 def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of a full-width network's constants, on the CPU."""
@@ -70,7 +73,7 @@ def as_applied(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str,
 def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors as the network stores them: the inverse of `as_applied`, in float64.
 
-    Rows of zeros in a normalised weight have a length of zero, and as no direction is theirs, that of ones.
+    Rows of zeros in a normalised weight have the length 0 and a random direction, the same each time.
     """
 
     def stored(name: str) -> Tensor:
@@ -78,10 +81,12 @@ def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, 
             return _precise(tensors[name]) - graph.offsets[name]
         weight, ratio, dim = _normalised(graph, tensors, name)
         length = torch.norm_except_dim(weight, 2, dim)
-        ratio = torch.where(ratio == 0, 1.0, ratio)
-        if name in graph.weight_norms:
-            return torch.where(length == 0, 1.0, weight * ratio)
-        return length * ratio.sign()
+        if name in graph.lengths:
+            return torch.where(ratio < 0, -length, length)
+        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
+        # The square of |v| must not vanish in training's precision.
+        ratio = torch.where((length * ratio).abs() < _SHORTEST, 1.0 / length, ratio)
+        return torch.where(length == 0, drawn, weight * ratio)
 
     return _converted(graph, tensors, stored)
 

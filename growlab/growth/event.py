@@ -27,7 +27,16 @@ from growlab.growth.parity import compare, relative_error, rounding
 from growlab.growth.rescale import Folded, can_fold, fold_output_factor, with_attention_scale
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh, weighted_modules
-from growlab.widths import Carry, WidthGraph, avoid_unsafe_kernels, replace_tensors, resize, restore_tensors, tensors_of
+from growlab.widths import (
+    Carry,
+    WidthGraph,
+    avoid_unsafe_kernels,
+    grid,
+    replace_tensors,
+    resize,
+    restore_tensors,
+    tensors_of,
+)
 from growlab.widths.meta import FAILURES
 from growlab.widths.replaced import note_restored
 from growlab.widths.unchanged import Snapshot
@@ -279,10 +288,13 @@ def grow(
 def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
     """Compute an event's tensors: the method's, with the scale of attention and padding rows kept."""
     growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
-    scales = dict(growth.carry.scales)
-    # With c w both v and g are multiplied by c, and their gradients divided by it.
-    scales |= {g: scales[v] for g, v in context.graph.lengths.items() if v in scales}
-    tensors = padding_kept(model, context.old, growth.tensors)
+    scales, tensors = dict(growth.carry.scales), padding_kept(model, context.old, growth.tensors)
+    for v, (g, dim) in context.graph.weight_norms.items():
+        if v in tensors and (context.changes(v) or v in scales):
+            old, new = (torch.norm_except_dim(each[v], 2, dim) for each in (context.old, tensors))
+            new = new[grid(context.kept(g), new.device)]
+            # What new entries add to g dL/dg = <dL/dw, w> cancels, or is not known.
+            scales[g] = torch.where(new == 0, 1.0, old / new)
     return replace(growth, tensors=tensors, carry=replace(growth.carry, scales=scales))
 
 

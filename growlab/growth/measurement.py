@@ -182,9 +182,7 @@ class Measurement:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = self._widths()
-        stored, computed = as_stored(self.graph, tensors), self.graph.weight_norms
-        given = ((name, tensors[name] if name in computed else stored[name]) for name in tensors)
-        replaced = replace_tensors(self.model, self.graph, given)
+        plain, replaced = self._replaced(tensors)
         self._weigh(before)
         shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
         try:
@@ -192,8 +190,7 @@ class Measurement:
                 # Frozen layers too: methods need the derivatives by them.
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
-                weights = [new for name, (_, new) in replaced.items() if name in computed]
-                stack.enter_context(_plain_weights(weights))
+                stack.enter_context(plain)
                 seen = stack.enter_context(_watching(self.model, watched))
                 quiet = stack.enter_context(without_side_effects(self.model))
                 stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
@@ -234,6 +231,13 @@ class Measurement:
             self.cost.peak_memory_bytes = max(peak, self.cost.peak_memory_bytes or 0)
         self.cost.seconds += time.perf_counter() - began
         return result
+
+    def _replaced(self, tensors: Mapping[str, Tensor]) -> tuple[TorchFunctionMode, dict[str, tuple[Tensor, Tensor]]]:
+        """Put tensors in the network; also return the mode that it has to run in, for normalised weights."""
+        stored, computed = as_stored(self.graph, tensors), self.graph.weight_norms
+        given = ((name, tensors[name] if name in computed else stored[name]) for name in tensors)
+        replaced = replace_tensors(self.model, self.graph, given)
+        return _plain_weights([new for name, (_, new) in replaced.items() if name in computed]), replaced
 
     @contextlib.contextmanager
     def _counted(self, work: Hashable, listeners: list[Listener]) -> Iterator[None]:

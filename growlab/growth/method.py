@@ -130,11 +130,15 @@ class GrowthContext:
 
     @cached_property
     def norm_defaults(self) -> dict[str, float]:
-        """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0."""
+        """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0.
+
+        A new row of a normalised weight w is stored as it is: |v| / g is 1.
+        """
         defaults = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
         norms = (*self.graph.norms, *self.graph.channel_norms)
         found = ((getattr(norm, kind, None), value) for norm in norms for kind, value in defaults.items())
-        return {name: value for name, value in found if name is not None}
+        known = {name: value for name, value in found if name is not None}
+        return {**known, **dict.fromkeys(self.graph.lengths, 1.0)}
 
     @cached_property
     def gates_of_biases(self) -> dict[str, int]:

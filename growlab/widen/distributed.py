@@ -90,8 +90,9 @@ class WidenedReader(dcp.FileSystemReader):
         like = {name: torch.empty((), dtype=saved[key].properties.dtype) for name, key in self._keys.items()}
         old = as_applied(graph, OneByOne(self._keys, lambda name: self._read(self._keys[name]), like))
         self._context = context = GrowthContext(graph, old, before, dict(widths), seed, stage=1)
-        self._growth = growth = grown(network, method, context)
+        growth = grown(network, method, context)
         self._carry, self._noise = gradients_follow(method, growth), method.noise(context)
+        self._stored = as_stored(graph, growth.tensors)
         weighted = carried_weights(graph, {}, growth.carry, before, dict(widths))
         uneven = any(len(set(each)) > 1 for each in weighted.values())
         if uneven or growth.multipliers or growth.output_factor != 1.0:
@@ -137,8 +138,7 @@ class WidenedReader(dcp.FileSystemReader):
             power, value = POWERS.get(entry), self._read(key)
             rule = Carry() if power is None else self._carry
             return rule.carried(value, name, graph, context.old_widths, context.new_widths, power or 0)
-        dtype = context.old[name].dtype if name not in graph.offsets else self._read(key).dtype
-        new = as_stored(graph, {name: self._growth.tensors[name]})[name].to(dtype, copy=True)
+        new = self._stored[name].to(self._saved.state_dict_metadata[key].properties.dtype, copy=True)
         return new.add_(self._noise[name].to(new)) if name in self._noise else new
 
     def _read(self, key: str) -> Tensor:

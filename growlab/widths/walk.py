@@ -443,6 +443,7 @@ def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, st
     for name, runs in known.items():
         # Weights that are not called `weight`: those of recurrent layers, and bare parameters.
         path = name.rpartition(".")[0] if "weight" in name and name not in record.buffers else name
+        path = owner_of(name) if name in record.weight_norms else path
         # Channels that it produces come first: their reason explains more than that of its inputs.
         made = sorted(zip(record.roles[name], runs, strict=True), key=lambda entry: entry[0] != "out")
         reason = next(filter(None, (why(axis) for _, axis in made)), "") if len(runs) > 1 else ""
