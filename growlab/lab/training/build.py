@@ -44,7 +44,7 @@ from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
-from growlab.lab.training.run import Experiment, Options, StayStopped, provenance, run
+from growlab.lab.training.run import Experiment, StayStopped, provenance, run
 from growlab.lab.training.run_folder import lock_folder
 from growlab.parts import Part
 from growlab.widths import WidthGraph
@@ -107,7 +107,17 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
             loggers=partial(_loggers, cfg, identity.run_id),
             checkpoint=checkpoint,
             identity=identity,
-            options=_options(cfg),
+            save=instantiate(cfg.checkpoint),
+            optimizer_state=cfg.optimizer_state,
+            log_every_n_steps=cfg.log_every_n_steps,
+            log_rates_every_n_steps=cfg.log_rates_every_n_steps,
+            log_layers_every_n_steps=cfg.log_layers_every_n_steps,
+            batch_norm_samples=cfg.batch_norm_samples,
+            check_ranks=cfg.check_ranks,
+            compile=cfg.compile,
+            max_time=cfg.trainer.get("max_time") is not None,
+            synchronised=bool(cfg.trainer.get("sync_batchnorm")),
+            num_processes=processes.world_size(cfg.trainer),
         )
         failing.pop_all()
     return experiment
@@ -149,22 +159,6 @@ def check_settings(cfg: DictConfig) -> None:
             f"trainer.accelerator={wanted}, but torch {torch.__version__} sees no GPU here; use trainer=cpu or install "
             "a driver that fits this torch."
         )
-
-
-def _options(cfg: DictConfig) -> Options:
-    return Options(
-        save=instantiate(cfg.checkpoint),
-        optimizer_state=str(cfg.optimizer_state),
-        log_every_n_steps=cfg.log_every_n_steps,
-        log_rates_every_n_steps=cfg.log_rates_every_n_steps,
-        log_layers_every_n_steps=cfg.log_layers_every_n_steps,
-        batch_norm_samples=cfg.batch_norm_samples,
-        check_ranks=cfg.check_ranks,
-        compile=cfg.compile,
-        max_time=cfg.trainer.get("max_time") is not None,
-        synchronised=bool(cfg.trainer.get("sync_batchnorm")),
-        num_processes=processes.world_size(cfg.trainer),
-    )
 
 
 def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Identity:
@@ -418,13 +412,20 @@ def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Pa
 
 
 def _make_part(name: str, settings: Any) -> Part:
-    if not isinstance(settings, Mapping) or "_target_" not in settings:
-        raise UserError(f"parts.{name} is no part: give it a _target_, a growlab.parts.Part, and its arguments.")
-    part = instantiate(settings)
-    if not isinstance(part, Part):
-        raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
+    part: Part = _made(f"parts.{name}", settings, Part, "part")
     part.name = part.name or name
     return part
+
+
+def _made(name: str, settings: Any, kind: type, what: str, **more: Any) -> Any:
+    """Make the object that a setting describes, which has to be of a class."""
+    described = isinstance(settings, Mapping | DictConfig) and "_target_" in settings
+    made = instantiate(settings, **more) if described else settings
+    if isinstance(made, kind):
+        return made
+    if described:
+        raise UserError(f"{name} makes a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}.")
+    raise UserError(f"{name}={settings} is no {what}: give it a _target_ and its arguments.")
 
 
 def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
@@ -540,11 +541,8 @@ def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
 
 
 def _user_callback(name: str, settings: Any) -> lightning.Callback:
-    callback = instantiate(settings, _convert_="all") if isinstance(settings, DictConfig) else settings
+    callback = _made(name, settings, lightning.Callback, "callback of Lightning", _convert_="all")
     kind = type(callback).__name__
-    if not isinstance(callback, lightning.Callback):
-        given = settings if callback is settings else f"a {kind}"
-        raise UserError(f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments.")
     # What would silently spoil the numbers of a run; other callbacks are the user's affair.
     if str(monitor := getattr(callback, "monitor", None)).startswith("test_"):
         raise UserError(
@@ -566,15 +564,11 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
     succeeded = False
     try:
         for name, settings in cfg.logger.items():
-            if not isinstance(settings, DictConfig):
-                raise UserError(f"logger.{name}={settings} is no logger: give it a _target_ and its arguments.")
             # The same identity after an interruption, where a logger has one.
             known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
-            own = {key: value for key, value in known.items() if key in settings and settings[key] is None}
-            logger = instantiate(settings, **own)
-            if not isinstance(logger, Logger):
-                raise UserError(f"logger.{name} makes a {type(logger).__name__}, not one of Lightning's loggers.")
-            loggers.append(logger)
+            there = settings if isinstance(settings, DictConfig) else {}
+            own = {key: value for key, value in known.items() if key in there and there[key] is None}
+            loggers.append(_made(f"logger.{name}", settings, Logger, "logger", **own))
         for logger in loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
         yield loggers
