@@ -36,7 +36,7 @@ from growlab.lab.training import processes
 from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
 from growlab.lab.training.checkpoints import last_checkpoint, read_header, start_from, usable_checkpoint
 from growlab.lab.training.checks import check_effects, check_trainer_options, check_types
-from growlab.lab.training.configuration import LAST, search_options
+from growlab.lab.training.configuration import LAST, plain, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
 from growlab.lab.training.identity import Identity, settings_in
 from growlab.lab.training.learning_rate import LearningRate
@@ -129,7 +129,7 @@ def _check(cfg: DictConfig) -> None:
         raise UserError("a run has no plan: leave plan=... out, or ask `growlab plan`.")
     check_trainer_options(cfg.trainer)
     check_settings(cfg)
-    job, settings = HydraConfig.get(), OmegaConf.to_container(cfg, resolve=True)
+    job, settings = HydraConfig.get(), plain(cfg)
     check_effects(settings, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
     if not 0 <= cfg.norm_anneal_fraction < 1:
         raise UserError(f"norm_anneal_fraction={cfg.norm_anneal_fraction} must be at least 0 and below 1.")
@@ -137,7 +137,7 @@ def _check(cfg: DictConfig) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     """Refuse values of wrong types and numbers out of range; integers become floats where a class takes floats."""
-    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings = plain(cfg)
     parts = settings.pop("parts") or {}
     floats = check_types({name: value for name, value in settings.items() if name not in parts})
     for name, part in parts.items():
@@ -162,7 +162,7 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Identity:
-    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    config = plain(cfg)
     job = HydraConfig.get()
     choices, overrides = job.runtime.choices, list(job.overrides.task)
     # A run that was interrupted is the same as one that was not.
@@ -235,7 +235,7 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
     if empty := [name for name, p in network.named_parameters() if not is_lazy(p) and not p.numel()]:
         shape = list(network.get_parameter(empty[0]).shape)
-        zeros = [f"model.{name}=0" for name, value in model.items() if value == 0 and value is not False]
+        zeros = [f"model.{name!s}=0" for name, value in model.items() if value == 0 and value is not False]
         raise UserError(
             f"the network's {empty[0]} is of the shape {shape}, without entries"
             + (f", with {' and '.join(zeros)}" if zeros else "")
@@ -248,7 +248,7 @@ def make_objective(objective: DictConfig, data: RunData) -> Objective:
     """Make the objective and bind it to the data."""
     if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
         # The default file's, where another loss is put in the place of its `_target_`.
-        objective = OmegaConf.masked_copy(objective, [key for key in objective if key != "label_smoothing"])
+        objective = OmegaConf.masked_copy(objective, [str(key) for key in objective if key != "label_smoothing"])
     made = instantiate(objective)
     if isinstance(made, nn.Module) and not isinstance(made, Objective):
         made = CustomObjective(made)
@@ -334,7 +334,7 @@ def _plan(
     """Make the grower, the plan, the network's cost, and batch sizes if these are searched for and not known."""
     network = make_network(cfg.model, data)
     method: GrowthMethod = instantiate(cfg.growth)
-    settings = OmegaConf.to_container(cfg.schedule, resolve=True)
+    settings = plain(cfg.schedule)
     settings = {name: value for name, value in settings.items() if name not in _OTHERS}
     loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, processes.world_size(cfg.trainer))
     fits, sizes = cfg.schedule.batch_size is not None, known_sizes
@@ -570,7 +570,7 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
             own = {key: value for key, value in known.items() if key in there and there[key] is None}
             loggers.append(_made(f"logger.{name}", settings, Logger, "logger", **own))
         for logger in loggers:
-            logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+            logger.log_hyperparams(plain(cfg))
         yield loggers
         succeeded = True
     finally:

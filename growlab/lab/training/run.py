@@ -255,7 +255,7 @@ def _carried_out(experiment: Experiment, task: Task, recorder: RunRecorder) -> P
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
 
 
-def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: RunData) -> None:
+def _save(run_dir: Path, weights: dict[str, Any], task: Task, results: dict[str, Any], data: RunData) -> None:
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
         if hasattr(network, "save_pretrained"):
