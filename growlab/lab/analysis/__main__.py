@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from growlab.base.command_parser import CommandParser, command
 from growlab.base.errors import UserError
@@ -78,7 +79,7 @@ def _table(argv: Sequence[str]) -> None:
         "seed), growlab time (cost and seconds to a test score).",
         json=True,
     )
-    each = {"action": "append", "default": []}
+    each: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--by", metavar="KEY", **each, help="one row for each value of a setting; repeatable")
     metric, only = ("a number of results.json, such as val_loss; repeatable", "only runs with it (* and ? match)")
     parser.add_argument("--metric", metavar="NAME", **each, help=metric)

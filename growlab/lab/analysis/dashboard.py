@@ -101,7 +101,7 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise UserError(f"a dashboard needs a package that is not installed: {how_to_install('dashboard')}.") from error
-    place = {"entity": entity, "project": project}
+    place: dict[str, Any] = {"entity": entity, "project": project}
     panels = {name: [_panel(reports, panel) for panel in own] for name, own in SECTIONS.items()}
     workspace = workspaces.Workspace(
         **place,

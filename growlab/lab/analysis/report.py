@@ -129,7 +129,7 @@ def _content(run: Run, name: str, colour: str) -> dict[str, Any]:
 
 def _facts(results: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers at the top, by name."""
-    facts = {
+    facts: dict[str, Any] = {
         f"test {key.removeprefix('test_')}": value
         for key, value in results.items()
         if key.startswith("test_") and isinstance(value, int | float)
@@ -152,7 +152,7 @@ def _curves(run: Run) -> dict[str, list[float | None]]:
     of_epoch = [flops.get(int(stage)) for stage in run.metrics["stage"]]
     if all(of_epoch):
         # Relative to the whole run: an epoch's cost is proportional to the forward FLOPs of its stage.
-        curves["cost"] = 100 * np.cumsum(of_epoch, dtype=object) / sum(filter(None, of_epoch))
+        curves["cost"] = 100 * np.array(of_epoch, dtype=object).cumsum() / sum(filter(None, of_epoch))
     kept = _thinned(len(run.metrics))
     epochs = {"epoch": [float(run.metrics["epoch"][i]) + 1 for i in kept]}
     return epochs | {name: [_number(values[i]) for i in kept] for name, values in curves.items()}

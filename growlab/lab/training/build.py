@@ -417,7 +417,7 @@ def _make_part(name: str, settings: Any) -> Part:
     return part
 
 
-def _made(name: str, settings: Any, kind: type, what: str, **more: Any) -> Any:
+def _made(name: str, settings: Any, kind: type, what: str, /, **more: Any) -> Any:
     """Make the object that a setting describes, which has to be of a class."""
     described = isinstance(settings, Mapping | DictConfig) and "_target_" in settings
     made = instantiate(settings, **more) if described else settings
