@@ -1,5 +1,6 @@
 """The tables that shared suites run over: small networks and growth methods. A new one is one row."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -7,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from growlab.growth import (
     Bert2Bert,
@@ -18,7 +20,7 @@ from growlab.growth import (
     RandomGrowth,
     VarianceTransfer,
 )
-from growlab.lab.networks import MLP, CifarResNet, ConvNet, WideResNet
+from growlab.lab.networks import MLP, CifarResNet, WideResNet, convnet
 from growlab.widths import WidthGraph, trace
 
 
@@ -349,6 +351,26 @@ class Cells(nn.Module):
         return self.classifier(rnn)
 
 
+class WeightNorms(nn.Module):
+    """Weights g v / |v| in both of torch's spellings: of rows, of a kernel's positions, and as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            # Deprecated, and in use.
+            warnings.simplefilter("ignore", FutureWarning)
+            self.stem = nn.utils.weight_norm(nn.Conv1d(3, 8, 3, padding=1))
+        self.grouped = weight_norm(nn.Conv1d(8, 8, 3, padding=1, groups=2), dim=2)
+        self.filters = weight_norm(nn.Conv1d(8, 8, 3, groups=8))
+        self.up = weight_norm(nn.ConvTranspose1d(8, 6, 2, stride=2))
+        self.hidden = weight_norm(nn.Linear(6, 7), dim=None)
+        self.classifier = weight_norm(nn.Linear(7, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.leaky_relu(self.filters(F.leaky_relu(self.grouped(F.leaky_relu(self.stem(x))))))
+        return self.classifier(torch.tanh(self.hidden(F.leaky_relu(self.up(x)).mean(2))))
+
+
 @dataclass(frozen=True)
 class NetworkCase:
     """A small network.
@@ -394,7 +416,7 @@ NETWORKS = {
         {"conv1": 4, "layers.0.0.conv1": 4, "layers.1.0.conv1": 7, "layers.1.0.conv2": 7},
     ),
     "convnet": NetworkCase(
-        lambda: ConvNet((3, 8, 8), 4, [6, 7], [2, 2]), (3, 8, 8), {"features.0": 6, "features.4": 7}
+        lambda: convnet((3, 8, 8), 4, [6, 7], [2, 2]), (3, 8, 8), {"features.0": 6, "features.4": 7}
     ),
     "mlp": NetworkCase(lambda: MLP(12, [9, 7, 8], 4), (3, 2, 2), {"hidden.0": 9, "hidden.2": 7, "hidden.4": 8}),
     "mlp batch norm": NetworkCase(
@@ -419,6 +441,7 @@ NETWORKS = {
     "lstm": NetworkCase(Lstm, (3, 6), {"conv": 5, "lstm": 4, "hidden": 7}),
     "gru": NetworkCase(Gru, (3, 6), {"inside": 6, "start": 5, "rnn": 7}),
     "cells": NetworkCase(Cells, (3, 6), {"lstm": 6, "gru": 5, "rnn": 7}),
+    "weight norms": NetworkCase(WeightNorms, (3, 6), {"stem": 4, "grouped": 4, "up": 6, "hidden": 7}),
     "wrn no norm": NetworkCase(
         lambda: WideResNet(1, 1, 2, 3, batch_norm=False),
         (2, 8, 8),

@@ -47,7 +47,7 @@ TABLE = {
     "~optimizer._target_": "optimizer",
     "trainer.accelerator=gpu": "sees no GPU here",
     "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",
-    "+callbacks.x._target_=torch.nn.Identity": "callbacks.x is a Identity, not a callback of Lightning",
+    "+callbacks.x._target_=torch.nn.Identity": "callbacks.x makes a Identity, not a lightning.",
     "objective=characters": "images go with objective=classification",
     "+logger.x=3": "logger.x=3 is no logger",
     "experiment_function={}": "experiment_function={} needs a _target_",

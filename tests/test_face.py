@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import growlab
-from growlab.base.errors import UserError
-from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.cli.explain import explain
+from growlab.lab.training.library_messages import quiet_libraries
 
 
 def test_every_name_is_there() -> None:
@@ -87,8 +87,10 @@ def test_a_warning_of_growlabs_own_is_a_sentence_in_a_run() -> None:
 
 
 def test_a_batch_of_one_sample_under_batch_normalisation_is_told_in_a_sentence() -> None:
-    with pytest.raises(UserError, match=r"a single value per channel.*change data\.batch_size"), plain_errors():
+    with pytest.raises(ValueError) as raised:
         nn.BatchNorm1d(4)(torch.zeros(1, 4))
+    sentence = explain(raised.value)
+    assert sentence is not None and "a single value per channel" in sentence and "change data.batch_size" in sentence
 
 
 METHODS = [

@@ -46,11 +46,19 @@ def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tenso
     return {name: found[p].detach().clone() for name, p in network.named_parameters() if p in found}
 
 
-def check_carried(network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """Gradients that were being accumulated are those that the grown network has, where events say what they are."""
+def check_carried(network: nn.Module, graph: WidthGraph, inputs: tuple[Tensor, ...]) -> None:
+    """Gradients that were being accumulated are those that the grown network has, where events say what they are.
+
+    Those of v in a weight g v / |v| are so up to what moves an old part of v along itself.
+    """
     carried = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     for name, now in gradients(network, inputs).items():
         known = carried[name] != 0
+        if name in graph.weight_norms:
+            old = network.get_parameter(name).detach() * known
+            dims = [dim for dim in range(old.dim()) if dim != graph.weight_norms[name][1]]
+            square = old.square().sum(dims, keepdim=True).clamp(min=1e-9)
+            now = now + old * ((carried[name] - now) * old).sum(dims, keepdim=True) / square
         assert (carried[name] - now)[known].norm() <= 1e-6 * (now.norm() + 1.0), name
 
 
@@ -111,6 +119,8 @@ def check_variances(
         ratio = float((new[kept] * old).sum() / old.square().sum())
         assert torch.allclose(new[kept], ratio * old, rtol=1e-12, atol=0), layer.weight
         wanted = fans[0] / fans[1] if last else math.sqrt(fans[0] / fans[1])
+        # The scale of v in a weight g v / |v| means nothing: there is nothing to transfer.
+        wanted = 1.0 if layer.weight in graph.weight_norms else wanted
         assert ratio == pytest.approx(wanted, rel=1e-12), layer.weight
         drawn = torch.ones_like(new, dtype=torch.bool)
         drawn[kept] = False
@@ -179,7 +189,7 @@ def test_grows_twice(name: str) -> None:
         learning = gradients(network, inputs).keys()
         (event,) = grower.step(epoch=stage)
         assert learning == {key for key, p in network.named_parameters() if p.grad is not None}
-        check_carried(network, inputs)
+        check_carried(network, grower.graph, inputs)
         assert error(expected, computed(network, inputs)) <= 1e-10
         assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
         one, more = check_variances(grower.graph, case.last, before, dict(network.named_parameters()), event)

@@ -534,3 +534,14 @@ def test_accepted_numbers_are_gone_back_to_and_listeners_see_operations() -> Non
         snapshot.restore()
         assert network.running_mean.tolist() == [2.0] * 3 and int(network.num_batches_tracked) == 0
     assert network.running_mean.tolist() == [2.0] * 3
+
+
+def test_what_transformers_knows_of_the_installation_is_not_searched_or_forgotten() -> None:
+    transformers = pytest.importorskip("transformers")
+    known = transformers.utils.is_torch_npu_available
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    network = transformers.LlamaModel(transformers.LlamaConfig(**sizes, num_hidden_layers=1))
+    known.cache_clear()
+    with unchanged(network):
+        known()
+    assert known.cache_info().currsize == 1

@@ -1,7 +1,10 @@
 """Command-line parser that reports a wrong command line in one sentence."""
 
 import argparse
+import sys
 import textwrap
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import inf, prod
 from typing import NoReturn
 
@@ -18,6 +21,22 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message and where help is."""
         raise UserError(f"{message}; see {self.prog} --help.")
+
+
+def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
+    """Make a command of a function of its arguments: it returns the exit code, 2 after a `UserError`'s sentence."""
+
+    @wraps(run)
+    def main(argv: Sequence[str] | None = None) -> int:
+        try:
+            code = run(list(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return code or 0
+
+    return main
 
 
 def in_columns(text: str, columns: int = 79) -> str:

@@ -20,11 +20,7 @@ aten = torch.ops.aten
 def forward_flops(model: nn.Module, sample: Example) -> int:
     """Count the FLOPs of a forward pass on one sample: two per multiply-add of convolutions, matmuls and attention.
 
-    A complex multiply-add is four real ones.
-
-    Args:
-        model: any network; run in eval mode, then restored.
-        sample: one input [1, ...], the tuple of the forward's positional inputs, or inputs by name.
+    A complex multiply-add is four real ones. The network runs in eval mode, and is then restored.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_formulas())
     with unchanged(model):
@@ -75,7 +71,6 @@ def _complex(formula: Callable[..., int], first: Tensor, *args: Any, **kwargs: A
 
 
 def _by_vector(left: Tensor, *_: Any, **__: Any) -> int:
-    """A matrix or a vector by a vector."""
     return 2 * left.numel()
 
 
@@ -133,13 +128,9 @@ def _no_fused_layers() -> Iterator[None]:
 
 
 def train_cost_percent(epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float) -> float:
-    """Forward FLOPs of a run over those of the fixed-size network, in percent.
+    """Forward FLOPs of a run over those of the fixed-size network, which trains for `reference_epochs`, in percent.
 
-    Args:
-        epochs: epochs of each stage.
-        flops: forward FLOPs per sample of each stage.
-        full_flops: forward FLOPs per sample of the full-width network.
-        reference_epochs: epochs of the fixed-size run.
+    `epochs` and FLOPs per sample are those of each stage.
     """
     spent = sum(epoch * flop for epoch, flop in zip(epochs, flops, strict=True))
     return 100.0 * spent / (reference_epochs * full_flops)

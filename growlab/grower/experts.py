@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import whole
-from growlab.grower.transaction import Seconds, transaction
-from growlab.grower.vocabulary import receipt, with_group
-from growlab.growth.hooks import state_of
+from growlab.grower.rows import change_rows, stage_of_rows
 from growlab.growth.method import generator
-from growlab.growth.multipliers import carried_multipliers, multiply
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.growth.state import GrowthEvent
-from growlab.widths import Carry, WidthGraph, replace_tensors, tensors_of
+from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +37,7 @@ def number_of_experts(config: Any) -> int | None:
 def multiplied(config: Any, by: int, noise: float) -> Any:
     """Return the configuration of a mixture with `by` times as many experts in all and for each token.
 
-    Logs a warning if no noise separates copies.
-
-    Raises:
-        UserError: it names no experts, or routes tokens to groups of them.
+    Logs a warning if no noise separates copies. Raises a UserError if it names no experts, or routes tokens to groups.
     """
     number = number_of_experts(config)
     if number is None:
@@ -61,7 +55,6 @@ def multiplied(config: Any, by: int, noise: float) -> Any:
 
 
 def _set(holder: Any, experts: int, chosen: int) -> None:
-    """Write both numbers into a configuration or a module that has them."""
     for names, value in ((_NUMBERS, experts), (_CHOSEN, chosen)):
         for name in names:
             if type(vars(holder).get(name)) is int:
@@ -69,15 +62,9 @@ def _set(holder: Any, experts: int, chosen: int) -> None:
 
 
 def copies(name: str, old: Tensor, by: int, noise: float, seed: int, stage: int = 0) -> Tensor:
-    """Repeat the first dimension of a tensor, with noise that sums to zero over the copies of an expert's last layer.
+    """Repeat the first dimension of a tensor [experts, ...], each entry `by` times in a row.
 
-    Args:
-        name: of the tensor.
-        old: [experts, ...].
-        by: number of copies of each entry, which follow one another.
-        noise: standard deviation relative to that of `old`.
-        seed: of the noise.
-        stage: likewise.
+    Noise, relative to the tensor's standard deviation, sums to zero over the copies of an expert's last layer.
     """
     new = old.repeat_interleave(by, 0)
     if name.endswith("experts.down_proj") and noise:
@@ -100,42 +87,23 @@ def tensors_of_experts(network: nn.Module, graph: WidthGraph) -> list[str]:
     ]
 
 
-def set_experts(
-    network: Any, graph: WidthGraph, names: Sequence[str], by: int, noise: float = 0.0, seed: int = 0
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Multiply the experts in place, in tensors, modules and the configuration; return old and new tensors by name.
-
-    Args:
-        network: a growing mixture of experts of transformers, or an average of it, whose state has the new multipliers.
-        graph: its width graph.
-        names: from `tensors_of_experts`.
-        by: copies of each expert.
-        noise: see `copies`.
-        seed: likewise.
-    """
-    tensors, state = tensors_of(network, graph), state_of(network)
-    assert state is not None
-    number, chosen = len(tensors[names[0]]), network.config.num_experts_per_tok
-    with torch.no_grad():
-        new = {name: copies(name, tensors[name].detach(), by, noise, seed, state.stage) for name in names}
-    replaced = replace_tensors(network, graph, new)
-    multiply(network, graph, state.multipliers)
-    for holder in (network.config, *network.modules()):
-        _set(holder, by * number, by * chosen)
-    return replaced
-
-
-def opening(
-    graph: WidthGraph, names: Sequence[str], widths: Mapping[str, int], number: int, by: int
-) -> tuple[WidthGraph, list[dict[str, int]], Carry]:
-    """Make experts a width group; return the graph, widths before and after, and the rule for gradients.
+def _set_experts(grower: Any, names: Sequence[str], by: int, noise: float = 0.0) -> tuple[Any, ...]:
+    """Multiply the experts in place, in tensors, modules and configurations; see `change_rows`.
 
     The copies of an expert share its routing weight, so gradients of each are those of the expert over `by`.
     """
-    both = [{**widths, EXPERTS: count} for count in (number, by * number)]
-    source = torch.arange(number).repeat_interleave(by)
-    carry = Carry(sources={EXPERTS: source}, scales=dict.fromkeys(names, 1.0 / by))
-    return with_group(graph, names, EXPERTS, number), both, carry
+    network, seed, stage = grower.network, grower.seed, grower.state.stage
+    number, chosen = len(network.get_parameter(names[0])), network.config.num_experts_per_tok
+    carry = Carry({EXPERTS: torch.arange(number).repeat_interleave(by)}, scales=dict.fromkeys(names, 1.0 / by))
+
+    def adapt(one: Any) -> None:
+        for holder in (one.config, *one.modules()):
+            _set(holder, by * number, by * chosen)
+
+    def new(name: str, old: Tensor) -> Tensor:
+        return copies(name, old, by, noise, seed, stage)
+
+    return change_rows(grower, EXPERTS, names, (number, by * number), new, adapt, carry)
 
 
 def multiply_experts(grower: Any, by: int, noise: float) -> GrowthEvent:
@@ -152,43 +120,26 @@ def multiply_experts(grower: Any, by: int, noise: float) -> GrowthEvent:
             f"the experts of {type(network).__name__} cannot be multiplied: "
             f"{reason if names else 'growlab has traced none of their tensors'}."
         )
-    seconds, num_params = Seconds(), sum(p.numel() for p in network.parameters())
-    with transaction(grower, grower.parts):
-        state, number = grower.state, len(network.get_parameter(names[0]))
+    number = len(network.get_parameter(names[0]))
+    with stage_of_rows(grower, EXPERTS, {"experts_before": number, "experts": by * number}) as parity:
         expected = evaluate(network, grower.probe())
-        state.stage, state.unscheduled = state.stage + 1, state.unscheduled + 1
-        opened, widths, carry = opening(grower.graph, names, state.widths, number, by)
-        state.multipliers = carried_multipliers(opened, state.multipliers, {}, carry, *widths)
-        for average in grower.copies().values():
-            set_experts(average, grower.graph, names, by, noise, grower.seed)
-        replaced = set_experts(network, grower.graph, names, by, noise, grower.seed)
-        grower.set_rows(names, by * number)
-        grower.followers.carry(replaced, *widths, carry, opened)
+        grower.followers.carry(*_set_experts(grower, names, by, noise))
         found = evaluate(network, grower.probe())
-        error = relative_error(expected, found)
-        tolerance = max(EXACT, 1e3 * torch.finfo(found.dtype).eps)
-        if error > tolerance:
+        parity += relative_error(expected, found), max(EXACT, 1e3 * torch.finfo(found.dtype).eps)
+        if parity[0] > parity[1]:
             raise UserError(
                 f"{type(network).__name__} does not route to copies of experts as to the experts: its output would "
-                f"change by {error:.0e}."
+                f"change by {parity[0]:.0e}."
             )
-        notes = {"experts_before": number, "experts": by * number}
-        event = receipt(grower, EXPERTS, (error, tolerance), num_params, seconds, notes)
-    torch.compiler.reset()
-    grower.events.append(event)
+    event: GrowthEvent = grower.events[-1]
     return event
 
 
 def fit_experts(grower: Any, number: int) -> None:
     """Give a grower's network and its averages as many experts as a checkpoint has."""
     names = tensors_of_experts(grower.network, grower.graph)
-    now = len(grower.network.get_parameter(names[0]))
+    now, past = len(grower.network.get_parameter(names[0])), dict(grower.network.named_parameters())
     if number % now:
         raise UserError(f"the checkpoint has {number} experts, which is no multiple of {now}.")
-    past, by, state = dict(grower.network.named_parameters()), number // now, grower.state
-    opened, widths, carry = opening(grower.graph, names, state.widths, now, by)
-    state.multipliers = carried_multipliers(opened, state.multipliers, {}, carry, *widths)
-    for network in (grower.network, *grower.copies().values()):
-        set_experts(network, grower.graph, names, by)
-    grower.set_rows(names, number)
+    _set_experts(grower, names, number // now)
     grower.followers.exchange(past)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,29 +15,27 @@ from growlab.grower.experts import fit_experts, multiply_experts, number_of_expe
 from growlab.grower.forecast import Forecast
 from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
+from growlab.grower.rows import with_rows
 from growlab.grower.sharding import Sharding
 from growlab.grower.triggers import Clock, GrowingNetwork, Widths
-from growlab.grower.vocabulary import note_tokens, resize_vocabulary, rows_of_tokens, set_tokens, with_rows
+from growlab.grower.vocabulary import fit_vocabulary, resize_vocabulary, rows_of_tokens
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.hooks import attach, state_of
 from growlab.growth.multipliers import saved_multipliers
 from growlab.growth.outputs import forget_caches
 from growlab.optim import Regions
+from growlab.widths import Part as Rows
 from growlab.widths import WidthGraph, replace_tensors, resized, tensors_of
 from growlab.widths.meta import FAILURES
 
 
-@methods_on_cpu(
-    "load_state_dict", "resize_vocabulary", "multiply_experts", "put_back", "reattach_hooks", "resize_for_loading"
-)
+@methods_on_cpu("load_state_dict", "resize_vocabulary", "multiply_experts", "reattach_hooks", "resize_for_loading")
 class LoadingNetwork(GrowingNetwork):
     """A growing network that loads checkpoints of any stage; `growlab.Grower` is one."""
 
     forecast: Forecast
-    parts: tuple[Part, ...]
     _units: set[str]
-    _annealing: tuple[int, int]
     _regions: dict[str, Regions] | None
     _vocabulary: int | None
     sharding: Sharding | None
@@ -54,7 +51,6 @@ class LoadingNetwork(GrowingNetwork):
         return (part for part in self.parts if isinstance(part, BlockPart))
 
     def _make_ready(self) -> list[Any]:
-        """Give parameters the names that they were traced by; see `see_whole`."""
         return see_whole(self.network, self.full_graph, self.sharding is not None)
 
     @contextmanager
@@ -105,7 +101,7 @@ class LoadingNetwork(GrowingNetwork):
         """
         self.forecast.check_state(state)
         if (size := state.get("vocabulary")) is not None:
-            self._fit_vocabulary(size)
+            fit_vocabulary(self, size)
         if (number := state.get("experts")) != self._experts and number is not None:
             fit_experts(self, number)
         self._set_state(GrowthState.from_dict(state["growth"]))
@@ -161,30 +157,6 @@ class LoadingNetwork(GrowingNetwork):
         """
         return multiply_experts(self, by, noise)
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
-        networks = [self.network, *self.copies().values()]
-        return deepcopy(
-            {
-                "networks": [dict(network.state_dict()) for network in networks],
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "parts": [part.state_dict() for part in self.parts],
-                "annealing": self._annealing,
-            }
-        )
-
-    def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `checkpoint` returned at the same stage."""
-        saved = deepcopy(dict(saved))
-        networks = [self.network, *self.copies().values()]
-        for network, tensors in zip(networks, saved["networks"], strict=True):
-            network.load_state_dict(tensors)
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        for part, state in zip(self.parts, saved["parts"], strict=True):
-            part.load_state_dict(state)
-        self._annealing = saved["annealing"]
-
     def plain_state_dict(self) -> dict[str, Tensor]:
         """State dict as `finish` would leave it: that of a plain network at the current widths.
 
@@ -196,8 +168,7 @@ class LoadingNetwork(GrowingNetwork):
     def plain_tensors(self, network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """State dict of the network or a copy as `finish` would leave it, and the original of each entry that differs.
 
-        Raises:
-            UserError: as of `plain_state_dict`.
+        Raises a UserError as `plain_state_dict` does.
         """
         see_through(network, self.full_graph)
         if self.state.norm_weights:
@@ -211,22 +182,8 @@ class LoadingNetwork(GrowingNetwork):
 
     def set_rows(self, names: Sequence[str], size: int) -> None:
         """Record the number of rows of tensors, such as one per token."""
-        self.full_graph, self.graph = (with_rows(graph, names, size) for graph in (self.full_graph, self.graph))
+        self.full_graph, self.graph = (with_rows(g, names, Rows(None, size)) for g in (self.full_graph, self.graph))
         self._regions = None
-
-    def _fit_vocabulary(self, size: int) -> None:
-        """Give the network and its copies as many tokens as a checkpoint has."""
-        if size == self._vocabulary:
-            return
-        names, past = rows_of_tokens(self.network, self.graph), dict(self.network.named_parameters())
-        for network in (self.network, *self.copies().values()):
-            set_tokens(network, self.graph, names, size)
-            note_tokens(network, size)
-        # The ages of its tokens come with its state.
-        self.set_rows(names, size)
-        self._vocabulary = size
-        self.state.tokens = []
-        self.followers.exchange(past)
 
     def reattach_hooks(self) -> None:
         """Reattach the hooks that `finish` removed, so that checkpoints of earlier stages can be loaded."""
@@ -247,7 +204,7 @@ class LoadingNetwork(GrowingNetwork):
         if state is not None and tokens and tokens[0] in tensors:
             size = len(tensors[tokens[0]])
             if size != len(network.get_parameter(tokens[0])):
-                self._fit_vocabulary(size)
+                fit_vocabulary(self, size)
         experts = tensors_of_experts(network, self.graph)
         number = len(tensors[experts[0]]) if experts and experts[0] in tensors else None
         if state is not None and number not in (None, self._experts):

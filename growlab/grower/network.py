@@ -53,11 +53,7 @@ METHODS: dict[str, Callable[[], GrowthMethod]] = {
 
 
 def as_method(method: GrowthMethod | str) -> GrowthMethod:
-    """Return a growth method, given itself or its name on the command line.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Return a growth method, given itself or its name on the command line; raise a UserError for anything else."""
     if isinstance(method, str) and method in METHODS:
         return METHODS[method]()
     if not isinstance(method, GrowthMethod):
@@ -128,11 +124,7 @@ def trace_for_growth(
 
 
 def check_arguments(seed: Any, anneal_steps: Any) -> None:
-    """Refuse arguments on which a `Grower` would fail later.
-
-    Raises:
-        UserError: the seed is not an integer, or a number of steps is not an integer from 0.
-    """
+    """Raise a UserError for a seed or a number of steps on which a `Grower` would fail later."""
     with as_user_errors():
         whole(-(2**64), seed=seed)
         if anneal_steps is not None and not callable(anneal_steps):
@@ -140,7 +132,6 @@ def check_arguments(seed: Any, anneal_steps: Any) -> None:
 
 
 def _check_values(inputs: tuple[Any, ...]) -> None:
-    """Refuse an example on which outputs could not be compared."""
     for given in values_of(inputs):
         if not isinstance(given, Tensor) or given.is_meta:
             continue
@@ -151,11 +142,7 @@ def _check_values(inputs: tuple[Any, ...]) -> None:
 
 
 def check_whole(network: nn.Module) -> None:
-    """Refuse wrappers of distributed training, and sharded parameters.
-
-    Raises:
-        UserError: the network is wrapped, sharded, or replicated by torch's composable function.
-    """
+    """Raise a UserError for wrappers of distributed training, sharded parameters and torch's composable replication."""
     if isinstance(network, (DistributedDataParallel, nn.DataParallel)):
         raise UserError(
             f"{type(network).__name__} is a wrapper: give the network inside of it, and wrap that after the Grower is "
@@ -250,7 +237,6 @@ class _Memory:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Any:
-        """Array of the tensor's addresses."""
         return np.asarray(cls(tensor))
 
 
@@ -332,10 +318,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
 
 
 def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """Find the wrapper that a library has made around a module, or None.
-
-    It searches all objects of this process, which takes a fraction of a second.
-    """
+    """Find the wrapper around a module, or None, among all objects of this process: in a fraction of a second."""
     found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
     return next((each for each in found if each.module is module), None)
 
@@ -343,11 +326,7 @@ def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
 def see_through(network: nn.Module, graph: WidthGraph) -> None:
     """Restore the traced names of modules in torch's `checkpoint_wrapper` or `offload_wrapper`.
 
-    torch uses these names in the state_dict too.
-
-    Args:
-        network: may contain wrappers that were added after tracing.
-        graph: its width graph.
+    They may have been added after tracing. torch uses these names in the state_dict too.
     """
 
     def is_new(path: str, module: nn.Module) -> bool:
@@ -417,13 +396,7 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 def plain_tensors(
     network: nn.Module, graph: WidthGraph, output_factor: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State dict as `Grower.finish` would leave it, and the original value of every entry that differs.
-
-    Args:
-        network: the growing network or a copy of it; not changed.
-        graph: its width graph.
-        output_factor: of its growth state.
-    """
+    """State dict as `Grower.finish` would leave it, and the original value of every entry that differs."""
     new = folded(network, graph, output_factor)
     names = {id(t): name for name, t in (*network.named_parameters(), *network.named_buffers())}
     # The same names stand for shared tensors, which have several keys.

@@ -163,12 +163,7 @@ class BlockPart(Part):
         return {}
 
     def graph_at(self, graph: WidthGraph, state: GrowthState) -> WidthGraph:
-        """Width graph of the network in a state.
-
-        Args:
-            graph: of the network as prepared.
-            state: of the network, or of a checkpoint.
-        """
+        """Width graph of the network in a state, given that of the network as prepared."""
         return graph
 
     def state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
@@ -189,15 +184,7 @@ def value_at(values: Sequence[_Value], fraction_grown: float) -> _Value:
 
 
 def check_fraction_known(grower: GrowingNetwork, what: str) -> None:
-    """Check that the trigger knows the fraction of growth at each stage.
-
-    Args:
-        grower: of the network.
-        what: needs it, for the message.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raise a UserError if the trigger does not know the fraction of growth at each stage, which `what` needs."""
     if grower.trigger.fraction_grown(0, grower.seed_widths) is None:
         raise UserError(
             f"{what} need a trigger that knows how far growth has come: take a schedule of stages or a demand, and a "
@@ -206,11 +193,7 @@ def check_fraction_known(grower: GrowingNetwork, what: str) -> None:
 
 
 def checked_parts(parts: Any) -> tuple[Part, ...]:
-    """Check parts and give each a unique name.
-
-    Raises:
-        UserError: it is not a list of parts, or two have the same name.
-    """
+    """Check that parts are parts, and give each a unique name; raise a UserError otherwise."""
     if not isinstance(parts, Sequence):
         raise UserError(f"parts={parts!r} must be a list of parts: [{parts!r}].")
     if kind := next((part for part in parts if isinstance(part, type)), None):
@@ -233,15 +216,9 @@ def widen_parts(
     widths: Widths,
     event: GrowthEvent,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
-    """Let parts widen their own groups after the method's event; return both as one event, for optimizers.
+    """Let parts widen their own groups, in a grower's network or an average, to the widths of an event of its method.
 
-    Args:
-        grower: of the network.
-        parts: all of its parts.
-        network: it, or an average of it.
-        state: of that network.
-        widths: of all groups, to come.
-        event: the method's.
+    Return both as one event, for optimizers.
     """
     own: dict[str, tuple[Tensor, Tensor]] = {}
     for part in parts:

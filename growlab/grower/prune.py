@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import evaluate, network_inputs
 from growlab.growth.parity import relative_error
@@ -58,7 +59,7 @@ def prune(
             "taylor", or the outputs on `example` differ from those of the masked network.
     """
     wanted = dict(keep) if isinstance(keep, Mapping) else dict.fromkeys(graph.groups, keep)
-    tensors = tensors_of(network, graph)
+    tensors = as_applied(graph, tensors_of(network, graph))
     before = graph.widths_of({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     if unknown := [group for group in wanted if group not in graph.groups]:
         raise UserError(f"the network has no width group {unknown[0]!r}; there are {', '.join(graph.groups)}.")
@@ -76,10 +77,11 @@ def prune(
     identity = {group: torch.arange(width) for group, width in before.items()}
     new = {}
     for name, tensor in tensors.items():
-        if graph.changes(name, before, after) or name in factors:
+        direction = graph.lengths.get(name, name)
+        if graph.changes(direction, before, after) or direction in factors:
             positions = [axis.lift({**identity, **kept}, after, before) for axis in graph.axes[name]]
             new[name] = tensor[grid(positions, tensor.device)] * factors.get(name, 1.0)
-    replaced = replace_tensors(network, graph, new)
+    replaced = replace_tensors(network, graph, as_stored(graph, new))
     if masked is not None:
         error = relative_error(masked, evaluate(network, inputs))
         if error > 1e3 * torch.finfo(masked.dtype).eps:
@@ -95,7 +97,6 @@ def prune(
 
 
 def _kept(group: str, keep: Keep, width: int, scores: Any) -> Tensor:
-    """Return the sorted indices of the channels that one group keeps."""
     if isinstance(keep, (int, float)) and not isinstance(keep, bool):
         number = keep if isinstance(keep, int) else max(1, round(keep * width))
         if not 1 <= number <= width or (isinstance(keep, float) and not 0 < keep <= 1):
@@ -119,7 +120,6 @@ def _scores(
     score: Score | Mapping[str, Tensor],
     seed: int,
 ) -> Tensor:
-    """Return the importance of each channel of a group, float64 [width]."""
     width = widths[group]
     if isinstance(score, Mapping):
         if group not in score or tuple(score[group].shape) != (width,):
@@ -129,16 +129,18 @@ def _scores(
         return torch.rand(width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     if score not in ("l1", "taylor"):
         raise UserError(f"there is no score {score!r}; there are l1, taylor and random, or scores by group.")
-    found = torch.zeros(width, dtype=torch.float64)
+    found, tensors = torch.zeros(width, dtype=torch.float64), as_applied(graph, tensors_of(network, graph))
     for name, parameter in network.named_parameters():
         axes = graph.axes.get(name, ())
-        # Gains and biases are no measure of what a channel carries.
-        if len(axes) < 2 or not any(group in axis.groups for axis in axes):
+        # Gains, biases and lengths are no measure of what a channel carries.
+        if len(axes) < 2 or name in graph.lengths or not any(group in axis.groups for axis in axes):
             continue
-        if score == "taylor" and parameter.grad is None:
-            raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
-        weight = parameter.detach()
-        size = (weight if parameter.grad is None or score == "l1" else weight * parameter.grad).abs().double().cpu()
+        size = tensors[name]
+        if score == "taylor":
+            if parameter.grad is None:
+                raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
+            size = parameter.detach() * parameter.grad
+        size = size.abs().double().cpu()
         for dim, axis in enumerate(axes):
             if group in axis.groups:
                 others = [other for other in range(size.dim()) if other != dim]
@@ -159,12 +161,15 @@ def _masked(network: nn.Module, graph: WidthGraph, widths: Mapping[str, int], ke
     masked = copy.deepcopy(network)
     masks = {group: torch.zeros(widths[group]).index_fill_(0, channels, 1.0) for group, channels in kept.items()}
     every = {group: masks.get(group, torch.ones(width)) for group, width in widths.items()}
-    named = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+    stored = tensors_of(masked, graph)
+    tensors = dict(as_applied(graph, stored))
+    for name, axes in graph.axes.items():
+        for dim, axis in enumerate(axes):
+            if axis.role == "in" and set(axis.groups) & kept.keys():
+                mask = axis.spread({g: every[g] for g in axis.groups}, widths, fixed=1.0).to(tensors[name])
+                tensors[name] = tensors[name] * mask.view(-1, *[1] * (tensors[name].dim() - dim - 1))
     with torch.no_grad():
-        for name, axes in graph.axes.items():
-            for dim, axis in enumerate(axes):
-                if axis.role == "in" and set(axis.groups) & kept.keys():
-                    mask = axis.spread({g: every[g] for g in axis.groups}, widths, fixed=1.0).to(named[name])
-                    named[name].mul_(mask.view(-1, *[1] * (named[name].dim() - dim - 1)))
+        for name, tensor in as_stored(graph, tensors).items():
+            stored[name].copy_(tensor)
     weigh(masked, graph, widths, {group: mask.tolist() for group, mask in masks.items()})
     return masked

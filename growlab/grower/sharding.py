@@ -27,12 +27,7 @@ Shard = Callable[[nn.Module], Any]
 
 @dataclass(frozen=True)
 class ShardWithin:
-    """A `Shard` that also changes a module around the network, such as Lightning's `configure_model`.
-
-    Attributes:
-        module: contains the network.
-        shard: shards it.
-    """
+    """A `Shard` that also changes a module around the network, such as Lightning's `configure_model`."""
 
     module: nn.Module
     shard: Callable[[], Any]
@@ -50,10 +45,7 @@ _Places = Mapping[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 class Sharding:
     """A function that shards a network, and what it has changed in the network's modules.
 
-    Args:
-        network: on which it is put at once, in place.
-        shard: changes modules and cuts parameters, and nothing else: it is called again after each event.
-        seed: of everything that growth draws.
+    It is called at once, and again after each event: it changes modules and cuts parameters, and nothing else.
 
     Raises:
         UserError: processes have different networks, or the function returns another network or leaves one whole.
@@ -205,11 +197,7 @@ def check_sharding(shard: Any, method: GrowthMethod, parts: Sequence[Part]) -> N
 
 
 def check_follower(follower: Any, sharding: Sharding | None) -> None:
-    """Refuse averages of a sharded network, and optimizers whose rates depend on regions of tensors.
-
-    Raises:
-        UserError: it is one.
-    """
+    """Raise a UserError for averages of a sharded network, and optimizers whose rates depend on regions of tensors."""
     if sharding is None:
         return
     if isinstance(follower, nn.Module):

@@ -76,11 +76,7 @@ Layers = str | Sequence[int]
 
 
 class Once(Trigger):
-    """Grow from given widths to full width at the first call of `Grower.step`.
-
-    Args:
-        widths: width of each group at first; others have their full width.
-    """
+    """Grow from given widths (full where none is given) to full width at the first call of `Grower.step`."""
 
     knows_stages = True
 
@@ -94,10 +90,6 @@ class Once(Trigger):
     def fraction_grown(self, stage: int, widths: Widths) -> float:
         """Return 0 before growth and 1 after it."""
         return float(stage > 0)
-
-    def stage_end(self, grower: GrowingNetwork) -> int | None:
-        """Return None: the time of the first `step` is unknown."""
-        return None
 
     def next(self, grower: GrowingNetwork) -> Widths | None:
         """Return full widths, once."""
@@ -131,12 +123,7 @@ def with_small(trigger: Mapping[float, Any], small: Any) -> dict[float, Any]:
 def trigger_from(
     trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph
 ) -> Trigger:
-    """Make a trigger whose first stage has the small network's widths.
-
-    Args:
-        trigger: None: growth at once; or a dict of time to widths, where "small" means the small network's.
-        widths: width of each group in the small network.
-        graph: the large network's width graph.
+    """Make a trigger whose first stage has the small network's widths, for which "small" stands in a dict.
 
     Raises:
         UserError: the trigger begins with other widths.
@@ -157,11 +144,6 @@ def trigger_from(
 
 def renamed(state: Mapping[str, Tensor], wide: nn.Module, layers: Layers) -> tuple[dict[str, str], dict[str, str]]:
     """Map the names of a small network's tensors to those of a deeper network of its kind.
-
-    Args:
-        state: the small network's tensors by name.
-        wide: the deeper network.
-        layers: see `Layers`.
 
     Returns:
         The deeper network's name of each tensor, and for the path of each additional layer that of the layer which it
@@ -265,14 +247,9 @@ def adopt(
     optimizers: Sequence[Optimizer],
     state: Any,
 ) -> None:
-    """Load a small network into a grower's network at its first stage, with its optimizers.
+    """Load a small network into a grower's network, which has its widths and layers, with its optimizers.
 
-    Args:
-        grower: its network has the small one's widths and layers.
-        small: the trained network, or its state_dict.
-        names: the large network's name of each of its tensors.
-        optimizers: of the small network's parameters.
-        state: of the optimizers at events, see `Grower.follow`.
+    `names` has the large network's name of each of its tensors; `state` is that of `Grower.follow`.
 
     Raises:
         UserError: tensors are missing, or the outputs differ.
@@ -317,9 +294,6 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
 
     Returns:
         For each parameter that was multiplied, by name, the factor on it and the factor on its gradient.
-
-    Raises:
-        UserError: both compute something else.
     """
     network, graph, probe = grower.network, grower.graph, grower.probe()
     expected = evaluate(small, network_inputs(probe, small))
@@ -400,8 +374,7 @@ def _computed_ratios(network: nn.Module, small: nn.Module, graph: WidthGraph, wi
 def anneal_if_uniform(grower: Any) -> bool:
     """Make normalisations plain at once where all channels have one weight, as after whole factors, if outputs stay.
 
-    Returns:
-        True if normalisations are plain.
+    Return True if normalisations are plain.
     """
     state = grower.state
     weights, progress = state.norm_weights, state.norm_progress
@@ -421,11 +394,7 @@ def _differs(expected: Tensor, found: Tensor) -> bool:
 
 
 def anneal_at_once(grower: Any, method: GrowthMethod) -> None:
-    """Make the normalisations of a trained network plain, and check that its outputs stay the same.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Make the normalisations of a trained network plain; raise a UserError if that changes its outputs."""
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
     found = evaluate(grower.network, grower.probe())

@@ -86,10 +86,8 @@ def _libraries(grower: GrowingNetwork, parts: Sequence[Part]) -> set[str]:
 class _Snapshot:
     """Snapshot of a grower and its followers: containers and objects by identity, tensors by their memory.
 
-    Args:
-        roots: objects to remember with their contents.
-        libraries: top-level packages of objects whose attributes are remembered.
-        whole: include modules, optimizers and tensors.
+    Attributes of objects of these `libraries` (top-level packages) are remembered; without `whole` no modules,
+    optimizers and tensors.
     """
 
     def __init__(self, roots: Sequence[Any], libraries: set[str], whole: bool = True) -> None:
@@ -106,11 +104,9 @@ class _Snapshot:
                     waiting.extend(inside)
 
     def watching(self) -> TorchDispatchMode:
-        """Return a mode that copies tensors before an operation writes to them."""
         return Writes(self._contents)
 
     def restore(self) -> None:
-        """Restore everything."""
         for undo, thing, state in self._undo:
             undo(thing, state)
         for content in self._contents:
@@ -200,7 +196,6 @@ class _Console(logging.Handler):
     """Writes growlab's log to stderr if the program has not configured logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
         if not logging.getLogger().handlers:
             print(self.format(record), file=sys.stderr)
 

@@ -1,7 +1,6 @@
 """More tokens for a growing model of transformers: rows of its embeddings and of its output layer."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +8,11 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import whole
-from growlab.grower.transaction import Seconds, transaction
-from growlab.growth.hooks import state_of
-from growlab.growth.multipliers import carried_multipliers, multiply
+from growlab.grower.rows import change_rows, stage_of_rows
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.growth.state import GrowthEvent
-from growlab.widths import Axis, Carry, Group, Part, WidthGraph, replace_tensors, tensors_of
+from growlab.widths import WidthGraph
 
 #: The group whose channels are tokens while their number changes.
 TOKENS = "tokens"
@@ -51,55 +48,31 @@ def rows_of_tokens(network: nn.Module, graph: WidthGraph) -> list[str]:
     return found if graph.axes.keys() >= {*found} else []
 
 
-def with_group(graph: WidthGraph, names: Iterable[str], group: str, size: int) -> WidthGraph:
-    """Make the rows of tensors, such as tokens, channels of a width group."""
-    axes = {name: (Axis((Part(group),), "out"), *graph.axes[name][1:]) for name in names}
-    return replace(graph, groups={**graph.groups, group: Group(group, size)}, axes={**graph.axes, **axes})
+def set_tokens(grower: Any, size: int) -> tuple[Any, ...]:
+    """Change the number of tokens in place, see `change_rows`; new rows are the mean of the old ones."""
+    names = rows_of_tokens(grower.network, grower.graph)
+    before, grower._vocabulary = len(grower.network.get_parameter(names[0])), size
 
-
-def with_rows(graph: WidthGraph, names: Iterable[str], size: int) -> WidthGraph:
-    """Set the number of rows of tensors, which does not grow with a group."""
-    axes = {
-        name: (Axis((Part(None, size),), graph.axes[name][0].role), *graph.axes[name][1:])
-        for name in names
-        if name in graph.axes
-    }
-    return replace(graph, axes={**graph.axes, **axes})
-
-
-def set_tokens(
-    network: nn.Module, graph: WidthGraph, names: Sequence[str], size: int
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Change the number of rows in place; new rows are the mean of the old ones.
-
-    Args:
-        network: a growing model of transformers, or an average of it.
-        graph: its width graph.
-        names: tensors with rows of tokens.
-        size: new number of tokens.
-
-    Returns:
-        Old and new tensors by name.
-    """
-    tensors, new, state = tensors_of(network, graph), dict[str, Tensor](), state_of(network)
-    assert state is not None
-    for name in names:
-        old = tensors[name]
+    def resized(name: str, old: Tensor) -> Tensor:
         rest = old.mean(0, keepdim=True).expand(max(0, size - len(old)), *old.shape[1:])
-        new[name] = torch.cat([old[:size], rest])
-    widths = [{**state.widths, TOKENS: count} for count in (len(tensors[names[0]]), size)]
-    opened = with_group(graph, names, TOKENS, size)
-    state.multipliers = carried_multipliers(opened, state.multipliers, {}, Carry(), *widths)
-    replaced = replace_tensors(network, graph, new)
-    multiply(network, graph, state.multipliers)
-    return replaced
+        return torch.cat([old[:size], rest])
+
+    return change_rows(grower, TOKENS, names, (before, size), resized, partial(_note_tokens, size=size))
 
 
-def note_tokens(network: Any, size: int) -> None:
-    """Write the number of tokens into a model's configuration."""
+def _note_tokens(network: Any, size: int) -> None:
     network.config.get_text_config().vocab_size = size
     if hasattr(network, "vocab_size"):
         network.vocab_size = size
+
+
+def fit_vocabulary(grower: Any, size: int) -> None:
+    """Give a grower's network and its averages as many tokens as a checkpoint has; their ages come with its state."""
+    if size != grower._vocabulary:
+        past = dict(grower.network.named_parameters())
+        set_tokens(grower, size)
+        grower.state.tokens = []
+        grower.followers.exchange(past)
 
 
 def tokens_since(grower: Any) -> dict[str, list[int]]:
@@ -114,79 +87,23 @@ def resize_vocabulary(grower: Any, size: int, multiple_of: int) -> GrowthEvent:
         whole(1, size=size, multiple_of=multiple_of)
     size = -(-size // multiple_of) * multiple_of
     network, before = grower.network, vocabulary(grower.network)
-    names = rows_of_tokens(network, grower.graph)
-    if before is None or not names:
+    if before is None or not rows_of_tokens(network, grower.graph):
         raise UserError(
             f"{type(network).__name__} is no language model of transformers whose embeddings growlab has traced."
         )
     if grower.sharding is not None or size <= before:
         reason = f"{size} tokens are not more than {before}" if size <= before else "the network is sharded"
         raise UserError(f"the vocabulary cannot be resized: {reason}.")
-    seconds, num_params = Seconds(), sum(p.numel() for p in network.parameters())
-    with transaction(grower, grower.parts):
-        expected = evaluate(network, grower.probe())
-        for copy in grower.copies().values():
-            set_tokens(copy, grower.graph, names, size)
-        replaced = set_tokens(network, grower.graph, names, size)
-        opened = with_group(grower.graph, names, TOKENS, size)
-        state = grower.state
-        state.stage, state.unscheduled = state.stage + 1, state.unscheduled + 1
+    with stage_of_rows(grower, TOKENS, {"tokens_before": before, "tokens": size}) as parity:
+        expected, state = evaluate(network, grower.probe()), grower.state
         state.tokens = [*(state.tokens or [0] * before), *[state.stage] * (size - before)]
-        grower.set_rows(names, size)
-        grower._vocabulary = size
-        widths = [{**grower.state.widths, TOKENS: count} for count in (before, size)]
-        grower.followers.carry(replaced, *widths, Carry(), opened)
+        grower.followers.carry(*set_tokens(grower, size))
         found = evaluate(network, grower.probe())
-        error = relative_error(expected, found[..., :before])
-        tolerance = EXACT * torch.finfo(found.dtype).eps
-        if found.shape[-1] not in (expected.shape[-1], size) or error > tolerance:
+        parity += relative_error(expected, found[..., :before]), EXACT * torch.finfo(found.dtype).eps
+        if found.shape[-1] not in (expected.shape[-1], size) or parity[0] > parity[1]:
             raise UserError(
                 f"{type(network).__name__} cannot take {size} tokens: something else than its embeddings and its "
-                f"output layer depends on their number (the output differs by {error:.0e})."
+                f"output layer depends on their number (the output differs by {parity[0]:.0e})."
             )
-        notes = {"tokens_before": before, "tokens": size}
-        event = receipt(grower, TOKENS, (error, tolerance), num_params, seconds, notes)
-    for one in (network, *grower.copies().values()):
-        note_tokens(one, size)
-    torch.compiler.reset()
-    grower.events.append(event)
-    return event
-
-
-def receipt(
-    grower: Any, method: str, parity: tuple[float, float], num_params: int, seconds: Seconds, notes: dict[str, Any]
-) -> GrowthEvent:
-    """Let parts follow an event that keeps the width of all groups, and return its receipt.
-
-    Args:
-        grower: of the network, at its new stage.
-        method: kind of the event.
-        parity: relative output error on the probe batch, and the largest one that is allowed.
-        num_params: number of parameters before.
-        seconds: begun with the event.
-        notes: further entries.
-    """
-    state = grower.state
-    event = GrowthEvent(
-        stage=state.stage,
-        method=method,
-        widths_before=dict(state.widths),
-        widths_after=dict(state.widths),
-        num_params_before=num_params,
-        num_params=sum(p.numel() for p in grower.network.parameters()),
-        parity_error_eval=parity[0],
-        parity_error_train=parity[0],
-        parity_tolerance_eval=parity[1],
-        parity_tolerance_train=parity[1],
-        eps_error_train=0.0,
-        noise_error_eval=0.0,
-        output_factor=1.0,
-        weighted_norms=[],
-        report={},
-        seconds=seconds.total,
-        notes=notes,
-        **asdict(grower.clock),
-    )
-    for part in grower.parts:
-        event.notes.update(part.after_growth(grower, event))
+    event: GrowthEvent = grower.events[-1]
     return event

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from growlab.base.errors import UserError
 from growlab.base.settings import one_of, whole
-from growlab.growth.fans import ChannelView, GroupTensors, group_tensors
+from growlab.growth.fans import ChannelView, GroupTensors, group_tensors, names_of
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
 from growlab.growth.methods.net2net import replicate
@@ -57,21 +57,13 @@ class DataDriven(GrowthMethod):
 
     @abstractmethod
     def refuses(self, fans: GroupTensors, before: int, after: int) -> str | None:
-        """Return why the method cannot grow a group between these widths, or None if it can.
-
-        The text follows "NAME cannot grow GROUP: " in the error message.
-        """
+        """Return why the method cannot grow a group, as the end of "NAME cannot grow GROUP: "; None if it can."""
 
     @abstractmethod
     def grow_from_data(
         self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
-        """Compute every tensor at the new widths.
-
-        Args:
-            context: an event in which these groups alone grow.
-            data: training batches.
-            groups: producers and consumers of each group's channels.
+        """Compute every tensor at the new widths of an event in which these groups alone grow.
 
         Returns:
             The tensors; and a reason for each group that the data show to be unsupported. If there are any, this
@@ -172,12 +164,11 @@ class DataDriven(GrowthMethod):
 
 
 def _present(context: GrowthContext, group: str) -> bool:
-    """Return True if any tensor has the group's channels."""
     return any(group in axis.groups for name in context.old for axis in context.graph.axes.get(name, ()))
 
 
 def _tied(graph: WidthGraph, group: str) -> str | None:
-    """Return the operation, in words, that makes a group's channels depend on their number, or None."""
+    """Return the operation that makes a group's channels depend on their number, or None."""
     for norm in graph.channel_norms:
         if group in norm.axis.groups:
             return f"{norm.name} takes its statistics over its channels"
@@ -188,7 +179,7 @@ def _tied(graph: WidthGraph, group: str) -> str | None:
 
 
 def _constant(graph: WidthGraph, group: str) -> str | None:
-    """Return the untrained constant, in words, that a group's channels depend on, or None."""
+    """Return the untrained constant that a group's channels depend on, or None."""
     name = next((name for name, groups in graph.constants.items() if group in groups), None)
     return None if name is None else f"{name}, which is not trained, distinguishes its channels"
 
@@ -224,8 +215,7 @@ def embedded(context: GrowthContext, name: str, sources: Mapping[str, Tensor]) -
 def upright(rows: Tensor) -> Tensor:
     """Sign of each row, [rows, 1], that makes its entry of largest magnitude positive.
 
-    Singular vectors and eigenvectors are determined up to their sign, which matters to a ReLU and says which of two
-    copies is the older: otherwise rounding would choose it.
+    Singular vectors are determined up to their sign, which matters to a ReLU: otherwise rounding would choose it.
     """
     largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
@@ -237,7 +227,8 @@ def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
     Rows, columns and biases of layers are zero. Entries of a single channel (a norm's parameters, a depthwise filter, a
     bare parameter) are drawn by the method, and are the same for all new channels of a group.
     """
-    zero = {slot.name for group in context.graph.groups for slot in _mixing(group_tensors(context.graph, group))}
+    fans = [group_tensors(context.graph, group) for group in context.graph.groups]
+    zero = {*names_of(fans, "incoming", "outgoing")}
     tensors = {}
     for name, old in context.old.items():
         if not context.changes(name):
@@ -257,18 +248,11 @@ def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
     return tensors
 
 
-def _mixing(fans: GroupTensors) -> list:
-    return [*fans.incoming, *fans.outgoing]
-
-
 @dataclass(frozen=True)
 class Candidates:
     """New channels, a share at a time, each with an outgoing weight of 1 in one entry and no incoming weights.
 
-    Attributes:
-        view: of the tensors.
-        tensors: of the network with the candidates, by name.
-        new: positions of each group's candidates, by group; may be empty.
+    `new` has the positions of each group's candidates in the tensors, maybe none.
     """
 
     view: ChannelView

@@ -17,7 +17,7 @@ from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import device_of_pieces, gathered, placed
 from growlab.growth import constants
-from growlab.growth.constants import padding_kept, with_offset, without_offset
+from growlab.growth.constants import as_applied, as_stored, padding_kept
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, generator
 from growlab.growth.multipliers import carried_multipliers, multiply
@@ -27,7 +27,16 @@ from growlab.growth.parity import compare, relative_error, rounding
 from growlab.growth.rescale import Folded, can_fold, fold_output_factor, with_attention_scale
 from growlab.growth.state import GrowthEvent, GrowthState, ParityError
 from growlab.growth.weighted_norms import annealed, carried_weights, weigh, weighted_modules
-from growlab.widths import Carry, WidthGraph, avoid_unsafe_kernels, replace_tensors, resize, restore_tensors, tensors_of
+from growlab.widths import (
+    Carry,
+    WidthGraph,
+    avoid_unsafe_kernels,
+    grid,
+    replace_tensors,
+    resize,
+    restore_tensors,
+    tensors_of,
+)
 from growlab.widths.meta import FAILURES
 from growlab.widths.replaced import note_restored
 from growlab.widths.unchanged import Snapshot
@@ -96,11 +105,10 @@ def _drawn(
     seed: int,
     still: Mapping[str, Tensor],
 ) -> Mapping[str, Tensor]:
-    """Tensors of the seed that the method draws, by name."""
     # The old tensors serve as the example of how bare parameters are spread.
-    old = with_offset(graph, tensors_of(model, graph))
+    old = as_applied(graph, tensors_of(model, graph))
     context = GrowthContext(graph, old, widths, widths, seed, 0, constants=still)
-    return without_offset(graph, method.initialise(context))
+    return as_stored(graph, method.initialise(context))
 
 
 def draw_seed(
@@ -177,7 +185,7 @@ def _rehearse(model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths:
     may_scale = method.output_multiplier and not can_fold(graph)
     if not may_multiply and not may_scale:
         return
-    tensors = with_offset(graph, tensors_of(model, graph))
+    tensors = as_applied(graph, tensors_of(model, graph))
     context = GrowthContext(graph, tensors, widths, graph.full_widths, seed, 1)
     rehearsal = with_attention_scale(context, method.grow(context), method.multiplied(context))
     if name := next((name for name in rehearsal.multipliers if name in graph.recomputed), None):
@@ -238,16 +246,17 @@ def grow(
         ParityError: the outputs changed by more than the method allows.
         ValueError: a group would shrink, and the method cannot.
     """
-    _check_widths(method, state, new_widths)
+    for group, width in state.widths.items():
+        if new_widths[group] < width and not method.shrinks:
+            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens")
     began, stage, probe = time.perf_counter(), state.stage + 1, positional(probe)
     before = _observed(model, graph, method, stage, probe, agree)
     parity_sec, num_params_before = time.perf_counter() - began, sum(p.numel() for p in model.parameters())
     kept = gathered(tensors_of(model, graph))
     still = constants.unchanged(graph, state.constants, kept if averaged is None else averaged, state.widths)
-    old, averaged = with_offset(graph, kept), None if averaged is None else with_offset(graph, averaged)
+    old, averaged = as_applied(graph, kept), None if averaged is None else as_applied(graph, averaged)
     about = (graph, old, dict(state.widths), dict(new_widths), seed, stage, averaged, gradients or {})
-    known = {} if averaged_event is None else averaged_event.observed
-    new = None if averaged_event is None else _new_tensors(graph, averaged_event)
+    known, new = ({}, None) if averaged_event is None else _known(graph, averaged_event)
     seen = (method.observe(model, graph, probe), known, data, new)
     context = GrowthContext(*about, *seen, state.multipliers, normalised, still)
     growth = grown(model, method, context)
@@ -279,18 +288,24 @@ def grow(
 def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> GrownTensors:
     """Compute an event's tensors: the method's, with the scale of attention and padding rows kept."""
     growth = with_attention_scale(context, method.grow(context), method.multiplied(context))
-    return replace(growth, tensors=padding_kept(model, context.old, growth.tensors))
+    scales, tensors = dict(growth.carry.scales), padding_kept(model, context.old, growth.tensors)
+    for v, (g, dim) in context.graph.weight_norms.items():
+        if v in tensors and (context.changes(v) or v in scales):
+            old, new = (torch.norm_except_dim(each[v], 2, dim) for each in (context.old, tensors))
+            new = new[grid(context.kept(g), new.device)]
+            # What new entries add to g dL/dg = <dL/dw, w> cancels, or is not known.
+            scales[g] = torch.where(new == 0, 1.0, old / new)
+    return replace(growth, tensors=tensors, carry=replace(growth.carry, scales=scales))
 
 
 def _changed(context: GrowthContext, growth: GrownTensors) -> Iterator[tuple[str, Tensor]]:
-    """Names and new tensors of an event: also those that stay as they are, but whose gradient the event rescales.
-
-    These are weights that are multiplied otherwise from then on.
-    """
-    for name, new in growth.tensors.items():
-        if new is not context.old[name] or name in growth.carry.scales:
-            new = without_offset(context.graph, {name: new})[name]
-            yield name, context.constant(name, new) if name in context.constants else new
+    """Yield names and new tensors of an event, also of weights that only their row multipliers change."""
+    stored = as_stored(context.graph, growth.tensors)
+    for name in growth.tensors:
+        # A length follows its direction.
+        other = context.graph.lengths.get(name, name)
+        if growth.tensors[other] is not context.old[other] or name in growth.carry.scales:
+            yield name, context.constant(name, stored[name]) if name in context.constants else stored[name]
 
 
 @contextlib.contextmanager
@@ -314,7 +329,6 @@ def _replaced(
 
 
 def _later(state: GrowthState, method: GrowthMethod, context: GrowthContext, growth: GrownTensors) -> GrowthState:
-    """State of the stage that begins."""
     graph, before, after, carry = context.graph, state.widths, context.new_widths, growth.carry
     past = annealed(state.norm_weights, state.norm_progress)
     kept = {name: rows for name, rows in state.multipliers.items() if name not in growth.folded}
@@ -344,12 +358,6 @@ def gradients_follow(method: GrowthMethod, growth: GrownTensors) -> Carry:
     # Outputs z become z' = z / factor for good. To first order the loss has the slope there that it had: dL/dz' of the
     # grown network is dL/dz, not dL/dz * factor as it is where the output is multiplied again.
     return replace(growth.carry, every=growth.carry.every / growth.output_factor)
-
-
-def _check_widths(method: GrowthMethod, state: GrowthState, new_widths: Mapping[str, int]) -> None:
-    for group, width in state.widths.items():
-        if new_widths[group] < width and not method.shrinks:
-            raise ValueError(f"{group} would shrink from {width} to {new_widths[group]}; {method.name} only widens")
 
 
 def _observed(
@@ -382,7 +390,6 @@ def _forgetful(model: nn.Module, before: Outputs, emptied: Sequence[str]) -> Out
 
 
 def _warn_of_terms(before: Outputs, after: Outputs) -> None:
-    """Warn if a number that the network returns after its output depends on what has grown."""
     changes = [
         (float(old), float(new))
         for old, new in zip(before.terms, after.terms, strict=False)
@@ -397,9 +404,9 @@ def _warn_of_terms(before: Outputs, after: Outputs) -> None:
         )
 
 
-def _new_tensors(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Tensor], Carry]:
+def _known(graph: WidthGraph, averaged_event: GrowthEvent) -> tuple[Mapping[str, Any], Any]:
     new = {name: new.detach() for name, (_, new) in averaged_event.replaced.items()}
-    return with_offset(graph, new), averaged_event.carry
+    return averaged_event.observed, (as_applied(graph, new), averaged_event.carry)
 
 
 def _checked(
@@ -412,7 +419,7 @@ def _checked(
     agree: Agree,
     average: Average,
 ) -> dict[str, Any]:
-    """Compare outputs, then add the noise that breaks symmetries; parity fields of the event.
+    """Compare outputs, then add the noise that breaks symmetries; return the parity fields of the event.
 
     Raises:
         ParityError: the outputs changed by more than the method allows.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.devices import on_cpu
+from growlab.growth.constants import as_applied
 from growlab.growth.data_driven import Candidates, DataDriven
 from growlab.growth.fans import ChannelView, GroupTensors, group_tensors
 from growlab.growth.measurement import IdentityNorms, Measurement, Pass, Seen, right_derivatives
@@ -50,7 +51,7 @@ def bottlenecks(
     Returns:
         Bottlenecks by group; without groups at full width, and those with several producers or consumers.
     """
-    tensors = tensors_of(data.model, graph)
+    tensors = as_applied(graph, tensors_of(data.model, graph))
     context = GrowthContext(graph, tensors, widths, widths, seed, 0, data=data)
     growing = [fans for fans in measurable(graph, data.model) if widths[fans.group] < graph.full_widths[fans.group]]
     if not growing:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,15 +20,11 @@ class TensorDim:
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """Tensors that produce and consume a group's channels.
+    """Tensors that produce and consume a group's channels; layers, except `depthwise`, are no depthwise ones.
 
     Attributes:
-        group: the width group.
-        producers: layers whose output channels they are; no depthwise ones.
-        consumers: layers whose input channels they are; no depthwise ones.
-        incoming: weights of the producers, then their biases: the incoming weights of a channel.
-        outgoing: weights of the consumers: the outgoing weights of a channel.
-        depthwise: layers that map each channel by its own filter.
+        incoming: weights of the producers, then their biases.
+        outgoing: weights of the consumers.
         norms: batch and instance normalisations of the channels.
     """
 
@@ -64,16 +61,17 @@ def group_tensors(graph: WidthGraph, group: str) -> GroupTensors:
     )
 
 
+def names_of(groups: Sequence[GroupTensors], *sides: str) -> list[str]:
+    """Names of the groups' incoming ("incoming") or outgoing ("outgoing") weights, without duplicates."""
+    return list(dict.fromkeys(slot.name for fans in groups for side in sides for slot in getattr(fans, side)))
+
+
 @dataclass(frozen=True)
 class ChannelView:
     """Reads and writes channels' entries of tensors at some widths, among the channels of other widths.
 
-    Attributes:
-        graph: the width graph.
-        widths: width of each group in the tensors.
-        among: only entries whose other dimensions are among the first channels, up to these widths, are used: for a
-            new
-            channel, its connections with old ones.
+    Only entries whose other dimensions are among the first channels, up to the widths `among`, are used: for a new
+    channel, its connections with old ones.
     """
 
     graph: WidthGraph
@@ -107,9 +105,7 @@ class ChannelView:
             positions = self._positions(slot, group, channels)
             sizes = [len(p) for p in positions]
             sizes.insert(0, sizes.pop(slot.dim))
-            count = sizes[0] // max(len(channels), 1)
-            for size in sizes[1:]:
-                count *= size
+            count = sizes[0] // max(len(channels), 1) * prod(sizes[1:])
             part = values[:, start : start + count].reshape(sizes).movedim(0, slot.dim)
             start += count
             new = tensors[slot.name].clone()
@@ -118,14 +114,13 @@ class ChannelView:
 
     def size(self, slots: Sequence[TensorDim], group: str) -> int:
         """Number of entries of one channel."""
-        total = 0
-        for slot in slots:
-            count = 1
-            for dim, axis in enumerate(self.graph.axes[slot.name]):
-                own = sum(part.outer * part.inner for part in axis.parts if part.group == group)
-                count *= own if dim == slot.dim else axis.length(self.among)
-            total += count
-        return total
+
+        def length(axis: Axis, is_own: bool) -> int:
+            own = sum(part.outer * part.inner for part in axis.parts if part.group == group)
+            return own if is_own else axis.length(self.among)
+
+        axes = ((slot.dim, self.graph.axes[slot.name]) for slot in slots)
+        return sum(prod(length(axis, dim == own) for dim, axis in enumerate(every)) for own, every in axes)
 
     def _positions(self, slot: TensorDim, group: str, channels: Tensor) -> list[Tensor]:
         return [

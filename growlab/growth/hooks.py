@@ -35,7 +35,7 @@ class OutputScale:
         self.state = state
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Return the output times the factor; the output itself if the factor is 1."""
+        """Multiply the output, unless the factor is 1."""
         factor = self.state.output_factor
         return output if factor == 1.0 else output * factor
 
@@ -77,14 +77,7 @@ def attach(network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Re
 
     If the network returns only tensors, its output is multiplied. Otherwise (a dictionary of a loss and logits) the
     outputs of the layers that set its scale are, so that values computed from them inside the network, such as the
-    loss, are correct too.
-
-    Args:
-        network: the network, or a copy of it, which may have hooks of the original already.
-        graph: its width graph.
-        state: read in every forward pass and written into every state_dict.
-        resize: method of the grower, kept by a weak reference; see `Resize`.
-        probe: positional inputs.
+    loss, are correct too. The method `resize` of the grower is kept by a weak reference.
     """
     detach(network)
     scale = OutputScale(state)
@@ -136,11 +129,9 @@ class ModuleHook:
 
     Attributes:
         attribute: its name in that dictionary.
-        keys: names of its entries of the state_dict, behind the module's prefix.
     """
 
     attribute: ClassVar[str]
-    keys: tuple[str, ...]
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -152,14 +143,15 @@ class ModuleHook:
         )
         # A compiled module would hand an attribute that is set or asked for on to the module that it wraps;
         # `torch.distributed.checkpoint` expects one for each entry.
-        module.__dict__.update({self.attribute: self, **dict.fromkeys(self.keys, self)})
+        self._names = (self.attribute, *self.entries())
+        module.__dict__.update(dict.fromkeys(self._names, self))
         _entries(module).holders.append(self)
 
     def remove(self) -> None:
         """Let the module be a plain one again."""
         for handle in self._handles:
             handle.remove()
-        for name in (self.attribute, *self.keys):
+        for name in self._names:
             self.module.__dict__.pop(name, None)
         holders = _entries(self.module).holders
         holders[:] = [one for one in holders if one is not self]
@@ -169,12 +161,8 @@ class ModuleHook:
         """Return the mode, or another context, in which a forward with these inputs runs."""
         raise NotImplementedError
 
-    def save(self, state: dict[str, Any], prefix: str) -> None:
-        """Add its entries to a state_dict."""
-        raise NotImplementedError
-
-    def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
-        """Load its entries (names begin with `prefix`) and remove them from `state`."""
+    def entries(self) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
+        """Return its entries of the state_dict, by name behind the module's prefix: the tensor, and what sets it."""
         raise NotImplementedError
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -223,7 +211,7 @@ def _tidy(module: nn.Module) -> None:
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for holder in _entries(module).holders:
-        holder.save(state, prefix)
+        state.update({prefix + name: tensor for name, (tensor, _) in holder.entries().items()})
 
 
 def _load(
@@ -237,19 +225,20 @@ def _load(
     errors: list[str],
 ) -> None:
     for holder in _entries(module).holders:
-        holder.load(state, prefix, missing, errors)
+        for name, (own, load) in holder.entries().items():
+            saved = state.pop(prefix + name, None)
+            if saved is None:
+                missing.append(prefix + name)
+            elif saved.shape != own.shape:
+                errors.append(f"{prefix + name} has {len(saved)} channels, the network has {len(own)}.")
+            else:
+                load(saved)
 
 
 def check_reached(module: nn.Module, what: str) -> None:
-    """Raise an error if the hooked module calls an operation where backward would bypass the hook.
+    """Raise a UserError if the hooked module calls an operation on `what` where backward would bypass the hook.
 
-    Args:
-        module: the module whose forward runs.
-        what: the operand of the operation, for the message.
-
-    Raises:
-        UserError: the operation is called inside activation checkpointing or a custom `autograd.Function` in that
-            forward.
+    That is inside activation checkpointing or a custom `autograd.Function`.
     """
     if torch.compiler.is_compiling():
         return

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from growlab.base import ranks
 from growlab.base.devices import as_given, on_cpu
 from growlab.base.errors import UserError
+from growlab.growth.constants import as_stored
 from growlab.growth.outputs import arithmetic, main_output, network_inputs, without_side_effects
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
@@ -163,7 +164,8 @@ class Measurement:
         """Run the batches through the network with other tensors, in train mode without dropout.
 
         Args:
-            tensors: tensors by name that replace the network's; of any consistent widths.
+            tensors: tensors by name, as the network applies them (`as_applied`), that replace its own; of any
+                consistent widths.
             visit: called after each forward pass with gradients enabled; its results are averaged.
             modes: contexts entered around the passes.
             watched: paths of modules whose inputs and outputs are passed to `visit`.
@@ -180,7 +182,7 @@ class Measurement:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         before = self._widths()
-        replaced = replace_tensors(self.model, self.graph, tensors)
+        plain, replaced = self._replaced(tensors)
         self._weigh(before)
         shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
         try:
@@ -188,6 +190,7 @@ class Measurement:
                 # Frozen layers too: methods need the derivatives by them.
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
+                stack.enter_context(plain)
                 seen = stack.enter_context(_watching(self.model, watched))
                 quiet = stack.enter_context(without_side_effects(self.model))
                 stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
@@ -228,6 +231,13 @@ class Measurement:
             self.cost.peak_memory_bytes = max(peak, self.cost.peak_memory_bytes or 0)
         self.cost.seconds += time.perf_counter() - began
         return result
+
+    def _replaced(self, tensors: Mapping[str, Tensor]) -> tuple[TorchFunctionMode, dict[str, tuple[Tensor, Tensor]]]:
+        """Put tensors in the network; also return the mode that it has to run in, for normalised weights."""
+        stored, computed = as_stored(self.graph, tensors), self.graph.weight_norms
+        given = ((name, tensors[name] if name in computed else stored[name]) for name in tensors)
+        replaced = replace_tensors(self.model, self.graph, given)
+        return _plain_weights([new for name, (_, new) in replaced.items() if name in computed]), replaced
 
     @contextlib.contextmanager
     def _counted(self, work: Hashable, listeners: list[Listener]) -> Iterator[None]:
@@ -344,12 +354,20 @@ def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen
         return hook
 
     known = dict(model.named_modules())
-    hooks = [known[name].register_forward_hook(record(name)) for name in dict.fromkeys(names)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(names):
+            stack.enter_context(known[name].register_forward_hook(record(name)))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _plain_weights(weights: Sequence[Tensor]) -> TorchFunctionMode:
+    """Mode in which weight normalisations of these tensors return them: they stand for the normalised weights."""
+
+    def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+        # A view: set as an attribute, the parameter itself would become one of the module's.
+        return v.view_as(v) if any(v is weight for weight in weights) else torch._weight_norm(v, g, dim)
+
+    return _InPlaceOf({torch._weight_norm: weight_norm})
 
 
 class _FlopCounter:
@@ -363,7 +381,6 @@ class _FlopCounter:
         self.flops = 0
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add the FLOPs of an operation."""
         formula, of_shapes = _formulas(func)
         if formula is None:
             return

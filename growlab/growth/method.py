@@ -26,10 +26,7 @@ _Found = TypeVar("_Found")
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
-    """Return a CPU generator seeded from the run's seed, the stage and a name.
-
-    Every rank and every resumed run therefore draws the same numbers, in any order of draws.
-    """
+    """Return a CPU generator seeded from the run's seed, the stage and a name: ranks and resumed runs draw the same."""
     digest = hashlib.sha256(f"{seed}/{stage}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -125,10 +122,6 @@ class GrowthContext:
         """Return True if the event changes the tensor's shape."""
         return self.graph.changes(name, self.old_widths, self.new_widths)
 
-    def fan_in(self, layer: Layer, widths: Mapping[str, int]) -> int:
-        """Number of inputs that one output of the layer sums, the receptive field included."""
-        return self.graph.fan_in(layer, widths)
-
     @cached_property
     def layers(self) -> dict[str, Layer]:
         """Layers whose weight changes shape, by the name of the weight."""
@@ -137,11 +130,15 @@ class GrowthContext:
 
     @cached_property
     def norm_defaults(self) -> dict[str, float]:
-        """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0."""
+        """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0.
+
+        A new row of a normalised weight w is stored as it is: |v| / g is 1.
+        """
         defaults = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
         norms = (*self.graph.norms, *self.graph.channel_norms)
         found = ((getattr(norm, kind, None), value) for norm in norms for kind, value in defaults.items())
-        return {name: value for name, value in found if name is not None}
+        known = {name: value for name, value in found if name is not None}
+        return {**known, **dict.fromkeys(self.graph.lengths, 1.0)}
 
     @cached_property
     def gates_of_biases(self) -> dict[str, int]:
@@ -193,11 +190,11 @@ class NewWeights:
 
     def std(self, context: GrowthContext, layer: Layer) -> float:
         """Standard deviation of the layer's new weights after the event."""
-        fan_in = context.fan_in(layer, context.new_widths)
+        fan_in = context.graph.fan_in(layer, context.new_widths)
         is_output = layer.weight in context.output_layers
         if self.rule == "as_network":
             # The seed's old tensors are those of the full-width network, narrowed.
-            before = context.fan_in(layer, context.old_widths if context.stage else context.graph.full_widths)
+            before = context.graph.fan_in(layer, context.old_widths if context.stage else context.graph.full_widths)
             return _spread(context, layer) * sqrt(before / fan_in) ** (self.output_power if is_output else 1)
         if is_output:
             variance = 1.0 / fan_in**self.output_power
@@ -375,7 +372,7 @@ class GrowthMethod(Described, ABC):
     def multiplied(self, context: GrowthContext) -> frozenset[str]:
         """Names of weights whose rows the forward may multiply from now on; others get the factors folded in."""
         layers = context.graph.layers if self.layer_multipliers else ()
-        return frozenset(layer.weight for layer in layers)
+        return frozenset(layer.weight for layer in layers) - context.graph.weight_norms.keys()
 
     @abstractmethod
     def grow(self, context: GrowthContext) -> GrownTensors:
@@ -393,7 +390,8 @@ class GrowthMethod(Described, ABC):
             names |= {name for layer in context.graph.layers for name in (layer.bias, layer.offset) if name}
             names -= context.gates_of_biases.keys()
         names = (names | context.graph.emitters) - context.constants.keys()
-        growing = [name for name in context.graph.axes if name in names and context.graph.grows(name)]
+        lengths = context.graph.lengths
+        growing = [n for n in context.graph.axes if n in names and context.graph.grows(lengths.get(n, n))]
         return OneByOne(growing, partial(self.new_weights.draw, context))
 
     def noise(self, context: GrowthContext) -> Mapping[str, Tensor]:

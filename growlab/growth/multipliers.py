@@ -17,7 +17,7 @@ normalise the gradient (Adam) do not notice the division and move the product m_
 multiplied by default, see `multipliers` of `growlab.growth.VarianceTransfer`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,6 @@ class _Weight:
         self.set(torch.tensor(list(rows), dtype=torch.float64))
 
     def set(self, rows: Tensor) -> None:
-        """Multipliers from now on, float64 [rows]."""
         with torch.inference_mode(False):
             # A clone: what was made in inference mode stays so.
             self.rows = rows.detach().clone().double().cpu().view(-1, *[1] * self._other_dims)
@@ -175,7 +174,7 @@ class _Weight:
             return torch.addcmul((parameter * rest).detach(), parameter, inverse)
 
     def is_own(self, value: Any) -> bool:
-        """Return True if a value is one of the factors by which `multiplied` itself multiplies the weight."""
+        """Return True for one of the factors by which `multiplied` itself multiplies the weight."""
         return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 
@@ -190,30 +189,10 @@ class _Multiplying(ModuleHook):
         self.own = [weight for weight in weights if weight.owner is module]
         super().__init__(module)
 
-    @property
-    def keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Names of its entries of the state_dict, behind the module's prefix."""
-        return tuple(weight.attribute + _KEY for weight in self.own)
-
-    def save(self, state: dict[str, Any], prefix: str) -> None:
-        """Add multipliers to a state_dict."""
-        for weight in self.own:
-            state[prefix + weight.attribute + _KEY] = weight.rows.flatten()
-
-    def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
-        """Take multipliers out of a state_dict."""
-        for weight in self.own:
-            key = prefix + weight.attribute + _KEY
-            saved = state.pop(key, None)
-            if saved is None:
-                missing.append(key)
-            elif saved.numel() != weight.rows.numel():
-                errors.append(f"{key} has {len(saved)} rows, the network has {len(weight.rows)}.")
-            else:
-                weight.set(saved)
+    def entries(self) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
+        return {weight.attribute + _KEY: (weight.rows.flatten(), weight.set) for weight in self.own}
 
     def mode(self, inputs: tuple[Any, ...]) -> "TorchFunctionMode | _Replaced":
-        """Return the mode in which a forward runs."""
         weights = [(weight.prepare(), weight) for weight in self.weights]
         module = self.module
         if (

@@ -37,16 +37,10 @@ _CALLED_WITH = ("input", "running_mean", "running_var", "weight", "bias", "train
 def statistics_writer(
     context: GrowthContext, growth: GrownTensors, tensors: Mapping[str, Tensor], average: Callable[[Tensor], Tensor]
 ) -> Callable[[Moments], None]:
-    """Return a callback that writes the probe batch's statistics into new channels.
+    """Return a callback that writes the probe batch's statistics into new channels of the grown network's `tensors`.
 
     Channels whose statistics the method sets, such as copies, keep these. An average of networks takes the statistics
-    of the network that it averages.
-
-    Args:
-        context: the event.
-        growth: the result of its method.
-        tensors: the grown network's, by name; running averages are written in place.
-        average: maps this process's tensor to the mean over all processes.
+    of the network that it averages. `average` maps this process's tensor to the mean over all processes.
     """
     new = dict(_new_channels(context, growth))
     averaged_event = None if context.averaged_event is None else context.averaged_event[0]
@@ -87,16 +81,9 @@ def _new_channels(context: GrowthContext, growth: GrownTensors) -> Iterable[tupl
 def eps_follows(
     model: nn.Module, context: GrowthContext, growth: GrownTensors, tensors: Mapping[str, Tensor]
 ) -> Setting | None:
-    """Make a context in which the eps of a grown network's batch normalisations is scaled with their inputs.
+    """Return a function that makes a context in which eps of batch normalisations is scaled with their inputs.
 
-    Args:
-        model: the network, after the event.
-        context: the event.
-        growth: the tensors and scales that its method has computed.
-        tensors: the grown network's, by name.
-
-    Returns:
-        A function that makes the context, or None if no normalisation's input was rescaled.
+    None if no normalisation's input was rescaled. `model` and `tensors` are those of the grown network.
     """
     rescaled = {}
     for norm in context.graph.norms:

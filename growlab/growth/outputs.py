@@ -133,11 +133,9 @@ class _Called(TorchFunctionMode):
         self._moments = moments
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        """Start recording: a forward pre-hook."""
         self.__enter__()
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Stop recording: a forward hook."""
         self.__exit__(None, None, None)
 
     def __torch_function__(
@@ -185,7 +183,7 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
 def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
     """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
     devices, dtypes = _devices_and_dtypes(model)
-    in_double = doubles_kept() if dtypes == {torch.float64} else contextlib.nullcontext()
+    in_double = _DoublesKept() if dtypes == {torch.float64} else contextlib.nullcontext()
     with (
         torch.no_grad(),
         autocast_off(devices),
@@ -206,15 +204,6 @@ def arithmetic() -> contextlib.AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
-def doubles_kept() -> contextlib.AbstractContextManager[Any]:
-    """Context in which casts of float64 tensors to float32 are ignored.
-
-    Language models compute normalisations and softmax in float32 for weights of any type: outputs of a network in
-    float64 would be rounded to float32.
-    """
-    return _DoublesKept()
-
-
 def main_output(output: Any) -> Tensor:
     """Return the first tensor of a network's output: auxiliary heads of train mode come after it."""
     tensors = tensors_in(output)
@@ -228,7 +217,11 @@ _PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmu
 
 
 class _DoublesKept(TorchFunctionMode):
-    """Ignores casts of float64 to float32, and casts integers, such as positions, to float64 instead."""
+    """Ignores casts of float64 to float32, and casts integers, such as positions, to float64 instead.
+
+    Language models compute normalisations and softmax in float32 for weights of any type: outputs of a network in
+    float64 would be rounded to float32.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -249,15 +242,8 @@ class _DoublesKept(TorchFunctionMode):
 class _Quiet(TorchFunctionMode):
     """Disables dropout and notes other random draws, whose shapes may depend on widths.
 
-    Args:
-        model: the network.
-        snapshot: snapshot of its state.
-        devices: types of the devices on which autocast stays off.
-
-    Attributes:
-        snapshot: the same.
-        seen: True once random numbers were drawn.
-        means: replace each draw by its mean.
+    `seen` is True once random numbers were drawn; with `means` each draw is replaced by its mean. Autocast stays off on
+    `devices`.
     """
 
     _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
@@ -424,17 +410,10 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
 
 
 def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
-    """Run a network in eval and train mode and record which caches this fills, for `forget_caches` to empty.
+    """Run a network in eval and train mode, return its outputs, and record caches for `forget_caches` to empty.
 
     A cache is an attribute that was empty before the run and is a tensor after it. Other attributes of its module that
     the first run changes and a second one does not, such as the filled length of a table, belong to it.
-
-    Args:
-        network: the network; left unchanged.
-        probe: positional inputs.
-
-    Returns:
-        The network's outputs, in eval mode and in train mode.
     """
     with without_side_effects(network):
         before = Snapshot(network, "nothing")
@@ -464,10 +443,7 @@ def empty_caches(network: nn.Module) -> Iterator[bool]:
 def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> list[str]:
     """Empty the caches that `find_caches` recorded if a forward now fills any of them with tensors of other shapes.
 
-    Args:
-        network: the network at its new widths.
-        probe: the positional inputs given to `find_caches`.
-        failures: exceptions of a forward pass that the new widths may cause; the caches then stay empty.
+    They also stay empty where a forward at the new widths raises one of the `failures`.
 
     Returns:
         Names of what stays empty: attributes, or indices in a container.

@@ -28,15 +28,10 @@ _PIECE = 2**18
 
 @dataclass(frozen=True)
 class Parity:
-    """Change of a network's outputs, relative to before, and its tolerances.
+    """Relative output errors in eval and in train mode, and the largest ones that are allowed; None: any."""
 
-    Attributes:
-        errors: relative output errors in eval and in train mode.
-        tolerances: largest allowed errors; None: any.
-    """
-
-    errors: tuple[float, float]
-    tolerances: tuple[float, float] | None
+    errors: Sequence[float]
+    tolerances: Sequence[float] | None
 
     @property
     def kept(self) -> bool:
@@ -65,20 +60,20 @@ def compare(
     Args:
         model: the network, after the change.
         probe: its positional inputs.
-        before: what it put out before the change.
-        after: what it puts out now.
+        before: outputs before the change.
+        after: outputs now.
         agree: see `growlab.growth.grow`.
         factor: what the outputs are multiplied by from now on.
         allowed: relative errors beyond rounding that the change may make in eval and in train mode; None: any.
         setting: see `observe`.
     """
     pairs = ((before.eval, after.eval), (before.train, after.train))
-    errors = _pair(agree([relative_error(*pair, factor) for pair in pairs]))
+    errors = agree([relative_error(*pair, factor) for pair in pairs])
     if allowed is None:
         return Parity(errors, None)
 
     def parity(by_eval: float, by_train: float) -> Parity:
-        return Parity(errors, _pair(agree([by_eval + allowed[0], by_train + allowed[1]])))
+        return Parity(errors, agree([by_eval + allowed[0], by_train + allowed[1]]))
 
     usual = rounding(model, before.eval)
     usually = parity(usual, usual)
@@ -101,11 +96,6 @@ def _tell_of_moods(
             type(model).__name__,
             error,
         )
-
-
-def _pair(two: Sequence[float]) -> tuple[float, float]:
-    by_eval, by_train = two
-    return by_eval, by_train
 
 
 def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
@@ -142,12 +132,6 @@ def rounding_measured(
     Measured by what the output changes where each parameter is off by half a unit in its last place, times a standard
     normal number: in deep networks more than in most. Where batch normalisation's running averages lag behind, early in
     training, eval mode may put out no more than rounding; then train mode alone can tell.
-
-    Args:
-        model: the network; left as it is.
-        probe: its positional inputs.
-        outputs: what it puts out as it is.
-        setting: see `observe`.
     """
     usual, kept = rounding(model, outputs.eval), []
     with torch.no_grad():

@@ -21,16 +21,11 @@ def rescale(
     classes: Mapping[int, float],
     weights: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Multiply every activation by the factor of its scale class.
+    """Multiply every activation by the factor of its scale class (1 where absent).
 
-    A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a and its bias
-    by b. A batch normalisation removes a factor: see `_rescaled_norm`.
-
-    Args:
-        graph: the width graph.
-        tensors: parameters and buffers by name; 1.0 in the place of a weight yields its factor.
-        classes: factor of each scale class; 1 where absent.
-        weights: factors of weights, by name, used instead of b / a: the caller compensates for the rest.
+    A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a, or by its
+    entry of `weights`, where the caller compensates for the rest, and its bias by b. A batch normalisation removes a
+    factor: see `_rescaled_norm`. 1.0 in the place of a weight yields its factor.
 
     Returns:
         The tensors that change, by name, and the factor on the input of each batch normalisation, by its name.
@@ -69,12 +64,8 @@ class Folded(NamedTuple):
 def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Folded]:
     """Multiply the network's output by `factor` permanently, through the weights and biases that produce it.
 
-    Row multipliers of the forward (`GrowthState.multipliers`) are folded into the weights too.
-
-    Args:
-        model: the network, changed in place; its parameters stay the same objects.
-        graph: its width graph.
-        factor: factor on the output.
+    Row multipliers of the forward (`GrowthState.multipliers`) are folded into the weights too. Parameters stay the same
+    objects.
 
     Returns:
         Factors of the parameters that changed, by name. A weight W with multipliers m becomes m W and its gradient is
@@ -90,6 +81,7 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> di
         known[name] = Folded(rows, rows)
     ones = scalars(dict(model.named_parameters()))
     outer = rescale(graph, ones, {graph.output_class: factor})[0] if factor != 1.0 else {}
+    outer |= {g: outer[v] for g, v in graph.lengths.items() if v in outer}
     for name, scale in outer.items():
         inner = known.get(name) or Folded(ones[name], ones[name])
         known[name] = Folded(inner.weight * scale, inner.gradient / scale)
@@ -112,14 +104,13 @@ def folded(model: nn.Module, graph: WidthGraph, factor: float) -> dict[str, Tens
         return weights
     tensors = {**tensors_of(model, graph), **weights}
     with torch.no_grad():
-        return weights | rescale(graph, tensors, {graph.output_class: factor})[0]
+        scaled, _ = rescale(graph, tensors, {graph.output_class: factor})
+        scaled |= {g: tensors[g] * factor for g, v in graph.lengths.items() if v in scaled}
+        return weights | scaled
 
 
 def eps_ratio(variance: Tensor, scale: float, eps: float) -> Tensor:
-    """Factor on a normalisation's output when its input is rescaled but eps is not.
-
-    `sqrt(c^2 (v + eps) / (c^2 v + eps))` for variance v and scale c.
-    """
+    """Factor sqrt(c^2 (v + eps) / (c^2 v + eps)) on a normalisation's output if its input is rescaled by c."""
     return torch.sqrt(scale**2 * (variance + eps) / (scale**2 * variance + eps))
 
 
@@ -143,13 +134,8 @@ def with_attention_scale(
     """Rescale queries to undo the change of attention's scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
     Attention divides the products of queries and keys by the root of their dimension. From d to d' the tensors that
-    queries are linear in are multiplied by sqrt(d' / d), and their gradients divided by it.
-
-    Args:
-        context: the event.
-        growth: the result of the growth method.
-        multiplied: names of weights that get the factor as a row multiplier in the forward (see
-            `growlab.growth.multipliers`), so that their variance stays as set by the method.
+    queries are linear in are multiplied by sqrt(d' / d), and their gradients divided by it. Weights in `multiplied` get
+    the factor as a row multiplier in the forward, so that their variance stays as set by the method.
     """
     own, scales = dict[str, float](), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)

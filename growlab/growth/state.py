@@ -55,39 +55,19 @@ class GrowthState:
         return self.stage - self.unscheduled
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the state as plain containers, for a checkpoint."""
-        return {
-            "stage": self.stage,
-            "widths": dict(self.widths),
-            "births": {group: list(births) for group, births in self.births.items()},
-            "output_factor": self.output_factor,
-            "asked": self.asked,
-            "norm_weights": {group: list(weights) for group, weights in self.norm_weights.items()},
-            "norm_progress": self.norm_progress,
-            "blocks": dict(self.blocks),
-            "multipliers": {name: list(rows) for name, rows in self.multipliers.items()},
-            "unscheduled": self.unscheduled,
-            "tokens": list(self.tokens),
-            "constants": dict(self.constants),
-        }
+        """Return the state as plain containers, for a checkpoint; its tensors are not copied."""
+        return {name: _copied(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "GrowthState":
         """Restore a state from the result of `as_dict`."""
-        return cls(
-            int(content["stage"]),
-            dict(content["widths"]),
-            {group: list(births) for group, births in content["births"].items()},
-            float(content["output_factor"]),
-            int(content["asked"]),
-            {group: list(weights) for group, weights in content["norm_weights"].items()},
-            float(content["norm_progress"]),
-            dict(content.get("blocks", {})),
-            {name: list(rows) for name, rows in content.get("multipliers", {}).items()},
-            int(content.get("unscheduled", 0)),
-            list(content.get("tokens", ())),
-            dict(content.get("constants", {})),
-        )
+        return cls(**{each.name: _copied(content[each.name]) for each in fields(cls) if each.name in content})
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return list(value) if isinstance(value, list) else value
 
 
 @dataclass

@@ -37,20 +37,10 @@ def carried_weights(
     before: Mapping[str, int],
     after: Mapping[str, int],
 ) -> dict[str, list[float]]:
-    """Weights that keep the statistics unchanged when widths change.
+    """Weights that keep the statistics unchanged when widths change, of groups where they are not all 1.
 
     A channel's share of the statistics goes where its share of the gradient goes: to itself, or in equal parts to its
     copies (`Carry.sources` and `Carry.rows`); a channel that follows from none gets 0.
-
-    Args:
-        graph: the network's width graph.
-        weights: weights before, of groups whose weights are not all 1.
-        carry: of the growth event.
-        before: width of each group before.
-        after: width of each group after.
-
-    Returns:
-        The weights of groups that are normalised and whose weights are not all 1.
     """
     result = {}
     for group in dict.fromkeys(group for norm in graph.channel_norms for group in norm.axis.groups):
@@ -75,17 +65,7 @@ def annealed(starts: Mapping[str, Sequence[float]], progress: float) -> dict[str
 def weigh(
     model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], weights: Mapping[str, Sequence[float]]
 ) -> list[str]:
-    """Set the channel weights of a network's normalisations.
-
-    Args:
-        model: its parameters, buffers and classes stay as they are.
-        graph: its width graph.
-        widths: width of each group now.
-        weights: of the channels of each group; 1 for groups that are left out.
-
-    Returns:
-        Paths of the modules whose statistics are weighted now; all others are plain.
-    """
+    """Set the channel weights of a network's normalisations (others are 1); return the paths of weighted modules."""
     modules = dict(model.named_modules())
     weighted: list[str] = []
     for norm in graph.channel_norms:
@@ -117,7 +97,7 @@ def weighted_modules(model: nn.Module) -> list[str]:
 class _Weighing(ModuleHook):
     """Makes the normalisation that a module's forward calls a weighted one."""
 
-    attribute, keys = _ATTRIBUTE, (_KEY,)
+    attribute = _ATTRIBUTE
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = torch.empty(0)
@@ -127,30 +107,16 @@ class _Weighing(ModuleHook):
         super().__init__(module)
 
     def set(self, weights: Tensor) -> None:
-        """Weights from now on, float64 [channels]."""
         if weights.shape == self.weights.shape:
             # The very same tensor, which a compiled forward has seen.
             self.weights.copy_(weights)
         else:
             self.weights = weights
 
-    def save(self, state: dict[str, Any], prefix: str) -> None:
-        """Add the weights to a state_dict."""
-        state[prefix + _KEY] = self.weights
-
-    def load(self, state: dict[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
-        """Take weights out of a state_dict."""
-        key = prefix + _KEY
-        saved = state.pop(key, None)
-        if saved is None:
-            missing.append(key)
-        elif saved.shape != self.weights.shape:
-            errors.append(f"{key} has {len(saved)} channels, the network has {len(self.weights)}.")
-        else:
-            self.weights.copy_(saved)
+    def entries(self) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
+        return {_KEY: (self.weights, self.weights.copy_)}
 
     def mode(self, inputs: tuple[Any, ...]) -> TorchFunctionMode:
-        """Return the mode in which a forward with these inputs runs."""
         example = next(self.module.parameters(), inputs[0])
         if self.weights.device != example.device:
             self.weights = self.weights.to(example.device)
@@ -335,7 +301,6 @@ def _normalize(
 
 
 def _counts(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> Tensor:
-    """Return the weight of each channel in a sum, at least in float32."""
     counted = next(counted for dim, counted in sums.items() if dim % x.dim() == over)
     counts = weights * (len(weights) / weights.sum()) if counted else weights
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
@@ -343,7 +308,7 @@ def _counts(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> 
 
 
 def _weighed(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
-    """The dimension that is reduced over, if it is one that is weighed."""
+    """Return the dimension that is reduced over, if it is one that is weighed."""
     (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
     if isinstance(over, bool) or not isinstance(over, int):
         return None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from growlab.base.command_parser import CommandParser, amount, count, in_columns, sizes
+from growlab.base.command_parser import CommandParser, amount, command, count, in_columns, sizes
 from growlab.base.errors import UserError
 from growlab.inspect import METHODS, USUAL, Report, examine, expand, matrix
 from growlab.widths.groups import count_groups, report_lines
@@ -49,8 +49,9 @@ def describe(report: Report) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+@command
+def main(arguments: Sequence[str]) -> int:
+    """Report on the models of a command line; 1 if one does not grow exactly."""
     parser = CommandParser(
         prog="growlab widths",
         description=__doc__,
@@ -69,25 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--time-limit", type=amount, metavar="SEC", help="CPU seconds for each model of a matrix (60)")
     add("--memory-limit", type=amount, metavar="GB", help="for each model of a matrix")
     add("--jobs", type=count, metavar="N", help="processes of a matrix (1)")
-    try:
-        args = parser.parse_args(arguments)
-        methods = args.methods.split(",")
-        if unknown := set(methods) - set(METHODS):
-            raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
-        if args.matrix is not None:
-            return _matrix(args, methods)
-        alone = ("time_limit", "memory_limit", "jobs")
-        if given := [f"--{name.replace('_', '-')}" for name in alone if vars(args)[name] is not None]:
-            raise UserError(f"{given[0]} is for the models of a --matrix FILE: leave it out.")
-        reports = []
-        for name in args.models:
-            if sys.stderr.isatty():
-                text = f"tracing {name}, then growing it by {', '.join(methods)} in float64 ..."
-                print(text, file=sys.stderr, flush=True)
-            reports.append(examine(name, args.input_shape, 3, args.keep_full, methods))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(arguments)
+    methods = args.methods.split(",")
+    if unknown := set(methods) - set(METHODS):
+        raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
+    if args.matrix is not None:
+        return _matrix(args, methods)
+    alone = ("time_limit", "memory_limit", "jobs")
+    if given := [f"--{name.replace('_', '-')}" for name in alone if vars(args)[name] is not None]:
+        raise UserError(f"{given[0]} is for the models of a --matrix FILE: leave it out.")
+    reports = []
+    for name in args.models:
+        if sys.stderr.isatty():
+            text = f"tracing {name}, then growing it by {', '.join(methods)} in float64 ..."
+            print(text, file=sys.stderr, flush=True)
+        reports.append(examine(name, args.input_shape, 3, args.keep_full, methods))
     for report in reports:
         print(json.dumps(asdict(report)) if args.json else in_columns(describe(report)))
     return 1 if any(report.error is not None for report in reports) else 0

@@ -265,7 +265,7 @@ def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
         # Some are empty, such as a table of no register tokens.
         for parameter in filter(torch.numel, network.parameters()):
             if max(parameter.shape, default=1) == parameter.numel():
-                parameter += 0.1 * noise(parameter)
+                parameter.add_(0.1 * noise(parameter))
             elif float(parameter.std()) < _QUIET * (usual := parameter[0].numel() ** -0.5):
                 parameter.copy_(usual * noise(parameter))
         for name, buffer in network.named_buffers():

@@ -41,7 +41,7 @@ def torchvision_network(
     """
     if image_shape[0] != 3:
         raise UserError(f"torchvision's networks take images of 3 channels, these have {image_shape[0]}.")
-    network = _of_torchvision(name, num_classes=num_classes)
+    network: Any = _of_torchvision(name, num_classes=num_classes)
     if pretrained:
         choices = importlib.import_module("torchvision.models").get_model_weights(name)
         wanted = "DEFAULT" if pretrained is True else str(pretrained)

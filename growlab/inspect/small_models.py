@@ -153,7 +153,8 @@ class FirstOutput(nn.Module):
 
     def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
-        self.network, self.input_names = network, tuple(names)
+        self.network: Any = network
+        self.input_names = tuple(names)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return logits, embeddings of a projection, or the last hidden state."""
@@ -236,7 +237,7 @@ def _has_two_towers(config: Any) -> bool:
     return type(config) in auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING
 
 
-def inputs_of(network: nn.Module) -> dict[str, Tensor]:
+def inputs_of(network: Any) -> dict[str, Tensor]:
     """Draw two samples for a network of transformers, by the names of its inputs."""
     source = torch.Generator().manual_seed(0)
     config = network.config

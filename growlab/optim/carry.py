@@ -114,13 +114,8 @@ def follow_once(
 ) -> None:
     """Carry one of several optimizers that may share groups or state (wrappers), mapping each state once.
 
-    Args:
-        optimizer: any object that may have `param_groups` and `state`.
-        replaced: see `follow`.
-        widths: the network's width graph, widths before and after.
-        inheritance: see `follow`.
-        carry: see `follow`.
-        done: state mapped for previous optimizers, by its id: old and new; updated.
+    `widths` are the network's width graph and its widths before and after; `done` has the old and new state that was
+    mapped for previous optimizers, by its id. See `follow` for the rest.
     """
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     state = getattr(optimizer, "state", {})
@@ -258,10 +253,7 @@ def check_inheritance(inheritance: str) -> None:
 def check_following(optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance) -> None:
     """Check that an optimizer's state can be carried through an event that replaces parameters.
 
-    Args:
-        optimizer: any.
-        places: name and replacement of each parameter that is replaced, by its `id`.
-        inheritance: see `follow`.
+    `places` has the name and the replacement of each, by its `id`.
 
     Raises:
         ValueError: state that is not reset has neither its parameter's shape nor a single number; or the optimizer
@@ -350,10 +342,7 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
 
 
 def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are; 0 at new entries.
-
-    `place` maps a tensor of the old shape to the new one, with 0 at new entries.
-    """
+    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are; 0 at new entries."""
     old, new = place(before.to(kept)), after.to(kept)
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
     ratio = new / old
@@ -452,12 +441,9 @@ def _kept(parameter: Tensor, value: Any, name: str) -> Any:
 
 
 def replace_in_groups(optimizer: Any, replaced: Mapping[int, Tensor], moved: Moved = _kept) -> None:
-    """Replace parameters in an optimizer's groups, and in the containers that it keeps besides.
+    """Replace parameters, by their `id`, in an optimizer's groups, and in the containers that it keeps besides.
 
-    Args:
-        optimizer: any; groups stay the same objects.
-        replaced: the new parameter by `id` of the old one.
-        moved: applied to values of dictionaries whose keys are parameters that are replaced.
+    `moved` is applied to values of dictionaries whose keys are replaced.
     """
     # A wrapper of another optimizer shares its groups, which may be updated already.
     for group in getattr(optimizer, "param_groups", ()):

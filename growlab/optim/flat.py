@@ -16,12 +16,7 @@ _LONGEST = 4096
 
 
 class Flat:
-    """Elements of weights and their regions as a flat tensor; keeps an int32 index of the region of each element.
-
-    Args:
-        params: parameters of one device; only their shapes and strides are read.
-        regions: their regions, on that device.
-    """
+    """Elements of weights of one device and their regions as a flat tensor; of `params` shapes and strides are read."""
 
     def __init__(self, params: Sequence[Tensor], regions: Sequence[Regions]) -> None:
         self._key = [layout_key(p) for p in params]

@@ -4,9 +4,9 @@ import copy
 import logging
 import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from growlab.optim.carry import (
 )
 from growlab.optim.muon import Muon
 from growlab.optim.regional import Regional
-from growlab.optim.regions import Regions
 from growlab.widths import Carry, WidthGraph
 
 log = logging.getLogger(__name__)
@@ -38,36 +37,14 @@ log = logging.getLogger(__name__)
 _STEP_HOOKS, _LOAD_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_load_state_dict_pre_hooks"
 
 
-class Owner(Protocol):
-    """Interface of a Grower, as far as its followers use it."""
-
-    network: nn.Module
-    graph: WidthGraph
-    seed_widths: dict[str, int]
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """Parts, which may change the number of the network's parameters."""
-
-    def regions(self) -> dict[str, Regions]:
-        """Birth stages of the elements of parameters, as regions by name."""
-
-    def divisors(self) -> Mapping[Tensor, Tensor]:
-        """Divisors of the steps of optimizers that normalise gradients, by parameter; they broadcast."""
-
-    def on_step(self, after: bool) -> None:
-        """Act before (False) and after (True) each step of the network's optimizer."""
-
-
 class Followers:
     """Optimizers of a growing network, kept by weak references.
 
-    Args:
-        owner: the Grower, kept by a weak reference; its `on_step` is called around the steps of the network's
-            optimizer, the last one added if there are several.
+    The Grower's `on_step` is called around the steps of the network's optimizer, the last one added if there are
+    several.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Any) -> None:
         # A strong reference would keep the owner alive with copies of its optimizers.
         self._owner = weakref.ref(owner)
         self._known: list[weakref.ref[Optimizer]] = []
@@ -84,20 +61,14 @@ class Followers:
         return [optimizer for known in self._known if (optimizer := known()) is not None]
 
     @property
-    def _run(self) -> Owner:
-        owner = self._owner()
-        assert owner is not None
-        return owner
+    def _run(self) -> Any:
+        return self._owner()
 
     def add(self, optimizer: Optimizer, inheritance: Inheritance, announced: bool = False) -> None:
         """Add an optimizer; parameters that the network had before an event are exchanged for the present ones.
 
-        Those of blocks that the network does not have at present leave it.
-
-        Args:
-            optimizer: any.
-            inheritance: treatment of its state at an event, see `follow`.
-            announced: the loop calls `before_step` itself, once gradients are computed.
+        Those of blocks that the network does not have at present leave it. With `announced` the loop calls
+        `before_step` itself, once gradients are computed.
         """
         now = dict(self._run.network.named_parameters())
         past = {key: name for key, (parameter, name) in self._past.items() if parameter() is not None}
@@ -129,11 +100,7 @@ class Followers:
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._wait_for_network))
 
     def check(self, before: Mapping[str, int], after: Mapping[str, int]) -> None:
-        """Check before a growth event that every optimizer can follow it.
-
-        Raises:
-            ValueError: an optimizer has state that cannot follow.
-        """
+        """Raise a ValueError before a growth event if an optimizer has state that cannot follow."""
         graph = self._run.graph
         places = {
             id(parameter): (name, parameter)
@@ -152,16 +119,9 @@ class Followers:
         carry: Carry,
         graph: WidthGraph | None = None,
     ) -> None:
-        """Carry all optimizers, and accumulated gradients, through a growth event.
+        """Carry all optimizers, and accumulated gradients, through a growth event; see `growlab.optim.follow`.
 
-        State of other networks' parameters is unchanged.
-
-        Args:
-            replaced: old and new tensors by name.
-            before: width of each group before the event.
-            after: width of each group after it.
-            carry: the event's rule for gradients.
-            graph: width graph with these groups; None: the owner's.
+        State of other networks' parameters is unchanged. `graph` has the event's groups; None: the Grower's.
 
         Raises:
             ValueError: an optimizer has state that cannot follow.
@@ -193,11 +153,7 @@ class Followers:
     # State must be usable in training even if it is called under inference mode.
     @torch.inference_mode(False)
     def rescale(self, factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Rescale state and accumulated gradients of parameters that were multiplied by factors.
-
-        Args:
-            factors: by name, the factor on a parameter and the factor on its gradient from now on.
-        """
+        """Rescale state and gradients of parameters, by name, by factors on a parameter and on its gradient."""
         named = dict(self._run.network.named_parameters())
         own: dict[Tensor, tuple[Tensor, Tensor]] = {
             named[name]: factor for name, factor in factors.items() if name in named
@@ -212,11 +168,7 @@ class Followers:
                 parameter.grad = parameter.grad * replicated(gradient, parameter).expand_as(parameter)
 
     def exchange(self, past: Mapping[str, Tensor]) -> None:
-        """Exchange the parameters of all optimizers after the network was resized to load a checkpoint.
-
-        Args:
-            past: the network's previous parameters, by name.
-        """
+        """Exchange the `past` parameters, by name, after the network was resized to load a checkpoint."""
         now = dict(self._run.network.named_parameters())
         replaced = {id(old): now[name] for name, old in past.items() if name in now and old is not now[name]}
         for optimizer in self.optimizers:
@@ -278,13 +230,8 @@ class Followers:
         """Call the owner's `on_step` before a step of an announced optimizer."""
         self._step(False, optimizer)
 
-    def rebind(self, owner: Owner, memo: dict[int, Any]) -> None:
-        """Attach copies of the optimizers to a copy of the owner.
-
-        Args:
-            owner: the copy.
-            memo: memo of the `copy.deepcopy` that copies both.
-        """
+    def rebind(self, owner: Any, memo: dict[int, Any]) -> None:
+        """Attach copies of the optimizers to a copy of the Grower, in the `copy.deepcopy` with this memo."""
         self._owner, followers = weakref.ref(owner), self.optimizers
         about, pending = self._inheritance, self._pending
         self._known, self._handles, self._past, self._inheritance, self._pending = [], [], {}, {}, {}
@@ -353,12 +300,7 @@ def _sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
-    """Copy optimizer state to parameters that are copies of others.
-
-    Args:
-        optimizer: any.
-        sources: maps each copy to its original.
-    """
+    """Copy optimizer state to parameters, the keys, from those that they are copies of."""
     for parameter, source in sources.items():
         if source in optimizer.state:
             optimizer.state[parameter] = copy.deepcopy(optimizer.state[source])
@@ -374,15 +316,11 @@ def _has_any(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> None:
-    """Replace an optimizer's parameters by those of a network that was resized to load a checkpoint.
+    """Replace an optimizer's parameters, by their `id`, by those of a network that was resized to load a checkpoint.
 
     State that fits the new parameter is kept (the optimizer's state was loaded before the network); other state belongs
     to the old one and is removed. A tensor fits if each of its dimensions has a length of the parameter's, as with
     Adafactor's rows and columns, or 1.
-
-    Args:
-        optimizer: any `torch.optim.Optimizer`; groups stay the same objects.
-        replaced: the new parameter by `id` of the old one.
 
     Raises:
         UserError: other containers of the optimizer would not fit the new parameters.
@@ -413,11 +351,6 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
     group of the parameters whose names differ from its name only in numbers: `layers.3.norm.weight` that of
     `layers.0.norm.weight`.
 
-    Args:
-        optimizer: any.
-        past: the network's parameters before, by name.
-        now: the network's present parameters, by name.
-
     Raises:
         UserError: it has several groups, and names do not determine the group of a new parameter; or it keeps
             parameters outside of its groups too.
@@ -444,7 +377,7 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
 def _by_group(
     places: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
 ) -> list[list[Tensor]]:
-    """Sort parameters into groups by the group index of each previous one (None: not in the optimizer), by name."""
+    """Sort parameters into groups, by the group of each previous one (None: not in the optimizer) and names."""
     kinds: dict[str, set[int | None]] = {}
     for name, index in places.items():
         kinds.setdefault(re.sub(r"\d+", "*", name), set()).add(index)
@@ -466,19 +399,15 @@ def _by_group(
 
 
 class Compensated:
-    """Divide an optimizer's steps on weights by the multipliers that the network applies to them.
+    """Divide an optimizer's steps on weights by the multipliers that the network applies to them (`Grower.divisors`).
 
     Where the network uses m W, a step d of an optimizer that normalises gradients moves m W by d, as if there were no
     multiplier, and decoupled weight decay, which is in proportion to W already, shortens it as before:
 
         W <- (1 - decay) W + d / m
-
-    Args:
-        optimizer: an optimizer of torch or growlab; others may step on copies of weights.
-        owner: its `divisors` are the multipliers before each step.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Callable[[], Owner | None]) -> None:
+    def __init__(self, optimizer: Optimizer, owner: Callable[[], Any]) -> None:
         self._owner = owner
         self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         self.handles: list[RemovableHandle] = [

@@ -70,7 +70,7 @@ class LARS(Regional):
         return factors_K * _trust(group, norms[0], norms[1])
 
     def inherited(self, old: Tensor, new: Tensor, momentum: Tensor, carried: Tensor) -> Tensor:
-        """Rescale the momentum V of a grown weight that was carried like a gradient.
+        """Rescale the momentum V of a grown weight that was `carried` like a gradient, at the shape of the new W'.
 
         V is proportional to the weight's norm and has the gradients' direction; it does not depend on their scale:
 
@@ -78,12 +78,6 @@ class LARS(Regional):
 
         This is the V of a weight that always had its present size, if all gradients are scaled by the same factor. The
         part of weight decay is carried with the gradients'. Vectors are carried like gradients.
-
-        Args:
-            old: the parameter W before.
-            new: W', the parameter after.
-            momentum: V of W.
-            carried: V at the shape of W'.
         """
         if old.dim() < 2:
             return carried

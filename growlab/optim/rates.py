@@ -33,14 +33,7 @@ class BaseRate:
 
 
 class _Bounded:
-    """Base of rules with an upper bound on factors, and a warning when it first applies.
-
-    Args:
-        max_factor: the largest factor on the base rate, at least 1.
-
-    Raises:
-        UserError: `max_factor` is below 1.
-    """
+    """Base of rules with an upper bound on factors, at least 1, and a warning when it first applies."""
 
     def __init__(self, max_factor: float) -> None:
         given: Any = max_factor

@@ -228,11 +228,8 @@ class Regional(torch.optim.Optimizer):
     ) -> None:
         """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
 
-        Args:
-            params: weights with regions, of the same dtype and device; all are cut, or none.
-            tensors: gradients and state, each a list in the order of `params`.
-            values_PK: values per region; passed to `update` as rows that broadcast with the pieces.
-            update: works in place on the pieces of the weights and of the state.
+        All `params` are cut, or none. `tensors` are gradients and state, each a list in their order; `values_PK` are
+        passed to `update` as rows that broadcast with the pieces. It works in place on the pieces.
         """
         values_PK = [values.to(params[0].device, params[0].dtype) for values in values_PK]
         if not self._is_cut(params[0]):
@@ -313,12 +310,7 @@ class Regional(torch.optim.Optimizer):
 
 
 class Pieces:
-    """Partition of a tensor, its gradient and its state into pieces.
-
-    Args:
-        tensor: the parameter; only its shape, strides and device are read, so the partition is valid while they are the
-            same.
-        regions: its regions.
+    """Partition of a tensor, its gradient and its state into pieces, valid for the tensor's shape, strides and device.
 
     Attributes:
         whole: the layout, or the number of runs of rows, does not suit pieces; it is not partitioned.

@@ -150,7 +150,7 @@ def weight_regions(
     """
     widths = {group: len(stages) for group, stages in births.items()}
     births_by_group = {group: torch.tensor(list(stages)) for group, stages in births.items()}
-    weights = {layer.weight for layer in graph.layers} | graph.emitters
+    weights = ({layer.weight for layer in graph.layers} | graph.emitters) - graph.lengths.keys()
     regions, since = {}, since or {}
     for name, axes in graph.axes.items():
         if name in weights or len(axes) == 1 or graph.grows(name) or name in since:

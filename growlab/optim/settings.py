@@ -14,14 +14,7 @@ _FLAGS = ("amsgrad", "maximize", "nesterov")
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise an error for settings that torch accepts, or that fail in it with an unhelpful TypeError.
-
-    Args:
-        settings: arguments of an optimizer, or a parameter group with its settings.
-
-    Raises:
-        ValueError: a numeric setting is not a finite number from 0 on, betas are not two numbers from 0 to below 1, or
-            a flag is neither True nor False.
+    """Raise a ValueError for settings that torch accepts, or that fail in it with an unhelpful TypeError.
 
     Examples:
         >>> check_settings({"lr": 0.1, "betas": (0.9,)})

@@ -8,34 +8,19 @@ from typing import TYPE_CHECKING, Any
 from growlab.grower.part import Part
 
 if TYPE_CHECKING:
-    from growlab.parts.averages import Averages
-    from growlab.parts.classes import Classes
-    from growlab.parts.depth import Depth
-    from growlab.parts.hypernets import Hyperfan
-    from growlab.parts.isotropic import GainWeights, Isotropic, IsotropicLayers
-    from growlab.parts.newborn import Freeze, Warmup
-    from growlab.parts.osgd import OldGradient
-    from growlab.parts.patch_size import PatchSize
-    from growlab.parts.resolution import Resolution
-    from growlab.parts.setting import Setting
-
-__all__ = [
-    "Averages",
-    "Classes",
-    "Depth",
-    "Freeze",
-    "GainWeights",
-    "Hyperfan",
-    "Isotropic",
-    "IsotropicLayers",
-    "OldGradient",
-    "Part",
-    "PatchSize",
-    "Resolution",
-    "Setting",
-    "Warmup",
-    "available",
-]
+    from growlab.parts.averages import Averages as Averages
+    from growlab.parts.classes import Classes as Classes
+    from growlab.parts.depth import Depth as Depth
+    from growlab.parts.hypernets import Hyperfan as Hyperfan
+    from growlab.parts.isotropic import GainWeights as GainWeights
+    from growlab.parts.isotropic import Isotropic as Isotropic
+    from growlab.parts.isotropic import IsotropicLayers as IsotropicLayers
+    from growlab.parts.newborn import Freeze as Freeze
+    from growlab.parts.newborn import Warmup as Warmup
+    from growlab.parts.osgd import OldGradient as OldGradient
+    from growlab.parts.patch_size import PatchSize as PatchSize
+    from growlab.parts.resolution import Resolution as Resolution
+    from growlab.parts.setting import Setting as Setting
 
 # Imported on first use: a part's file may be deleted.
 _HOMES = {
@@ -53,6 +38,7 @@ _HOMES = {
     "Setting": "setting",
     "Warmup": "newborn",
 }
+__all__ = [*_HOMES, "Part", "available"]
 
 
 def __getattr__(name: str) -> Any:

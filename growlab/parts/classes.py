@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError
 from growlab.grower.part import Replaced, WidthPart
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
 from growlab.growth.state import GrowthState
@@ -102,12 +103,9 @@ class Classes(WidthPart):
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
-    """Add the network's outputs to a width graph as one more group.
+    """Return a width graph with the network's outputs as one more group; None if they are not plain rows of one layer.
 
     Growth methods do not change its width: a new class is not a copy or a twin of another. `open_classes` widens it.
-
-    Returns:
-        The graph with the group, or None if the outputs are not the plain rows of a single layer.
     """
     heads = [layer for layer in graph.layers if layer.scale_out == graph.output_class]
     if len(heads) != 1 or CLASSES in graph.groups:
@@ -136,7 +134,7 @@ def open_classes(
     """
     before = dict(state.widths)
     widths = {**before, CLASSES: count}
-    context = GrowthContext(graph, tensors_of(model, graph), before, widths, seed, state.stage)
+    context = GrowthContext(graph, as_applied(graph, tensors_of(model, graph)), before, widths, seed, state.stage)
     new = {}
     for name in _rows(graph):
         old = context.old[name]
@@ -145,7 +143,7 @@ def open_classes(
     state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
     state.widths = widths
     state.births[CLASSES] = state.births[CLASSES] + [state.stage] * (count - before[CLASSES])
-    replaced = replace_tensors(model, graph, new)
+    replaced = replace_tensors(model, graph, as_stored(graph, new))
     multiply(model, graph, state.multipliers)
     return replaced
 

@@ -28,14 +28,12 @@ class _SinceEvent(Part):
         self._found: tuple[tuple[int, ...], Newborn] | None = None
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
-        """Begin again with what came in."""
         if self._done or not self._since:
             self._since = event.stage
         self._done, self._saved = 0, {}
         return {}
 
     def after_step(self, grower: GrowingNetwork) -> None:
-        """Count the step."""
         self._done += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,7 +41,6 @@ class _SinceEvent(Part):
         return {"since": self._since, "done": self._done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
         self._since, self._done, self._saved = state["since"], state["done"], {}
 
     def _newborn(self, grower: GrowingNetwork) -> Newborn:

@@ -203,13 +203,10 @@ def strength(grower: GrowingNetwork, anneal: str) -> float:
 def mean_gradients(
     grower: GrowingNetwork, batches: Iterable[tuple[Tensor, ...]], pass_number: int = 0
 ) -> tuple[dict[str, Tensor], int]:
-    """Compute the gradient of the mean loss over batches, in train mode and the parameters' precision.
+    """Compute the gradient of the mean loss over batches, by parameter name, in train mode and parameters' precision.
 
     Statistics of normalisations are restored, and no optimizer steps. `pass_number` seeds dropout, together with the
-    batch's number and the process, whose batches these are.
-
-    Returns:
-        Gradients by parameter name, and the number of samples over all processes.
+    batch's number and the process, whose batches these are. The number of samples over all processes is returned too.
     """
     network, training, loss_of = grower.network, grower.training, grower.training.loss
     assert loss_of is not None

@@ -155,7 +155,6 @@ class _Stem:
     tables: Mapping[str, int | None]
 
     def graph(self, graph: WidthGraph, size: int) -> WidthGraph:
-        """Return a width graph with the shapes of patches of a size."""
         rows, columns = self._grid(size)
         lengths = {f"{self.name}.weight": {2: size, 3: size}}
         for name, prefix in self.tables.items():
@@ -216,11 +215,7 @@ def resize_positions(table: Tensor, prefix: int | None, old: tuple[int, int], ne
 
 
 def _find(network: nn.Module, example: tuple[Any, ...]) -> _Stem:
-    """Find the convolution of patches, the first one that runs, and tables of positions.
-
-    Raises:
-        UserError: the first convolution does not cut images into square patches.
-    """
+    """Find the convolution of patches, the first one that runs, and tables of positions; else raise a UserError."""
     names = {module: name for name, module in network.named_modules() if isinstance(module, nn.Conv2d)}
     seen: list[tuple[nn.Conv2d, tuple[int, ...]]] = []
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from growlab.base.command_parser import CommandParser, in_columns, sizes
+from growlab.base.command_parser import CommandParser, command, in_columns, sizes
 from growlab.base.errors import UserError
 from growlab.widen.distributed import widen_distributed
 from growlab.widen.folder import num_params, widen_folder
@@ -23,7 +23,8 @@ from growlab.widen.vision import is_named, widen_weights
 from growlab.widen.weights import DEFAULT, METHODS, NOISE_STD, method_of
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     parser = CommandParser(
         prog="growlab widen",
@@ -54,32 +55,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--input-shape", type=sizes, default=[3, 224, 224], metavar="C,H,W", help="of images, for torchvision and timm"
     )
     _give_back_freed_memory()
-    try:
-        args = parser.parse_args(arguments)
-        if args.width == args.depth == 1:
-            raise UserError("nothing to do: give --width, --depth or both.")
-        if args.dcp is not None:
-            return _widen_dcp(args)
-        if is_named(args.model):
-            return _widen_named(args)
-        if args.weights is not None:
-            raise UserError(
-                f"{args.weights} stands behind {args.model}, which is no torchvision/NAME or timm/NAME; give a folder "
-                "alone."
-            )
-        receipt = widen_folder(
-            Path(args.model),
-            args.out,
-            args.width,
-            args.depth,
-            args.method,
-            args.parts.split(","),
-            args.seed,
-            args.noise,
+    args = parser.parse_args(arguments)
+    if args.width == args.depth == 1:
+        raise UserError("nothing to do: give --width, --depth or both.")
+    if args.dcp is not None:
+        return _widen_dcp(args)
+    if is_named(args.model):
+        return _widen_named(args)
+    if args.weights is not None:
+        raise UserError(
+            f"{args.weights} stands behind {args.model}, which is no torchvision/NAME or timm/NAME; give a folder "
+            "alone."
         )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    receipt = widen_folder(
+        Path(args.model),
+        args.out,
+        args.width,
+        args.depth,
+        args.method,
+        args.parts.split(","),
+        args.seed,
+        args.noise,
+    )
     print(
         in_columns(
             f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "

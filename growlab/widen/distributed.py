@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from growlab.base.errors import UserError
 from growlab.base.pieces import OneByOne
 from growlab.growth import GrowthContext, GrowthMethod
-from growlab.growth.constants import with_offset, without_offset
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.event import gradients_follow, grown
 from growlab.growth.multipliers import is_multipliers
 from growlab.growth.weighted_norms import carried_weights
@@ -88,10 +88,11 @@ class WidenedReader(dcp.FileSystemReader):
         if larger := [group for group, width in before.items() if width > widths[group]]:
             raise UserError(f"{larger[0]} has {before[larger[0]]} channels in {folder} and would have fewer.")
         like = {name: torch.empty((), dtype=saved[key].properties.dtype) for name, key in self._keys.items()}
-        old = with_offset(graph, OneByOne(self._keys, lambda name: self._read(self._keys[name]), like))
+        old = as_applied(graph, OneByOne(self._keys, lambda name: self._read(self._keys[name]), like))
         self._context = context = GrowthContext(graph, old, before, dict(widths), seed, stage=1)
-        self._growth = growth = grown(network, method, context)
+        growth = grown(network, method, context)
         self._carry, self._noise = gradients_follow(method, growth), method.noise(context)
+        self._stored = as_stored(graph, growth.tensors)
         weighted = carried_weights(graph, {}, growth.carry, before, dict(widths))
         uneven = any(len(set(each)) > 1 for each in weighted.values())
         if uneven or growth.multipliers or growth.output_factor != 1.0:
@@ -137,8 +138,7 @@ class WidenedReader(dcp.FileSystemReader):
             power, value = POWERS.get(entry), self._read(key)
             rule = Carry() if power is None else self._carry
             return rule.carried(value, name, graph, context.old_widths, context.new_widths, power or 0)
-        dtype = context.old[name].dtype if name not in graph.offsets else self._read(key).dtype
-        new = without_offset(graph, {name: self._growth.tensors[name]})[name].to(dtype, copy=True)
+        new = self._stored[name].to(self._saved.state_dict_metadata[key].properties.dtype, copy=True)
         return new.add_(self._noise[name].to(new)) if name in self._noise else new
 
     def _read(self, key: str) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from growlab.base.command_parser import CommandParser, amount, in_columns
+from growlab.base.command_parser import CommandParser, amount, command, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.grower.prune import Score, prune
@@ -111,7 +111,8 @@ def _check(model: nn.Module, kind: Any, config: Any, network: FirstOutput, probe
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     parser = CommandParser(
         prog="growlab prune",
@@ -125,12 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default="heads,mlp", help="with commas: heads, mlp, stream")
     parser.add_argument("--score", choices=("l1", "random"), default="l1", help="how channels are ranked")
     parser.add_argument("--seed", type=int, default=0, help="of random scores")
-    try:
-        args = parser.parse_args(arguments)
-        receipt = prune_folder(args.model, args.out, args.keep, args.parts.split(","), args.score, args.seed)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(arguments)
+    receipt = prune_folder(args.model, args.out, args.keep, args.parts.split(","), args.score, args.seed)
     print(
         in_columns(
             f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.command_parser import CommandParser, amount, count, in_columns
+from growlab.base.command_parser import CommandParser, amount, command, count, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.grower.experts import EXACT, copies, multiplied, number_of_experts
@@ -292,7 +292,8 @@ def _write(out: Path, target: nn.Module, saved: Checkpoint, made: Read) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     parser = CommandParser(
         prog="growlab upcycle",
@@ -310,15 +311,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--noise", type=partial(amount, zero=True), default=0.1, help="between copies of an expert, relative"
     )
     parser.add_argument("--seed", type=int, default=0)
-    try:
-        args = parser.parse_args(arguments)
-        receipt = upcycle_folder(
-            *(args.model, args.out, args.experts, args.top_k, args.more_experts),
-            *(args.router_std, args.noise, args.seed),
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(arguments)
+    receipt = upcycle_folder(
+        *(args.model, args.out, args.experts, args.top_k, args.more_experts),
+        *(args.router_std, args.noise, args.seed),
+    )
     print(
         in_columns(
             f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "

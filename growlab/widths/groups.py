@@ -208,6 +208,8 @@ class WidthGraph:
         constants: buffers, frozen parameters and plain tensors of modules that only accompany channels, such as a
             table of positions -> the groups along whose channels their entries differ. Training does not change them,
             so growth must not.
+        weight_norms: direction v of a weight g v / |v| -> the name of its length g, and the dimension that g runs over,
+            -1 if it is a single number. `layers` and `axes` have v in the place of the weight.
     """
 
     groups: Mapping[str, Group]
@@ -226,6 +228,7 @@ class WidthGraph:
     offsets: Mapping[str, float] = field(default_factory=dict)
     recomputed: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    weight_norms: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         widths = ", ".join(f"{name}: {width}" for name, width in list(self.full_widths.items())[:_SHOWN_GROUPS])
@@ -246,7 +249,7 @@ class WidthGraph:
         # A recurrent layer has a row for each gate of a channel.
         gates = {layer.weight: max(1, layer.gates) for layer in self.layers}
         base = name.partition("#")[0]
-        for tensor in (tensor for tensor in self.axes if (tensor.rpartition(".")[0] or tensor) == base):
+        for tensor in (tensor for tensor in self.axes if owner_of(tensor) == base):
             for axis in self.axes[tensor]:
                 if axis.role == "out" and name in axis.groups:
                     channels = sum(part.outer * part.inner for part in axis.parts if part.group == name)
@@ -254,9 +257,14 @@ class WidthGraph:
         return 0
 
     @cached_property
+    def lengths(self) -> dict[str, str]:
+        """Length g of a weight normalisation -> its direction v: see `weight_norms`."""
+        return {length: name for name, (length, _) in self.weight_norms.items()}
+
+    @cached_property
     def emitters(self) -> frozenset[str]:
-        """Tensors that determine what is emitted, not its scale: see `Layer.emitters`."""
-        return frozenset(name for layer in self.layers for name in layer.emitters)
+        """Tensors that determine what is emitted, not its scale: `Layer.emitters`, and lengths of weights."""
+        return frozenset(name for layer in self.layers for name in layer.emitters) | self.lengths.keys()
 
     @property
     def last_layers(self) -> dict[str, bool]:
@@ -332,8 +340,14 @@ class WidthGraph:
 
 def layer_name(weight: str) -> str:
     """Return the path of the module that a weight belongs to; for a bare parameter its name."""
-    path, _, own = weight.rpartition(".")
-    return path if path and (own.endswith("weight") or ".parametrizations." in weight) else weight
+    computed = ".parametrizations." in weight or weight.removesuffix("_v").endswith("weight")
+    return owner_of(weight) if computed and "." in weight else weight
+
+
+def owner_of(tensor: str) -> str:
+    """Path of the module that a tensor belongs to, directly or through a parametrization; its own name without one."""
+    path, parametrized, _ = tensor.partition(".parametrizations.")
+    return path if parametrized else path.rpartition(".")[0] or tensor
 
 
 def count_groups(groups: Collection[str]) -> str:

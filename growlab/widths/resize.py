@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.weight_norm import WeightNorm
 
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
@@ -235,6 +236,10 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
     depthwise = {bearers.get(module, module) for module in depthwise}
     for module in {bearers.get(module, module) for owned, _ in chosen for module, _ in owned}:
         with torch.no_grad():
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, WeightNorm):
+                    # A plain attribute, computed before each forward.
+                    setattr(module, hook.name, hook.compute_weight(module))
             _update_bookkeeping(module, depthwise=module in depthwise)
     if graph.written:
         shapes = {name: tuple(getattr(*places[name]).shape) for name in graph.axes}

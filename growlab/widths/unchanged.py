@@ -24,6 +24,8 @@ from growlab.base.pieces import reshard
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("accelerate", "growlab", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "wandb")
 }
+# Libraries in whose global variables a forward does not store anything: a model's methods lead to all of them.
+_WITHOUT_VARIABLES = _LIBRARIES | {"huggingface_hub", "transformers"}
 _RECORDS = (Namespace, SimpleNamespace, UserDict, UserList, partial)
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size})
 _CACHED = type(cache(lambda: None))
@@ -162,7 +164,7 @@ class Snapshot:
             return
         self._follow((*(function.__closure__ or ()), *(function.__defaults__ or ())))
         self._waiting += [function.__dict__] if function.__dict__ else []
-        if library in _LIBRARIES:
+        if library in _WITHOUT_VARIABLES:
             return
         for name in _names_in(function.__code__):
             if (content := here.get(name, _ABSENT)) is _ABSENT or isinstance(content, (type, type(sys))):

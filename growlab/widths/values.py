@@ -127,6 +127,8 @@ class Record:
         self.norms: list[Norm] = []
         self.norm_calls: list[NormCall] = []
         self.offsets: dict[str, float] = {}
+        #: See `WidthGraph.weight_norms`.
+        self.weight_norms: dict[str, tuple[str, int]] = {}
         self.attentions: list[tuple[Runs, Attention]] = []
         self.radii: dict[str, Runs] = {}
         self.basis_dependent: list[tuple[Runs, str]] = []

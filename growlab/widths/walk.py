@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.groups import Attention, ChannelLength, ChannelNorm, Group, WidthGraph, layer_name
+from growlab.widths.groups import Attention, ChannelLength, ChannelNorm, Group, WidthGraph, layer_name, owner_of
 from growlab.widths.layout import Axis, Part, Role
 from growlab.widths.places import written_sizes
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
@@ -300,7 +300,8 @@ def _pin_what_is_more_than_an_output(record: Record, output_class: int) -> None:
             continue
         for path in record.callers[layer.weight]:
             own = {names[f"{path}.{name}" if path else name] for name, _ in modules[path].named_parameters()}
-            if not own <= {layer.weight, layer.bias}:
+            length, _ = record.weight_norms.get(layer.weight, (None, 0))
+            if not own <= {layer.weight, layer.bias, length}:
                 record.scales.pin(output_class)
 
 
@@ -315,7 +316,7 @@ class _Names:
             for axis, role in zip(record.parameters[name], record.roles[name], strict=True):
                 for run in self._resolve(axis) if role == "out" else ():
                     if run.atom is not None and run.atom not in self.by_atom:
-                        base = name.rpartition(".")[0] or name
+                        base = owner_of(name)
                         known = self.by_atom.values()
                         taken = sum(other == base or other.startswith(f"{base}#") for other in known)
                         self.by_atom[run.atom] = base if not taken else f"{base}#{taken + 1}"
@@ -343,6 +344,7 @@ class _Names:
 def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tuple[WidthGraph, _Names]:
     """Build the width graph from what rules have recorded; return it with the names of its groups."""
     atoms, find = record.atoms, record.scales.find
+    _place_lengths(record)
     atoms.settle()
     _freeze_norms_that_need_several_weights(record)
     _freeze_what_no_rule_placed(record)
@@ -352,6 +354,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
     names = _Names(record)
     scaled = {name for x in record.layers for name in (x.weight, x.bias)}
     scaled |= {name for x in record.norms for name in (x.weight, x.bias, x.running_mean, x.running_var)}
+    scaled |= {length for length, _ in record.weight_norms.values()}
     axes = {
         name: tuple(
             names.axis(axis, (role or "fixed") if record.grows(axis) else "fixed")
@@ -403,8 +406,17 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
         tied_outputs=tuple(sorted(name for name in record.reaching if record.roles[name] == [None, "out"])),
         offsets={name: offset for name, offset in record.offsets.items() if name in axes},
         constants=constants,
+        weight_norms=record.weight_norms,
     )
     return graph, names
+
+
+def _place_lengths(record: Record) -> None:
+    """Give the lengths of normalised weights the role of the dimension that they run over."""
+    for name, (length, dim) in record.weight_norms.items():
+        record.roles[length] = ["fixed"] * len(record.roles[length])
+        if dim >= 0:
+            record.roles[length][dim] = record.roles[name][dim]
 
 
 def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, str]:
@@ -422,13 +434,16 @@ def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, st
         cause = atoms.frozen_because[root]
         return f"{reason}: {owners[root]} ({cause})" if root in owners else f"{reason}: {cause}"
 
-    for name, runs in record.parameters.items():
-        makes = name.endswith("weight") and record.roles[name][:1] == ["out"]
-        if makes and not record.grows(runs[0]):
-            because[name.rpartition(".")[0]] = why(runs[0]) or "a single channel"
-    for name, runs in record.parameters.items():
+    lengths = {length for length, _ in record.weight_norms.values()}
+    known = {name: runs for name, runs in record.parameters.items() if name not in lengths}
+    for name, runs in known.items():
+        makes = name.endswith("weight") or name in record.weight_norms
+        if makes and record.roles[name][:1] == ["out"] and not record.grows(runs[0]):
+            because[owner_of(name)] = why(runs[0]) or "a single channel"
+    for name, runs in known.items():
         # Weights that are not called `weight`: those of recurrent layers, and bare parameters.
         path = name.rpartition(".")[0] if "weight" in name and name not in record.buffers else name
+        path = owner_of(name) if name in record.weight_norms else path
         # Channels that it produces come first: their reason explains more than that of its inputs.
         made = sorted(zip(record.roles[name], runs, strict=True), key=lambda entry: entry[0] != "out")
         reason = next(filter(None, (why(axis) for _, axis in made)), "") if len(runs) > 1 else ""

@@ -7,6 +7,7 @@ mistyped, or that belongs to another folder, is no sentence of the page.
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,8 +21,10 @@ from growlab.lab.analysis.results import Run, load_runs, open_run
 from growlab.lab.analysis.schedules import times_to_scores
 from growlab.lab.analysis.tables import summarise
 from growlab.recipes.papers.paper_table import published
-from growlab.recipes.papers.verdicts import score
 from tests.command_line import ROOT
+
+sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
+from verdicts import score
 
 RESULTS = ROOT / "notebooks" / "results"
 README = "README.md"

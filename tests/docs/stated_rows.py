@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ import pandas
 
 from growlab.lab.analysis.paired import interval
 from growlab.recipes.papers.paper_table import published
-from growlab.recipes.papers.verdicts import first_loss
+from tests.command_line import ROOT
 from tests.docs.stated import (
     ALONE,
     EIGHT,
@@ -38,6 +39,9 @@ from tests.docs.stated import (
     spread,
     widths,
 )
+
+sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
+from verdicts import first_loss
 
 LANGUAGE = "notebooks/docs/pages/guide/language_models.md"
 OPTIMIZERS = "notebooks/docs/pages/guide/optimizers.md"

@@ -6,6 +6,7 @@ which have to be those of some row; `test_stated.py` holds sentences to the rows
 
 import json
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from growlab.lab.analysis.results import Run, load_runs
 from growlab.lab.analysis.schedules import time_to_score_table, times_to_scores
 from growlab.lab.analysis.tables import Row, summarise, write_table
 from growlab.recipes.papers.paper_table import paper_table, published
-from growlab.recipes.papers.verdicts import first_loss
 from tests.command_line import ROOT
 from tests.docs.stated import by_seconds
+
+sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
+from verdicts import first_loss
 
 RESULTS = ROOT / "notebooks" / "results"
 MAKERS = {
@@ -41,7 +44,7 @@ WITH = {
 }
 PAGES = [
     *(ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))),
-    # Those of the papers are made from the rows as a whole: tests/reproduce/test_page.py.
+    # Those of the papers are made from the rows as a whole: tests/docs/test_paper_pages.py.
     *sorted(path for path in (ROOT / "notebooks/docs/pages").rglob("*.md") if path.parent.name != "papers"),
 ]
 NUMBER = re.compile(r"(?<![\d.,])\d\d\.\d\d(?![\d.])")

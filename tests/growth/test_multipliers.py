@@ -259,7 +259,7 @@ def test_multipliers_of_another_width_are_refused() -> None:
         name: wider[name] if name.endswith("growth_multipliers") else tensor
         for name, tensor in run.network.state_dict().items()
     }
-    with pytest.raises(RuntimeError, match=f"rows, the network has {next(iter(rows.values()))}"):
+    with pytest.raises(RuntimeError, match=f"channels, the network has {next(iter(rows.values()))}"):
         run.network.load_state_dict(saved)
 
 

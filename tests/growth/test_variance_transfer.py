@@ -10,7 +10,7 @@ from torch import nn
 
 from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.rescale import eps_ratio, rescale
-from growlab.lab.networks import MLP, ConvNet
+from growlab.lab.networks import MLP, convnet
 from growlab.widths import tensors_of, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen
 
@@ -106,7 +106,7 @@ def test_an_odd_channel_is_not_listened_to():
 
 def test_fan_in_counts_the_receptive_field():
     torch.manual_seed(0)
-    network = ConvNet((3, 8, 8), 40, [40, 40], [2, 2])
+    network = convnet((3, 8, 8), 40, [40, 40], [2, 2])
     grown = Grown(network, torch.randn(8, 3, 8, 8), 16, 32, VarianceTransfer())
     new = grown.new["features.4.weight"][:16, 16:24]
     assert variance(new) == pytest.approx(2 / (32 * 9), rel=5 * sqrt(2 / new.numel()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.lab.networks import MLP, CifarResNet, ConvNet, allconv, convnet4, mlp5, mlp8, resnet20, wrn28_1
+from growlab.lab.networks import MLP, CifarResNet, allconv, convnet, convnet4, mlp5, mlp8, resnet20, wrn28_1
 
 
 def num_params(network) -> int:
@@ -78,7 +78,7 @@ def test_hidden_weights_are_drawn_for_their_activation():
     for network, weight, gain in (
         (MLP(300, [400], 5), "hidden.0.weight", 2),
         (MLP(300, [400], 5, activation="tanh"), "hidden.0.weight", 1),
-        (ConvNet((30, 8, 8), 5, [300], [2]), "features.0.weight", 2),
+        (convnet((30, 8, 8), 5, [300], [2]), "features.0.weight", 2),
         (CifarResNet(1, 5, channels=(64, 64)), "layers.0.0.conv1.weight", 2),
     ):
         tensor = network.get_parameter(weight).detach()
@@ -89,8 +89,8 @@ def test_hidden_weights_are_drawn_for_their_activation():
 def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="shortcut must be A or B"):
         CifarResNet(1, 2, shortcut="C")
-    with pytest.raises(ValueError, match="one entry a block"):
-        ConvNet((3, 8, 8), 2, [4, 4], [2])
+    with pytest.raises(ValueError, match="shorter"):
+        convnet((3, 8, 8), 2, [4, 4], [2])
     with pytest.raises(ValueError, match="leaves nothing of a 8x8 image"):
         convnet4((3, 8, 8), 2)
     with pytest.raises(ValueError, match="activation must be one of relu, tanh"):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from tests.odd_networks.table import Conv, Linear, Net, odd, real
 
@@ -61,3 +62,23 @@ def instance_norm_without_weights():
         return m.c(F.relu(m.b(x)).mean((2, 3)))
 
     return Net(run, a=Conv(3, 8, 3), n=nn.InstanceNorm2d(8), b=Conv(8, 12, 3), c=Linear(12, 4))
+
+
+@odd(real(5, 12), last="last")
+def weight_norms_of_a_vocoder():
+    """HiFi-GAN's generator: transposed convolutions, and residual blocks of dilated ones."""
+
+    def run(m, x):
+        x = m.first(x)
+        for up, block in zip(m.ups, m.blocks, strict=True):
+            x = up(F.leaky_relu(x, 0.1))
+            for one, two in zip(block, block, strict=True):
+                x = x + two(F.leaky_relu(one(F.leaky_relu(x, 0.1)), 0.1))
+        return torch.tanh(m.last(F.leaky_relu(x)))
+
+    def conv(inputs, outputs, dilation=1):
+        return weight_norm(nn.Conv1d(inputs, outputs, 3, dilation=dilation, padding=dilation))
+
+    ups = [weight_norm(nn.ConvTranspose1d(n, n // 2, 4, 2, padding=1)) for n in (16, 8)]
+    blocks = [nn.ModuleList(conv(n, n, d) for d in (1, 3)) for n in (8, 4)]
+    return Net(run, first=conv(5, 16), ups=nn.ModuleList(ups), blocks=nn.ModuleList(blocks), last=conv(4, 1))

@@ -154,7 +154,7 @@ def test_a_block_is_as_old_as_it_is() -> None:
     graph = trace(network, IMAGES)
     depth = Blocks(network, graph, None, "zero", (IMAGES,))
     births = {name: [0] * width for name, width in graph.full_widths.items()}
-    regions = weight_regions(graph, births, depth.births({"layers.1.1": 2}))
+    regions = weight_regions(graph, births, dict.fromkeys(depth.tensors("layers.1.1"), 2))
     assert regions["layers.1.1.conv1.weight"].stages.tolist() == [2]
     assert regions["layers.1.1.bn2.bias"].stages.tolist() == [2]
     assert regions["layers.1.0.conv1.weight"].stages.tolist() == [0]

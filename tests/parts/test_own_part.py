@@ -74,9 +74,9 @@ def test_a_part_without_a_name_has_that_of_its_class() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (3, "parts.x is no part: give it a _target_"),
-        ({"y": 3}, "parts.x is no part: give it a _target_"),
-        ({"_target_": f"fractions.{Fraction.__name__}"}, "makes a Fraction, not a growlab.parts.Part"),
+        (3, "parts.x=3 is no part: give it a _target_"),
+        ({"y": 3}, "is no part: give it a _target_"),
+        ({"_target_": f"fractions.{Fraction.__name__}"}, "makes a Fraction, not a growlab.grower.part.Part"),
     ],
 )
 def test_entries_that_make_no_part_are_refused(entry: Any, message: str) -> None:

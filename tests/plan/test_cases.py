@@ -1,20 +1,55 @@
 """Cases from finished runs, and the table of the package."""
 
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import mean
+
 import pytest
 
 from growlab.base.errors import UserError
 from growlab.lab.planner.__main__ import main
 from growlab.lab.planner.cases import as_csv, cases_of, read
-from growlab.plan import read_cases
+from growlab.plan import Case, read_cases
 from tests.command_line import ROOT
 
 RESULTS = ROOT / "notebooks" / "results"
-FOLDERS = ("plan", "testbed_cifar10", "testbed_cifar10_plain", "resnet20_cifar10_10_epochs", "llama_text")
+FOLDERS = ("testbed_cifar10", "testbed_cifar10_plain", "resnet20_cifar10_10_epochs", "llama_text")
+
+
+def _pairs(folder: Path) -> Iterator[Case]:
+    """Cases of the pairs that are kept as two tables."""
+    with (folder / "pairs.csv").open(encoding="utf-8") as pairs, (folder / "arms.csv").open() as file:
+        rows = list(csv.DictReader(file))
+        for pair in csv.DictReader(pairs):
+            text = pair["kind"] == "language"
+
+            def error(arm: str, name: str = pair["pair"], text: bool = text) -> float:
+                own = [row for row in rows if (row["pair"], row["arm"]) == (name, arm)]
+                return round(mean(_value(row, text) for row in own), 5)
+
+            yield Case(
+                case=f"{folder.name}, {pair['pair']}",
+                family=pair["family"],
+                kind=pair["kind"],
+                params=int(pair["params"]),
+                smaller_params=int(pair["smaller_params"]),
+                samples=int(pair["samples"]),
+                full=error("full"),
+                smaller=error("smaller"),
+                grown=error("grown"),
+            )
+
+
+def _value(row: Mapping[str, str], text: bool) -> float:
+    return float(row["test_loss"]) if text else 1 - float(row["test_accuracy"])
 
 
 def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", *(str(RESULTS / folder) for folder in FOLDERS)]) == 0
-    assert capsys.readouterr().out == (ROOT / "growlab" / "plan" / "cases.csv").read_text()
+    head, *of_runs = capsys.readouterr().out.splitlines()
+    _, *of_pairs = as_csv(_pairs(RESULTS / "plan")).splitlines()
+    assert [head, *of_pairs, *of_runs] == (ROOT / "growlab" / "plan" / "cases.csv").read_text().splitlines()
     assert main(["--cases"]) == 0
     assert capsys.readouterr().out == as_csv(read_cases())
 
@@ -29,7 +64,7 @@ def test_a_case_averages_seeds_and_takes_the_best_network_of_each_kind() -> None
 
 
 def test_folders_are_read_as_files_are_and_one_without_a_case_is_refused(tmp_path) -> None:
-    pairs = cases_of(RESULTS / "plan")
-    assert read([str(RESULTS / "plan")]) == [*read_cases(), *pairs] and len(pairs) == 12
+    folder = RESULTS / "testbed_cifar10"
+    assert read([str(folder)]) == [*read_cases(), *cases_of(folder)] and len(cases_of(folder)) == 4
     with pytest.raises(UserError, match="digits_schedules has no case: that takes finished runs"):
         read([str(RESULTS / "digits_schedules")])

@@ -77,10 +77,9 @@ def test_what_stays_says_why(run: Callable[[nn.Module, Tensor], Tensor], reasons
 @pytest.mark.parametrize(
     ("wrap", "name", "reason"),
     [
-        (parametrizations.weight_norm, "0.parametrizations.weight", r".* WeightNorm computes .*\(weight_norm .*"),
         (parametrizations.spectral_norm, "0.parametrizations.weight", r".* SpectralNorm computes a weight .*"),
         (parametrizations.orthogonal, "0.parametrizations.weight", r".* Orthogonal computes a weight .*"),
-        (nn.utils.weight_norm, "0", "weight_norm divides by a length over them"),
+        (nn.utils.spectral_norm, "0", "a matrix product multiplies and sums over them"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

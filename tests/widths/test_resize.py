@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.lab.networks import CifarResNet, ConvNet
+from growlab.lab.networks import CifarResNet, convnet
 from growlab.widths import grid, replace_tensors, resize, restore_tensors, trace
 from tests.cases import NETWORKS, graph_of, outputs, widths_at
 
@@ -110,7 +110,7 @@ def test_shared_tensors_stay_shared():
 
 
 def test_new_tensors_are_like_the_old_ones():
-    network = ConvNet((3, 8, 8), 4, [6, 8], [2, 2])
+    network = convnet((3, 8, 8), 4, [6, 8], [2, 2])
     graph = trace(network, torch.randn(2, 3, 8, 8))
     network = network.to(torch.bfloat16, memory_format=torch.channels_last)
     network.features[4].weight.requires_grad_(False)

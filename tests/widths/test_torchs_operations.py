@@ -98,7 +98,7 @@ def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], A
     assert "a" not in grown(function)
 
 
-@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.orthogonal, nn.utils.parametrizations.weight_norm])
+@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.orthogonal, nn.utils.parametrizations.spectral_norm])
 def test_a_convolution_whose_weight_torch_computes_keeps_its_width(wrap: Callable[..., nn.Module]) -> None:
     network = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), wrap(nn.Conv1d(8, 4, 3)), nn.ReLU(), nn.Conv1d(4, 6, 1))
     network.extend([nn.ReLU(), nn.Conv1d(6, 2, 1)])

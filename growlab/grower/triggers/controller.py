@@ -241,7 +241,6 @@ class Controller(Trigger):
 
 
 def _flops(grower: GrowingNetwork) -> int:
-    """Forward FLOPs of a sample."""
     one = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, grower.probe())
     return max(1, forward_flops(grower.network, one))
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from growlab.base import ranks
 from growlab.base.described import Described
+from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import finite
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement
@@ -213,6 +215,7 @@ class GrowingNetwork(ABC):
         followers: the optimizers that follow.
         averages: averages of the network kept by parts, by name: modules with its tensors, which follow every event.
         notes: entries for the receipt of the trigger's next event.
+        parts: features that accompany growth.
     """
 
     network: nn.Module
@@ -229,8 +232,10 @@ class GrowingNetwork(ABC):
     followers: Followers
     averages: dict[str, nn.Module]
     notes: dict[str, Any]
+    parts: tuple[Any, ...]
     _example: Example
     _modules: list[nn.Module]
+    _annealing: tuple[int, int]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -249,13 +254,30 @@ class GrowingNetwork(ABC):
         """Optimizers that step the parameters: those inside of wrappers, not the wrappers."""
         return [optimizer for optimizer in self.optimizers if not any(True for _ in inside(optimizer))]
 
-    @abstractmethod
     def checkpoint(self) -> dict[str, Any]:
         """Copy of all that training changes between two growth events: tensors, optimizers, averages and parts."""
+        networks = [self.network, *self.copies().values()]
+        return deepcopy(
+            {
+                "networks": [dict(network.state_dict()) for network in networks],
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "parts": [part.state_dict() for part in self.parts],
+                "annealing": self._annealing,
+            }
+        )
 
-    @abstractmethod
+    @on_cpu
     def put_back(self, saved: Mapping[str, Any]) -> None:
         """Restore what `checkpoint` returned at the same stage."""
+        saved = deepcopy(dict(saved))
+        networks = [self.network, *self.copies().values()]
+        for network, tensors in zip(networks, saved["networks"], strict=True):
+            network.load_state_dict(tensors)
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        for part, state in zip(self.parts, saved["parts"], strict=True):
+            part.load_state_dict(state)
+        self._annealing = saved["annealing"]
 
     @abstractmethod
     def graph_at(self, state: GrowthState) -> WidthGraph:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from growlab.base.settings import above, at_least, whole
 from growlab.growth.data_driven import DataDriven, lengths, padded, unit
-from growlab.growth.fans import ChannelView, GroupTensors
+from growlab.growth.fans import ChannelView, GroupTensors, names_of
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
-from growlab.growth.methods.splitting import Split, directions, names_of, refuses_to_split
+from growlab.growth.methods.splitting import Split, directions, refuses_to_split
 from growlab.widths import resized
 
 # If all that follows a neuron is linear, the gradients of its halves are equal. A difference below this many roundings
@@ -217,7 +217,7 @@ class _Neighbourhood:
     def result(
         self, grown: dict[str, tuple[Tensor, Tensor]], signs: dict[str, Tensor], report: dict[str, object]
     ) -> GrownTensors:
-        """Build the grown tensors from the chosen candidates: old channels, new ones, then copies of splits."""
+        """Build the grown tensors: old channels, chosen new ones, then copies of splits."""
         old, view = self.context.old_widths, self._view
         widths = {group: width + len(grown[group][1]) if group in grown else width for group, width in old.items()}
         plain = replace(self.context, new_widths=widths)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from growlab.base.settings import above, one_of, whole
 from growlab.growth.data_driven import Candidates, DataDriven, padded, unit, upright
-from growlab.growth.fans import ChannelView, GroupTensors
+from growlab.growth.fans import ChannelView, GroupTensors, names_of
 from growlab.growth.measurement import Measurement, right_derivatives
 from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 
@@ -141,16 +141,14 @@ class GradMax(DataDriven):
         view: ChannelView,
         wanted: Mapping[str, float],
     ) -> tuple[dict[str, float], float]:
-        """Write the incoming weights, at or next to zero, with which the network shows the predicted gradient.
+        """Write the incoming weights, at or next to zero, with which the network shows the predicted gradient `wanted`.
 
-        Returns:
-            The norm of the gradient that it shows, by group (`wanted` are the predicted ones), and the mean loss at
-            zero.
+        Return the norm of the gradient that it shows, by group, and the mean loss at zero.
         """
         best: dict[str, float] = {}
         losses: list[float] = []
         chosen: dict[str, Tensor] = {}
-        names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
+        names = names_of(groups, "incoming")
         for side in _RESTS:
             trying = [fans for fans in groups if best.get(fans.group, -1.0) < _ENOUGH * wanted[fans.group]]
             if not trying:
@@ -179,13 +177,12 @@ class GradMax(DataDriven):
     ) -> dict[str, tuple[float, float]]:
         """Maximise the gradient of new channels' outgoing weights over their incoming ones, written into `tensors`.
 
-        Returns:
-            The norm of that gradient by group, with drawn weights and with those found.
+        Return the norm of that gradient by group, with drawn weights and with those found.
         """
         ascents = [_Ascent.start(self, context, fans, tensors, view) for fans in groups]
         for ascent in ascents:
             ascent.put(tensors, view)
-        outgoing = list(dict.fromkeys(slot.name for fans in groups for slot in fans.outgoing))
+        outgoing = names_of(groups, "outgoing")
         incoming = list(dict.fromkeys(slot.name for fans in groups for slot in _weights(fans)))
         started: dict[str, float] = {}
         for step in range(self.steps + 1):
@@ -260,7 +257,7 @@ def accumulated(
 
     All groups are measured at once: new channels are zero and so do not affect one another.
     """
-    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
+    names = names_of(groups, "incoming")
     rows: dict[str, list[Tensor]] = {fans.group: [] for fans in groups}
     growth = {group: context.new_widths[group] - width for group, width in context.old_widths.items()}
     for one in Candidates.of_each_entry(method, context, groups, growth):
@@ -274,7 +271,7 @@ def _why_flat(context: GrowthContext, data: Measurement, groups: Sequence[GroupT
     """Return why no gradient reaches the incoming weights of new channels, by group."""
     if not groups:
         return {}
-    names = list(dict.fromkeys(slot.name for fans in groups for slot in fans.incoming))
+    names = names_of(groups, "incoming")
     found = data.gradients(context.old, names)
     return {
         fans.group: (

@@ -111,7 +111,6 @@ def _grows(axis: Axis, context: GrowthContext) -> bool:
 
 
 def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
-    """Mean over entries along `dim` with the same old position, broadcast to the entries."""
     totals = torch.zeros_like(noise).index_add_(dim, positions, noise)
     shape = [-1 if d == dim else 1 for d in range(noise.dim())]
     return totals.index_select(dim, positions) / copies(positions).view(shape)

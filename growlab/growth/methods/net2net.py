@@ -40,11 +40,7 @@ class Net2Net(GrowthMethod):
 
 
 def replicas(context: GrowthContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draw which old channels new ones copy.
-
-    Returns:
-        For each group the old channel that each channel copies, and the number of its copies, [new width].
-    """
+    """Draw, for each group, the old channel that each channel copies, and the number of its copies: [new width]."""
     sources, counts = {}, {}
     normed = {group for norm in context.graph.channel_norms for group in norm.axis.groups}
     for group in context.graph.groups:
@@ -69,15 +65,10 @@ def copies(source: Tensor) -> Tensor:
 def divided(
     context: GrowthContext, sources: Mapping[str, Tensor], divisors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Carry]:
-    """Divisors of the columns of copies, and how gradients then follow.
+    """Divisors of the columns of copies [new width], and how gradients then follow.
 
-    Where constants tell channels apart (`GrowthContext.unlike`), columns of old channels stay and those of copies are
+    Where constants distinguish channels (`GrowthContext.unlike`), columns of old channels stay and those of copies are
     zero.
-
-    Args:
-        context: the event.
-        sources: for each group, the old channel that each channel copies, [new width].
-        divisors: for each group, what the columns of each channel would be divided by, [new width].
     """
     sources, divisors = dict(sources), dict(divisors)
     for group in context.unlike:
@@ -94,14 +85,9 @@ def replicate(
     counts: Mapping[str, Tensor],
     upper: str | None = None,
 ) -> Tensor:
-    """A tensor at the new widths, where each channel is a copy of an old one.
+    """Return a tensor at the new widths, in which each channel copies an old one (`sources`), [new width] by group.
 
-    Args:
-        context: the event.
-        name: of the tensor.
-        sources: for each group, the old channel that each channel copies, [new width].
-        counts: what columns are divided by: for each channel, the number of copies, [new width].
-        upper: name of a tensor of the same shape that is copied in its place.
+    Columns are divided by `counts`. A tensor `upper` of the same shape may be copied in its place.
     """
     tensor = context.old[upper or name]
     if not context.changes(name):

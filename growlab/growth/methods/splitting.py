@@ -10,7 +10,7 @@ from torch import Tensor
 
 from growlab.base.settings import above, not_none, whole
 from growlab.growth.data_driven import DataDriven, embedded, lengths, unit, upright
-from growlab.growth.fans import ChannelView, GroupTensors
+from growlab.growth.fans import ChannelView, GroupTensors, names_of
 from growlab.growth.measurement import Measurement, smooth
 from growlab.growth.method import GrownTensors, GrowthContext, WeightRule
 from growlab.widths import Carry
@@ -214,13 +214,7 @@ class Split:
 
     @classmethod
     def of(cls, context: GrowthContext, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]) -> "Split":
-        """Split channels of a network.
-
-        Args:
-            context: an event whose new widths are those of the tensors.
-            tensors: tensors of the network, by name.
-            copied: channels that get a copy, by group.
-        """
+        """Split channels, by group, of a network with these tensors, at the new widths of an event."""
         before = context.new_widths
         after = {group: width + len(copied.get(group, ())) for group, width in before.items()}
         return cls(replace(context, old=tensors, old_widths=before, new_widths=after), copied)
@@ -291,11 +285,6 @@ class Split:
             counts = torch.bincount(source)
             rows[group] = 1.0 / counts[source].double()
         return Carry(sources, rows)
-
-
-def names_of(groups: Sequence[GroupTensors], *sides: str) -> list[str]:
-    """Names of the groups' incoming ("incoming") or outgoing ("outgoing") weights, without duplicates."""
-    return list(dict.fromkeys(slot.name for fans in groups for side in sides for slot in getattr(fans, side)))
 
 
 def directions(context: GrowthContext, name: str, like: Tensor) -> Tensor:

@@ -203,13 +203,9 @@ class Tiny(DataDriven):
 
 
 def best_neurons(square: Tensor, product: Tensor, count: int, ridge: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Neurons that minimise E|v - omega^T alpha h|^2, from second moments.
+    """Neurons that minimise E|v - omega^T alpha h|^2, from S = E[h h^T], [I, I], and N = E[h v^T], [I, O].
 
-    Args:
-        square: S = E[h h^T], [I, I].
-        product: N = E[h v^T], [I, O].
-        count: number of neurons.
-        ridge: added to the diagonal of S, relative to its mean.
+    `ridge` is added to the diagonal of S, relative to its mean.
 
     Returns:
         alpha [count, I], omega [count, O] and singular values [count]; zero beyond the rank of the moments.

@@ -172,8 +172,8 @@ class VarianceTransfer(PairGrowth):
         layer = context.layers.get(weight)
         if layer is None or not context.changes(weight):
             return 1.0
-        before = context.fan_in(layer, context.old_widths)
-        after = context.fan_in(layer, context.new_widths)
+        before = context.graph.fan_in(layer, context.old_widths)
+        after = context.graph.fan_in(layer, context.new_widths)
         if weight in context.output_layers:
             return (before / after) ** (self.new_weights.output_power / 2)
         if self.rule == "fan_in_ratio":
@@ -188,12 +188,8 @@ def _scales(graph: WidthGraph, wanted: Mapping[str, float], rescaled: frozenset[
     """Factor on the activations of each scale class: its input's factor times the wanted factor of the layer's weight.
 
     If several layers produce a class, the first whose fan-in grows decides. In a stream whose own scale enters its
-    branches (without normalisation) no factor but that of its other producers is consistent.
-
-    Args:
-        graph: the width graph.
-        wanted: factor that each layer wants for its weight.
-        rescaled: classes whose scale may change; the others take on that of their input.
+    branches (without normalisation) no factor but that of its other producers is consistent. Classes that are not
+    `rescaled` take on the factor of their input.
     """
     producers: dict[int, list[Layer]] = {}
     for layer in graph.layers:

@@ -3,10 +3,11 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from growlab.base.command_parser import CommandParser
+from growlab.base.command_parser import CommandParser, command
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.lab.analysis.grid import Grid
@@ -21,23 +22,12 @@ _AGAINST = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+@command
+def main(argv: Sequence[str]) -> None:
+    """Run `table`, or `figure`, `paired` or `time` where that is the first word."""
     special = {"figure": _figure, "paired": _paired, "time": _time}
-    command, given = (special[argv[0]], argv[1:]) if argv and argv[0] in special else (_table, argv)
-    return carry_out(command, given)
-
-
-def carry_out(command: Callable[[Sequence[str]], None], argv: Sequence[str]) -> int:
-    """Run a command with its arguments; returns the exit code (2 after one sentence on stderr)."""
-    try:
-        command(argv)
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    run, given = (special[argv[0]], argv[1:]) if argv and argv[0] in special else (_table, argv)
+    run(given)
 
 
 def warn(message: str) -> None:
@@ -89,7 +79,7 @@ def _table(argv: Sequence[str]) -> None:
         "seed), growlab time (cost and seconds to a test score).",
         json=True,
     )
-    each = {"action": "append", "default": []}
+    each: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--by", metavar="KEY", **each, help="one row for each value of a setting; repeatable")
     metric, only = ("a number of results.json, such as val_loss; repeatable", "only runs with it (* and ? match)")
     parser.add_argument("--metric", metavar="NAME", **each, help=metric)

@@ -36,7 +36,7 @@ _SYMBOLS = {
     "p_c": "growth rate of the widths",
     "p_b": "growth rate of the batch size",
 }
-_EDGE = {"color": "0.85", "linewidth": 4}
+_EDGE: dict[str, Any] = {"color": "0.85", "linewidth": 4}
 _ONE_SEED = "one seed each: no interval is known"
 _SEVERAL_SEEDS = "points: means over n seeds, bars: one sample standard deviation"
 # A method's row, and how its curves look.
@@ -115,7 +115,7 @@ def _mark_all_growth(axes: Axes, drawn: Drawn) -> None:
     if len(distinct) == 1:
         style.mark_growth(axes, distinct.pop())
         return
-    place = {"transform": axes.get_xaxis_transform(), "gid": style.EVENT, "lw": 1}
+    place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "gid": style.EVENT, "lw": 1}
     grown = [(row.runs[0].growth_epochs, line["color"]) for row, line in drawn if row.runs[0].growth_epochs]
     for rank, (epochs, colour) in enumerate(grown):
         top = 1.0 - 0.035 * rank
@@ -167,18 +167,18 @@ def _seed_band(axes: Axes, table: pandas.DataFrame, line: dict[str, Any]) -> Non
 def _scatter(axes: Axes, drawn: Drawn, methods: Sequence[str]) -> None:
     """Score over cost; over the methods' names where costs are equal."""
     known = [
-        (row.cost_percent, *row.scaled, line, method)
+        (float(row.cost_percent), row.scaled[0], row.scaled[1], line, method)
         for (row, line), method in zip(drawn, methods, strict=True)
         if row.cost_percent is not None and row.score_mean is not None
     ]
     if not known:
         return
-    points, names = [point[:4] for point in known], [point[4] for point in known]
+    points, names = [(cost, mean, std, line) for cost, mean, std, line, _ in known], [point[4] for point in known]
     rows = [row for row, _ in drawn]
     costs = [point[0] for point in points]
     equal = len(points) > 1 and max(costs) - min(costs) < _EQUAL_COST
     if equal:
-        points = [(index, *rest) for index, (_, *rest) in enumerate(points)]
+        points = [(float(index), *point[1:]) for index, point in enumerate(points)]
     axes.set_ylabel(rows[0].metric.axis)
     axes.margins(0.14)
     style.mark_points(axes, points, size_points=6.0)

@@ -3,13 +3,11 @@
 They show what `logger=wandb` logs. `--dry-run` prints what would be made, without an account or any package.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from growlab.base.command_parser import CommandParser
+from growlab.base.command_parser import CommandParser, command
 from growlab.base.errors import UserError, how_to_install
-from growlab.lab.analysis.__main__ import carry_out
 
 _STEP = "trainer/global_step"
 
@@ -60,12 +58,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
-    return carry_out(_make, list(sys.argv[1:] if argv is None else argv))
-
-
-def _make(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Make a workspace and a report, or print them with `--dry-run`."""
     parser = CommandParser(
         prog="growlab dashboard",
         description="Make a workspace and a report in Weights & Biases for runs logged with logger=wandb.",
@@ -106,7 +101,7 @@ def build(entity: str, project: str) -> tuple[Any, Any]:
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise UserError(f"a dashboard needs a package that is not installed: {how_to_install('dashboard')}.") from error
-    place = {"entity": entity, "project": project}
+    place: dict[str, Any] = {"entity": entity, "project": project}
     panels = {name: [_panel(reports, panel) for panel in own] for name, own in SECTIONS.items()}
     workspace = workspaces.Workspace(
         **place,

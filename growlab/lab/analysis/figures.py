@@ -147,7 +147,7 @@ def resources(runs: Sequence[Run]) -> Figure:
         axes.set_xticks(range(len(epochs)), [str(stage) for stage in range(len(epochs))])
         axes.set_ylim(bottom=0)
         axes.set_ylabel(_RESOURCES[quantity][0])
-    place = {"loc": "outside lower center", "ncols": 1, "handlelength": 2.4}
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": 1, "handlelength": 2.4}
     figure.legend(handles=handles, **place, title="one run each", title_fontsize=7)
     return figure
 
@@ -158,7 +158,7 @@ def _bars(axes: Axes, quantity: str, runs: Sequence[Run]) -> list[Any]:
         values = _of_stages(run, quantity)
         assert values is not None
         places = np.arange(len(values)) + (i - (len(runs) - 1) / 2) * width
-        look = {"facecolor": line["color"], "hatch": style.HATCHES[i % len(style.HATCHES)]}
+        look: dict[str, Any] = {"facecolor": line["color"], "hatch": style.HATCHES[i % len(style.HATCHES)]}
         look |= {"edgecolor": "white", "linewidth": 0.4}
         axes.bar(places, values, width, **look)
         handles.append(Patch(**look, label=_label(run)))
@@ -172,7 +172,7 @@ def _lines(axes: Axes, quantity: str, runs: Sequence[Run], epochs: Sequence[int]
         assert values is not None
         per_epoch = values[0] / run.results["epochs"]
         heights = [per_epoch * n for n in epochs] if quantity == "seconds" else [values[0]] * len(epochs)
-        look = {"color": style.FIXED_SIZE[i % len(style.FIXED_SIZE)], "where": "post"}
+        look: dict[str, Any] = {"color": style.FIXED_SIZE[i % len(style.FIXED_SIZE)], "where": "post"}
         look |= {"linestyle": style.DASHES[i % len(style.DASHES)], "label": _label(run)}
         handles += axes.step(np.arange(len(epochs) + 1) - 0.5, [*heights, heights[-1]], **look)
     return handles

@@ -50,7 +50,8 @@ def _frames(run: Run) -> Iterator[tuple[Image.Image, int]]:
     points = np.searchsorted(epochs, times, side="right").tolist()
     for (stage, fade, seen), equal in itertools.groupby(zip(stages, fades, points, strict=True)):
         with style.styled():
-            figure = Figure(figsize=(6.4, 2.6), layout="none")  # an engine would move the axes between frames
+            # An engine would move the axes between frames.
+            figure = Figure(figsize=(6.4, 2.6), layout="none")  # type: ignore[arg-type]
             figure.subplots_adjust(left=0.08, right=0.97, bottom=0.19, top=0.88, wspace=0.28)
             shape, curve = figure.subplots(1, 2, width_ratios=[2, 3])
             draw_silhouette(shape, rows, stage, new=_AGES(fade))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -13,10 +12,10 @@ import pandas
 from rich.console import Console
 from rich.table import Table
 
-from growlab.base.command_parser import CommandParser
+from growlab.base.command_parser import CommandParser, command
 from growlab.base.files import write_text
 from growlab.lab.analysis import style
-from growlab.lab.analysis.__main__ import carry_out, warn
+from growlab.lab.analysis.__main__ import warn
 from growlab.lab.analysis.figures import write_run_figures
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.results import Run, load_runs, open_run
@@ -86,12 +85,9 @@ def page(runs: Sequence[Run]) -> str:
     return template.replace("/*RUNS*/[]", json.dumps(content, allow_nan=False).replace("<", "\\u003c"))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
-    return carry_out(_write, list(sys.argv[1:] if argv is None else argv))
-
-
-def _write(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Write one page about finished runs."""
     parser = CommandParser(
         prog="growlab report",
         description="Write one page about finished runs: curves, widths, regions, receipts and cost.",
@@ -133,7 +129,7 @@ def _content(run: Run, name: str, colour: str) -> dict[str, Any]:
 
 def _facts(results: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers at the top, by name."""
-    facts = {
+    facts: dict[str, Any] = {
         f"test {key.removeprefix('test_')}": value
         for key, value in results.items()
         if key.startswith("test_") and isinstance(value, int | float)
@@ -156,7 +152,7 @@ def _curves(run: Run) -> dict[str, list[float | None]]:
     of_epoch = [flops.get(int(stage)) for stage in run.metrics["stage"]]
     if all(of_epoch):
         # Relative to the whole run: an epoch's cost is proportional to the forward FLOPs of its stage.
-        curves["cost"] = 100 * np.cumsum(of_epoch, dtype=object) / sum(filter(None, of_epoch))
+        curves["cost"] = 100 * np.array(of_epoch, dtype=object).cumsum() / sum(filter(None, of_epoch))
     kept = _thinned(len(run.metrics))
     epochs = {"epoch": [float(run.metrics["epoch"][i]) + 1 for i in kept]}
     return epochs | {name: [_number(values[i]) for i in kept] for name, values in curves.items()}

@@ -1,10 +1,11 @@
 """Run folders as objects: files of a finished run, read when asked for."""
 
+import contextlib
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -98,25 +99,18 @@ class Run:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Content of `config.yaml`, the composed configuration; empty without the file."""
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         path = self.path / "config.yaml"
-        if not path.exists():
-            return {}
-        try:
-            loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            return dict(yaml.load(path.read_text(encoding="utf-8"), loader))
-        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
-            raise self._unreadable("config.yaml", "a run's configuration") from error
+        with _reading(path):
+            return dict(yaml.load(path.read_text(encoding="utf-8"), loader)) if path.exists() else {}
 
     @cached_property
     def settings(self) -> dict[str, str] | None:
         """Composed settings that decide the numbers of its row; None if no configuration was kept."""
         if "settings" in self.results or not (self.path / "config.yaml").exists():
             return self.results.get("settings")
-        choices = {key: str(self.results[key]) for key in ("data", "optimizer", "growth")}
-        try:
-            return row_settings(self.config, **choices)
-        except (AttributeError, KeyError) as error:
-            raise self._unreadable("config.yaml", "a run's configuration") from error
+        with _reading(self.path / "config.yaml"):
+            return row_settings(self.config, **{key: str(self.results[key]) for key in ("data", "optimizer", "growth")})
 
     @property
     def reference_epochs(self) -> float:
@@ -196,16 +190,10 @@ class Run:
     def growth(self) -> dict[str, Any]:
         """`growth.json`: `events` and `groups`; both empty if the file is missing."""
         path = self.path / "growth.json"
-        if not path.exists():
-            return {"events": [], "groups": {}}
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            events, groups = list(content["events"]), dict(content.get("groups") or {})
-            if not all(isinstance(row, dict) for row in (*events, *groups.values())):
-                raise ValueError("a growth event or a group is no mapping")
-            return {"events": events, "groups": groups}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._unreadable("growth.json", "a growth history") from error
+        with _reading(path):
+            content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            groups = {name: dict(group) for name, group in (content.get("groups") or {}).items()}
+            return {"events": list(map(dict, content.get("events", ()))), "groups": groups}
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -238,20 +226,20 @@ class Run:
     def _table(self, name: str, *columns: str) -> "pandas.DataFrame":
         import pandas
 
-        path = self.path / name
-        try:
-            table = pandas.read_csv(path)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is torn or empty"
-            raise UserError(f"cannot read {path}: {reason}; restore it or leave out this run.") from error
-        missing = [column for column in columns if column not in table.columns]
-        if missing or not len(table):
-            lack = f"the column {missing[0]}" if missing else "rows"
-            raise UserError(f"cannot read {path}: it has no {lack}; restore it or leave out this run.")
-        return table
+        with _reading(self.path / name):
+            table = pandas.read_csv(self.path / name)
+            table[list(columns)].iloc[[0]]
+            return table
 
-    def _unreadable(self, name: str, kind: str) -> UserError:
-        return UserError(f"{self.path / name} is not {kind}; restore it or leave out this run.")
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file that cannot be read, or lacks what it should have."""
+    try:
+        yield
+    except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"cannot read {path}: {reason}; restore it or leave out this run.") from error
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:

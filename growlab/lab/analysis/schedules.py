@@ -188,8 +188,7 @@ class Amount:
     def over(self, reference: "Amount") -> "Amount":
         """The ratio, bounded from the side that is known; none where both ends are open."""
         opposite = {"": "", "<": ">", ">": "<"}[reference.sign]
-        known = self.value is not None and reference.value is not None
-        if not known or (self.sign and opposite and self.sign != opposite):
+        if self.value is None or reference.value is None or (self.sign and opposite and self.sign != opposite):
             return Amount(None)
         return Amount(self.value / reference.value, self.sign or opposite)
 

@@ -288,7 +288,7 @@ def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
     style.log_axis(last)
     last.set(ylabel="standard deviation", xlabel="layer")
     # In place of a title.
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": legend_columns}
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": legend_columns}
     last.legend(fontsize=6.5, **place, handlelength=3)
     order = sorted(shown, key=layers.index)
     note = "histograms: a colour a layer, one run each"
@@ -347,8 +347,8 @@ def deviations(runs: Sequence[Run], quantity: str) -> Figure:
         axes.set(title=name, xlabel="step" if index + columns >= len(runs) else "")
         axes.set(ylabel="standard deviation" if index % columns == 0 else "")
     style.log_axis(panels[0])
-    handles = panels[0].get_legend_handles_labels()
-    style.legend_below(figure, *handles, min(6, len(layers)), 1.6, note="one run each")
+    handles, texts = panels[0].get_legend_handles_labels()
+    style.legend_below(figure, handles, texts, min(6, len(layers)), 1.6, note="one run each")
     ratios = [abs(table["mean"]) / table["std"].where(table["std"] > 0) for table in tables]
     most = float(np.nanmax(np.concatenate([ratio.to_numpy(dtype=float) for ratio in ratios])))
     figure.suptitle(f"{QUANTITIES[quantity]}; no mean is above {most:.2g} deviations", fontsize=9)

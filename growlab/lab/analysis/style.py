@@ -74,7 +74,7 @@ def legend_below(
 ) -> None:
     """Add a legend under the axes in at most `columns` columns, no wider than the figure."""
     title = textwrap.fill(note, max(40, int(17 * figure.get_figwidth())), break_long_words=False) or None
-    place = {"loc": "outside lower center", "handlelength": length, "title": title, "title_fontsize": 7}
+    place: dict[str, Any] = {"loc": "outside lower center", "handlelength": length, "title": title, "title_fontsize": 7}
     for number in range(columns, 0, -1):
         legend = figure.legend(handles, names, ncols=number, **place)
         if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
@@ -204,9 +204,9 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
 
 def mark_points(axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float) -> None:
     """Draw a marker a point, with its deviation: open ones, so that those behind others show through."""
-    form = {"markersize": size_points, "markerfacecolor": "none", "markeredgewidth": 1.2, "capsize": 2}
+    form: dict[str, Any] = {"markersize": size_points, "markerfacecolor": "none", "markeredgewidth": 1.2, "capsize": 2}
     for x, y, reach, line in points:
-        mark = {"color": line["color"], "marker": line["marker"], "elinewidth": 0.8, "clip_on": False}
+        mark: dict[str, Any] = {"color": line["color"], "marker": line["marker"], "elinewidth": 0.8, "clip_on": False}
         axes.errorbar(x, y, yerr=reach or None, **mark, **form)
 
 

@@ -47,14 +47,20 @@ def widths_over_time(run: Run) -> Figure:
     axes = figure.subplots()
     style.mark_growth(axes, run.growth_epochs)
     edges, numbers = [0.0, *run.growth_epochs, num_epochs], []
-    number = {"xytext": (0, 1.5), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 7}
+    number: dict[str, Any] = {
+        "xytext": (0, 1.5),
+        "textcoords": "offset points",
+        "ha": "center",
+        "va": "bottom",
+        "fontsize": 7,
+    }
     for i, widths in enumerate(paths):
         colour = style.PALETTE[i % len(style.PALETTE)]
         steps = list(widths)[: len(edges) - 1]
         x = edges[: len(steps) + 1]
         # Groups that part only later: the line below shows as a rim of the one drawn over it.
         hidden = sum(any(a == b for a, b in zip(widths, other, strict=False)) for other in paths[i + 1 :])
-        line = {"color": colour, "linestyle": style.DASHES[i // len(style.PALETTE) % len(style.DASHES)]}
+        line: dict[str, Any] = {"color": colour, "linestyle": style.DASHES[i // len(style.PALETTE) % len(style.DASHES)]}
         width = 1.4 + min(1.6 * hidden, 3.2)
         axes.plot(x, [*steps, steps[-1]], drawstyle="steps-post", **line, linewidth=width)
         for stage, (left, right, size) in enumerate(zip(x, x[1:], steps, strict=False) if len(paths) < 5 else ()):
@@ -83,7 +89,8 @@ def _binary_axis(axes: Axes, widths: Sequence[int]) -> None:
 def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
     """Names at the lines' right ends, moved apart where lines end close to each other."""
     low, high = (math.log2(limit) for limit in axes.get_ylim())
-    figure = axes.get_figure()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()
     line_height = 8.5 / 72 * figure.dpi / axes.get_window_extent().height * (high - low)
     room = int((high - low) / line_height)
@@ -95,12 +102,20 @@ def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
     places = [place + shift for place in places]
     shifts = (place - math.log2(ends[i][0]) for i, place in zip(kept, places, strict=True))
     moved = any(abs(shift) > line_height / 3 for shift in shifts)
-    leader = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
+    leader: dict[str, Any] = {"arrowstyle": "-", "linewidth": 0.5, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
     transform = axes.get_yaxis_transform()
     for i, place in zip(kept, places, strict=True):
         (width, text), colour = ends[i], style.PALETTE[i % len(style.PALETTE)]
-        look = {"arrowprops": {**leader, "color": colour} if moved else None, "fontsize": 7, "color": colour}
-        at = {"xytext": (1.06 if moved else 1.015, 2**place), "xycoords": transform, "textcoords": transform}
+        look: dict[str, Any] = {
+            "arrowprops": {**leader, "color": colour} if moved else None,
+            "fontsize": 7,
+            "color": colour,
+        }
+        at: dict[str, Any] = {
+            "xytext": (1.06 if moved else 1.015, 2**place),
+            "xycoords": transform,
+            "textcoords": transform,
+        }
         axes.annotate(text, (1, width), **at, **look, va="center")
 
 
@@ -120,7 +135,7 @@ def network_map(run: Run) -> Figure:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto")
     for row, (_, widths, _) in enumerate(rows):
         for stage, width in enumerate(widths):
-            look = {"fontsize": 6.5, "color": "white" if shares[row, stage] > 0.6 else "black"}
+            look: dict[str, Any] = {"fontsize": 6.5, "color": "white" if shares[row, stage] > 0.6 else "black"}
             axes.text(stage, row, str(width), ha="center", va="center", **look)
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=7)
     heads = [f"{i}" + (f"\n{n:g} ep." if n else "") for i, n in enumerate(lengths)]

@@ -178,7 +178,8 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
 
 def _groups() -> str:
     """Groups of the configuration, wrapped for a terminal."""
-    groups = GlobalHydra.instance().hydra.list_all_config_groups()
+    started: Any = GlobalHydra.instance().hydra
+    groups = started.list_all_config_groups()
     named = ", ".join(one for one in groups if "/" not in one and one not in ("hydra", "plan", "experiment"))
     return textwrap.fill(named, _HELP_COLUMNS, initial_indent="  ", subsequent_indent="  ")
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from traceback import walk_tb
+from typing import Any
 
 import yaml
 from hydra.errors import (
@@ -25,6 +26,16 @@ _EXTRAS = {name: name for name in ("wandb", "tensorboard", "timm")}
 _EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
 # Beginnings of lines in which Hydra, OmegaConf and torch describe their own objects.
 _INSIDES = ("full_key:", "object_type=", "reference_type=", "See https:", "Config search", "Exception raised")
+
+# Beginnings of libraries' messages about settings of a run, and what to do; "": they say it.
+_MEANT = {
+    "Expected more than 1 value per channel when training": (
+        "batch normalisation has no statistics of a single value per channel, and a batch of training, such as the "
+        "last of an epoch, has one: change data.batch_size, or take a network with another normalisation"
+    ),
+    "DataLoader worker (pid": "a process that reads images died: if memory ran out, lower data.num_workers",
+    "Early stopping conditioned on metric": "",
+}
 
 
 def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
@@ -59,8 +70,7 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             listed = f"; {'near it' if near else 'choose one of'}: {options}" if options else ""
             return f"there is no {group or 'configuration'} '{option}'{listed}{more}"
         case OverrideParseException(override=override) if "=" not in override:
-            known = ", ".join(COMMANDS)
-            return f"'{override}' is neither NAME=VALUE, such as seed=1, nor a command ({known})"
+            return f"'{override}' is neither NAME=VALUE, such as seed=1, nor a command ({', '.join(COMMANDS)})"
         case OverrideParseException():
             return f"cannot read '{error.override}' (is a quote or bracket missing?): {text}"
         case ConfigCompositionException():
@@ -81,11 +91,17 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return f"cannot use {path}: {error.strerror}"
         case MemoryError():
             return f"there is not enough memory: {text}"
+        case RuntimeError() | ValueError() if meant := [one for one in _MEANT if str(error).startswith(one)]:
+            return _MEANT[meant[0]] or text
         case _ if _raised_by_hydra(error):
             return text or f"Hydra cannot use {' '.join(overrides)}"
-    # Lightning's word for arguments that cannot work here, such as a GPU that is not there.
-    wrong = any(kind.__name__ == "MisconfigurationException" for kind in type(error).__mro__)
-    return text if wrong else None
+    # By their names: help and composing need neither torch nor Lightning.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "ParityError" in kinds:
+        return f"{text} Lower optimizer.lr or choose another growth method."
+    # Lightning's word for arguments that cannot work here; wandb's are about keys and connections.
+    theirs = type(error).__module__.partition(".")[0] == "wandb"
+    return text if theirs or kinds & {"MisconfigurationException", "UnsupportedOperation"} else None
 
 
 def _first_lines(error: BaseException) -> str:
@@ -100,7 +116,7 @@ def _of_value(error: OmegaConfBaseException) -> str:
     name, parent, text = error.full_key, error.parent_node, _first_lines(error)
     near = []
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
-        names = OmegaConf.to_container(parent)
+        names: Any = OmegaConf.to_container(parent)
         inside = {one: f"{group}.{one}" for group, inner in names.items() if isinstance(inner, dict) for one in inner}
         near = get_close_matches(error.key, names, n=1, cutoff=0.7)
         near = near or [inside[one] for one in get_close_matches(error.key, inside)]

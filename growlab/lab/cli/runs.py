@@ -8,26 +8,23 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from growlab.base.command_parser import CommandParser
+from growlab.base.command_parser import CommandParser, command
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
-from growlab.lab.analysis.__main__ import carry_out
 from growlab.lab.training.configuration import LAST, PRIMARY, composed
 from growlab.lab.training.processes import in_folder, name_of, quoted
 
 _FOLDER = {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode", "ckpt_path"}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `resume`, `show` or `eval` with its arguments; returns the exit code (2 after one sentence on stderr)."""
-    command, *given = argv
-    if command != "resume":
-        return carry_out(show if command == "show" else evaluate, given)
-    try:
-        sys.argv = ["growlab", *resumed(given)]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@command
+def main(argv: Sequence[str]) -> int | None:
+    """Run `resume`, `show` or `eval`, the first word, with its arguments."""
+    name, *given = argv
+    if name != "resume":
+        (show if name == "show" else evaluate)(given)
+        return None
+    sys.argv = ["growlab", *resumed(given)]
     from growlab.lab.cli import app
 
     return app.main()

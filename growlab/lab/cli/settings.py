@@ -17,7 +17,7 @@ from growlab.lab.analysis.identity import leaves as _leaves
 from growlab.lab.training.configuration import config_dir
 
 # Values of a setting that is not in use.
-_OFF = (None, False, 0, "none", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, "none", [], {})
 _OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_")
 _COLUMNS = 79
 

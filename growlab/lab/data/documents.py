@@ -290,7 +290,7 @@ def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
     core.no_padding()
     known = core.get_vocab(with_added_tokens=True)
     named = named or next((token for token in _ENDS if token in known), None)
-    if named not in known:
+    if named is None or named not in known:
         raise UserError(
             f"data.tokenizer={path}: the end of a text ({named or 'none of the usual names'}) is not among its "
             f"{len(known)} tokens; name the one that ends a text with data.end_of_text."

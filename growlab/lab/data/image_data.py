@@ -119,7 +119,8 @@ class ImageData(RunData):
         whole(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
         whole(0, **not_none(num_workers=num_workers))
-        self.name, self.root, self.download, self.on_error = name, root, download, on_error
+        self.name: str = name
+        self.root, self.download, self.on_error = root, download, on_error
         self.eval_batch_size, self.channels_last = eval_batch_size, channels_last
         self.validation, self.split_seed = validation, split_seed
         self.validation_fraction, self.test_fraction = validation_fraction, test_fraction
@@ -209,19 +210,22 @@ class ImageData(RunData):
 
     def _normalisation_by(self, train: Images, channels: int) -> Normalisation:
         """Set `mean` and `std`, and return the normalisation."""
-        known = isinstance(train, ImageArray)
         if self.mean is None or self.std is None:
-            sample = train.images_NHWC if known else train.read(first_balanced(train.labels, _SAMPLE))
-            mean, std = image_statistics(sample)
+            if isinstance(train, ImageArray):
+                sample = train.images_NHWC
+            else:
+                sample = train.read(first_balanced(train.labels, _SAMPLE))
+            mean, std = (found.tolist() for found in image_statistics(sample))
             self.mean, self.std = (mean if self.mean is None else self.mean, std if self.std is None else self.std)
-        self.mean, self.std = mean, std = list(map(float, self.mean)), list(map(float, self.std))
-        if {len(mean), len(std)} != {channels}:
+        self.mean, self.std = list(map(float, self.mean)), list(map(float, self.std))
+        if {len(self.mean), len(self.std)} != {channels}:
             raise UserError(
-                f"data.mean and data.std have {len(mean)} and {len(std)} numbers, the images {channels} channels."
+                f"data.mean and data.std have {len(self.mean)} and {len(self.std)} numbers, the images {channels} "
+                "channels."
             )
         if self.standardise == "channel":
-            return Normalisation(mean, std)
-        if not known:
+            return Normalisation(self.mean, self.std)
+        if not isinstance(train, ImageArray):
             raise UserError(f"data.standardise=feature works with {_STREAMED}")
         return Normalisation(*image_statistics(train.images_NHWC, "feature"))
 
@@ -310,7 +314,9 @@ class ImageData(RunData):
     def _loader(self, part: str, plan: EpochPlan, epoch: int) -> MemoryLoader | StreamLoader:
         device = self._device
         if self._is_in_memory(part):
-            images = self._current(part, epoch).to(device)
+            current = self._current(part, epoch)
+            assert isinstance(current, ImageArray)
+            images = current.to(device)
             if part in self._of_task:
                 self._of_task[part] = (self._of_task[part][0], images)
             else:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -374,7 +374,7 @@ class _Rows(Source):
                 write_atomically(copy, self._copy)
         return pa.ipc.open_file(pa.memory_map(str(copy))).read_all().column(0)
 
-    def _copy(self, file: BinaryIO) -> None:
+    def _copy(self, file: IO[bytes]) -> None:
         schema = pa.schema([pq.read_schema(self.paths[0]).field(self.column)])
         with pa.ipc.new_file(file, schema) as written:
             for path in self.paths:

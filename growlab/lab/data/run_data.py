@@ -57,6 +57,10 @@ class RunData(LightningDataModule, ABC):
         self._workers: dict[str, WorkerPool] = {}
 
     @abstractmethod
+    def setup(self, stage: str | None = None) -> None:
+        """Read the data, once, whatever the stage."""
+
+    @abstractmethod
     def training_loader(self, epoch: int, draw: int) -> Iterable[Batch]:
         """Return the training batches of an epoch.
 

@@ -257,6 +257,7 @@ def _loaders(module: LightningDataModule) -> dict[str, Any]:
 
 def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
     source = _opened(source)
+    dataset: Any
     loader = source if isinstance(source, DataLoader) else None
     dataset = source if loader is None else loader.dataset
     named = f"{where} ({type(dataset).__name__})"
@@ -394,8 +395,8 @@ class CustomData(RunData):
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of samples in each training batch of an epoch that has batches of this size."""
         train = self._parts["train"]
-        more = {"drop_last": train.drop_last, "steps": self.steps}
-        return EpochPlan(train.num_drawn, batch_size, self.seed, epoch, **more).sizes
+        plan = EpochPlan(train.num_drawn, batch_size, self.seed, epoch, drop_last=train.drop_last, steps=self.steps)
+        return plan.sizes
 
     def probe_batch(self, n: int) -> Tensor | tuple[Tensor, ...]:
         """Return the network's inputs of n training samples: always the same ones, repeated if there are fewer.
@@ -417,7 +418,7 @@ class CustomData(RunData):
         are numbers, how many there are in a sample) and `out_features`, the same.
         """
         shape = self._shapes[0]
-        found = {"input_shape": shape, "target_shape": list(self._target.shape[1:])}
+        found: dict[str, Any] = {"input_shape": shape, "target_shape": list(self._target.shape[1:])}
         found |= {"in_features": shape[0]} if len(shape) == 1 else {"in_channels": shape[0]} if shape else {}
         found |= {"image_shape": shape} if len(shape) == 3 else {}
         return self._num_outputs() if name in ("num_classes", "out_features") else found.get(name)

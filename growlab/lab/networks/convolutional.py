@@ -5,7 +5,6 @@ Convolutions are drawn from N(0, 2 / fan_in), their biases are zero.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 
@@ -27,47 +26,47 @@ def conv(
     return made
 
 
-# Width relative to the first, kernel size, stride, padding (Springenberg et al. 2014, Table 1, Section 3.2).
-_ALLCONV = (
-    *((1, 3, 1, 1), (1, 3, 1, 1), (1, 3, 2, 1)),
-    *((2, 3, 1, 1), (2, 3, 1, 1), (2, 3, 2, 1)),
-    *((2, 3, 1, 0), (2, 1, 1, 0)),
-)
-
-
-class AllConv(nn.Module):
-    """All Convolutional Net: nine convolutions with ReLU, two of stride 2, then the average of each class's map.
+class ConvNet(nn.Module):
+    """Layers one after the other, the mean over all places (or all of them, flattened), and a classifier.
 
     Args:
-        in_channels: channels of the images.
-        num_classes: number of logits.
-        width: channels of the first convolution.
-
-    The dropout of the original is left out, as in Chang et al. 2020.
+        layers: of `features`: images [B, C, H, W] to maps [B, K, H', W'].
+        classifier: [B, K] to logits [B, num_classes]; None: the means are the logits.
+        flat: the classifier takes all places, [B, K * H' * W'].
     """
 
-    def __init__(self, in_channels: int, num_classes: int, width: int = 96) -> None:
+    def __init__(self, layers: Sequence[nn.Module], classifier: nn.Module | None = None, flat: bool = False) -> None:
         super().__init__()
-        layers: list[nn.Module] = []
-        channels = in_channels
-        for multiple, kernel_size, stride, padding in (*_ALLCONV, (None, 1, 1, 0)):
-            out_channels = num_classes if multiple is None else multiple * width
-            layers += [conv(channels, out_channels, kernel_size, stride, padding, bias=True), nn.ReLU()]
-            channels = out_channels
+        self.flat = flat
         self.features = nn.Sequential(*layers)
+        self.classifier = classifier or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, C, H, W], at least 9 pixels wide, to logits [B, num_classes]."""
-        return self.features(x).mean((2, 3))
+        """Map images [B, C, H, W] to logits [B, num_classes]."""
+        x = self.features(x)
+        return self.classifier(x.flatten(1) if self.flat else x.mean((2, 3)))
 
 
-def allconv(image_shape: Sequence[int], num_classes: int, width: int = 96) -> AllConv:
-    """All-CNN-C: 96 and 192 channels."""
-    return AllConv(image_shape[0], num_classes, width)
+# Width relative to the first, stride, padding (Springenberg et al. 2014, Table 1, Section 3.2) of 3x3 convolutions.
+_ALLCONV = ((1, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 0))
 
 
-class ConvNet(nn.Module):
-    """Blocks of 3x3 convolution, batch normalisation, ReLU and max-pooling, then a linear classifier.
+def allconv(image_shape: Sequence[int], num_classes: int, width: int = 96) -> ConvNet:
+    """All-CNN-C (Springenberg et al. 2014): nine convolutions of 96 and 192 channels, then the mean of a class's map.
+
+    Images are at least 9 pixels wide. The dropout of the original is left out, as in Chang et al. 2020.
+    """
+    layers: list[nn.Module] = []
+    channels = image_shape[0]
+    plan = [(multiple * width, 3, stride, padding) for multiple, stride, padding in _ALLCONV]
+    for out_channels, kernel_size, stride, padding in (*plan, (2 * width, 1, 1, 0), (num_classes, 1, 1, 0)):
+        layers += [conv(channels, out_channels, kernel_size, stride, padding, bias=True), nn.ReLU()]
+        channels = out_channels
+    return ConvNet(layers)
+
+
+def convnet(image_shape: Sequence[int], num_classes: int, channels: Sequence[int], pools: Sequence[int]) -> ConvNet:
+    """Blocks of 3x3 convolution, batch normalisation, ReLU and max-pooling, flattened for a linear classifier.
 
     Args:
         image_shape: [channels, height, width] of one image.
@@ -75,40 +74,24 @@ class ConvNet(nn.Module):
         channels: width of each convolution.
         pools: pooling factor after each convolution (1 for none).
 
-    The features left after the last pooling are flattened.
-
     Raises:
         ValueError: `channels` and `pools` differ in length, or pooling leaves nothing of the image.
     """
-
-    def __init__(
-        self, image_shape: Sequence[int], num_classes: int, channels: Sequence[int], pools: Sequence[int]
-    ) -> None:
-        super().__init__()
-        if len(channels) != len(pools):
-            raise ValueError(f"channels and pools must have one entry a block, not {len(channels)} and {len(pools)}")
-        width_in, height, width = image_shape
-        layers: list[nn.Module] = []
-        for width_out, pool in zip(channels, pools, strict=True):
-            layers += [conv(width_in, width_out, 3), nn.BatchNorm2d(width_out), nn.ReLU()]
-            if pool > 1:
-                layers.append(nn.MaxPool2d(pool))
-            height, width, width_in = height // pool, width // pool, width_out
-        if height < 1 or width < 1:
-            raise ValueError(f"pooling by {list(pools)} leaves nothing of a {image_shape[1]}x{image_shape[2]} image")
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(width_in * height * width, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, C, H, W] to logits [B, num_classes]."""
-        return self.classifier(torch.flatten(self.features(x), 1))
+    width_in, height, width = image_shape
+    layers: list[nn.Module] = []
+    for width_out, pool in zip(channels, pools, strict=True):
+        layers += [*_unit(width_in, width_out, 3), *([nn.MaxPool2d(pool)] if pool > 1 else ())]
+        height, width, width_in = height // pool, width // pool, width_out
+    if height < 1 or width < 1:
+        raise ValueError(f"pooling by {list(pools)} leaves nothing of a {image_shape[1]}x{image_shape[2]} image")
+    return ConvNet(layers, nn.Linear(width_in * height * width, num_classes), flat=True)
 
 
 def convnet4(
     image_shape: Sequence[int], num_classes: int, width: int = 64, pools: Sequence[int] = (4, 2, 2, 2)
 ) -> ConvNet:
     """The 4-convolution network of Yuan et al. 2023, Figure 3: 64, 128, 256, 512 channels, pooled by 4, 2, 2, 2."""
-    return ConvNet(image_shape, num_classes, [width, 2 * width, 4 * width, 8 * width], pools)
+    return convnet(image_shape, num_classes, [width, 2 * width, 4 * width, 8 * width], pools)
 
 
 # Width of each block of MobileNetV1 relative to the stem's, and its stride (Howard et al. 2017, Table 1).
@@ -118,39 +101,20 @@ _MOBILENET = (
 )
 
 
-class MobileNetV1(nn.Module):
-    """A convolution, thirteen depthwise-separable blocks, average pooling and a linear classifier.
+def mobilenetv1(image_shape: Sequence[int], num_classes: int, width: int = 32) -> ConvNet:
+    """MobileNetV1: a convolution and thirteen depthwise-separable blocks.
 
-    Args:
-        in_channels: channels of the images.
-        num_classes: number of logits.
-        width: channels of the first convolution.
-        stem_stride: stride of the first convolution: 2 for ImageNet, 1 for CIFAR.
-
+    The stem's stride is 1 for images up to 64 pixels (CIFAR) and 2 above (ImageNet).
     """
-
-    def __init__(self, in_channels: int, num_classes: int, width: int = 32, stem_stride: int = 2) -> None:
-        super().__init__()
-        layers = _unit(in_channels, width, 3, stem_stride, 1)
-        channels = width
-        for multiple, stride in _MOBILENET:
-            layers += _unit(channels, channels, 3, stride, channels)
-            layers += _unit(channels, multiple * width, 1, 1, 1)
-            channels = multiple * width
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, C, H, W] to logits [B, num_classes]."""
-        return self.classifier(self.features(x).mean((2, 3)))
+    layers = _unit(image_shape[0], width, 3, stride=1 if image_shape[1] <= 64 else 2)
+    channels = width
+    for multiple, stride in _MOBILENET:
+        layers += _unit(channels, channels, 3, stride, groups=channels) + _unit(channels, multiple * width, 1)
+        channels = multiple * width
+    return ConvNet(layers, nn.Linear(channels, num_classes))
 
 
-def mobilenetv1(image_shape: Sequence[int], num_classes: int, width: int = 32) -> MobileNetV1:
-    """MobileNetV1 with a stem of stride 1 for images up to 64 pixels (CIFAR) and 2 above (ImageNet)."""
-    return MobileNetV1(image_shape[0], num_classes, width, stem_stride=1 if image_shape[1] <= 64 else 2)
-
-
-def _unit(in_channels: int, out_channels: int, kernel_size: int, stride: int, groups: int) -> list[nn.Module]:
+def _unit(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
     convolution = conv(in_channels, out_channels, kernel_size, stride, groups=groups)
     return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU()]
 
@@ -160,45 +124,34 @@ _VGG11 = (1, 0, 2, 0, 4, 4, 0, 8, 8, 0, 8, 8, 0)
 _VGG19 = (1, 1, 0, 2, 2, 0, 4, 4, 4, 4, 0, 8, 8, 8, 8, 0, 8, 8, 8, 8, 0)
 
 
-class VGG(nn.Module):
-    """VGG for small images: 3x3 convolutions with ReLU, pooled five times, then one linear classifier.
+def vgg11(
+    image_shape: Sequence[int],
+    num_classes: int,
+    width: int = 64,
+    batch_norm: bool = True,
+    plan: Sequence[int] = _VGG11,
+) -> ConvNet:
+    """VGG-11 for CIFAR: 8 convolutions, 9.2 M parameters (Yuan et al. 2023, Table 2).
 
     Args:
-        plan: width of each convolution relative to `width`; 0 pools by 2.
-        in_channels: channels of the images.
+        image_shape: [channels, height, width], from 32 pixels on.
         num_classes: number of logits.
         width: channels of the first convolution.
         batch_norm: put batch normalisation behind each convolution.
-
-    The final feature map is averaged, so any image size from 32 up works.
+        plan: width of each convolution relative to `width`; 0 pools by 2.
     """
-
-    def __init__(
-        self, plan: Sequence[int], in_channels: int, num_classes: int, width: int = 64, batch_norm: bool = True
-    ) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = in_channels
-        for multiple in plan:
-            if multiple == 0:
-                layers.append(nn.MaxPool2d(2))
-                continue
-            layers.append(conv(channels, multiple * width, 3, bias=not batch_norm))
-            channels = multiple * width
-            layers += [nn.BatchNorm2d(channels), nn.ReLU()] if batch_norm else [nn.ReLU()]
-        self.features = nn.Sequential(*layers)
-        self.classifier = nn.Linear(channels, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images [B, C, H, W] to logits [B, num_classes]."""
-        return self.classifier(torch.mean(self.features(x), (2, 3)))
+    layers: list[nn.Module] = []
+    channels = image_shape[0]
+    for multiple in plan:
+        if multiple == 0:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers.append(conv(channels, multiple * width, 3, bias=not batch_norm))
+        channels = multiple * width
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()] if batch_norm else [nn.ReLU()]
+    return ConvNet(layers, nn.Linear(channels, num_classes))
 
 
-def vgg11(image_shape: Sequence[int], num_classes: int, width: int = 64, batch_norm: bool = True) -> VGG:
-    """VGG-11 for CIFAR: 8 convolutions, 9.2 M parameters (Yuan et al. 2023, Table 2)."""
-    return VGG(_VGG11, image_shape[0], num_classes, width, batch_norm)
-
-
-def vgg19(image_shape: Sequence[int], num_classes: int, width: int = 64, batch_norm: bool = True) -> VGG:
+def vgg19(image_shape: Sequence[int], num_classes: int, width: int = 64, batch_norm: bool = True) -> ConvNet:
     """VGG-19 for CIFAR: 16 convolutions, 20 M parameters (Yuan et al. 2023, Table 3)."""
-    return VGG(_VGG19, image_shape[0], num_classes, width, batch_norm)
+    return vgg11(image_shape, num_classes, width, batch_norm, _VGG19)

@@ -110,7 +110,7 @@ class CausalModel(FirstOutput):
 
 def plain_model(network: CausalModel) -> Any:
     """Rebuild the model of a grown network by transformers at its present sizes."""
-    trained = network.network
+    trained: Any = network.network
     tensors, present = _present(trained)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for config in _candidates(trained, tensors, present):

@@ -1,6 +1,7 @@
 """Multi-layer perceptrons on flattened images."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class MLP(nn.Module):
         hidden_features: Sequence[int],
         num_classes: int,
         batch_norm: bool = False,
-        activation: str = "relu",
+        activation: Literal["relu", "tanh"] = "relu",
     ) -> None:
         super().__init__()
         activations = {"relu": nn.ReLU, "tanh": nn.Tanh}
@@ -39,7 +40,7 @@ class MLP(nn.Module):
         width_in = in_features
         for width in hidden_features:
             linear = nn.Linear(width_in, width)
-            nn.init.kaiming_normal_(linear.weight, nonlinearity=activation if activation == "relu" else "linear")
+            nn.init.kaiming_normal_(linear.weight, nonlinearity="relu" if activation == "relu" else "linear")
             nn.init.zeros_(linear.bias)
             layers.append(linear)
             if batch_norm:
@@ -60,7 +61,9 @@ def mlp8(image_shape: Sequence[int], num_classes: int, width: int = 500, batch_n
     return MLP(channels * height * image_width, [width] * 8, num_classes, batch_norm=batch_norm)
 
 
-def mlp5(image_shape: Sequence[int], num_classes: int, width: int = 500, activation: str = "tanh") -> MLP:
+def mlp5(
+    image_shape: Sequence[int], num_classes: int, width: int = 500, activation: Literal["relu", "tanh"] = "tanh"
+) -> MLP:
     """The 5-hidden-layer MLP of Chang et al. 2020, Section 5.1: 500 units a layer, flattened images [C, H, W]."""
     channels, height, image_width = image_shape
     return MLP(channels * height * image_width, [width] * 5, num_classes, activation=activation)

@@ -21,6 +21,9 @@ class Rotary(nn.Module):
     Only some channels are rotated, as in GPT-NeoX; the others are interchangeable, so their number can grow.
     """
 
+    cos_TR: Tensor
+    sin_TR: Tensor
+
     def __init__(self, num_channels: int, context: int) -> None:
         super().__init__()
         self.num_channels = num_channels

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from statistics import mean
@@ -40,13 +40,11 @@ def as_csv(cases: Iterable[Case]) -> str:
 
 
 def cases_of(folder: Path) -> list[Case]:
-    """Cases among the finished runs of a folder, or of the pairs that it keeps in `pairs.csv` and `arms.csv`.
+    """Cases among the finished runs of a folder.
 
     A case needs runs of one experiment and budget in which the full network and a smaller one never grow. Seeds are
     averaged, and of several smaller or grown networks the best one counts.
     """
-    if (folder / "arms.csv").exists():
-        return list(_pairs(folder))
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in load_runs([folder]):
         if run.results.get("stages") and run.results.get("train_flops"):
@@ -103,30 +101,3 @@ def _error(runs: Sequence[Run]) -> float:
     name = _metric(runs[0])
     values = [float(run.results[f"test_{name}"]) for run in runs]
     return round(mean(1 - value if name == "accuracy" else value for value in values), 5)
-
-
-def _pairs(folder: Path) -> Iterator[Case]:
-    with (folder / "pairs.csv").open(encoding="utf-8") as pairs, (folder / "arms.csv").open() as file:
-        rows = list(csv.DictReader(file))
-        for pair in csv.DictReader(pairs):
-            text = pair["kind"] == "language"
-
-            def error(arm: str, name: str = pair["pair"], text: bool = text) -> float:
-                own = [row for row in rows if (row["pair"], row["arm"]) == (name, arm)]
-                return round(mean(_value(row, text) for row in own), 5)
-
-            yield Case(
-                case=f"{folder.name}, {pair['pair']}",
-                family=pair["family"],
-                kind=pair["kind"],
-                params=int(pair["params"]),
-                smaller_params=int(pair["smaller_params"]),
-                samples=int(pair["samples"]),
-                full=error("full"),
-                smaller=error("smaller"),
-                grown=error("grown"),
-            )
-
-
-def _value(row: Mapping[str, str], text: bool) -> float:
-    return float(row["test_loss"]) if text else 1 - float(row["test_accuracy"])

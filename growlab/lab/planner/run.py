@@ -1,15 +1,16 @@
 """Run one plan: from configuration to odds and experiment files."""
 
 import contextlib
-import copy
 import json
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from math import ceil, inf
+from itertools import count, islice
+from math import ceil, inf, isfinite
 from pathlib import Path
+from statistics import mean, median
 from typing import Annotated, Any, Literal
 
 import hydra
@@ -23,7 +24,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER, write_json, write_text
@@ -34,15 +34,15 @@ from growlab.growth import PairGrowth, WidthDecision
 from growlab.growth.outputs import network_inputs
 from growlab.lab.analysis.identity import leaves
 from growlab.lab.planner.cases import read
-from growlab.lab.planner.probes import Probe, Problem, best_rate
 from growlab.lab.training import build
 from growlab.lab.training.checkpoints import OPTIMIZER, save
 from growlab.lab.training.checks import check_trainer_options
-from growlab.lab.training.configuration import PRIMARY
-from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.training.configuration import PRIMARY, plain
+from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.plan import tokens_of
 from growlab.lab.training.processes import program
 from growlab.lab.training.run_folder import lock_folder
+from growlab.optim import named_state
 from growlab.plan import advise
 from growlab.widths.inputs import changed
 
@@ -57,9 +57,14 @@ _LEAST_STAGE = 0.01
 # What a probe has done already.
 _NOT_WARMED = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
 # Length of a run and time of growth: the plan sets them.
-_OF_THE_PLAN = ("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate")
-_OF_THE_PLAN += ("steps", "total_steps", "total_tokens", "eval_every_n_steps")
+_OF_THE_PLAN = (
+    *("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate"),
+    *("steps", "total_steps", "total_tokens", "eval_every_n_steps"),
+)
 _COLUMNS = 80
+# Steps at each rate, at least: fewer do not show which is better; and the part of the loss by which it has to be better
+# to be taken in place of the first one.
+_LEAST_STEPS, _MARGIN = 8, 0.01
 # Experiment of each choice.
 _EXPERIMENT = {"grow": "grown", "smaller": "smaller", "full": "full"}
 
@@ -105,12 +110,29 @@ class Arm:
     flops: int
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Training at one multiple of `optimizer.lr`.
+
+    Attributes:
+        loss: mean training loss of the later half of its steps, each batch before it is learned from.
+        optimizer: `growlab.optim.named_state`; None if no file of weights can contain it.
+    """
+
+    rate: float
+    loss: float
+    steps: int
+    seconds_per_step: float
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
+
+
 def run(cfg: DictConfig) -> None:
     """Plan as configured: print the odds, and write them and experiments into the run's folder."""
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+    with quiet_libraries(), contextlib.ExitStack() as ending:
         ending.enter_context(lock_folder(folder))
         # A plan's configuration would take the place of the run's.
         if any((folder / name).exists() for name in (CHECKPOINT_FOLDER, "metrics.csv", "results.json")):
@@ -145,7 +167,7 @@ def run(cfg: DictConfig) -> None:
             kept = f"{100 * spent:.1f} % spent, kept; {seconds:.0f} s to go here."
             print(f"Best at {probe.rate:g} x optimizer.lr: {kept}", file=sys.stderr, flush=True)
         command = write_experiments(folder, cfg, data, settings, arms, chosen, probe, spent)
-        found = {"advice": asdict(advice), "settings": asdict(settings), "spent": spent, "command": command}
+        found = {"advice": asdict(advice), "settings": plain(cfg.plan), "spent": spent, "command": command}
         arms_found = {name: asdict(arm) for name, arm in arms.items()}
         write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
         start, _, name = command.replace("python -m growlab", program(), 1).rpartition(" ")
@@ -157,7 +179,7 @@ def settings_of(cfg: DictConfig) -> Settings:
     """Settings of the plan."""
     try:
         # As JSON, in which objects stand for dataclasses.
-        return pydantic.TypeAdapter(Settings).validate_json(json.dumps(OmegaConf.to_container(cfg.plan, resolve=True)))
+        return pydantic.TypeAdapter(Settings).validate_json(json.dumps(plain(cfg.plan)))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
@@ -252,35 +274,73 @@ def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
 def _probe(
     cfg: DictConfig, data: Any, settings: Settings, arms: Mapping[str, Arm], chosen: str, samples: float
 ) -> tuple[Probe, float]:
-    """The best rate of the chosen network, and the part of the budget that trying them took."""
-    arm, accumulate = arms[chosen], cfg.trainer.accumulate_grad_batches
+    """Train the chosen network at each rate; return the best (in doubt the first) and the part of the budget spent."""
+    arm, rates = arms[chosen], settings.rates
+    step = arm.flops * data.batch_size * cfg.trainer.accumulate_grad_batches / (arms["full"].flops * samples)
+    each = int(settings.probe / step) // len(rates)
+    if each < _LEAST_STEPS:
+        raise UserError(
+            f"plan.probe allows {each} steps at each of {len(rates)} rates, and {_LEAST_STEPS} are needed: raise it or "
+            "schedule.budget, try fewer plan.rates, or leave plan.probe=0."
+        )
+    best: Probe | None = None
+    for rate in rates:
+        probe = _trained(cfg, data, arm.start, rate, each)
+        print(f"  {rate:g} x optimizer.lr: training loss {probe.loss:.3f} after {probe.steps} steps", file=sys.stderr)
+        if best is None or probe.loss < (1 - _MARGIN) * best.loss:
+            best = probe
+    assert best is not None
+    if best.loss == inf:
+        listed = ", ".join(f"{rate:g}" for rate in rates)
+        raise UserError(f"training breaks down at every rate ({listed} x optimizer.lr): lower that, or plan.rates.")
+    return best, step * each * len(rates)
+
+
+def _trained(cfg: DictConfig, data: Any, start: Start, rate: float, steps: int) -> Probe:
+    """Train a network from its beginning for so many steps."""
     objective = build.make_objective(cfg.objective, data)
     # Only for its device and its precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(
-        build.for_lightning(OmegaConf.merge(cfg.trainer, {"devices": 1})),
+        build.for_lightning(cfg.trainer),
+        devices=1,
         **{"logger": False, "callbacks": [], "enable_checkpointing": False, "_convert_": "all"},
     )
-    problem = Problem(
-        make_network=lambda: _grower(cfg, data, arm.start).network,
-        make_optimizer=partial(_optimizer, cfg),
-        batches=lambda epoch: data.training_loader(epoch, epoch),
-        loss=lambda output, target: objective(output, target)[0],
-        device=trainer.strategy.root_device,
-        precision=trainer.precision_plugin.forward_context,
-        clip=cfg.trainer.get("gradient_clip_val"),
-        accumulate=accumulate,
+    device, accumulate, clip = (
+        trainer.strategy.root_device,
+        cfg.trainer.accumulate_grad_batches,
+        cfg.trainer.get("gradient_clip_val"),
     )
-    step = arm.flops * data.batch_size * accumulate / (arms["full"].flops * samples)
-    probe = best_rate(
-        problem, settings.rates, int(settings.probe / step), cfg.seed, lambda line: print(line, file=sys.stderr)
-    )
-    return probe, step * (int(settings.probe / step) // len(settings.rates)) * len(settings.rates)
-
-
-def _optimizer(cfg: DictConfig, network: nn.Module, multiple: float) -> Optimizer:
     scaled = cfg.copy()
-    scaled.optimizer.lr = multiple * cfg.optimizer.lr
-    return build.optimizer_maker(scaled)(network.parameters())
+    scaled.optimizer.lr = rate * cfg.optimizer.lr
+    torch.manual_seed(cfg.seed)
+    network = _grower(cfg, data, start).network.to(device).train()
+    optimizer, losses, seconds = build.optimizer_maker(scaled)(network.parameters()), list[float](), list[float]()
+    batches = (batch for epoch in count() for batch in data.training_loader(epoch, epoch))
+    for _ in range(steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in islice(batches, accumulate):
+            *inputs, target = (x.to(device) if isinstance(x, Tensor) else x for x in batch)
+            with trainer.precision_plugin.forward_context():
+                loss = objective(network(*inputs), target)[0] / accumulate
+            loss.backward()
+            total += float(loss.detach())
+        if clip:
+            nn.utils.clip_grad_norm_(network.parameters(), clip)
+        optimizer.step()
+        losses.append(total)
+        seconds.append(time.perf_counter() - began)
+        if not isfinite(total):
+            break
+    later = mean(losses[len(losses) // 2 :])
+    try:
+        state: dict[str, Any] | None = named_state(optimizer, network)
+    except ValueError:
+        # `start_from` then begins the optimizer from nothing.
+        state = None
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
+    return Probe(rate, later if isfinite(later) else inf, len(losses), median(seconds), weights, state)
 
 
 def write_experiments(
@@ -347,7 +407,7 @@ def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
         **{f"schedule.{key}": None for key in _OF_THE_PLAN if key in cfg.schedule},
     }
     if rate.progress_unit != "cost":
-        warmup = {"warmup_epochs": 0, "warmup_steps": None}
+        warmup: dict[str, Any] = {"warmup_epochs": 0, "warmup_steps": None}
         warmup["warmup_fraction"] = _rounded(min(0.4, rate.warmup_epochs / budget))
         decay = {"shape": "wsd", "progress_unit": "cost", "decay_fraction": 0.5, "restarts": "none"}
         settings |= {f"schedule.learning_rate.{key}": value for key, value in (decay | warmup).items()}
@@ -370,17 +430,14 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
     replaced = {key[1:]: value for key, value in settings.items() if key.startswith("/")}
     choices = {group: str(replaced.get(group, choice)) for group, choice in _choices().items()}
     base = compose(PRIMARY, ["~experiment", *(f"{group}={choice}" for group, choice in choices.items())])
-    target, known = (OmegaConf.to_container(c, resolve=False, enum_to_str=True) for c in (cfg, base))
+    wanted = cfg.copy()
     for group, choice in replaced.items():
         if HydraConfig.get().runtime.choices[group] != choice:
-            target[group] = copy.deepcopy(known[group])
+            wanted[group] = base[group]
     for key, value in settings.items():
         if not key.startswith("/"):
-            *parents, last = key.split(".")
-            branch = target
-            for parent in parents:
-                branch = branch.setdefault(parent, {})
-            branch[last] = value
+            OmegaConf.update(wanted, key, value, force_add=True)
+    target, known = (_container(one) for one in (wanted, base))
     values = {key: value for key, value in _different(target, known).items() if key not in _NOT_KEPT}
     defaults = {"defaults": [{f"override /{group}": choice} for group, choice in choices.items()]}
     return (
@@ -388,6 +445,10 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
         "# Written by growlab.lab.planner for this network, data and budget.\n"
         f"# Command:  {command}\n" + "\n".join(yaml.safe_dump(part, sort_keys=False) for part in (defaults, values))
     )
+
+
+def _container(cfg: DictConfig) -> Any:
+    return OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
 
 
 def _different(target: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,15 +36,15 @@ from growlab.lab.training import processes
 from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
 from growlab.lab.training.checkpoints import last_checkpoint, read_header, start_from, usable_checkpoint
 from growlab.lab.training.checks import check_effects, check_trainer_options, check_types
-from growlab.lab.training.configuration import LAST, search_options
+from growlab.lab.training.configuration import LAST, plain, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
 from growlab.lab.training.identity import Identity, settings_in
 from growlab.lab.training.learning_rate import LearningRate
-from growlab.lab.training.library_messages import plain_errors, quiet_libraries
+from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
-from growlab.lab.training.run import Experiment, Options, StayStopped, provenance, run
+from growlab.lab.training.run import Experiment, StayStopped, provenance, run
 from growlab.lab.training.run_folder import lock_folder
 from growlab.parts import Part
 from growlab.widths import WidthGraph
@@ -62,7 +62,7 @@ def train(cfg: DictConfig) -> None:
     """Train one network as configured, or run the configured study; results go into the run's folder."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
-        with plain_errors(), quiet_libraries(), contextlib.ExitStack() as ending:
+        with quiet_libraries(), contextlib.ExitStack() as ending:
             if processes.is_first():
                 ending.enter_context(lock_folder(folder))
             _check(cfg)
@@ -107,7 +107,17 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
             loggers=partial(_loggers, cfg, identity.run_id),
             checkpoint=checkpoint,
             identity=identity,
-            options=_options(cfg),
+            save=instantiate(cfg.checkpoint),
+            optimizer_state=cfg.optimizer_state,
+            log_every_n_steps=cfg.log_every_n_steps,
+            log_rates_every_n_steps=cfg.log_rates_every_n_steps,
+            log_layers_every_n_steps=cfg.log_layers_every_n_steps,
+            batch_norm_samples=cfg.batch_norm_samples,
+            check_ranks=cfg.check_ranks,
+            compile=cfg.compile,
+            max_time=cfg.trainer.get("max_time") is not None,
+            synchronised=bool(cfg.trainer.get("sync_batchnorm")),
+            num_processes=processes.world_size(cfg.trainer),
         )
         failing.pop_all()
     return experiment
@@ -119,7 +129,7 @@ def _check(cfg: DictConfig) -> None:
         raise UserError("a run has no plan: leave plan=... out, or ask `growlab plan`.")
     check_trainer_options(cfg.trainer)
     check_settings(cfg)
-    job, settings = HydraConfig.get(), OmegaConf.to_container(cfg, resolve=True)
+    job, settings = HydraConfig.get(), plain(cfg)
     check_effects(settings, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
     if not 0 <= cfg.norm_anneal_fraction < 1:
         raise UserError(f"norm_anneal_fraction={cfg.norm_anneal_fraction} must be at least 0 and below 1.")
@@ -127,7 +137,7 @@ def _check(cfg: DictConfig) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     """Refuse values of wrong types and numbers out of range; integers become floats where a class takes floats."""
-    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings = plain(cfg)
     parts = settings.pop("parts") or {}
     floats = check_types({name: value for name, value in settings.items() if name not in parts})
     for name, part in parts.items():
@@ -151,24 +161,8 @@ def check_settings(cfg: DictConfig) -> None:
         )
 
 
-def _options(cfg: DictConfig) -> Options:
-    return Options(
-        save=instantiate(cfg.checkpoint),
-        optimizer_state=str(cfg.optimizer_state),
-        log_every_n_steps=cfg.log_every_n_steps,
-        log_rates_every_n_steps=cfg.log_rates_every_n_steps,
-        log_layers_every_n_steps=cfg.log_layers_every_n_steps,
-        batch_norm_samples=cfg.batch_norm_samples,
-        check_ranks=cfg.check_ranks,
-        compile=cfg.compile,
-        max_time=cfg.trainer.get("max_time") is not None,
-        synchronised=bool(cfg.trainer.get("sync_batchnorm")),
-        num_processes=processes.world_size(cfg.trainer),
-    )
-
-
 def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Identity:
-    config = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    config = plain(cfg)
     job = HydraConfig.get()
     choices, overrides = job.runtime.choices, list(job.overrides.task)
     # A run that was interrupted is the same as one that was not.
@@ -241,7 +235,7 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
     if empty := [name for name, p in network.named_parameters() if not is_lazy(p) and not p.numel()]:
         shape = list(network.get_parameter(empty[0]).shape)
-        zeros = [f"model.{name}=0" for name, value in model.items() if value == 0 and value is not False]
+        zeros = [f"model.{name!s}=0" for name, value in model.items() if value == 0 and value is not False]
         raise UserError(
             f"the network's {empty[0]} is of the shape {shape}, without entries"
             + (f", with {' and '.join(zeros)}" if zeros else "")
@@ -254,7 +248,7 @@ def make_objective(objective: DictConfig, data: RunData) -> Objective:
     """Make the objective and bind it to the data."""
     if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
         # The default file's, where another loss is put in the place of its `_target_`.
-        objective = OmegaConf.masked_copy(objective, [key for key in objective if key != "label_smoothing"])
+        objective = OmegaConf.masked_copy(objective, [str(key) for key in objective if key != "label_smoothing"])
     made = instantiate(objective)
     if isinstance(made, nn.Module) and not isinstance(made, Objective):
         made = CustomObjective(made)
@@ -340,7 +334,7 @@ def _plan(
     """Make the grower, the plan, the network's cost, and batch sizes if these are searched for and not known."""
     network = make_network(cfg.model, data)
     method: GrowthMethod = instantiate(cfg.growth)
-    settings = OmegaConf.to_container(cfg.schedule, resolve=True)
+    settings = plain(cfg.schedule)
     settings = {name: value for name, value in settings.items() if name not in _OTHERS}
     loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, processes.world_size(cfg.trainer))
     fits, sizes = cfg.schedule.batch_size is not None, known_sizes
@@ -418,13 +412,20 @@ def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Pa
 
 
 def _make_part(name: str, settings: Any) -> Part:
-    if not isinstance(settings, Mapping) or "_target_" not in settings:
-        raise UserError(f"parts.{name} is no part: give it a _target_, a growlab.parts.Part, and its arguments.")
-    part = instantiate(settings)
-    if not isinstance(part, Part):
-        raise UserError(f"parts.{name} makes a {type(part).__name__}, not a growlab.parts.Part.")
+    part: Part = _made(f"parts.{name}", settings, Part, "part")
     part.name = part.name or name
     return part
+
+
+def _made(name: str, settings: Any, kind: type, what: str, /, **more: Any) -> Any:
+    """Make the object that a setting describes, which has to be of a class."""
+    described = isinstance(settings, Mapping | DictConfig) and "_target_" in settings
+    made = instantiate(settings, **more) if described else settings
+    if isinstance(made, kind):
+        return made
+    if described:
+        raise UserError(f"{name} makes a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}.")
+    raise UserError(f"{name}={settings} is no {what}: give it a _target_ and its arguments.")
 
 
 def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
@@ -540,11 +541,8 @@ def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
 
 
 def _user_callback(name: str, settings: Any) -> lightning.Callback:
-    callback = instantiate(settings, _convert_="all") if isinstance(settings, DictConfig) else settings
+    callback = _made(name, settings, lightning.Callback, "callback of Lightning", _convert_="all")
     kind = type(callback).__name__
-    if not isinstance(callback, lightning.Callback):
-        given = settings if callback is settings else f"a {kind}"
-        raise UserError(f"{name} is {given}, not a callback of Lightning: give it a _target_ and its arguments.")
     # What would silently spoil the numbers of a run; other callbacks are the user's affair.
     if str(monitor := getattr(callback, "monitor", None)).startswith("test_"):
         raise UserError(
@@ -566,17 +564,13 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
     succeeded = False
     try:
         for name, settings in cfg.logger.items():
-            if not isinstance(settings, DictConfig):
-                raise UserError(f"logger.{name}={settings} is no logger: give it a _target_ and its arguments.")
             # The same identity after an interruption, where a logger has one.
             known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
-            own = {key: value for key, value in known.items() if key in settings and settings[key] is None}
-            logger = instantiate(settings, **own)
-            if not isinstance(logger, Logger):
-                raise UserError(f"logger.{name} makes a {type(logger).__name__}, not one of Lightning's loggers.")
-            loggers.append(logger)
+            there = settings if isinstance(settings, DictConfig) else {}
+            own = {key: value for key, value in known.items() if key in there and there[key] is None}
+            loggers.append(_made(f"logger.{name}", settings, Logger, "logger", **own))
         for logger in loggers:
-            logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+            logger.log_hyperparams(plain(cfg))
         yield loggers
         succeeded = True
     finally:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from lightning import LightningModule, Trainer
@@ -67,7 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def save(path: str | os.PathLike[str], content: Any, previous: Path | None = None) -> None:
     """`torch.save`, atomically: WriteError leaves the file unchanged. The old file goes to `previous`."""
 
-    def write(file: BinaryIO) -> None:
+    def write(file: IO[bytes]) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:

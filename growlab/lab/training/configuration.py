@@ -72,7 +72,7 @@ def set_plugin_defaults() -> None:
 def search_options() -> list[str]:
     """Options (and `hydra.searchpath`) with which another command finds this job's configuration."""
     job = HydraConfig.get()
-    options = [] if job.job.config_name == PRIMARY else ["--config-name", job.job.config_name]
+    options = [] if job.job.config_name == PRIMARY else ["--config-name", str(job.job.config_name)]
     for source in job.runtime.config_sources:
         if source.provider == "command-line":
             options += ["--config-dir", source.path]
@@ -167,6 +167,12 @@ def resume_override(
             f"run's folder with {_RUN_DIR}=FOLDER."
         )
     return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Convert a configuration to plain containers, with its interpolations resolved."""
+    content: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return content
 
 
 def composed(overrides: list[str], more: str | None = None, primary: str = PRIMARY) -> DictConfig:

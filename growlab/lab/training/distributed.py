@@ -40,7 +40,7 @@ class OneProcess(LightningEnvironment):
     """
 
     # As `growlab.lab.training.launcher` does.
-    creates_processes_externally = True  # type: ignore[assignment]
+    creates_processes_externally = True
 
 
 def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
@@ -93,7 +93,7 @@ class CPUSyncBatchNorm(_BatchNorm):
         centred = x - mean_C.view(shape)
         # In two passes: the mean of squares less the squared mean would cancel.
         var_C = _SumOverRanks.apply(centred.square().sum(dims)) / count
-        if self.track_running_stats:
+        if self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
                 momentum = self.momentum or 1.0 / float(self.num_batches_tracked)

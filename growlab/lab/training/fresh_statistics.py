@@ -63,7 +63,7 @@ def _joined(module: str, attribute: str) -> str:
     return f"{module}.{attribute}" if module else attribute
 
 
-def _weight(module: nn.Module, tracked: Tensor | None) -> float:
+def _weight(module: Any, tracked: Tensor | None) -> float:
     """Weight of a batch's statistics in a running average that began at 0, after a number of calls."""
     calls = 1 if tracked is None else int(tracked)
     return 1.0 if module.momentum is None else 1 - (1 - module.momentum) ** calls

@@ -38,7 +38,8 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
     written = folder / "config.yaml"
     if not written.exists():
         return None
-    return resume_settings(OmegaConf.to_container(OmegaConf.load(written), resolve=True))
+    content: Any = OmegaConf.to_container(OmegaConf.load(written), resolve=True)
+    return resume_settings(content)
 
 
 def other_settings(config: Mapping[str, Any], folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Turn errors of third-party libraries into sentences, and silence their warnings."""
+"""Silence what third-party libraries print during a run."""
 
 import contextlib
 import logging
@@ -6,43 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from growlab.base.errors import UserError
-from growlab.growth import ParityError
-from growlab.lab.data.loaders import DIED
-from growlab.widths import UnsupportedOperation
-
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Beginnings of messages of libraries about the user's settings, and what to do.
-_MEANT = {
-    "Expected more than 1 value per channel when training": (
-        "batch normalisation has no statistics of a single value per channel, and a batch of training, such as the "
-        "last of an epoch, has one: change data.batch_size, or take a network with another normalisation."
-    ),
-    DIED: "a process that reads images died: if memory ran out, lower data.num_workers.",
-    "Early stopping conditioned on metric": "",
-}
-
-
-@contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """Raise errors of libraries about impossible settings as UserError."""
-    try:
-        yield
-    except ParityError as error:
-        raise UserError(f"{error} Lower optimizer.lr or choose another growth method.") from error
-    except Exception as error:
-        said = " ".join(str(error).split())
-        # wandb: such as a key that is missing for an online run.
-        theirs = type(error).__module__.partition(".")[0] == "wandb"
-        if theirs or isinstance(error, MisconfigurationException | UnsupportedOperation):
-            raise UserError(said) from error
-        if isinstance(error, RuntimeError | ValueError):
-            for beginning, advice in _MEANT.items():
-                if str(error).startswith(beginning):
-                    raise UserError(advice or said) from error
-        raise
 
 
 @contextlib.contextmanager

@@ -9,10 +9,10 @@ import PIL.Image
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from growlab.lab.analysis.identity import FREE
+from growlab.lab.training.processes import is_first
 from growlab.lab.training.task import Task
 
 EVENT_COLUMNS = (
@@ -42,7 +42,7 @@ class WandbRecords(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the table and the steps of W&B's history so far, so that a resumed run continues them."""
-        steps = [logger.experiment.step for logger in self._loggers if rank_zero_only.rank == 0]
+        steps = [logger.experiment.step for logger in self._loggers if is_first()]
         return {"spectra": self._spectra, "steps": steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

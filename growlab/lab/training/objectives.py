@@ -327,7 +327,12 @@ class MultiLabel(Objective):
         return {"loss": loss / samples, "accuracy": right / labels, "f1": f1, "exact_match": exact / samples}
 
 
-_LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "smooth_l1": F.smooth_l1_loss, "huber": F.huber_loss}
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+}
 
 
 class Regression(Objective):
@@ -477,10 +482,7 @@ class CustomObjective(Objective):
         directed = ((n, m.higher_is_better) for n, m in metrics.items() if m.higher_is_better is not None)
         self.compared_by = next(directed, ("loss", False))
         # Some states have the shape of the first batch's columns.
-        self._shapes = {
-            name: {state: value.shape for state, value in metric.metric_state.items()}
-            for name, metric in self._adding.items()
-        }
+        self._shapes = {name: _shapes(metric) for name, metric in self._adding.items()}
         self._known: set[tuple[Any, ...]] = set()
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -494,9 +496,8 @@ class CustomObjective(Objective):
             for name, metric in self._adding.items():
                 metric.reset()
                 self._update(name, metric, predicted, target)
-                states = metric.metric_state
-                self._shapes[name] = {state: value.shape for state, value in states.items()}
-                sums += states.values()
+                self._shapes[name] = _shapes(metric)
+                sums += _states(metric).values()
                 metric.reset()
             return loss, _sums_of(*sums, loss.detach() * weight, weight)
 
@@ -509,7 +510,7 @@ class CustomObjective(Objective):
             metric = copy.deepcopy(metric).cpu()
             for state, shape in self._shapes[name].items():
                 numbers = torch.tensor(states[start : start + shape.numel()], dtype=torch.float64)
-                setattr(metric, state, numbers.reshape(shape).to(metric.metric_state[state].dtype))
+                setattr(metric, state, numbers.reshape(shape).to(_states(metric)[state].dtype))
                 start += shape.numel()
             # Else it warns of being asked before any batch.
             metric._update_count = 1
@@ -602,6 +603,14 @@ def _is_sum(metric: Metric) -> bool:
     added = [getattr(one, "__name__", "") == "dim_zero_sum" for one in metric._reductions.values()]
     tensors = all(isinstance(state, Tensor) for state in metric.metric_state.values())
     return bool(added) and tensors and all(added)
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return dict(metric.metric_state)
+
+
+def _shapes(metric: Metric) -> dict[str, torch.Size]:
+    return {name: state.shape for name, state in _states(metric).items()}
 
 
 def _number(name: str, metric: Metric) -> float:

@@ -125,12 +125,10 @@ class StageCost:
         """FLOPs at these widths, when a share of all growth is done; None: of the whole network and whole inputs."""
         key = (*(widths[group] for group in self._graph.groups), share)
         if key not in self._known:
-            sample = self._sample
-            for part in () if share is None else self._parts:
-                sample = part.inputs_at(sample, share)
-            copied, graph = copy.deepcopy(self._network), self._graph
-            for part in () if share is None else self._parts:
-                graph = part.shrink_to(copied, graph, share)
+            sample, copied, graph = self._sample, copy.deepcopy(self._network), self._graph
+            if share is not None:
+                for part in self._parts:
+                    sample, graph = part.inputs_at(sample, share), part.shrink_to(copied, graph, share)
             resize(copied, graph, graph.full_widths, widths)
             self._known[key] = forward_flops(copied, sample)
         return self._known[key]

@@ -65,7 +65,8 @@ class GrowthProgress(Callback):
                 transient=True,
             )
             self._bar.start()
-            self._bar.add_task("", total=sum(self._effort), completed=self._resumed_at, loss="", left="")
+            task = self._bar.add_task("", total=sum(self._effort), loss="", left="")
+            self._bar.update(task, completed=self._resumed_at)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""

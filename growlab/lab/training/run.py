@@ -43,34 +43,11 @@ from growlab.lab.training.progress import GrowthProgress
 from growlab.lab.training.recorder import RunRecorder, memory_measure, metric_columns
 from growlab.lab.training.run_folder import forget_results
 from growlab.lab.training.task import Task
+from growlab.optim import Inheritance
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # Numbers near zero that training in half precision (twice its smallest), and in any other, distinguishes from zero.
 _HALF, _USUAL = 2.0**-23, 2.0**-100
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of the runner; see `conf/config.yaml` for those of the same name.
-
-    Attributes:
-        save: when checkpoints are saved between ends of epochs.
-        max_time: `trainer.max_time` is set, after which training stops.
-        synchronised: `trainer.sync_batchnorm` is set: batch normalisation spans all ranks.
-        num_processes: that the run is divided among.
-    """
-
-    save: SavePolicy
-    optimizer_state: str
-    log_every_n_steps: int | None
-    log_rates_every_n_steps: int
-    log_layers_every_n_steps: int | None
-    batch_norm_samples: int
-    check_ranks: bool
-    compile: bool
-    max_time: bool
-    synchronised: bool
-    num_processes: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +60,10 @@ class Experiment:
         trainer: makes Lightning's Trainer from the run's folder, callbacks, loggers and plugins.
         loggers: makes the loggers, which end with the context.
         identity: settings that distinguish the run from others.
+        save: when checkpoints are saved between ends of epochs; settings below have the names of `conf/config.yaml`.
+        max_time: `trainer.max_time` is set, after which training stops.
+        synchronised: `trainer.sync_batchnorm` is set: batch normalisation spans all ranks.
+        num_processes: that the run is divided among.
     """
 
     data: RunData
@@ -97,20 +78,30 @@ class Experiment:
     loggers: Callable[[], AbstractContextManager[list[Logger]]]
     checkpoint: Path | None
     identity: Identity
-    options: Options
+    save: SavePolicy
+    optimizer_state: Inheritance
+    log_every_n_steps: int | None
+    log_rates_every_n_steps: int
+    log_layers_every_n_steps: int | None
+    batch_norm_samples: int
+    check_ranks: bool
+    compile: bool
+    max_time: bool
+    synchronised: bool
+    num_processes: int
 
 
 def run(experiment: Experiment, folder: Path) -> None:
     """Train, test, and leave everything about the run in its folder."""
-    data, grower, plan, options = experiment.data, experiment.grower, experiment.plan, experiment.options
+    data, grower, plan = experiment.data, experiment.grower, experiment.plan
     with contextlib.ExitStack() as ending:
         ending.callback(data.teardown, "test")
         if is_first() and experiment.checkpoint is None and plan.full_flops:
             print(odds(plan, experiment.cost, data), file=sys.stderr)
         task = _task(experiment)
-        every = (options.log_rates_every_n_steps, options.log_every_n_steps)
+        every = (experiment.log_rates_every_n_steps, experiment.log_every_n_steps)
         recorder = RunRecorder(folder, plan.samples, *every, data.tokens_per_sample)
-        fresh = FreshStatistics(options.batch_norm_samples, data.training_batches)
+        fresh = FreshStatistics(experiment.batch_norm_samples, data.training_batches)
         loggers = ending.enter_context(experiment.loggers())
         writer, records = AtomicCheckpointIO(), WandbRecords(loggers)
         progress = GrowthProgress(plan.batches, plan.samples, plan.flops_in_epoch, plan.total_steps)
@@ -121,14 +112,14 @@ def run(experiment: Experiment, folder: Path) -> None:
             records.on_growth(trainer, task)
             progress.on_growth(trainer, event)
 
-        saving = SaveCheckpoints(last_checkpoint(folder), writer, options.save, resumed=experiment.checkpoint)
-        growth = Growth(grower=grower, optimizer_state=options.optimizer_state, on_event=on_event)
-        layers = layer_statistics(options.log_layers_every_n_steps, data, grower, folder)
+        saving = SaveCheckpoints(last_checkpoint(folder), writer, experiment.save, resumed=experiment.checkpoint)
+        growth = Growth(grower=grower, optimizer_state=experiment.optimizer_state, on_event=on_event)
+        layers = layer_statistics(experiment.log_layers_every_n_steps, data, grower, folder)
         begin = LambdaCallback(on_fit_start=partial(_begin, experiment, folder))
-        callbacks = [begin, growth, progress, recorder, records, RankCheck(options.check_ranks)]
+        callbacks = [begin, growth, progress, recorder, records, RankCheck(experiment.check_ranks)]
         trainer = experiment.trainer(folder, loggers, [*callbacks, *layers, fresh, saving], [writer])
         _provide(experiment, task, recorder, trainer)
-        if options.compile:
+        if experiment.compile:
             # Not torch.compile(network), which would put a prefix before the names of all weights.
             task.network.compile()
             grower.reattach_hooks()
@@ -152,14 +143,14 @@ def run(experiment: Experiment, folder: Path) -> None:
 
 
 def _task(experiment: Experiment) -> Task:
-    grower, plan, options = experiment.grower, experiment.plan, experiment.options
+    grower, plan = experiment.grower, experiment.plan
     settings = (experiment.objective, experiment.identity.settings, experiment.identity.run_id)
     rate = experiment.learning_rate
     task = Task(grower, plan.schedule, plan.steps, experiment.optimizer, rate, *settings)
     task.batch_fit, task.watched = experiment.batch_fit, experiment.data.watched
     task.flops_in_epoch = plan.flops_in_epoch if grower.forecast.known else None
     if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
-        task.statistics_ranks = 1 if options.synchronised else options.num_processes
+        task.statistics_ranks = 1 if experiment.synchronised else experiment.num_processes
     return task
 
 
@@ -236,7 +227,7 @@ def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
     if done >= wanted:
         return plan
     stopped = f"training was stopped after {done} of {wanted} epochs"
-    if experiment.options.max_time:
+    if experiment.max_time:
         raise UserError(
             f"{stopped} (trainer.max_time), so there is no result yet; resume with ckpt_path=last and the run's "
             "hydra.run.dir."
@@ -264,7 +255,7 @@ def _carried_out(experiment: Experiment, task: Task, recorder: RunRecorder) -> P
     return replace(plan, auxiliary_flops=grower.auxiliary_flops)
 
 
-def _save(run_dir: Path, weights: dict[str, nn.Module], task: Task, results: dict[str, Any], data: RunData) -> None:
+def _save(run_dir: Path, weights: dict[str, Any], task: Task, results: dict[str, Any], data: RunData) -> None:
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
         if hasattr(network, "save_pretrained"):

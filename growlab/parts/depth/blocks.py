@@ -19,7 +19,7 @@ from growlab.base.settings import one_of
 from growlab.grower.part import BlockPart, check_fraction_known
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthState, constants
-from growlab.growth.constants import with_offset, without_offset
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.event import Rebuilding
 from growlab.growth.method import GrowthContext, GrowthMethod
 from growlab.growth.outputs import observe, placing, positional
@@ -43,10 +43,6 @@ class Blocks:
             shape of their input: the second of each chain, then the third, and so on.
         start: initialisation of inserted blocks, a name in `growlab.parts.depth.starts.STARTS`.
         example: positional inputs of the network.
-
-    Attributes:
-        blocks: blocks by name, in the order of insertion.
-        constants: constants of the whole network at full width, by name, see `growlab.growth.constants`.
 
     Raises:
         UserError: a block cannot be left out, or none is found.
@@ -131,17 +127,9 @@ class Blocks:
         return _kept(self.full, self.blocks[name].contains)
 
     def put_in(self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None) -> list[nn.Module]:
-        """Insert a block at its place, at the given widths.
+        """Insert a block at its place and the given widths, in a network in place; return the modules that it replaces.
 
-        Args:
-            network: changed in place.
-            name: name of the block.
-            widths: width of each group.
-            source: network to copy the block from, at these widths; None for the block as initialised by its
-                constructor.
-
-        Returns:
-            The modules that it replaces.
+        It is copied from `source`, a network at these widths, or as initialised by its constructor.
         """
         block = self.blocks[name]
         before = [network.get_submodule(path) for path in block.paths]
@@ -183,18 +171,7 @@ class Blocks:
         """Insert and initialise a block during training, and check that the outputs are preserved.
 
         Its weights are drawn as the method draws a seed network's (at full width they are its constructor's); then the
-        start is applied.
-
-        Args:
-            network: changed in place.
-            name: name of the block.
-            method: see `growlab.growth.grow`, like all that follow.
-            widths: width of each group.
-            seed: seed of the run.
-            stage: the stage that begins.
-            probe: positional inputs for the parity check.
-            agree: called with numbers on which ranks have to agree.
-            rebuilding: see `growlab.growth.grow`.
+        start is applied. See `growlab.growth.grow` for the arguments.
 
         Returns:
             The block's entry in the event's receipt, and the originals of its copied parameters, by name.
@@ -211,10 +188,10 @@ class Blocks:
             with rebuilding():
                 stood = self.put_in(network, name, widths)
                 if dict(widths) != self.full.full_widths:
-                    tensors = with_offset(graph, tensors_of(network, graph))
+                    tensors = as_applied(graph, tensors_of(network, graph))
                     still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
                     context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=still)
-                    replace_tensors(network, graph, without_offset(graph, method.initialise(context)))
+                    replace_tensors(network, graph, as_stored(graph, method.initialise(context)))
                 own = self._tied[name].keys() | self.constants.keys()
                 insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
                 with torch.no_grad():
@@ -263,10 +240,6 @@ class Blocks:
                 f"the block {block.name} would begin with other values of {set_to[0]}, which other modules share."
             )
         return found
-
-    def births(self, stages: Mapping[str, int]) -> dict[str, int]:
-        """Birth stages of blocks' tensors by name, from the stages at which the blocks were inserted."""
-        return {name: stage for block, stage in stages.items() for name in self.tensors(block)}
 
     def _stream(self, block: Block) -> frozenset[str]:
         """Groups with tensors both inside and outside of a block."""
@@ -424,7 +397,7 @@ class Depth(BlockPart):
 
     def births(self, state: GrowthState) -> Mapping[str, int]:
         """Return the birth stages of the blocks' tensors, by name."""
-        return self.depth.births(state.blocks)
+        return {name: stage for block, stage in state.blocks.items() for name in self.depth.tensors(block)}
 
     def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
         """Insert the blocks of the next stage, and add them to optimizers and averages.

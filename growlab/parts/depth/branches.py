@@ -61,14 +61,9 @@ def ancestors(node: Node) -> set[Node]:
 
 
 class Branches:
-    """Walk through the autograd graph from a block's output back to its input.
+    """Walk through the autograd graph from a block's output back to its input, the operation output `source`.
 
-    Args:
-        source: operation output that is the block's input.
-        names: names of parameters by their `id`.
-
-    Attributes:
-        obstacle: name of the operation at which the walk failed, or "".
+    `obstacle` is the operation at which the walk failed, or "".
     """
 
     def __init__(self, source: Edge, names: Mapping[int, str]) -> None:
@@ -152,11 +147,7 @@ class Branches:
 
 
 class Consumers:
-    """Consumers of each operation's output in the autograd graph.
-
-    Args:
-        output: operation output that is the network's output.
-    """
+    """Consumers of each operation's output in the autograd graph of a network's output."""
 
     def __init__(self, output: Edge) -> None:
         self._takers: dict[Edge, list[tuple[Node, int]]] = {}

@@ -70,11 +70,8 @@ class SkippedBlock(nn.Module):
 class PassThrough:
     """Composes a block's output from its (positional, named) inputs and constants, as observed in one call.
 
-    Attributes:
-        problem: reason why the output cannot be composed without the block, or "".
-
-    Raises:
-        ValueError: the block has no tensor among its inputs or outputs.
+    `problem` is the reason why the output cannot be composed without the block, or "". Raises a ValueError if the block
+    has no tensor among its inputs or outputs.
     """
 
     def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:

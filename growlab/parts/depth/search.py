@@ -34,14 +34,7 @@ from growlab.widths.meta import copied
 
 @dataclass(frozen=True)
 class Chain:
-    """Sibling modules of one kind, some of which may be left out at first.
-
-    Attributes:
-        kind: class of the modules.
-        names: names of all of them, in order.
-        found: names of those that may be left out.
-        reasons: reasons why others stay, by name; the first always stays.
-    """
+    """Sibling modules of a class `kind`, names of those that may be left out at first, and why others stay."""
 
     kind: str
     names: tuple[str, ...]
@@ -57,9 +50,9 @@ class Search:
         self._forward = Forward(network, example)
 
     def all(self) -> tuple[list[Block], list[Chain]]:
-        """Find all blocks that follow another of their kind, in the order of insertion, and the chains searched.
+        """Find all blocks that follow another of their kind, and the chains searched.
 
-        The order is the second of each chain, then the third, and so on.
+        The order of insertion is the second of each chain, then the third, and so on.
         """
         runs = runs_of_units(self._forward, bare=self._start == "identity")
         reasons: dict[str, str] = {}
@@ -237,10 +230,7 @@ _SHOWN_NAMES = 3
 
 
 def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-    """Describe chains of blocks of one kind, one per line: exact starts, and reasons why other blocks stay.
-
-    The network, at full width and depth, is left unchanged.
-    """
+    """Describe chains of blocks of one kind, one per line: exact starts, and reasons why other blocks stay."""
     try:
         blocks, chains = Search(network, example, "zero").all()
     except FAILURES as error:

@@ -24,9 +24,6 @@ class Insertion:
     """Context of a start: the network and the block that was just inserted.
 
     Attributes:
-        network: the network with the block.
-        block: the inserted block.
-        probe: positional inputs of the network.
         twin: paths of earlier modules of the same shapes, in the order of the block's; empty if there are none.
         own: names of tensors whose values are kept: parameters that other modules share, and constants.
     """

@@ -20,16 +20,11 @@ from growlab.widths import Axis, Group, Layer, Part, WidthGraph
 
 
 def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> WidthGraph:
-    """Return the width graph of the tensors that emit a network's weights.
+    """Return the width graph of the tensors that emit a network's weights, from that before `parametrise`.
 
     H of a weight [O, I, ...] is [O, I, ..., K]: its first two dimensions carry the channels, the last behaves like a
     kernel dimension. Tensors of chunks are arrays over chunks [A, B, ...], rows and columns of the weight in blocks of
     `channels`; widths are then counted in such blocks, so that every width is a whole number of chunks.
-
-    Args:
-        network: a network parametrised by `parametrise`.
-        graph: its width graph before that.
-        channels: channels per chunk, the unit of widths; 1 without chunks.
 
     Raises:
         UserError: a width or a growing weight is not a whole number of chunks.

@@ -121,9 +121,7 @@ class Initialisation:
         return 1.0 / features if self._hyperfan else self._output(features, num_outputs)
 
     def plain(self, emission: Emission) -> float:
-        """Variance of the weights of a plain layer, not emitted by a hypernetwork.
-
-        For hyperfan it is the variance of emitted weights: r / d_j, r / d_i or a mean of the two.
+        """Variance of a plain layer's weights; for hyperfan that of emitted ones: r / d_j, r / d_i or a mean of both.
 
         Raises:
             UserError: the initialisation is only defined for hypernetworks.

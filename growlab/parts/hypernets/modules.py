@@ -3,9 +3,6 @@
 Shape suffixes: K size of h(e), L of an embedding; A, B rows and columns of a weight in chunks; P numbers in a chunk.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
@@ -61,7 +58,7 @@ class Output(nn.Module):
 class Emitted(nn.Module):
     """Parametrisation of one tensor: H h(e) + beta, where beta is the parametrised tensor's `original`.
 
-    H (`output`), whose leading dimensions are the tensor's, and h(e) (`features`) may be shared.
+    H (`output`), whose leading dimensions are the tensor's, and h(e) (`features`) may be shared. Autocast is off.
     """
 
     def __init__(self, output: Output, features: Features) -> None:
@@ -70,7 +67,7 @@ class Emitted(nn.Module):
 
     def forward(self, original: Tensor) -> Tensor:
         """Compute the tensor that the main network uses."""
-        with _full_precision(original):
+        with torch.autocast(original.device.type, enabled=False):
             return original + self.output.weight @ self.features()
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
@@ -105,7 +102,7 @@ class Chunks(nn.Module):
 
     def forward(self, gains: Tensor) -> Tensor:
         """Compute the weight that the main network uses, [out, in, ...]."""
-        with _full_precision(gains):
+        with torch.autocast(gains.device.type, enabled=False):
             features_ABK = (self.weight @ self.embedding()[..., None])[..., 0] + self.bias
             bias = self.output.bias
             assert bias is not None
@@ -132,10 +129,3 @@ def linear_layers(weights: list[Tensor]) -> nn.Sequential:
             linear.bias.zero_()
         layers += [linear, nn.ReLU()]
     return nn.Sequential(*layers)
-
-
-@contextmanager
-def _full_precision(tensor: Tensor) -> Iterator[None]:
-    """Emit weights in the precision of the parameters, without autocast."""
-    with torch.autocast(tensor.device.type, enabled=False):
-        yield

@@ -113,13 +113,10 @@ class Layer:
 
 
 def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
-    """Parametrise the weights of every linear layer and convolution by a hypernetwork, in place.
+    """Parametrise the weights of every linear layer and convolution by a hypernetwork, in place; return the network.
 
     The previous weights are lost; biases that are not emitted start at 0 (Section 4.1, Case 1). Emitted tensors keep
     their names (`layer.weight` is computed when it is read); trained parameters are in `layer.parametrizations`.
-
-    Returns:
-        The network.
 
     Raises:
         UserError: the network has no layer to emit, layers share a weight, or a weight cannot be divided into chunks.
@@ -139,12 +136,9 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
 
 
 def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
-    """Initialise a plain network by the initialisation's rule for networks without hypernetworks; biases are 0.
+    """Initialise a plain network, in place, by the rule for networks without hypernetworks; biases are 0.
 
-    Of `hypernet`, the initialisation, distribution and gains are used.
-
-    Returns:
-        The network, changed in place.
+    Of `hypernet`, the initialisation, distribution and gains are used. The network is returned.
 
     Raises:
         UserError: there is no linear layer or convolution, or the initialisation is only defined for hypernetworks.

@@ -34,7 +34,7 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor to a dtype; returns the tensor itself if it has that dtype."""
+    """Convert a tensor to a dtype, if it has another."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -48,26 +48,14 @@ def tanh_gain(square: Tensor) -> Tensor:
     return torch.where(small, series, torch.tanh(radius) / radius)
 
 
-def softsign_gain(square: Tensor) -> Tensor:
-    """Gain 1 / sqrt(1 + r^2): bounded like tanh, cheaper, with heavier tails."""
-    return torch.rsqrt(1 + square)
-
-
-def soft_relu_gain(square: Tensor) -> Tensor:
-    """Gain 1 - tanh(r) / r: short vectors vanish, long ones pass, like a ReLU along the radius."""
-    return 1 - tanh_gain(square)
-
-
-def leaky_gain(square: Tensor) -> Tensor:
-    """Gain 0.1 + 0.9 (1 - tanh(r) / r): short vectors are scaled to a tenth, long ones pass."""
-    return 1 - 0.9 * tanh_gain(square)
-
-
 GAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": tanh_gain,
-    "softsign": softsign_gain,
-    "soft_relu": soft_relu_gain,
-    "leaky": leaky_gain,
+    # Bounded like tanh, cheaper, with heavier tails.
+    "softsign": lambda square: torch.rsqrt(1 + square),
+    # Short vectors vanish, long ones pass, like a ReLU along the radius.
+    "soft_relu": lambda square: 1 - tanh_gain(square),
+    # Short vectors are scaled to a tenth, long ones pass.
+    "leaky": lambda square: 1 - 0.9 * tanh_gain(square),
 }
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from growlab.base.errors import as_user_errors
 from growlab.base.settings import at_least, flag, not_none, one_of, sorted_into, whole
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WidthDecision
-from growlab.parts.isotropic.resize import IMPORTANCES, Change, Choices, Observation, change_width, watch
-from growlab.parts.isotropic.spectrum import SIDES, consumers, decompose, folded, gain_columns, producers
+from growlab.parts.isotropic.resize import IMPORTANCES, Change, Choices, Observation, change_width, gradient_of, watch
+from growlab.parts.isotropic.spectrum import consumers, decompose, folded, gain_columns, producers, weights_of
 from growlab.widths import Carry, WidthGraph
 
 
@@ -44,12 +44,7 @@ class Boundaries:
             )
 
     def before(self, epoch: int, step: int) -> int | None:
-        """Number of the latest boundary up to this batch, ascending over a run, or None.
-
-        Args:
-            epoch: the current epoch.
-            step: number of optimizer steps done.
-        """
+        """Return the latest boundary up to an epoch and a number of optimizer steps, or None."""
         now, every = (epoch, self.every_n_epochs) if self.every_n_steps is None else (step, self.every_n_steps)
         first = self.first or every
         if now < first or (self.last is not None and now > self.last):
@@ -93,12 +88,7 @@ class Widths:
             raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
 
     def after(self, width: int, scores: Tensor | None) -> int:
-        """Return the width of a layer after a boundary.
-
-        Args:
-            width: its current width.
-            scores: scores of its neurons, [width]; None with a target width.
-        """
+        """Return the width of a layer after a boundary, by its neurons' scores, [width] (None: a target width)."""
         wanted = width if self.target_width is None else self.target_width
         if scores is not None:
             limit = self.threshold * (float(scores.max()) if self.relative else 1.0)
@@ -212,7 +202,7 @@ class Isotropic(GrowthMethod, WidthDecision):
             return change_width(graph, of, widths, group, width, *given)
 
         for group in adaptable(graph):
-            before = decompose(SIDES[self.choices.direction](graph, group, tensors, widths))[1]
+            before = decompose(weights_of(graph, group, tensors, widths, self.choices.direction == "forward"))[1]
             report[group] = {"singular_values": before.tolist()}
             if group not in changing:
                 continue
@@ -251,11 +241,10 @@ class Isotropic(GrowthMethod, WidthDecision):
         widths: Mapping[str, int],
         gradients: Mapping[str, Tensor],
     ) -> Tensor:
-        side = SIDES[self.choices.direction]
-        layers = (producers if self.choices.direction == "forward" else consumers)(graph, group)
-        known = bool(gradients) and all(layer.weight in gradients for layer in layers)
-        gradient = side(graph, group, gradients, widths) if known else None
-        return IMPORTANCES[self.choices.importance](*decompose(side(graph, group, tensors, widths)), gradient)
+        forward = self.choices.direction == "forward"
+        gradient = gradient_of(graph, group, gradients, widths, forward)
+        own = decompose(weights_of(graph, group, tensors, widths, forward))
+        return IMPORTANCES[self.choices.importance](*own, gradient)
 
 
 def _reads_gains(graph: WidthGraph, group: str, widths: Mapping[str, int]) -> bool:

@@ -1,23 +1,25 @@
 """Add and remove neurons of an isotropic layer, as functions of tensors (Bird, Sections 3.1-3.3)."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import exp, sqrt
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from growlab.base.settings import finite, flag, one_of
+from growlab.growth.fans import ChannelView
 from growlab.growth.outputs import positional, without_side_effects
 from growlab.parts.isotropic.spectrum import (
-    SIDES,
     consumers,
     decompose,
     gain_columns,
     gather_constant,
     order_by_square,
     producers,
+    weights_of,
 )
 from growlab.widths import Axis, WidthGraph, applied, resized
 from growlab.widths.inputs import call_with
@@ -99,13 +101,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Observation:
-    """Statistics of an isotropic activation on a batch.
-
-    Attributes:
-        gain: E[g], mean factor on the vectors.
-        mean: E[x] of its input x, [n].
-        square: E[x x^T], [n, n].
-    """
+    """Statistics of an isotropic activation on a batch: the mean factor E[g]; E[x], [n]; E[x x^T], [n, n]."""
 
     gain: float
     mean: Tensor
@@ -113,16 +109,10 @@ class Observation:
 
 
 def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor]) -> Mapping[str, Observation]:
-    """Run a batch in eval mode and observe every activation whose norm is over a single group.
+    """Run a batch in eval mode and observe every activation whose norm is over a single group, by module path.
 
-    Args:
-        model: the network; left unchanged.
-        graph: its width graph, traced with `follow_norms`.
-        probe: its positional inputs.
-
-    Returns:
-        Observations by module path, in float64 on the activations' device. Modules whose output does not have the shape
-        of their first input are left out: they are more than an activation.
+    Observations are in float64 on the activations' device. Modules whose output does not have the shape of their first
+    input are left out: they are more than an activation.
     """
     known, found = dict(model.named_modules()), dict[str, Observation]()
     with_gain = {radius.name for radius in graph.radii if radius.gain_channel}
@@ -142,15 +132,11 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor])
 
         return hook
 
-    names = [radius.name for radius in graph.radii if len(radius.groups) == 1]
-    hooks = [known[name].register_forward_hook(record(name)) for name in names if name in known]
-    try:
-        with without_side_effects(model):
-            model.eval()
-            call_with(model, positional(probe))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, without_side_effects(model):
+        for name in [radius.name for radius in graph.radii if len(radius.groups) == 1 and radius.name in known]:
+            hooks.enter_context(known[name].register_forward_hook(record(name)))
+        model.eval()
+        call_with(model, positional(probe))
     return found
 
 
@@ -183,16 +169,7 @@ class Change:
 
 @dataclass
 class LayerTensors:
-    """Tensors of an isotropic group in float64, changed in place.
-
-    Attributes:
-        graph: the width graph.
-        widths: width of each group; that of the group is updated.
-        group: the isotropic group.
-        tensors: all tensors that depend on its channels, by name.
-        choices: see `Choices`.
-        observed: see `change_width`.
-    """
+    """Tensors of an isotropic group in float64, by name, changed in place with the group's width."""
 
     graph: WidthGraph
     widths: dict[str, int]
@@ -201,9 +178,9 @@ class LayerTensors:
     choices: Choices
     observed: Mapping[str, Observation]
 
-    def deciding(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Weights [width, K] whose singular values decide on neurons, from `tensors` (or gradients of them)."""
-        return SIDES[self.choices.direction](self.graph, self.group, tensors, self.widths)
+    def deciding(self) -> Tensor:
+        """Weights [width, K] whose singular values decide on neurons."""
+        return weights_of(self.graph, self.group, self.tensors, self.widths, self.choices.direction == "forward")
 
     def turn(self, rotation: Tensor) -> None:
         """Rotate the basis of the channels."""
@@ -249,13 +226,11 @@ class LayerTensors:
         if not biases:
             return
         bias = next(one.bias for one in producers(self.graph, self.group) if one.bias is not None)
-        new = torch.arange(old, old + count)
-        axis = self.graph.axes[bias][0]
-        for channel, value in zip(new.tolist(), biases, strict=True):
-            self.tensors[bias][self._positions(axis, channel)] = value
+        new, values = torch.arange(old, old + count), self.tensors[bias].new_tensor(biases)
+        self.tensors[bias][self._places(self.graph.axes[bias][0])[old:]] = values[:, None]
         for name in self._lengths():
-            self._lengthen(name, -self.tensors[bias].new_tensor(biases).square().sum())
-        self._move_constant(self.tensors[bias].new_tensor(biases), new, -1)
+            self._lengthen(name, -values.square().sum())
+        self._move_constant(values, new, -1)
 
     def constants(self, seen: Observation | None = None) -> tuple[Tensor, Tensor]:
         """Constant part of each channel, independent of the input, and its square, both [width]."""
@@ -273,8 +248,7 @@ class LayerTensors:
         for layer in producers(self.graph, self.group):
             if layer.bias is not None:
                 # If the group is repeated on the axis, the mean of its biases.
-                axis = self.graph.axes[layer.bias][0]
-                places = [self._positions(axis, channel) for channel in range(width)]
+                places = self._places(self.graph.axes[layer.bias][0])
                 total += torch.stack([self.tensors[layer.bias][place].mean() for place in places])
         return total, total.square()
 
@@ -296,7 +270,6 @@ class LayerTensors:
         return [radius.length for radius in radii if radius.length is not None]
 
     def _length(self, name: str) -> float:
-        """Return the intrinsic length o from its parameter."""
         value = float(self.tensors[name])
         return exp(value) if name.endswith(LOG_LENGTH) else value
 
@@ -328,11 +301,9 @@ class LayerTensors:
             if layer.weight in weights if reads_gain else layer.bias is None:
                 continue
             weights.add(layer.weight)
-            weight, axis = self.tensors[layer.weight], self.graph.axes[layer.weight][1]
-            shift = sum(
-                value * weight.index_select(1, self._positions(axis, channel))
-                for value, channel in zip(constant, channels.tolist(), strict=True)
-            )
+            weight, places = self.tensors[layer.weight], self._places(self.graph.axes[layer.weight][1])
+            moved = zip(constant, places[channels], strict=True)
+            shift: Any = sum(value * weight.index_select(1, place) for value, place in moved)
             if reads_gain:
                 weight = self.tensors[layer.weight] = weight.clone()
                 weight[:, reads_gain] += sign * shift
@@ -359,8 +330,7 @@ class LayerTensors:
         return biases
 
     def _new_columns(self, name: str, old: int, source: torch.Generator) -> None:
-        weight, axis = self.tensors[name], self.graph.axes[name][1]
-        places = [self._positions(axis, channel) for channel in range(self.widths[self.group])]
+        weight, places = self.tensors[name], self._places(self.graph.axes[name][1])
         columns = torch.stack([weight.index_select(1, place).flatten() for place in places[:old]])
         norm = columns.square().sum(1).mean().sqrt()
         for channel, place in enumerate(places[old:]):
@@ -384,17 +354,13 @@ class LayerTensors:
             weight.index_copy_(1, place, column.view(shape))
 
     def _same_columns(self, name: str, old: int, theirs: Tensor) -> None:
-        axis = self.graph.axes[name][1]
-        for channel in range(old, self.widths[self.group]):
-            place = self._positions(axis, channel)
-            self.tensors[name].index_copy_(1, place, theirs.to(self.tensors[name]).index_select(1, place))
+        places = self._places(self.graph.axes[name][1])[old:].flatten()
+        self.tensors[name].index_copy_(1, places, theirs.to(self.tensors[name]).index_select(1, places))
 
-    def _positions(self, axis: Axis, channel: int) -> Tensor:
-        """Positions of a channel of the group along an axis."""
-        marks = {group: torch.full((self.widths[group],), -1 if group != self.group else 0) for group in axis.groups}
-        marks[self.group] = torch.arange(self.widths[self.group])
-        found = axis.spread(marks, self.widths, fixed=-1) == channel
-        return found.nonzero().flatten().to(next(iter(self.tensors.values())).device)
+    def _places(self, axis: Axis) -> Tensor:
+        """Positions of each channel of the group along an axis, [width, positions of one channel]."""
+        places = ChannelView(self.graph, self.widths, self.widths).places(axis, self.group)
+        return places.to(next(iter(self.tensors.values())).device)
 
 
 def change_width(
@@ -431,10 +397,9 @@ def change_width(
         new_width: new width of the group, at least 1.
         choices: see `Choices`.
         gradients: gradients of parameters by name, for scores that need them.
-        observed: observations of isotropic activations on a batch, by module path; without them E[g] is taken as 1.
+        observed: see `watch`; without observations E[g] is taken as 1.
         generator: maps a name to a generator for draws; None for a fixed seed.
-        leader: if the tensors are an average, the change of the averaged network; its basis, removed neurons,
-            replacements and columns of new neurons are used.
+        leader: if the tensors are an average, the change of the averaged network, which the average follows.
 
     Raises:
         ValueError: the group is not such a layer, or a choice does not fit it.
@@ -452,9 +417,9 @@ def change_width(
     if leader is not None:
         rotation, kept = leader.rotation, leader.kept
     elif new_width < width:
-        rotation, kept = _decided(layer, tensors, new_width, gradients)
+        rotation, kept = _decided(layer, tensors, new_width, gradients or {})
     else:
-        left = decompose(layer.deciding(layer.tensors))[0]
+        left = decompose(layer.deciding())[0]
         rotation = left.T if choices.rotate else torch.eye(width).to(left)
         kept = torch.arange(width, device=left.device)
     layer.turn(rotation)
@@ -463,7 +428,7 @@ def change_width(
         others = torch.ones(width, dtype=torch.bool, device=kept.device)
         others[kept] = False
         removed = others.nonzero().flatten()
-        norms = torch.linalg.vector_norm(layer.deciding(layer.tensors), dim=1)
+        norms = torch.linalg.vector_norm(layer.deciding(), dim=1)
         whole = float(torch.linalg.vector_norm(norms))
         part = float(torch.linalg.vector_norm(norms[removed])) / whole if whole > 0 else 0.0
         gone = sorted(norms[removed].tolist())
@@ -479,18 +444,25 @@ def change_width(
     return Change(changed, basis, rotation, kept, gone, part, stand_in)
 
 
+def gradient_of(
+    graph: WidthGraph, group: str, gradients: Mapping[str, Tensor], widths: Mapping[str, int], forward: bool
+) -> Tensor | None:
+    """Gradient of `weights_of` a group, None if that of a layer is unknown."""
+    layers = producers(graph, group) if forward else consumers(graph, group)
+    known = bool(gradients) and all(layer.weight in gradients for layer in layers)
+    return weights_of(graph, group, gradients, widths, forward) if known else None
+
+
 def _decided(
-    layer: LayerTensors, tensors: Mapping[str, Tensor], new_width: int, gradients: Mapping[str, Tensor] | None
+    layer: LayerTensors, tensors: Mapping[str, Tensor], new_width: int, gradients: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Choose the basis in which neurons are removed, and the channels in it that stay."""
-    graph, group, forward = layer.graph, layer.group, layer.choices.direction == "forward"
-    known = producers(graph, group) if forward else consumers(graph, group)
-    left, values, right = decompose(layer.deciding(layer.tensors))
-    gradient = None
-    if gradients is not None and all(one.weight in gradients for one in known):
-        gradient = layer.deciding(gradients)
-    dtype = tensors[known[0].weight].dtype
-    rounding = torch.finfo(dtype).eps * max(layer.widths[group], len(right))
+    forward, graph = layer.choices.direction == "forward", layer.graph
+    left, values, right = decompose(layer.deciding())
+    gradient = gradient_of(graph, layer.group, gradients, layer.widths, forward)
+    first, *_ = producers(graph, layer.group) if forward else consumers(graph, layer.group)
+    dtype = tensors[first.weight].dtype
+    rounding = torch.finfo(dtype).eps * max(layer.widths[layer.group], len(right))
     seen = next(iter(layer.observations().values()), None)
     if forward:
         left, values = gather_constant(left, values, layer.constants()[0], rounding)

@@ -9,12 +9,9 @@ from growlab.widths import Layer, Part, WidthGraph, rotate, tensors_of
 
 
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular value decomposition U diag(s) V^T in float64, with signs that do not depend on the library.
+    """Singular value decomposition U diag(s) V^T of a matrix [n, K] in float64, with signs that no library decides.
 
     The entry of largest modulus (the first of equal ones) of every left singular vector is positive.
-
-    Args:
-        matrix: matrix [n, K], on any device; computed there.
 
     Returns:
         U [n, n], orthogonal also if n > K; s [n], descending, 0 beyond the K-th; V [K, n], whose columns beyond the
@@ -32,16 +29,12 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Rotate the null space's singular vectors so that the first has their whole component along a vector.
+    """Rotate the null space's singular vectors so that the first has their whole component along a vector [n].
 
-    Args:
-        left: U [n, n].
-        values: s [n], descending.
-        constant: the vector [n], such as a bias.
-        rounding: threshold relative to the largest singular value, below which one counts as 0.
+    Singular values s up to `rounding` times the largest count as 0.
 
     Returns:
-        U and s, with values below the threshold set to 0.
+        U and s, with these values set to 0.
     """
     null = (values <= rounding * values[0]).nonzero().flatten()
     along = left[:, null].T @ constant
@@ -56,14 +49,7 @@ def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: fl
 
 
 def order_by_square(left: Tensor, values: Tensor, square: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Rotate the null space's singular vectors so that they are sorted by mean square, descending.
-
-    Args:
-        left: U [n, n].
-        values: s [n], descending.
-        square: E[x x^T] of the channels, [n, n].
-        rounding: as for `gather_constant`, which returns the same.
-    """
+    """Rotate the null space's singular vectors so that mean squares are descending; see `gather_constant`."""
     null = (values <= rounding * values[0]).nonzero().flatten()
     if len(null) < 2:
         return left, values
@@ -114,13 +100,7 @@ def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[st
 
 
 def folded(graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]) -> dict[str, Tensor]:
-    """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with them.
-
-    Args:
-        graph: the width graph.
-        groups: names of groups.
-        multipliers: row multipliers by the weight's name; see `growlab.growth.multipliers`.
-    """
+    """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with them."""
     found = {}
     for layer in graph.layers:
         axes = graph.axes[layer.weight]
@@ -131,34 +111,14 @@ def folded(graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str,
     return found
 
 
-def incoming(graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> Tensor:
-    """Concatenate the incoming weights of each channel of a group: the rows of all its producers.
-
-    Args:
-        graph: the width graph.
-        group: name of a group.
-        tensors: parameters, or their gradients, by name; missing producers are left out.
-        widths: width of each group.
-
-    Returns:
-        Incoming weights, [width, K].
-    """
-    return _side_by_side(graph, producers(graph, group), 0, group, tensors, widths)
-
-
-def outgoing(graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> Tensor:
-    """Concatenate the outgoing weights of each channel of a group: the columns of all its consumers, [width, K]."""
-    return _side_by_side(graph, consumers(graph, group), 1, group, tensors, widths)
-
-
-def _side_by_side(
-    graph: WidthGraph,
-    layers: Sequence[Layer],
-    dim: int,
-    group: str,
-    tensors: Mapping[str, Tensor],
-    widths: Mapping[str, int],
+def weights_of(
+    graph: WidthGraph, group: str, tensors: Mapping[str, Tensor], widths: Mapping[str, int], forward: bool = True
 ) -> Tensor:
+    """Concatenate the incoming weights of each channel of a group, or the outgoing ones: [width, K].
+
+    These are the rows of its producers, or the columns of its consumers; layers that `tensors` lack are left out.
+    """
+    layers, dim = (producers(graph, group), 0) if forward else (consumers(graph, group), 1)
     blocks = []
     for name in dict.fromkeys(layer.weight for layer in layers if layer.weight in tensors):
         axis, weight = graph.axes[name][dim], tensors[name].detach().movedim(dim, 0)
@@ -170,20 +130,10 @@ def _side_by_side(
     return torch.cat(blocks, 1)
 
 
-#: Functions of the weights [width, K] whose singular values decide on neurons, by direction.
-SIDES = {"forward": incoming, "backward": outgoing}
-
-
 def spectra(graph: WidthGraph, tensors: Mapping[str, Tensor], widths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Singular values [width] of the incoming weights of each isotropic group, descending.
-
-    Args:
-        graph: a graph traced with `follow_norms`.
-        tensors: parameters by name.
-        widths: width of each group.
-    """
+    """Singular values [width] of the incoming weights of each isotropic group, descending."""
     return {
-        group: decompose(incoming(graph, group, tensors, widths))[1]
+        group: decompose(weights_of(graph, group, tensors, widths))[1]
         for group in graph.isotropic
         if producers(graph, group)
     }
@@ -206,7 +156,7 @@ def diagonalise_partially(
         The rotation, by group; `rotate` with its transpose undoes it.
     """
     widths = widths or graph.full_widths
-    left, _, _ = decompose(incoming(graph, group, tensors_of(model, graph), widths))
+    left, _, _ = decompose(weights_of(graph, group, tensors_of(model, graph), widths))
     rotations = {group: left.T}
     rotate(model, graph, rotations, widths)
     return rotations
@@ -215,8 +165,8 @@ def diagonalise_partially(
 def diagonal_groups(graph: WidthGraph, layer: Layer) -> tuple[str, str] | None:
     """Return the input's and the output's group of a layer that can be diagonalised, or None.
 
-    Both must be isotropic and differ, and the layer must map whole channels to whole channels: a linear layer or
-    a convolution of one position.
+    Both must be isotropic and differ, and the layer must map whole channels to whole channels: a linear layer or a
+    convolution of one position.
     """
     axes = graph.axes[layer.weight]
     if layer.depthwise or any(axis.parts != (Part(None),) for axis in axes[2:]):

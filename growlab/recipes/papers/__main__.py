@@ -151,7 +151,6 @@ def device(about: Mapping[str, Any]) -> tuple[str, ...]:
     return ("trainer=cpu", *(about.get("cpu_bfloat16", ()) if fast else ()))
 
 
-_RESULTS = Path("notebooks", "results")
 # The largest seed of numpy.
 _SEEDS = 2**32
 
@@ -187,7 +186,7 @@ def _parser() -> CommandParser:
     )
     add, folder = parser.add_argument, {"type": Path, "metavar": "DIR"}
     add("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")
-    add("--list", action="store_true", help="print the number of rows of each entry, and stop")
+    add("--list", action="store_true", help="print the number of finished runs of each entry, and stop")
     add("--minutes", type=amount, default=60.0, help="save and end after this many minutes (60)")
     at_once = "number of runs to train at the same time (several small ones on a GPU, one on a CPU)"
     add("--at-once", type=count, metavar="N", help=at_once)
@@ -195,8 +194,6 @@ def _parser() -> CommandParser:
     add("--data", **folder, help="folder that contains the data sets ($GROWLAB_DATA)")
     add("--runs", **folder, default=Path("runs"), help="folder of runs (runs)")
     add("--dry-run", action="store_true", help="estimate the time from runs that have finished, and stop")
-    add("--pages", **folder, help="make the docs' pages from the results in DIR")
-    add("-o", "--output", **folder, help="folder of --pages")
     return parser
 
 
@@ -209,24 +206,13 @@ def _seeds(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace, end: float) -> None:
     known = registry()
-    if (arguments.output is None) != (arguments.pages is None):
-        raise UserError("--pages and -o go together; the table and figures of NAME are written into --runs.")
-    if arguments.pages is not None:
-        from growlab.recipes.papers.page import pages
-
-        for name, text in pages(known, arguments.pages).items():
-            write_text(arguments.output / name, text)
-        return
     items = [known.find(arguments.name)] if arguments.name else list(known.items.values())
     if arguments.list:
-        from growlab.recipes.papers.page import standings
-
         place = Place(arguments.runs)
-        for standing in standings(known, _RESULTS if _RESULTS.is_dir() else None, arguments.seeds):
-            item = standing.item
-            if item in items:
-                there = f"{sum(map(place.done, standing.jobs)):3d} of {len(standing.jobs):3d} in {place.runs}"
-                print(f"{item.name:30s} {there}; kept: {standing.rows_text}\n{'':30s} {standing.verdict}")
+        for item in items:
+            jobs = item.jobs(arguments.seeds)
+            there = f"{sum(map(place.done, jobs)):3d} of {len(jobs):3d} in {place.runs}"
+            print(f"{item.name:30s} {there}; {item.title}")
         return
     try:
         # Fail before training for a folder that cannot be written.

@@ -6,13 +6,13 @@ value: plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plai
 """
 
 import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from growlab.lab.analysis.__main__ import carry_out, put, rows_of, table_parser
+from growlab.base.command_parser import command
+from growlab.lab.analysis.__main__ import put, rows_of, table_parser
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.results import Group
 from growlab.lab.analysis.tables import Row, unique_names
@@ -174,12 +174,9 @@ def _caption(rows: Sequence[Row], found: Sequence[Published]) -> str:
     return " ".join(parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`; returns the exit code (2 after one sentence on stderr)."""
-    return carry_out(_print, list(sys.argv[1:] if argv is None else argv))
-
-
-def _print(argv: Sequence[str]) -> None:
+@command
+def main(argv: Sequence[str]) -> None:
+    """Print a table with the published values next to ours."""
     parser = table_parser(
         "paper",
         "Print a table like the paper's: methods by networks, with published values next to ours.",

@@ -3,7 +3,7 @@
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -16,51 +16,6 @@ from growlab.lab.training.configuration import config_dir
 
 # Overrides left out of a job's folder name, as in `hydra.job.config.override_dirname` of conf/config.yaml.
 _NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
-
-
-@dataclass(frozen=True)
-class Check:
-    """A statement of a paper to compare with our results.
-
-    Attributes:
-        first: pattern of run folders below `notebooks/results`, or several with " + " between them.
-        second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
-        quantity: "score" (the test metric), or another name of `growlab.recipes.papers.verdicts.QUANTITIES`.
-        study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
-            its `by_seed`.
-        summary: a number of a study's `summary.json`, by its keys, that is compared with `at_most` or `at_least`.
-        rows: in its place a number of each network: a table in the study's folder, a column of it, and other cells of
-            the row, as "task=rings".
-        published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
-        expect: "more", "less" or "equal": sign of first less second in the statement.
-        margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
-            quantity's unit.
-        ours: True if no paper states it; it is a question of ours.
-    """
-
-    says: str
-    first: str
-    second: str | None = None
-    quantity: str = "score"
-    study: tuple[str, str] | None = None
-    published: tuple[str, ...] | None = None
-    expect: str = "more"
-    summary: tuple[str | int, ...] | None = None
-    rows: tuple[str, ...] | None = None
-    at_most: float | None = None
-    at_least: float | None = None
-    margin: float | None = None
-    ours: bool = False
-
-    @property
-    def is_bound(self) -> bool:
-        """True if a number is compared with a bound, not with another number."""
-        return self.summary is not None or self.rows is not None
-
-    def __post_init__(self) -> None:
-        """Raise UserError where a statement of equality has no margin, or another has one."""
-        if (self.expect == "equal") != (self.margin is not None):
-            raise UserError(f"the statement {self.says!r} needs a margin if it states equality, and none otherwise.")
 
 
 @dataclass(frozen=True)
@@ -111,7 +66,7 @@ class Item:
     figures: tuple[str, ...] = ()
     minutes: float | None = None
     gpu_runs: int | None = None
-    checks: tuple[Check, ...] = ()
+    checks: tuple[dict[str, Any], ...] = ()
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
         """Return the runs of all commands, each once."""
@@ -168,20 +123,8 @@ def registry() -> Registry:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         paper, entries = content.pop("paper"), content.pop("items")
         papers.setdefault(paper, {}).update(content)
-        for entry in entries:
-            checks = [one for check in entry.pop("checks", ()) for one in _pairs(check)]
-            items.append(Item(paper=paper, checks=checks, **entry))
+        items += [Item(paper=paper, **entry) for entry in entries]
     return Registry({item.name: item for item in items}, papers, data)
-
-
-def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Expand a statement about two lists of initialisations, `study: [[...], [...]]`, to one for each pair."""
-    study = check.get("study", ())
-    if not any(isinstance(side, list) for side in study):
-        yield dict(check)
-        return
-    for first, second in itertools.product(*study):
-        yield {**check, "study": [first, second], "says": check["says"].format(f"`{first}`", f"`{second}`")}
 
 
 def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:

@@ -38,8 +38,18 @@ def _over_positions(record: Record, node: Any, x: Value) -> None:
 
 @rule("_weight_norm")
 def weight_norm(record: Record, node: Any, args: Arguments) -> Any:
-    """Weight normalisation g v / |v|: growth would change the length |v| of every row."""
-    return keep_full_width(record, node, args, "weight_norm divides by a length over them")
+    """Weight normalisation g v / |v| of parameters that serve nothing else: v stands for the weight."""
+    v, g = args["v"], args["g"]
+    alone = all(operation_of(user) == "_weight_norm" for each in node.args[:2] for user in each.users)
+    if not (record.is_weight(v) and record.is_weight(g) and alone):
+        return keep_full_width(record, node, args, "weight_norm divides by a length over them")
+    if {v.name, g.name} & record.still:
+        return keep_full_width(record, node, args, "weight_norm of a weight whose length or direction is frozen")
+    dim = args.get("dim", 0)
+    if dim >= 0:
+        record.atoms.unify(g.axes[dim], v.axes[dim], "lengths of a weight")
+    record.weight_norms[str(v.name)] = (str(g.name), dim)
+    return v
 
 
 @rule("batch_norm")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from growlab.base.errors import UserError
-from growlab.lab.networks import MLP, AllConv, mobilenetv1, resnet20
+from growlab.lab.networks import MLP, allconv, mobilenetv1, resnet20
 from growlab.parts.hypernets import INITIALISATIONS, Emission, Hypernet, Initialisation, emitted, parametrise
 from growlab.parts.hypernets.parametrise import initialise
 
@@ -16,7 +16,7 @@ E, F = 40, 30  # sizes of an embedding and of what the output layer of chunks re
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: MLP(30, [48, 48, 48], 10),
-    "all-conv": lambda: AllConv(3, 10, width=12),
+    "all-conv": lambda: allconv((3, 32, 32), 10, width=12),
     "mobilenet": lambda: mobilenetv1((3, 32, 32), 10, width=4),
     "resnet-20": lambda: resnet20((3, 32, 32), 10, width=8),
 }

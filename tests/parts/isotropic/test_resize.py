@@ -13,7 +13,7 @@ from growlab.growth import GrowthState, ParityError, grow
 from growlab.optim import LARS, SGD, exempt_from_decay, follow
 from growlab.parts.isotropic import Choices, IntrinsicLength, Isotropic, IsotropicCNN, IsotropicMLP, change_width
 from growlab.parts.isotropic.resize import COLUMNS, IMPORTANCES, watch
-from growlab.parts.isotropic.spectrum import decompose, incoming, producers
+from growlab.parts.isotropic.spectrum import decompose, producers, weights_of
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
 from tests.cases import outputs, roughen
 from tests.parts.isotropic.test_networks import rotation
@@ -79,7 +79,7 @@ def silence(network: nn.Module, graph: WidthGraph, group: str, size: float, dire
     """Give a direction of a group's channels, mixed over all of them, the singular value `size`."""
     (layer,) = producers(graph, group)
     weight = dict(network.named_parameters())[layer.weight]
-    left, values, right = decompose(incoming(graph, group, tensors_of(network, graph), graph.full_widths))
+    left, values, right = decompose(weights_of(graph, group, tensors_of(network, graph), graph.full_widths))
     values[len(values) - 1 if direction == 0 else direction] = size
     with torch.no_grad():
         weight.copy_((left @ torch.diag(values) @ right.T).view_as(weight))
@@ -477,7 +477,7 @@ def test_scaffold_mode_keeps_as_many_below_the_threshold(start: int) -> None:
         widths = method.decide(graph, tensors_of(network, graph), state.widths, {})
         grow(network, graph, method, state, widths, 0, (x,))
     for group in graph.isotropic:
-        values = decompose(incoming(graph, group, tensors_of(network, graph), state.widths))[1]
+        values = decompose(weights_of(graph, group, tensors_of(network, graph), state.widths))[1]
         assert int((values < 0.5).sum()) == 2
     assert method.decide(graph, tensors_of(network, graph), state.widths, {}) == state.widths
 

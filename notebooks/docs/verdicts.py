@@ -1,26 +1,88 @@
 """Compare statements of the papers with our results: quantities of runs, differences by seed, intervals, verdicts."""
 
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas
+import pydantic
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.results import Run, open_run
 from growlab.recipes.papers.paper_table import Published, published
-from growlab.recipes.papers.registry import Check
+from growlab.recipes.papers.registry import Item
 
 HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN = "holds", "contradicted", "undecided", "one run"
 # The third paper treats smaller widths separately.
 _FEW_NEURONS = 16
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Check:
+    """A statement of a paper to compare with our results.
+
+    Attributes:
+        first: pattern of run folders below `notebooks/results`, or several with " + " between them.
+        second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
+        quantity: "score" (the test metric), or another name of `QUANTITIES`.
+        study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
+            its `by_seed`.
+        summary: a number of a study's `summary.json`, by its keys, that is compared with `at_most` or `at_least`.
+        rows: in its place a number of each network: a table in the study's folder, a column of it, and other cells of
+            the row, as "task=rings".
+        published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
+        expect: "more", "less" or "equal": sign of first less second in the statement.
+        margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
+            quantity's unit.
+        ours: True if no paper states it; it is a question of ours.
+    """
+
+    says: str
+    first: str
+    second: str | None = None
+    quantity: str = "score"
+    study: tuple[str, str] | None = None
+    published: tuple[str, ...] | None = None
+    expect: str = "more"
+    summary: tuple[str | int, ...] | None = None
+    rows: tuple[str, ...] | None = None
+    at_most: float | None = None
+    at_least: float | None = None
+    margin: float | None = None
+    ours: bool = False
+
+    @property
+    def is_bound(self) -> bool:
+        """True if a number is compared with a bound, not with another number."""
+        return self.summary is not None or self.rows is not None
+
+    def __post_init__(self) -> None:
+        """Raise UserError where a statement of equality has no margin, or another has one."""
+        if (self.expect == "equal") != (self.margin is not None):
+            raise UserError(f"the statement {self.says!r} needs a margin if it states equality, and none otherwise.")
+
+
+def checks_of(item: Item) -> list[Check]:
+    """Return the statements of an entry."""
+    return [Check(**one) for check in item.checks for one in _pairs(check)]
+
+
+def _pairs(check: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Expand a statement about two lists of initialisations, `study: [[...], [...]]`, to one for each pair."""
+    study = check.get("study") or ()
+    if not any(isinstance(side, list) for side in study):
+        yield dict(check)
+        return
+    for first, second in itertools.product(*study):
+        yield {**check, "study": [first, second], "says": check["says"].format(f"`{first}`", f"`{second}`")}
 
 
 def score(run: Run) -> float:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,14 @@ from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.lab.analysis.results import open_run
 from growlab.lab.analysis.style import display_name
-from growlab.recipes.papers.page import Standing, pages, standings
-from growlab.recipes.papers.registry import Check, Item, Registry, Rows, registry
-from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, QUANTITIES, UNDECIDED, _runs, outcome
+from growlab.recipes.papers.registry import Item, Registry, Rows, registry
 from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
 from tests.parts_here import needs
+
+sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
+from paper_pages import Standing, pages, standings
+from verdicts import CONTRADICTED, HOLDS, ONE_RUN, QUANTITIES, UNDECIDED, Check, _runs, checks_of, outcome
 
 RESULTS = ROOT / "notebooks" / "results"
 
@@ -29,7 +33,7 @@ def made() -> dict[str, str]:
 
 @needs()
 def test_the_pages_are_not_stale(made: dict[str, str]) -> None:
-    """If this fails: growlab reproduce --pages notebooks/results -o notebooks/docs/pages/papers."""
+    """If this fails: python notebooks/docs/paper_pages.py."""
     folder = ROOT / "notebooks" / "docs" / "pages" / "papers"
     assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == made
 
@@ -180,7 +184,7 @@ def test_initialisations_that_one_is_not_below_take_one_line(tmp_path: Path) -> 
 
 @needs("hypernets")
 def test_every_pair_of_the_continual_study_is_compared() -> None:
-    checks = registry().items["hyperfan_continual_regression"].checks
+    checks = checks_of(registry().items["hyperfan_continual_regression"])
     for quantity in ("first_loss", "loss_while_learnt", "loss_when_learnt"):
         own = {one.study for one in checks if one.study and one.quantity == quantity and not one.ours}
         others = {second for _, second in own}
@@ -243,7 +247,7 @@ def test_an_entry_counts_whole_rows_and_shortened_ones(tmp_path: Path) -> None:
     command = "experiment=papers/table2 model=resnet20 method=ours,fixed_size,net2net"
     rows = (Rows("kept", "a_*", "whole"), Rows("kept", "b_*"), Rows("kept", "c_* + d_*", "other"))
     checks = (Check("", "kept/a_s*", "kept/b_s*"),)
-    item = Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=checks)
+    item = Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=tuple(map(asdict, checks)))
     for name in ("c_s0", "d_s2"):
         write_run(tmp_path / "kept" / name, seed=int(name[-1]), growth="random", lr_adapt="none")
     standing = Standing(item, tmp_path)
@@ -290,7 +294,7 @@ def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> No
 
 def entry(*checks: Check, rows: tuple[Rows, ...] = (Rows("kept", kind="whole"),)) -> Item:
     command = "experiment=papers/table2 model=resnet20 method=ours,fixed_size"
-    return Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=checks)
+    return Item("x", "bird", "X", "A claim.", (command,), rows=rows, checks=tuple(map(asdict, checks)))
 
 
 def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_path: Path) -> None:
@@ -299,15 +303,15 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
     holds, asked = Check("", "kept/a_s*", "kept/b_s*"), Check("", "kept/a_s*", "kept/b_s*", ours=True)
     short = Check("", "short/b_s*", "short/a_s*")
     both = (Rows("kept", kind="whole", note="of fewer images"), Rows("short"))
-    said = {
-        entry(asked): "run; the paper makes no statement about it; our own questions: 1 holds",
-        entry(holds, asked): "reproduced; our own questions: 1 holds",
-        entry(holds, short, rows=both): "reproduced; shortened: 1 contradicted",
-        entry(holds, Check("", "kept/a_s*", "kept/b_s*", expect="less")): "1 holds, 1 contradicted",
-        entry(holds, Check("", "kept/a_s0", "kept/b_s0")): "reproduced in part: 1 holds, 1 one run",
-        entry(short, rows=both): "6 run at this length; shortened: 1 contradicted",
-    }
-    for item, verdict in said.items():
+    said = [
+        (entry(asked), "run; the paper makes no statement about it; our own questions: 1 holds"),
+        (entry(holds, asked), "reproduced; our own questions: 1 holds"),
+        (entry(holds, short, rows=both), "reproduced; shortened: 1 contradicted"),
+        (entry(holds, Check("", "kept/a_s*", "kept/b_s*", expect="less")), "1 holds, 1 contradicted"),
+        (entry(holds, Check("", "kept/a_s0", "kept/b_s0")), "reproduced in part: 1 holds, 1 one run"),
+        (entry(short, rows=both), "6 run at this length; shortened: 1 contradicted"),
+    ]
+    for item, verdict in said:
         assert Standing(item, tmp_path).verdict == verdict
     assert Standing(entry(rows=both), tmp_path).rows_text.endswith("of fewer images")
 

@@ -1,21 +1,26 @@
-"""Write the docs' pages that compare every table and figure of the papers with our results."""
+"""Write the docs' pages that compare every table and figure of the papers with our results.
+
+python notebooks/docs/paper_pages.py
+"""
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
-from growlab.base.files import FAILURE
+from verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, checks_of, outcome, signed
+
+from growlab.base.files import FAILURE, write_text
 from growlab.lab.analysis.results import Run, open_run
 from growlab.lab.analysis.tables import summarise
 from growlab.recipes.papers.paper_table import paper_table, published_for
-from growlab.recipes.papers.registry import Item, Job, Registry, Rows
-from growlab.recipes.papers.verdicts import CONTRADICTED, HOLDS, ONE_RUN, UNDECIDED, Outcome, outcome, signed
+from growlab.recipes.papers.registry import Item, Job, Registry, Rows, registry
 
 _VERDICTS = (HOLDS, CONTRADICTED, UNDECIDED, ONE_RUN)
+_HERE = Path(__file__).parent
+_INTRODUCTION = _HERE / "papers_introduction.md"
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Standing:
     @cached_property
     def outcomes(self) -> list[Outcome]:
         """Outcome of each statement."""
-        return [] if self.results is None else [outcome(check, self.results) for check in self.item.checks]
+        return [] if self.results is None else [outcome(check, self.results) for check in checks_of(self.item)]
 
     @cached_property
     def kept(self) -> list[tuple[Rows, list[Run]]]:
@@ -161,7 +166,7 @@ def pages(registry: Registry, results: Path) -> dict[str, str]:
         parts += [_with_published(one) for one in entries if one.item.table and one.kept]
         made[f"{paper}.md"] = "\n".join(parts)
     parts = [
-        files("growlab.recipes.papers").joinpath("introduction.md").read_text(encoding="utf-8"),
+        _INTRODUCTION.read_text(encoding="utf-8"),
         _table(["paper", *_VERDICTS], contents),
         "## Statements that our results contradict\n",
         "Compared at the number of epochs that the table gives, and at no other.\n",
@@ -232,3 +237,8 @@ def _runs(results: Path, rows: Rows) -> list[Run]:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [[cell.replace("|", "\\|") for cell in line] for line in (head, ["---"] * len(head), *rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    for name, text in pages(registry(), _HERE.parent / "results").items():
+        write_text(_HERE / "pages" / "papers" / name, text)
