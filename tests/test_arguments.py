@@ -93,6 +93,8 @@ def test_what_is_no_argument_is_told(make: Callable[[], Any], told: str) -> None
     [
         ("Classes", {"order": 5, "counts": len}, "order must name every class from 0 on once"),
         ("Classes", {"order": [0, 1], "counts": 3}, "counts must be a function of the number of stages, not 3"),
+        ("Features", {"counts": 5}, "counts must be a list with a number of features for each stage"),
+        ("Features", {"counts": [2, 4], "columns": "x"}, "columns must be zero or drawn, not 'x'"),
         ("GainWeights", {"decay": "x"}, "decay must be a finite number, not 'x'"),
         ("Depth", {"start": "x"}, "start must be zero, identity, stack or gstack, not 'x'"),
         ("Hyperfan", {"output_multiplier": "x"}, "output_multiplier must be True or False, not 'x'"),

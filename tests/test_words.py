@@ -57,10 +57,11 @@ FEATURES = {
         },
     ),
     "arriving classes": Feature(
-        r"\bCLASSES\b|\bClasses\b\(|import Classes|open_classes|with_classes|sort_classes|class_order",
+        r"\bCLASSES\b|\bClasses\b\(|import Classes|with_classes|sort_classes|class_order",
         ("parts/classes.py",),
         {**EXPORTS, "lab/data/image_data.py": "data whose classes arrive bring the part along"},
     ),
+    "arriving features": Feature(r"FirstFeatures|import Features\b|with_features", ("parts/features.py",), EXPORTS),
     "isotropic layers": Feature(
         r"[Ii]sotropic|ChiNorm|change_width|sparsify",
         ("parts/isotropic",),

@@ -59,7 +59,6 @@ from growlab.growth import (
     make_seed,
 )
 from growlab.growth.event import draw_seed, finish
-from growlab.growth.hooks import attach, detach
 from growlab.growth.multipliers import row_multipliers
 from growlab.growth.outputs import own_precision
 from growlab.optim import Inheritance, Regions, weight_regions
@@ -250,7 +249,7 @@ class Grower(LoadingNetwork):
             wide,
             example,
             method=chosen,
-            trigger=trigger_from(trigger, widths, graph),
+            trigger=trigger_from(trigger, widths, graph, parts),
             parts=parts,
             seed=seed,
             graph=graph,
@@ -291,8 +290,7 @@ class Grower(LoadingNetwork):
             if isinstance(one, nn.Module):
                 for copy in copies_in(one, self.network):
                     if not any(copy is known for known in (*self.copies().values(), *modules)):
-                        see_through(copy, self.full_graph)
-                        attach(copy, self.graph, self.state, self.resize_for_loading, self.probe())
+                        self._hook(copy)
                         modules.append(copy)
             elif any(
                 kind.__name__ == "ZeroRedundancyOptimizer" or kind.__module__.startswith("deepspeed.")
@@ -428,7 +426,7 @@ class Grower(LoadingNetwork):
         copies = tuple(self.copies().values())
         self.followers.rescale(finish(self.network, self.graph, self.method, self.state, copies))
         for network in (self.network, *copies):
-            detach(network)
+            self._unhook(network)
             look_at_wrappers(network)
         self.followers.release()
         self._open = False
@@ -439,7 +437,7 @@ class Grower(LoadingNetwork):
         full = self.full_graph.full_widths
         births = {group: [0] * width for group, width in full.items()}
         self._set_state(self._state_from_keys(self._full_names, GrowthState(0, full, births)))
-        detach(self.network)
+        self._unhook(self.network)
         self.followers.release()
         self._open = False
 

@@ -21,7 +21,7 @@ from growlab.grower.triggers import Clock, GrowingNetwork, Widths
 from growlab.grower.vocabulary import fit_vocabulary, resize_vocabulary, rows_of_tokens
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
-from growlab.growth.hooks import attach, state_of
+from growlab.growth.hooks import attach, detach, state_of
 from growlab.growth.multipliers import saved_multipliers
 from growlab.growth.outputs import forget_caches
 from growlab.optim import Regions
@@ -188,9 +188,20 @@ class LoadingNetwork(GrowingNetwork):
     def reattach_hooks(self) -> None:
         """Reattach the hooks that `finish` removed, so that checkpoints of earlier stages can be loaded."""
         for network in (self.network, *self.copies().values()):
-            see_through(network, self.full_graph)
-            attach(network, self.graph, self.state, self.resize_for_loading, self.probe())
+            self._hook(network)
         self._open = True
+
+    def _hook(self, network: nn.Module) -> None:
+        """Add the hooks of growth and of the parts to the network, or to a copy of it."""
+        see_through(network, self.full_graph)
+        for part in self.parts:
+            part.attach(network)
+        attach(network, self.graph, self.state, self.resize_for_loading, self.probe())
+
+    def _unhook(self, network: nn.Module) -> None:
+        detach(network)
+        for part in self.parts:
+            part.detach(network)
 
     def resize_for_loading(
         self, network: nn.Module, tensors: Mapping[str, Tensor], state: Mapping[str, Any] | None

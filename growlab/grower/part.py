@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 from growlab.base.described import Described
 from growlab.base.errors import UserError
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths
-from growlab.growth import GrowthEvent, GrowthMethod, GrowthState
-from growlab.widths import Carry, WidthGraph
+from growlab.growth import GrowthContext, GrowthEvent, GrowthMethod, GrowthState
+from growlab.growth.constants import as_applied, as_stored, unchanged
+from growlab.growth.multipliers import carried_multipliers, multiply
+from growlab.widths import Carry, WidthGraph, grid, replace_tensors, tensors_of
 
 #: Old and new tensor by name.
 Replaced = Mapping[str, tuple[Tensor, Tensor]]
@@ -75,6 +77,12 @@ class Part(Described):
         Raises:
             UserError: the reason.
         """
+
+    def attach(self, network: nn.Module) -> None:
+        """Add hooks to the network, or to a copy of it; called again where training continues after `finish`."""
+
+    def detach(self, network: nn.Module) -> None:
+        """Remove the hooks that `attach` has added."""
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Start; called once, when the network is a seed. Add averages of the network to `grower.averages`."""
@@ -227,3 +235,42 @@ def widen_parts(
     # The method's event may have replaced a tensor already.
     own = {name: (event.replaced.get(name, pair)[0], pair[1]) for name, pair in own.items()}
     return {**event.replaced, **own}, event.carry.extended(dict(widths)) if own else event.carry
+
+
+def open_channels(
+    network: nn.Module,
+    graph: WidthGraph,
+    method: GrowthMethod,
+    state: GrowthState,
+    group: str,
+    count: int,
+    seed: int,
+    zero: bool = False,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Widen a group that methods leave as it is, such as classes, in place; return old and new tensors by name.
+
+    New entries are drawn as the method draws weights; with `zero`, new columns of what consumes the channels are zero.
+    Biases are zero, and constants have the full network's values. New channels are born at the state's stage.
+    """
+    before = dict(state.widths)
+    widths, stored = {**before, group: count}, tensors_of(network, graph)
+    still, old = unchanged(graph, state.constants, stored, before), as_applied(graph, stored)
+    context = GrowthContext(graph, old, before, widths, seed, state.stage, constants=still)
+    new = dict[str, Tensor]()
+    for name, axes in graph.axes.items():
+        roles = {axis.role for axis in axes if group in axis.groups}
+        if roles:
+            entries = method.new_weights.draw(context, name).to(old[name])
+            if zero and "in" in roles:
+                entries.zero_()
+            entries[grid(context.kept(name), entries.device)] = old[name]
+            new[name] = context.constant(name, entries) if name in still else entries
+    state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
+    state.widths = widths
+    state.births[group] = state.births[group] + [state.stage] * (count - before[group])
+    # The length of a normalised weight's rows, too.
+    lengths = [length for direction, (length, _) in graph.weight_norms.items() if direction in new]
+    all_stored = as_stored(graph, {**old, **new})
+    replaced = replace_tensors(network, graph, {name: all_stored[name] for name in dict.fromkeys((*new, *lengths))})
+    multiply(network, graph, state.multipliers)
+    return replaced

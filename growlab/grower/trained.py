@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from growlab.base.errors import UserError
 from growlab.base.pieces import is_piece, placed
+from growlab.grower.forecast import Forecast
 from growlab.grower.network import trace_for_growth
 from growlab.grower.part import Part
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths, as_trigger
@@ -121,23 +122,23 @@ def with_small(trigger: Mapping[float, Any], small: Any) -> dict[float, Any]:
 
 
 def trigger_from(
-    trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph
+    trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph, parts: Sequence[Part]
 ) -> Trigger:
     """Make a trigger whose first stage has the small network's widths, for which "small" stands in a dict.
 
     Raises:
-        UserError: the trigger begins with other widths.
+        UserError: the trigger or a part begins with other widths.
     """
-    if trigger is None:
-        return Once(widths)
     if isinstance(trigger, Mapping):
         trigger = with_small(trigger, dict(widths))
-    chosen = as_trigger(trigger)
-    first = {**graph.full_widths, **chosen.first(graph)}
+    chosen = Once(widths) if trigger is None else as_trigger(trigger)
+    first = {**graph.full_widths, **Forecast(chosen, graph, parts).seed}
     if wrong := next((group for group, width in widths.items() if first[group] != width), None):
+        of_part = any(wrong in part.groups for part in parts)
+        whose, remedy = ("a part", "") if of_part else ("the trigger", ': let it begin with {0: "small", ...}')
         raise UserError(
-            f"the trigger begins with {first[wrong]} channels of {wrong!r}, and the trained network has "
-            f'{widths[wrong]}: let it begin with {{0: "small", ...}}.'
+            f"{whose} begins with {first[wrong]} channels of {wrong!r}, and the trained network has {widths[wrong]}"
+            f"{remedy}."
         )
     return chosen
 
@@ -296,7 +297,11 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
         For each parameter that was multiplied, by name, the factor on it and the factor on its gradient.
     """
     network, graph, probe = grower.network, grower.graph, grower.probe()
+    for part in grower.parts:
+        part.attach(small)
     expected = evaluate(small, network_inputs(probe, small))
+    for part in grower.parts:
+        part.detach(small)
 
     def error() -> float:
         found = evaluate(network, probe)

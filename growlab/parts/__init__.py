@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from growlab.parts.averages import Averages as Averages
     from growlab.parts.classes import Classes as Classes
     from growlab.parts.depth import Depth as Depth
+    from growlab.parts.features import Features as Features
     from growlab.parts.hypernets import Hyperfan as Hyperfan
     from growlab.parts.isotropic import GainWeights as GainWeights
     from growlab.parts.isotropic import Isotropic as Isotropic
@@ -27,6 +28,7 @@ _HOMES = {
     "Averages": "averages",
     "Classes": "classes",
     "Depth": "depth",
+    "Features": "features",
     "Freeze": "newborn",
     "GainWeights": "isotropic",
     "Hyperfan": "hypernets",

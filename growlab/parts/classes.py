@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.grower.part import Replaced, WidthPart
+from growlab.grower.part import Replaced, WidthPart, open_channels
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
-from growlab.growth.constants import as_applied, as_stored
-from growlab.growth.method import GrowthContext, GrowthMethod
-from growlab.growth.multipliers import carried_multipliers, fold_multipliers, multiply
+from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import GrowthState
-from growlab.widths import Axis, Carry, Group, Part, WidthGraph, grid, replace_tensors, tensors_of
+from growlab.widths import Axis, Group, Part, WidthGraph, tensors_of
 
 #: The group whose channels are the network's outputs.
 CLASSES = "classes"
@@ -73,10 +71,10 @@ class Classes(WidthPart):
         return {CLASSES: counts}
 
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
-        """Add rows for the classes of the next stage; see `open_classes`."""
+        """Add rows for the classes of the next stage, drawn as the method draws its weights."""
         if not self.groups:
             return {}
-        return open_classes(network, grower.graph, grower.method, state, widths[CLASSES], grower.seed)
+        return open_channels(network, grower.graph, grower.method, state, CLASSES, widths[CLASSES], grower.seed)
 
     def targets(self, y: Tensor) -> Tensor:
         """Map class labels to output rows, which are in the order of arrival while the network trains."""
@@ -105,7 +103,7 @@ class Classes(WidthPart):
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
     """Return a width graph with the network's outputs as one more group; None if they are not plain rows of one layer.
 
-    Growth methods do not change its width: a new class is not a copy or a twin of another. `open_classes` widens it.
+    Growth methods do not change its width: a new class is not a copy or a twin of another.
     """
     heads = [layer for layer in graph.layers if layer.scale_out == graph.output_class]
     if len(heads) != 1 or CLASSES in graph.groups:
@@ -119,33 +117,6 @@ def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
     names = [head.weight, *([] if head.bias is None else [head.bias])]
     axes = {**graph.axes, **{name: (opened, *graph.axes[name][1:]) for name in names}}
     return replace(graph, groups={**graph.groups, CLASSES: Group(CLASSES, num_classes)}, axes=axes)
-
-
-def open_classes(
-    model: nn.Module, graph: WidthGraph, method: GrowthMethod, state: GrowthState, count: int, seed: int
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Add rows to the output layer for new classes, drawn as the method draws its weights; biases are zero.
-
-    **Preserves** the outputs of previous classes exactly. The network is changed in place, and the state updated to
-    `count` classes; its stage is the rows' birth stage.
-
-    Returns:
-        Old and new tensors by name, for `growlab.optim.follow`.
-    """
-    before = dict(state.widths)
-    widths = {**before, CLASSES: count}
-    context = GrowthContext(graph, as_applied(graph, tensors_of(model, graph)), before, widths, seed, state.stage)
-    new = {}
-    for name in _rows(graph):
-        old = context.old[name]
-        new[name] = method.new_weights.draw(context, name).to(old)
-        new[name][grid(context.kept(name), old.device)] = old
-    state.multipliers = carried_multipliers(graph, state.multipliers, {}, Carry(), before, widths)
-    state.widths = widths
-    state.births[CLASSES] = state.births[CLASSES] + [state.stage] * (count - before[CLASSES])
-    replaced = replace_tensors(model, graph, as_stored(graph, new))
-    multiply(model, graph, state.multipliers)
-    return replaced
 
 
 def sort_classes(model: nn.Module, graph: WidthGraph, order: Sequence[int]) -> None:

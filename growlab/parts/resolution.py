@@ -103,9 +103,22 @@ class Resolution(Part):
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
         """Add the hook that resizes inputs, at the size for a fraction of growth."""
-        detach(network)
+        self.detach(network)
         network.register_forward_pre_hook(Resizer(self.size_at(fraction_grown)), with_kwargs=True)
         return graph
+
+    def attach(self, network: nn.Module) -> None:
+        """Add the hook that resizes inputs, at the present size; averages see whole inputs."""
+        self.detach(network)
+        if network is self._network:
+            network.register_forward_pre_hook(self._own, with_kwargs=True)
+
+    def detach(self, network: nn.Module) -> None:
+        """Remove the hook that resizes inputs."""
+        for key, hook in list(network._forward_pre_hooks.items()):
+            if isinstance(hook, Resizer):
+                del network._forward_pre_hooks[key]
+                network._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def inputs_at(self, inputs: tuple[Any, ...], fraction_grown: float) -> tuple[Any, ...]:
         """Return training inputs at a fraction of growth, resized."""
@@ -118,9 +131,9 @@ class Resolution(Part):
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Start at the first size; a network that does not grow trains at the last."""
-        self._network, (self._own,) = grower.network, hooks_of(grower.network)
-        if isinstance(grower.trigger, Never):
-            self._own.size = self._sizes[-1]
+        self._network = grower.network
+        fraction = None if isinstance(grower.trigger, Never) else grower.trigger.fraction_grown(0, grower.seed_widths)
+        self._own.size = self._sizes[-1] if fraction is None else self.size_at(fraction)
 
     def targets(self, y: Tensor) -> Tensor:
         """Resize targets as the last training batch was resized."""
@@ -132,11 +145,6 @@ class Resolution(Part):
         if fraction is not None:
             self._own.size = self.size_at(fraction)
         return {"input_size": self.size}
-
-    def finish(self, grower: GrowingNetwork) -> None:
-        """Remove the hooks that resize inputs."""
-        for network in (grower.network, *grower.copies().values()):
-            detach(network)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current size."""
@@ -247,16 +255,3 @@ def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:
 def acts_on(network: nn.Module) -> bool:
     """Return True if a forward pass of the network would be that of a training step."""
     return network.training and torch.is_grad_enabled()
-
-
-def hooks_of(network: nn.Module) -> Iterable[Resizer]:
-    """Return the resizing hooks of a network."""
-    return [hook for hook in network._forward_pre_hooks.values() if isinstance(hook, Resizer)]
-
-
-def detach(network: nn.Module) -> None:
-    """Remove the resizing hooks of a network."""
-    for key, hook in list(network._forward_pre_hooks.items()):
-        if isinstance(hook, Resizer):
-            del network._forward_pre_hooks[key]
-            network._forward_pre_hooks_with_kwargs.pop(key, None)

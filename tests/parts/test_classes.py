@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab.grower import Grower
+from growlab.grower.part import open_channels
 from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.lab.networks.mlp import MLP
-from growlab.parts.classes import CLASSES, Classes, open_classes, sort_classes, with_classes
+from growlab.parts.classes import CLASSES, Classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
 
 METHODS = [PairGrowth(), Net2Net(), VarianceTransfer(noise_std=0.0)]
@@ -31,7 +32,7 @@ def test_old_logits_stay_and_new_rows_are_drawn(method) -> None:
     wider = {**graph.full_widths, CLASSES: 3}
     event = grow(network, graph, method, state, wider, 0, (x,))
     factor = event.output_factor
-    replaced = open_classes(network, graph, method, state, 7, 0)
+    replaced = open_channels(network, graph, method, state, CLASSES, 7, 0)
     after = network.eval()(x)
     assert after.shape == (16, 7) and torch.allclose(after[:, :3] * factor, before, rtol=1e-9, atol=1e-12)
     head = network.get_parameter(next(name for name in replaced if name.endswith("weight")))

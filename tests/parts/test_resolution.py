@@ -264,3 +264,16 @@ def test_any_lightning_module_trains_at_the_sizes(tmp_path: Path) -> None:
     trainer = lightning.Trainer(max_epochs=3, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet)
     trainer.fit(module, DataLoader(list(zip(IMAGES, labels, strict=True)), batch_size=4))
     assert module.sizes == [8, 12, 16]
+
+
+def test_a_finished_network_that_loads_an_early_checkpoint_trains_at_its_size_again() -> None:
+    growing = grower(Seeing(segmenting()), IMAGES, [8, 12, 16])
+    early = copy.deepcopy([growing.network.state_dict(), growing.state_dict()])
+    for epoch in (1, 2):
+        growing.step(epoch=epoch)
+    growing.finish()
+    growing.reattach_hooks()
+    growing.network.load_state_dict(early[0])
+    growing.load_state_dict(early[1])
+    growing.network.train()(IMAGES)
+    assert growing.network.seen[0].shape[2] == 8

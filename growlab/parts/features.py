@@ -1,0 +1,336 @@
+"""New inputs: first layers get columns as features, such as image channels or columns of a table, arrive."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import signature
+from numbers import Integral
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from growlab.base import ranks
+from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import one_of
+from growlab.grower.part import Replaced, WidthPart, open_channels
+from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
+from growlab.growth import GrowthEvent, GrowthState, ParityError
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error, rounding
+from growlab.widths import Axis, Group, Part, UnsupportedOperation, WidthGraph, trace
+from growlab.widths.inputs import listed, named_in
+
+#: The group whose channels are the features of the network's input; no module can have this name.
+FEATURES = "input features"
+# Names of the network, and of a layer in front of it, while the two are traced.
+_NETWORK, _SOURCE = "network", "source"
+
+
+class Features(WidthPart):
+    """Adds columns to the layers that read the network's input from stage to stage, as features arrive.
+
+    Declare the network with all features, and give an example that has them all. At each stage the network takes the
+    first features of its input. Batches may have all features, or only those that have arrived.
+
+    **Preserves** the outputs exactly, whatever values the new features have, if new columns are zero. Batch
+    normalisation of the input begins new features with weight 1, bias 0, mean 0 and variance 1. Buffers with a value
+    for each feature, such as means, are those of the full network.
+
+    Args:
+        counts: number of features at each stage, ascending; or a function that maps the number of stages to them.
+        columns: new columns are "zero", or "drawn" as the method draws its weights.
+        dim: dimension of the input in which features lie; None: 1 for images [B, C, H, W] and volumes
+            [B, C, D, H, W], else the last.
+        argument: name of the forward's argument that has the features; None: the first tensor of real numbers.
+
+    Raises:
+        UserError: an argument is invalid.
+
+    Examples:
+        >>> import torch
+        >>> from growlab import Grower
+        >>> network = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> part = Features([4, 6])
+        >>> grower = Grower(network, torch.randn(4, 6), trigger={0: 0.5, 10: 1.0}, parts=[part])
+        >>> network[0].weight.shape, network(torch.randn(3, 4)).shape
+        (torch.Size([4, 4]), torch.Size([3, 2]))
+    """
+
+    name = "features"
+
+    def __init__(
+        self,
+        counts: Sequence[int] | Callable[[int], Sequence[int]],
+        columns: Literal["zero", "drawn"] = "zero",
+        dim: int | None = None,
+        argument: str | None = None,
+    ) -> None:
+        if not callable(counts) and (isinstance(counts, str) or not isinstance(counts, Sequence) or not counts):
+            raise UserError(
+                "counts must be a list with a number of features for each stage, such as [4, 10], or a function of "
+                f"the number of stages, not {counts!r}."
+            )
+        with as_user_errors():
+            one_of(("zero", "drawn"), columns=columns)
+        self._counts, self._columns, self._dim, self._argument = counts, columns, dim, argument
+        self._number = 0
+        self._hook: FirstFeatures | None = None
+        self._change = 0.0
+
+    def applies(self, trigger: Trigger) -> bool:
+        """Return True if the network grows in stages known in advance; otherwise all features are there at once."""
+        return not isinstance(trigger, Never) and trigger.knows_stages
+
+    def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
+        """Make the features of the input a width group.
+
+        Raises:
+            UserError: the example has no such input, or something besides weights depends on the number of features.
+        """
+        self.detach(network)
+        source = _source(network, example, self._argument, self._dim)
+        opened = with_features(network, graph, example, source)
+        self.groups, self._number = (FEATURES,), opened.groups[FEATURES].full_width
+        self._hook = FirstFeatures(source, _measured(opened))
+        return opened
+
+    def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
+        """Let the network take the first features of its input."""
+        self.attach(network)
+        return graph
+
+    def attach(self, network: nn.Module) -> None:
+        """Let the network, or a copy of it, take the first features of its input."""
+        self.detach(network)
+        assert self._hook is not None
+        network.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def detach(self, network: nn.Module) -> None:
+        """Let the network take its input as it is."""
+        for key, hook in list(network._forward_pre_hooks.items()):
+            if isinstance(hook, FirstFeatures):
+                del network._forward_pre_hooks[key]
+                network._forward_pre_hooks_with_kwargs.pop(key, None)
+
+    def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
+        """Return the number of features at each stage.
+
+        Raises:
+            UserError: `counts` has not one number for each stage, ascending and at most the number of features.
+        """
+        given, number = self._counts, self._number
+        # A network that is only evaluated has a single stage, the last.
+        counts = list(given(num_stages)) if callable(given) else list(given)[-1 if num_stages == 1 else 0 :]
+        whole = all(isinstance(one, Integral) and 1 <= one <= number for one in counts)
+        if len(counts) != num_stages or not whole or sorted(counts) != counts:
+            raise UserError(
+                f"counts must give {num_stages} ascending numbers of features from 1 to {number}, one for each stage, "
+                f"not {counts}."
+            )
+        return {FEATURES: counts}
+
+    def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
+        """Add columns for the features of the next stage.
+
+        Raises:
+            ParityError: zero columns change the outputs.
+        """
+        before, probe, zero = evaluate(network, grower.probe()), grower.probe(), self._columns == "zero"
+        count = widths[FEATURES]
+        replaced = open_channels(network, grower.graph, grower.method, state, FEATURES, count, grower.seed, zero)
+        after = evaluate(network, probe)
+        (change,) = ranks.agreed([relative_error(before, after)])
+        if zero and change > rounding(network, before):
+            raise ParityError(
+                f"the outputs change by {change:.0e} as features arrive, though their columns are zero: something "
+                "besides weights depends on the number of features."
+            )
+        if network is grower.network:
+            self._change = change
+        return replaced
+
+    def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
+        """Return the largest change of an output by new features, relative to the largest output."""
+        arrived = event.widths_after[FEATURES] != event.widths_before[FEATURES]
+        return {"features_output_change": self._change} if arrived else {}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Place of the features among a forward's inputs.
+
+    Attributes:
+        position: of the input, if it can be passed by position.
+        name: of the argument, if it can be passed by name.
+        dim: dimension of the features.
+    """
+
+    position: int | None
+    name: str | None
+    dim: int
+
+    def changed(
+        self, inputs: tuple[Any, ...], named: Mapping[str, Any], change: Callable[[Tensor], Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Apply a function to the input that has the features."""
+        if self.name is not None and self.name in named:
+            return inputs, {**named, self.name: change(named[self.name])}
+        if self.position is None or self.position >= len(inputs):
+            return inputs, dict(named)
+        before, after = inputs[: self.position], inputs[self.position + 1 :]
+        return (*before, change(inputs[self.position]), *after), dict(named)
+
+
+def _source(network: nn.Module, example: tuple[Any, ...], argument: str | None, dim: int | None) -> _Source:
+    """Find the input that has the features.
+
+    Raises:
+        UserError: there is no such input, or it has no such dimension.
+    """
+    taken = list(signature(network.forward).parameters.values())
+    own = {at: p.name for at, p in enumerate(taken) if p.kind is p.POSITIONAL_OR_KEYWORD}
+    given: list[tuple[int | None, str | None, Any]] = [(at, own.get(at), x) for at, x in enumerate(example)]
+    given += [(None, name, x) for name, x in named_in(example).items()]
+    fits = [
+        (position, name, x)
+        for position, name, x in given
+        if isinstance(x, Tensor) and x.is_floating_point() and argument in (None, name)
+    ]
+    if not fits:
+        what = "no tensor of real numbers" if argument is None else f"none called {argument!r} of real numbers"
+        raise UserError(f"features arrive in an input of real numbers; the example has {what}: {listed(example)}.")
+    position, name, x = fits[0]
+    found = (1 if x.dim() in (4, 5) else -1) if dim is None else dim
+    if not -x.dim() < found < x.dim() or found == 0:
+        raise UserError(f"dim={dim} is no dimension of features of an input {list(x.shape)}.")
+    return _Source(position, name, found)
+
+
+class FirstFeatures:
+    """Forward pre-hook that narrows a network's input to as many features as the network has.
+
+    Args:
+        source: place of the features.
+        graph: width graph of the tensors that determine their number.
+    """
+
+    def __init__(self, source: _Source, graph: WidthGraph) -> None:
+        self.source, self._graph = source, graph
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Narrow the input."""
+        shapes = {name: _tensor(module, name).shape for name in self._graph.axes}
+        number, full = self._graph.widths_of(shapes)[FEATURES], self._graph.groups[FEATURES].full_width
+
+        def first(x: Tensor) -> Tensor:
+            size = x.shape[self.source.dim]
+            if not number <= size <= full:
+                raise UserError(
+                    f"a batch has {size} features in dimension {self.source.dim}, and {type(module).__name__} takes "
+                    f"{number} of {full} at this stage."
+                )
+            return x if size == number else x.narrow(self.source.dim, 0, number)
+
+        return self.source.changed(inputs, named, first)
+
+
+def _tensor(network: nn.Module, name: str) -> Tensor:
+    path, _, own = name.rpartition(".")
+    tensor: Tensor = getattr(network.get_submodule(path), own)
+    return tensor
+
+
+def _measured(graph: WidthGraph) -> WidthGraph:
+    """Reduce a width graph to tensors from whose shapes the number of features follows."""
+    chosen, wanted = dict[str, tuple[Axis, ...]](), [FEATURES]
+    for group in wanted:
+        axes = [(name, axis) for name, own in graph.axes.items() for axis in own if group in axis.groups]
+        name, axis = min(axes, key=lambda found: len(found[1].groups))
+        chosen[name] = graph.axes[name]
+        wanted += [other for other in axis.groups if other not in wanted]
+    return WidthGraph({name: graph.groups[name] for name in graph.groups}, chosen, (), (), frozenset(), 0)
+
+
+class _Fed(nn.Module):
+    """A network behind a layer that makes its features."""
+
+    source: nn.Linear
+
+    def __init__(self, network: nn.Module, source: _Source, example: tuple[Any, ...]) -> None:
+        super().__init__()
+        dim = source.dim
+
+        def layer(x: Tensor) -> Tensor:
+            size, on = x.shape[dim], next(network.parameters(), x).device
+            self.source = nn.Linear(size, size, bias=False, device=on, dtype=x.dtype)
+            return x
+
+        source.changed(tuple(example), named_in(example), layer)
+        self.network = network
+
+        def fed(*args: Any, **named: Any) -> Any:
+            args, named = source.changed(args, named, lambda x: self.source(x.movedim(dim, -1)).movedim(-1, dim))
+            return network(*args, **named)
+
+        # The names of its arguments are the network's.
+        vars(self)["forward"] = wraps(network.forward)(fed)
+
+
+def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...], source: _Source) -> WidthGraph:
+    """Add the features of the network's input to its width graph as one more group.
+
+    Growth methods do not change its width: a new feature is not a copy of another.
+
+    Raises:
+        UserError: something besides weights depends on the number of features.
+    """
+    cannot = "the features of this network's input cannot arrive one after the other: "
+    fed = _Fed(network, source, example)
+    try:
+        traced = trace(fed, example)
+    except UnsupportedOperation as error:
+        raise UserError(f"{cannot}{str(error).partition(';')[0].rstrip('.')}.") from error
+    names = {name: name.removeprefix(f"{_NETWORK}.") for name in traced.axes if name != f"{_SOURCE}.weight"}
+    reading = [name for name in names if any(_SOURCE in axis.groups for axis in traced.axes[name])]
+    norms = [norm.name.removeprefix(f"{_NETWORK}.") for norm in traced.channel_norms if _SOURCE in norm.axis.groups]
+    whole = bool(reading) and traced.groups[_SOURCE].full_width == fed.source.out_features
+    if norms or not whole:
+        otherwise = "the code distinguishes some of them" if reading else "no weight reads them"
+        reason = f"{norms[0]} normalises over them" if norms else traced.fixed.get(_SOURCE, otherwise)
+        raise UserError(f"{cannot}{reason}.")
+    # Groups of both graphs that have the same channels of the same tensor.
+    known = {_SOURCE: FEATURES} | {
+        one.group: other.group
+        for name, own in names.items()
+        for axes in zip(traced.axes[name], graph.axes.get(own, ()), strict=False)
+        for one, other in zip(axes[0].parts, axes[1].parts, strict=False)
+        if one.group is not None and other.group is not None and one.group != _SOURCE
+    }
+
+    def translated(axis: Axis) -> Axis:
+        parts = (
+            replace(part, group=known[part.group]) if part.group in known else Part(None, part.length(full))
+            for part in axis.parts
+        )
+        return Axis(tuple(parts), axis.role)
+
+    full, axes, constants = traced.full_widths, dict(graph.axes), dict(graph.constants)
+    for name in reading:
+        own = names[name]
+        both = zip(traced.axes[name], graph.axes.get(own, traced.axes[name]), strict=True)
+        axes[own] = tuple(translated(new) if _SOURCE in new.groups or own not in axes else old for new, old in both)
+        if name in traced.constants:
+            differ = FEATURES if _SOURCE in traced.constants[name] else None
+            constants[own] = (*graph.constants.get(own, ()), *([differ] if differ else []))
+    written = {
+        replace(place, module=place.module.removeprefix(_NETWORK).removeprefix(".")): translated(axis)
+        for place, axis in traced.written.items()
+        if _SOURCE in axis.groups
+    }
+    return replace(
+        graph,
+        groups={**graph.groups, FEATURES: Group(FEATURES, full[_SOURCE])},
+        axes=axes,
+        constants=constants,
+        written={**graph.written, **written},
+    )

@@ -1,0 +1,567 @@
+"""Inputs that arrive: columns of the layers that read them, whatever the network, the method and the loop."""
+
+import copy
+import io
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from growlab import Grower, growth
+from growlab.base import ranks
+from growlab.base.errors import UserError
+from growlab.frontends.lightning import Growth
+from growlab.grower import renew
+from growlab.grower.network import METHODS
+from growlab.grower.triggers import Never
+from growlab.growth import HyperCloning, Net2Net, PairGrowth
+from growlab.growth.outputs import evaluate
+from growlab.growth.parity import relative_error
+from growlab.parts import Averages, Features
+from growlab.parts.features import FEATURES
+from tests.command_line import CommandLine
+
+EXACT = 1e-13
+COUNTS, STAGES = [4, 7, 10], {0: 0.25, 1: 0.5, 2: 1.0}
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Readers(nn.Module):
+    """Several layers read the input: behind statistics of the data and batch normalisation, gated, added, appended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("mean", torch.randn(10))
+        self.scale, self.norm = nn.Parameter(torch.rand(10)), nn.BatchNorm1d(10)
+        self.down, self.up, self.gate = nn.Linear(10, 12), nn.Linear(12, 10), nn.Linear(10, 10)
+        self.hidden, self.last = nn.Linear(22, 6), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x - self.mean) * self.scale
+        h = self.down(x).relu()
+        x = (x + self.up(h)) * torch.sigmoid(self.gate(x))
+        return self.last(torch.cat([x, self.hidden(torch.cat([h, x], 1)).relu()], 1))
+
+
+class Channels(nn.Module):
+    """Convolutions read the channels of images, one of them each channel by itself, and a flattened skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.each, self.conv = nn.Conv2d(10, 10, 3, padding=1, groups=10), nn.Conv2d(10, 8, 3, padding=1)
+        self.norm, self.skip, self.last = nn.BatchNorm2d(8), nn.Linear(10 * 16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(self.each(x))).relu().mean((2, 3))
+        return self.last(h + self.skip(x.flatten(1)))
+
+
+class Normed(nn.Module):
+    """Weight normalisation of the layer that reads the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.utils.parametrizations.weight_norm(nn.Linear(10, 12)), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+class Sequences(nn.Module):
+    """Steps [B, T, F] of a time series, and a signal [B, F, T] of the same."""
+
+    def __init__(self, of_signal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.of_signal, self.last = of_signal, nn.Linear(12, 3)
+        self.first = nn.Conv1d(10, 12, 3) if of_signal else nn.LSTM(10, 12, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu().mean(2) if self.of_signal else self.first(x)[0][:, -1])
+
+
+class Fusion(nn.Module):
+    """Another input is embedded before the features are appended to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.hidden, self.last = nn.Linear(5, 8), nn.Linear(18, 8), nn.Linear(8, 3)
+
+    def forward(self, given: Tensor, *, late: Tensor) -> Tensor:
+        return self.last(self.hidden(torch.cat([self.embed(given).relu(), late], 1)).relu())
+
+
+def columns(seed: int = 1, shape: tuple[int, ...] = (8, 10)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+# A network, its input, and settings of the part.
+NETWORKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mlp": (mlp, columns(), {}),
+    "readers": (Readers, columns(), {}),
+    "channels": (Channels, columns(shape=(4, 10, 4, 4)), {}),
+    "normed": (Normed, columns(), {}),
+    "steps": (lambda: Sequences(False), columns(shape=(4, 5, 10)), {}),
+    "signal": (lambda: Sequences(True), columns(shape=(4, 10, 5)), {"dim": 1}),
+    "fusion": (Fusion, {"given": columns(shape=(8, 5)), "late": columns()}, {"argument": "late"}),
+}
+
+
+def first(inputs: Any, count: int, settings: dict[str, Any]) -> Any:
+    """The same batch before the other features are there."""
+    if isinstance(inputs, dict):
+        return {**inputs, "late": inputs["late"][:, :count]}
+    dim = settings.get("dim", 1 if inputs.dim() == 4 else -1)
+    return inputs.narrow(dim, 0, count)
+
+
+def called(network: nn.Module, inputs: Any) -> Tensor:
+    output: Tensor = network(**inputs) if isinstance(inputs, dict) else network(inputs)
+    return output
+
+
+def error(before: Tensor, after: Tensor) -> float:
+    return relative_error(before.detach(), after.detach())
+
+
+class Loop:
+    """A plain training loop over batches that are a function of the step."""
+
+    def __init__(self, name: str = "mlp", trigger: Any = None, parts: Any = (), **settings: Any) -> None:
+        make, self.inputs, of_part = NETWORKS[name]
+        self.part, self.of_part = Features(COUNTS, **of_part, **settings.pop("part", {})), of_part
+        self.network = make().double()
+        self.grower = Grower(
+            self.network,
+            self.inputs,
+            trigger=STAGES if trigger is None else trigger,
+            parts=[self.part, *parts],
+            verbose=False,
+            **{"method": PairGrowth(), "anneal_steps": 0, **settings},
+        )
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), 0.01)
+        self.grower.follow(self.optimizer, state="inherit")
+
+    def train(self, until: int, since: int = 0, arrived_alone: bool = False) -> "Loop":
+        for step in range(since, until):
+            self.grower.step(epoch=step // 2, step=step)
+            inputs = self.inputs
+            if arrived_alone:
+                inputs = first(inputs, self.grower.state.widths[FEATURES], self.of_part)
+            self.optimizer.zero_grad()
+            output = called(self.network, inputs)
+            F.cross_entropy(output, torch.arange(len(output)) % 3).backward()
+            self.optimizer.step()
+        return self
+
+    def everything(self) -> list[Any]:
+        moments = [v for entry in self.optimizer.state_dict()["state"].values() for v in entry.values()]
+        tensors = [*self.network.state_dict().values(), *(torch.as_tensor(m) for m in moments)]
+        return [*(t.tolist() for t in tensors), [event.widths_after for event in self.grower.events]]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_outputs_do_not_depend_on_features_that_have_just_arrived(name: str) -> None:
+    loop = Loop(name).train(2)
+    _, inputs, settings = NETWORKS[name]
+    for epoch, (before, after) in enumerate(pairwise(COUNTS), start=1):
+        early = first(inputs, before, settings)
+        expected = called(loop.network.eval(), early)
+        # The features that are not there yet are not read.
+        assert torch.equal(called(loop.network, inputs), expected)
+        (event,) = loop.grower.step(epoch=epoch, step=2 * epoch)
+        assert event.widths_before[FEATURES] == before and event.widths_after[FEATURES] == after
+        assert event.parity_error_eval < EXACT and event.as_dict()["features_output_change"] < EXACT
+        there = first(inputs, after, settings)
+        assert error(expected, called(loop.network, there)) < EXACT
+        for value in (0.0, 1e3):
+            others = copy.deepcopy(there)
+            new = others["late"] if isinstance(others, dict) else others
+            new.narrow(settings.get("dim", 1 if new.dim() == 4 else -1), before, after - before).mul_(value)
+            # Batch normalisation divides by roots of its new variances.
+            assert error(expected, called(loop.network, others)) < 1e3 * EXACT
+        loop.network.train()
+        loop.train(2 * epoch + 2, 2 * epoch, arrived_alone=True)
+    expected = called(loop.network.eval(), inputs)
+    plain = loop.grower.finish()
+    assert not plain._forward_pre_hooks and error(expected, called(plain, inputs)) < EXACT
+    fresh = NETWORKS[name][0]().double()
+    fresh.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(called(fresh.eval(), inputs), called(plain, inputs))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"none"}))
+@pytest.mark.parametrize("name", ["readers", "channels"])
+def test_features_arrive_with_any_method(method: str, name: str) -> None:
+    chosen: Any = growth.Tiny(fallback="pairs") if method == "tiny" else method
+    loop = Loop(name, method=chosen)
+    loop.grower.provide(lambda number: [(loop.inputs, torch.arange(len(loop.inputs)) % 3)] * number, F.cross_entropy)
+    loop.train(6)
+    assert [event.widths_after[FEATURES] for event in loop.grower.events] == COUNTS[1:]
+    assert all(event.notes["features_output_change"] < EXACT for event in loop.grower.events)
+    loop.grower.anneal(1.0)
+    expected = evaluate(loop.network, (loop.inputs,))
+    assert error(expected, evaluate(loop.grower.finish(), (loop.inputs,))) < EXACT
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSprop", "Adagrad", "Muon"])
+def test_optimizers_keep_the_state_of_old_columns_and_begin_that_of_new_ones(optimizer: str) -> None:
+    network = nn.Sequential(*[layer for layer in mlp().double()][:3])
+    for layer in network[::2]:
+        layer.bias = None  # Muon takes matrices alone
+    grower = Grower(
+        network, columns(), method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=[Features([4, 10])], verbose=False
+    )
+    settings = {"momentum": 0.9} if optimizer == "SGD" else {}
+    made = getattr(torch.optim, optimizer)(network.parameters(), 0.01, **settings)
+    grower.follow(made, state="inherit")
+
+    def step() -> None:
+        made.zero_grad()
+        network(columns()).square().mean().backward()
+        made.step()
+
+    step()
+    names = [n for n, v in made.state[network[0].weight].items() if v.shape == network[0].weight.shape]
+    before = {name: made.state[network[0].weight][name].clone() for name in names}
+    assert names and before[names[0]].shape == (12, 4)
+    grower.step(epoch=1)
+    for name, old in before.items():
+        new = made.state[network[0].weight][name]
+        assert torch.equal(new[:, :4], old) and not new[:, 4:].any() and new.shape == (12, 10)
+    step()
+    assert bool(network[0].weight[:, 4:].any())
+
+
+def test_new_columns_are_newborn_and_have_their_own_age() -> None:
+    loop = Loop("readers").train(4)
+    new, state = loop.grower.newborn(), loop.grower.state
+    assert state.births[FEATURES] == [0] * 4 + [1] * 3
+    mask = new.masks["down.weight"]
+    assert mask.shape == loop.network.down.weight.shape and bool(mask[:, 4:].all())
+    assert not mask[: state.births["down"].count(0), :4].any()
+    assert new.masks["norm.weight"].tolist() == [False] * 4 + [True] * 3
+    assert torch.equal(loop.grower.regions()["down.weight"].columns_I, torch.tensor([0] * 4 + [1] * 3))
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_drawn_columns_have_the_spread_of_the_others(normed: bool) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(400, 200), nn.ReLU(), nn.Linear(200, 3)).double()
+    if normed:
+        nn.utils.parametrizations.weight_norm(network[0])
+    x = columns(shape=(8, 400))
+    parts = [Features([100, 400], columns="drawn")]
+    grower = Grower(network, x, method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=parts, verbose=False)
+    old = network[0].weight.detach().clone()
+    (event,) = grower.step(epoch=1)
+    assert torch.allclose(network[0].weight[:, :100], old)
+    assert 0.9 < network[0].weight[:, 100:].std() / (2 / 400) ** 0.5 < 1.1
+    assert event.notes["features_output_change"] > 0.1
+
+
+def test_buffers_of_the_data_are_those_of_the_full_network() -> None:
+    loop = Loop("readers")
+    mean = Readers().double().mean
+    for epoch, count in enumerate(COUNTS):
+        loop.grower.step(epoch=epoch)
+        assert torch.equal(loop.network.mean, mean[:count])
+
+
+def test_widths_may_stay_while_features_arrive() -> None:
+    loop = Loop(trigger={0: 1.0, 1: 1.0, 2: 1.0}).train(6)
+    assert [event.num_params - event.num_params_before for event in loop.grower.events] == [36, 36]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_a_resumed_run_is_the_uninterrupted_one(at: int) -> None:
+    def loop() -> Loop:
+        return Loop("readers", parts=[Averages(0.9)], method=HyperCloning(noise_std=0.1))
+
+    whole = loop().train(6)
+    begun = loop().train(at)
+    saved = io.BytesIO()
+    parts = (begun.network, begun.optimizer, begun.grower)
+    torch.save([one.state_dict() for one in parts], saved)
+    again = loop()
+    for one, state in zip(
+        (again.network, again.optimizer, again.grower),
+        torch.load(io.BytesIO(saved.getvalue()), weights_only=True),
+        strict=True,
+    ):
+        one.load_state_dict(state)
+    assert again.train(6, at).everything() == whole.everything()
+    averages = [one.grower.copies()["ema"].state_dict() for one in (whole, again)]
+    assert all(torch.equal(averages[0][name], averages[1][name]) for name in averages[0])
+
+
+def test_a_finished_network_that_loads_an_early_checkpoint_takes_the_first_features_again() -> None:
+    loop = Loop()
+    early = copy.deepcopy([loop.network.state_dict(), loop.grower.state_dict()])
+    expected = called(loop.network, loop.inputs)
+    loop.train(6).grower.finish()
+    loop.grower.reattach_hooks()
+    loop.network.load_state_dict(early[0])
+    loop.grower.load_state_dict(early[1])
+    assert torch.equal(called(loop.network, loop.inputs), expected)
+
+
+def test_copies_and_compiled_networks_take_the_first_features_too() -> None:
+    loop = Loop(parts=[Averages(0.9)]).train(2)
+    twin = copy.deepcopy(loop.grower)
+    average = torch.optim.swa_utils.AveragedModel(loop.network)
+    loop.grower.follow(average)
+    for network in (loop.network, twin.network, average, loop.grower.copies()["ema"]):
+        network(loop.inputs)
+    loop.grower.step(epoch=1)
+    assert called(loop.network, loop.inputs).shape == called(average, loop.inputs).shape
+    assert twin.network[0].in_features == 4 and average.module[0].in_features == 7
+    torch.compiler.reset()
+    compiled = torch.compile(loop.network, backend="eager", fullgraph=True)
+    for epoch in (1, 2):
+        loop.grower.step(epoch=epoch)
+        assert torch.equal(compiled(loop.inputs), called(loop.network, loop.inputs))
+    torch.compiler.reset()
+
+
+def test_a_plain_state_dict_is_there_before_the_end() -> None:
+    loop = Loop(method=Net2Net(noise_std=0.1)).train(6)
+    fresh = mlp().double()
+    fresh.load_state_dict(loop.grower.plain_state_dict(), strict=True)
+    assert error(called(loop.network, loop.inputs), called(fresh, loop.inputs)) < EXACT
+
+
+@pytest.mark.parametrize("trigger", [None, {0: "small", 1: 1.0}], ids=str)
+def test_a_trained_network_gets_more_features(trigger: Any) -> None:
+    torch.manual_seed(1)
+    small = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    optimizer, x, wide = torch.optim.AdamW(small.parameters(), 0.01), columns(), mlp().double()
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(small(x[:, :4]), torch.arange(8) % 3).backward()
+        optimizer.step()
+    moments = optimizer.state[small[0].weight]["exp_avg"].clone()
+    expected = small(x[:, :4])
+    grower = Grower.from_trained(
+        *(small, wide, x), optimizer=optimizer, trigger=trigger, parts=[Features([4, 10])], verbose=False
+    )
+    assert error(expected, wide(x)) < EXACT
+    (event,) = grower.step(epoch=1)
+    assert event.widths_after[FEATURES] == 10 and event.notes["features_output_change"] < EXACT
+    new = optimizer.state[wide[0].weight]["exp_avg"]
+    # HyperCloning halves the gradients of copies' outputs, and new columns have none.
+    assert torch.allclose(new[:6, :4], moments / 2) and not new[:, 4:].any()
+    with pytest.raises(UserError, match="begins with 5 channels of 'input features', and the trained network has 4"):
+        Grower.from_trained(small, mlp().double(), x, parts=[Features([5, 10])], verbose=False)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = mlp()
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("loss", F.cross_entropy(self.network(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class Late(torch.utils.data.Dataset[Any]):
+    """Data of an epoch whose later features are not there yet."""
+
+    def __init__(self) -> None:
+        self.count = COUNTS[0]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return columns(index, (10,)).float()[: self.count], index % 3
+
+
+class Arrive(lightning.Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.train_dataloader.dataset.count = COUNTS[trainer.current_epoch]
+
+
+def trainer_of(folder: Path, *callbacks: Any, **settings: Any) -> lightning.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return lightning.Trainer(
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{"max_epochs": 3, "enable_checkpointing": False, **quiet, **settings},
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You defined a `validation_step`")
+def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: Path) -> None:
+    whole = DataLoader(TensorDataset(columns().float(), torch.arange(8) % 3), 4)
+
+    def growing(**settings: Any) -> Growth:
+        return Growth(method=PairGrowth(), trigger=STAGES, parts=[Features(COUNTS)], anneal_steps=0, **settings)
+
+    module, callback = Module(), growing()
+    trainer = trainer_of(tmp_path, callback)
+    # What is evaluated first has all features.
+    trainer.validate(module, whole, verbose=False)
+    trainer.fit(module, whole, whole)
+    assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
+    other, begun = Module(), growing()
+    first_half = trainer_of(tmp_path, begun, max_epochs=1)
+    first_half.fit(other, whole, whole)
+    assert other.network[0].in_features == COUNTS[0]
+    first_half.save_checkpoint(tmp_path / "early.ckpt")
+    # Trained on in the same process, and from the file in a new one.
+    first_half.fit_loop.max_epochs = 3
+    first_half.fit(other, whole, whole)
+    assert other.network[0].in_features == COUNTS[-1]
+    again, resumed = Module(), growing()
+    trainer_of(tmp_path, resumed).fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
+    states = zip(module.state_dict().values(), again.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in states)
+    # Features that are not there yet in the loader: the example has them.
+    late = Module()
+    trainer = trainer_of(tmp_path, growing(example=columns().float()), Arrive(), limit_val_batches=0)
+    trainer.fit(late, DataLoader(Late(), 4))
+    assert late.network[0].in_features == COUNTS[-1]
+
+
+def test_the_trainer_saves_plain_models_while_features_arrive(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from growlab.frontends.transformers import Growth as GrowthInTrainer
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = mlp()
+
+        def forward(self, values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.network(values)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"values": columns(n, (10,)).float(), "labels": n % 3} for n in range(8)]
+
+    def run(resume: Path | None = None) -> tuple[Any, Any]:
+        quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, save_strategy="epoch", **quiet
+        )
+        callback = GrowthInTrainer(
+            method=PairGrowth(),
+            trigger=STAGES,
+            parts=[Features(COUNTS)],
+            anneal_steps=0,
+            example={"values": columns().float(), "labels": torch.arange(8) % 3},
+        )
+        trainer = transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[callback])
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return trainer, callback
+
+    trainer, callback = run()
+    assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
+    resumed, _ = run(tmp_path / "checkpoint-2")
+    for a, b in zip(trainer.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    loop = Loop("readers", method=Net2Net(noise_std=0.1))
+    loop.inputs = columns(1 + rank)
+    wrapped = nn.parallel.DistributedDataParallel(loop.network)
+    for step in range(6):
+        loop.grower.step(epoch=step // 2, step=step, then=lambda: renew(wrapped))
+        loop.optimizer.zero_grad()
+        F.cross_entropy(wrapped(loop.inputs), torch.arange(8) % 3).backward()
+        loop.optimizer.step()
+    ranks.broadcast_buffers(loop.network)
+    (folder / f"{rank}.txt").write_text(str(loop.everything()))
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_end_with_the_same_bits(cli: CommandLine, tmp_path: Path) -> None:
+    cli.on_two_ranks(one_rank, tmp_path)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second and str(COUNTS[-1]) in first
+
+
+# What cannot arrive -----------------------------------------------------------------------------------------------
+
+
+class Also(nn.Module):
+    """A network that does something else with its input as well."""
+
+    def __init__(self, also: Any) -> None:
+        super().__init__()
+        self.network, self.norm, self.also = mlp(), nn.LayerNorm(10), also
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.also(self, x)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("also", "reason"),
+    [
+        (lambda own, x: own.network(own.norm(x)), "norm normalises over them"),
+        (lambda own, x: own.network(x) * x.mean(1, keepdim=True), "reduced by mean"),
+        (lambda own, x: own.network(x.softmax(1)), "softmax runs over these channels"),
+        (lambda own, x: own.network(x) * x[:, :1], "the code distinguishes some of them"),
+        (lambda own, x: own.network(x) * x.shape[1], "the code computes something else at narrow widths"),
+    ],
+    ids=["norm", "mean", "softmax", "first", "number"],
+)
+def test_features_that_more_than_weights_reads_are_refused(also: Any, reason: str) -> None:
+    with pytest.raises(UserError) as raised:
+        Grower(Also(also), columns().float(), trigger=STAGES, parts=[Features(COUNTS)])
+    message = "the features of this network's input cannot arrive one after the other: "
+    assert str(raised.value).startswith(message + reason)
+
+
+def test_impossible_settings_are_told() -> None:
+    x = columns().float()
+    for counts in ([4, 10], [4, 3, 10], [0, 4, 10], [4, 7, 11], lambda stages: [10] * (stages - 1)):
+        with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
+            Grower(mlp(), x, trigger=STAGES, parts=[Features(counts)])
+    for settings, message in (
+        ({"dim": 3}, r"dim=3 is no dimension of features of an input \[8, 10\]"),
+        ({"dim": 0}, r"dim=0 is no dimension of features"),
+        ({"argument": "y"}, r"none called 'y' of real numbers: \[8, 10\]"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Grower(mlp(), x, trigger=STAGES, parts=[Features(COUNTS, **settings)])
+    with pytest.raises(UserError, match="the example has no tensor of real numbers"):
+        embedding = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+        Grower(embedding, torch.arange(8), trigger=STAGES, parts=[Features(COUNTS)])
+
+
+def test_a_batch_with_too_few_or_too_many_features_is_told() -> None:
+    loop = Loop()
+    for count in (3, 11):
+        with pytest.raises(UserError, match=rf"a batch has {count} features .* Sequential takes 4 of 10"):
+            loop.network(columns(shape=(8, count)))
+
+
+def test_a_network_that_does_not_grow_has_all_features() -> None:
+    network = mlp()
+    Grower(network, columns().float(), trigger=Never(), parts=[Features(COUNTS)])
+    assert network[0].in_features == 10
