@@ -46,7 +46,6 @@ METHODS = {
     "splitting": lambda: Splitting(fallback="pairs"),
     "firefly": lambda: FireFly(fallback="pairs"),
 }
-BY_DATA = ("gradmax", "tiny", "splitting", "firefly")
 INEXACT = ("bert2bert", "random", "tiny", "splitting", "firefly")
 
 

@@ -15,8 +15,6 @@ from growlab.widths import trace
 theirs = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
 
-REFUSED = {"SM3": "accumulator_0", "Shampoo": "pre_cond_0", "AdaFactor": "exp_avg_sq_row", "SOAP": "GG"}
-
 
 def network():
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 import pickle
 from typing import Any
 
-import lightning
 import pytest
 import torch
 import torchvision
@@ -195,18 +194,3 @@ def test_an_event_that_fails_is_undone() -> None:
 def test_sizes_that_do_not_fit_are_refused(network: Any, sizes: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         Grower(network(), IMAGES, method=PairGrowth(), trigger=STAGES, parts=[PatchSize(sizes)])
-
-
-class Model(lightning.LightningModule):
-    """Anyone's module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network, self.seen = of_timm(), dict[int, int]()
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        self.seen[self.current_epoch] = self.network.patch_embed.proj.weight.shape[-1]
-        return F.cross_entropy(self.network(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)

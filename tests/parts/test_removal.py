@@ -32,7 +32,7 @@ class Files:
 
 
 # They list the package's modules, or all settings.
-LISTING = tuple(f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits", "words"))
+LISTING = tuple(f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits"))
 # Tests of parts that meet belong to each of them.
 TOGETHER = ("parts/test_depth_grower.py", "parts/hypernets/test_growth.py", "parts/isotropic/test_part.py")
 PARTS = {

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,21 +214,6 @@ def test_it_needs_a_trigger_that_knows_how_far_growth_has_come() -> None:
     with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
         grower("repeats", trigger=ByMethod())
     assert Setting("repeats", [1, 4]).applies(At(STAGES)) and not Setting("repeats", [1, 4]).applies(Never())
-
-
-class Model(lightning.LightningModule):
-    """Anyone's module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network, self.seen = Looped(), dict[int, int]()
-
-    def training_step(self, batch: Tensor, index: int) -> Tensor:
-        self.seen[self.current_epoch] = self.network.repeats
-        return F.cross_entropy(self.network(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 @pytest.mark.slow
