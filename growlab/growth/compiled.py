@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from growlab.growth.hooks import OutputScale
+from growlab.growth.state import OutputScale
 
 
 class EagerOutputScale(OutputScale):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import UserError
 from growlab.growth import outputs
-from growlab.growth.state import GrowthState
+from growlab.growth.state import GrowthState, OutputScale
 from growlab.widths import WidthGraph
 from growlab.widths.meta import called_apart
 
@@ -26,18 +26,6 @@ METADATA = "growlab"
 Resize = Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Any] | None], None]
 # Attribute of a module in which its `_Entries` are stored.
 _ENTRIES = "_growth_entries"
-
-
-class OutputScale:
-    """Forward hook that multiplies a module's output by `GrowthState.output_factor`."""
-
-    def __init__(self, state: GrowthState) -> None:
-        self.state = state
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Multiply the output, unless the factor is 1."""
-        factor = self.state.output_factor
-        return output if factor == 1.0 else output * factor
 
 
 class _WriteState:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from growlab.widths import Carry
 
@@ -147,3 +147,15 @@ class GrowthEvent:
         names = {each.name for each in fields(cls)}
         own = {name: value for name, value in content.items() if name in names}
         return cls(**own, notes={name: value for name, value in content.items() if name not in names})
+
+
+class OutputScale:
+    """Forward hook that multiplies a module's output by `GrowthState.output_factor`."""
+
+    def __init__(self, state: GrowthState) -> None:
+        self.state = state
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Multiply the output, unless the factor is 1."""
+        factor = self.state.output_factor
+        return output if factor == 1.0 else output * factor
