@@ -49,17 +49,8 @@ class GrowthCallback(Described):
     ) -> None:
         """Store and check the arguments of the Grower, which is made later from the network.
 
-        Args:
-            loop: name of the training loop in messages.
-            method: see `growlab.Grower`.
-            trigger: likewise.
-            parts: likewise.
-            seed: likewise.
-            optimizer_state: see `growlab.optim.follow`.
-            anneal_steps: likewise.
-            verbose: likewise.
-            start: a small trained network to start from, its state_dict, or the path of a checkpoint of it (from
-                `save_pretrained` or the loop); None: a seed with new weights.
+        `loop` is the training loop's name in messages; `start` a small trained network to start from, its state_dict,
+        or the path of a checkpoint of it (from `save_pretrained` or the loop). See `growlab.Grower` for the others.
 
         Raises:
             UserError: an argument is invalid, or the trigger's unit is "cost".
@@ -93,15 +84,9 @@ class GrowthCallback(Described):
         trains: bool = True,
         shard: Shard | None = None,
     ) -> Grower:
-        """Make the Grower of a network.
+        """Make the Grower of a network, whose names in its module's state_dict have a prefix.
 
-        Args:
-            network: at full width.
-            example: its inputs.
-            trigger: decides which widths come next; unused for a network that starts from a trained one.
-            prefix: of the network's names in its module's state_dict.
-            trains: False: the network is only evaluated.
-            shard: see `growlab.Grower`.
+        A network that is only evaluated (`trains` is False) does not start from a trained one.
         """
         settings = {**self._settings, "shard": shard}
         if self._start is None or not trains:
@@ -115,13 +100,7 @@ class GrowthCallback(Described):
         return [] if self.grower is None else self.grower.events
 
     def _announce(self, grower: Grower, epochs: float, steps: float) -> None:
-        """Tell a grower the length of training, and warn of stages after its end.
-
-        Args:
-            grower: of the network.
-            epochs: largest number of epochs; `inf` if unknown.
-            steps: largest number of optimizer steps; `inf` if unknown.
-        """
+        """Provide a grower with the numbers of epochs and steps, `inf` if unknown, and warn of stages after them."""
         trigger = grower.trigger
         sizes = trigger.batch_sizes if isinstance(trigger, At) else None
         # Other batches make other numbers of steps.
@@ -140,7 +119,6 @@ class GrowthCallback(Described):
             )
 
     def _provide_steps(self, grower: Grower, loader: Callable[[], Any], step_loss: Callable[[Any], Tensor]) -> None:
-        """Provide batches and the loss of the loop's own step, for triggers that train steps."""
         if grower.trigger.wants_steps and grower.training.batches is None:
             grower.provide(batches=lambda number: batches_of(loader(), number), step_loss=step_loss)
 
@@ -158,10 +136,8 @@ def trained(
 ) -> tuple[nn.Module | Mapping[str, Tensor], Mapping[str, Any] | None]:
     """Load the small network that training starts from, and its optimizer's state if it was saved.
 
-    Args:
-        start: a module, its state_dict, a folder that `save_pretrained` or the Trainer wrote, or a checkpoint's file.
-        network: the large network.
-        prefix: of the network's names in a checkpoint of its module.
+    `start` is a module, its state_dict, a folder that `save_pretrained` or the Trainer wrote, or a checkpoint's file,
+    in which the network's names have a prefix.
 
     Raises:
         UserError: there is no such file or folder, or it contains no weights.
@@ -214,11 +190,7 @@ def metrics(grower: Grower) -> dict[str, float]:
 
 
 def batches_of(loader: Any, number: int) -> list[Any]:
-    """Batches of a training loader, read apart from the loop's own iteration.
-
-    Raises:
-        UserError: it is no loader of a data set that can be indexed.
-    """
+    """Return batches of a training loader, read apart from the loop's own iteration, if its data set has indices."""
     if (
         not isinstance(loader, DataLoader)
         or isinstance(loader.dataset, IterableDataset)

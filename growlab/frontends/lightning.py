@@ -51,10 +51,7 @@ def starts_by_copies(strategy: Any) -> bool:
 
 
 def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
-    """Rebuild DistributedDataParallel after parameters were replaced.
-
-    The new wrapper broadcasts rank 0's parameters and buffers. No effect on a single device.
-    """
+    """Rebuild DistributedDataParallel, if any, after parameters were replaced; it broadcasts those of rank 0."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
         # Lightning synchronises batch normalisation once, before training: not that of layers that came in since.
@@ -192,7 +189,6 @@ class Growth(GrowthCallback, Callback):
         self._shard = ShardWithin(module, configure)
 
         def load_checkpoint(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-            assert self.grower is not None
             place = Path(strategy.broadcast(path))
             rest = place / _REST if place.is_dir() else place
             saved = torch.load(rest, "cpu", mmap=True, weights_only=weights_only).get("callbacks", {})
@@ -245,7 +241,6 @@ class Growth(GrowthCallback, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the optimizers, which exist by now, and averages that other callbacks keep."""
-        assert self.grower is not None
         # A resumed run loads its own optimizer's state, maybe of a later stage.
         if self._trained_optimizer is not None and len(trainer.optimizers) == 1 and trainer.ckpt_path is None:
             continue_optimizer(trainer.optimizers[0], self._trained_optimizer, self.grower)
@@ -255,13 +250,11 @@ class Growth(GrowthCallback, Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Call the parts' hooks on gradients, which Lightning computes inside the optimizer's step."""
-        assert self.grower is not None
         self.grower.before_step(optimizer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Grow if the run was resumed from a stage's last step; warn if training ends before the last stage."""
         if not self._is_given:
-            assert self.grower is not None
             self._announce(self.grower, *length(trainer))
             loader = partial(getattr, trainer, "train_dataloader")
             self._provide_steps(self.grower, loader, partial(_step_loss, trainer, pl_module))
@@ -277,7 +270,6 @@ class Growth(GrowthCallback, Callback):
         self._step(trainer)
 
     def _step(self, trainer: Trainer) -> None:
-        assert self.grower is not None
         events = self.grower.step(
             epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer, self.grower)
         )
@@ -289,21 +281,18 @@ class Growth(GrowthCallback, Callback):
 
     def _log(self, trainer: Trainer) -> None:
         """Log the stage, the number of parameters and the widths."""
-        assert self.grower is not None
         if self._on_event is None and trainer.loggers:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics(self.grower), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turn the network into an ordinary one, and warn if it is not fully grown."""
-        assert self.grower is not None
         self._ended = True
         if not self._is_given:
             self._finish(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Turn the network into an ordinary one after an evaluation, or a training without steps."""
-        assert self.grower is not None
         if self._is_given:
             return
         if self._saving is not None:
@@ -325,12 +314,10 @@ class Growth(GrowthCallback, Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state of growth; Lightning has loaded the module's weights before."""
-        assert self.grower is not None
         self.grower.load_state_dict(state_dict)
         put_back_networks(self.grower, state_dict.get(_KEPT, {}))
 
     def _on_save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        assert self.grower is not None
         # A checkpoint of pieces is loaded by the widths that the callback's state has, as a growing network's.
         kept = {} if self._shard is not None else hold_plain_networks(self.grower, module, checkpoint)
         if "callbacks" in checkpoint:
@@ -341,7 +328,6 @@ class Growth(GrowthCallback, Callback):
         self._follow_averages(trainer, pl_module)
 
     def _follow_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self.grower is not None
         if self._is_given:
             return
         grower, others = self.grower, [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]

@@ -22,14 +22,10 @@ Kept = dict[str, dict[str, Tensor]]
 
 
 class Saving:
-    """Wraps a module's `on_save_checkpoint`, the last hook before a checkpoint is written.
+    """Wraps a module's `on_save_checkpoint`, the last hook before a checkpoint is written, to call `then` before it.
 
     Needed because Lightning does not call callbacks' hooks for weights-only checkpoints, and because callbacks that
     keep an average add it in their own hook.
-
-    Args:
-        module: what is trained.
-        then: called with each checkpoint.
     """
 
     def __init__(self, module: LightningModule, then: Callable[[dict[str, Any]], None]) -> None:
@@ -64,11 +60,6 @@ def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dic
 
     While normalisations over channels are being annealed, the checkpoint stays unchanged, with entries that a plain
     network rejects.
-
-    Args:
-        grower: of a network of the module.
-        module: what is trained.
-        checkpoint: its `state_dict`, and possibly other entries, are those of the module or an average of it.
 
     Returns:
         The original values of changed entries, for `put_back_networks`.
@@ -153,11 +144,8 @@ def averages(
 ) -> Iterator[nn.Module]:
     """Find copies of the network in modules of callbacks, such as Lightning's weight averages.
 
-    Args:
-        callbacks: the trainer's other callbacks.
-        network: the growing network.
-        shapes: of the network when callbacks ran their `setup`.
-        known: the trained module and copies found before, which callbacks may reference too.
+    `shapes` are those of the network when callbacks ran their `setup`; `known` are the trained module and copies found
+    before, which callbacks may reference too.
 
     Raises:
         UserError: an average of Lightning's was made before the network became a seed.

@@ -216,7 +216,6 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         Raises:
             UserError: the best checkpoint lacks the state of growth.
         """
-        assert self.grower is not None
         self._wrapper = None
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             folder = Path(state.best_model_checkpoint)
@@ -259,7 +258,6 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         put_back(grower.network, extra.get("kept", {}))
 
     def _step(self, state: TrainerState) -> None:
-        assert self.grower is not None
         then = None if self._wrapper is None else partial(renew, self._wrapper)
         self.grower.step(int(state.epoch or 0), step=state.global_step, then=then)
 

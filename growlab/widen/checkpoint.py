@@ -19,12 +19,7 @@ from growlab.widen.tensors import Rows, Saved
 
 @dataclass(frozen=True)
 class Unit:
-    """Smallest set of a model's tensors that are converted together into tensors of a file.
-
-    Attributes:
-        names: names in the model.
-        shapes: shapes in the file, by key.
-    """
+    """Smallest set of a model's tensors, by name, that are converted together; their shapes in the file, by key."""
 
     names: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
@@ -65,14 +60,9 @@ def units(model: nn.Module) -> list[Unit]:
 
 
 class Checkpoint:
-    """Read the tensors of a saved model one at a time.
+    """Read the tensors of a saved model one at a time, by their names in a model of the same class and sizes.
 
     If its files store them in another form than its class does, transformers loads all of them.
-
-    Args:
-        folder: folder that `save_pretrained` wrote.
-        saved: its tensors.
-        model: model of the same class and sizes; only the shapes of its tensors are used.
 
     Attributes:
         dtypes: dtype of each tensor in the file, by its name in the model.
@@ -115,11 +105,7 @@ def _rows(state: Mapping[str, Tensor], name: str, rows: Rows) -> Tensor:
 
 
 def loaded(folder: Path, kind: Any) -> nn.Module:
-    """Load a saved model whole, in eval mode.
-
-    Raises:
-        UserError: the weights do not fit its configuration.
-    """
+    """Load a saved model whole, in eval mode; raise a UserError if the weights do not fit its configuration."""
     try:
         model: nn.Module
         model, info = kind.from_pretrained(folder, output_loading_info=True)

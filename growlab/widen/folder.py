@@ -7,7 +7,7 @@ equal outputs.
 import importlib
 import importlib.metadata
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from growlab.grower.trained import warn_of_equal_copies
 from growlab.growth.method import GrowthMethod
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
-from growlab.widen.checkpoint import Checkpoint, Unit, first_names, reverted, units
+from growlab.widen.checkpoint import Checkpoint, first_names, reverted, units
 from growlab.widen.layers import Deeper
 from growlab.widen.sizes import PARTS, changed, deepened, divides_its_stream, widened
 from growlab.widen.skeletons import output_of, skeleton
@@ -78,13 +78,7 @@ def widen_folder(
     saved = Checkpoint(folder, files, source)
     _check_tokenizer(folder, source)
     plan, way, error, target_config, parts = _exact_plan(saved, source, config, width, depth, parts, grows, seed)
-    out.mkdir(parents=True, exist_ok=True)
-    written = units(plan.target)
-    write_folder(
-        out, [unit.shapes for unit in written], plan.dtypes(written), plan.made(written, way), saved.shard_bytes
-    )
-    target_config.save_pretrained(out)
-    copy_others(folder, out)
+    write_model(folder, out, plan.target, target_config, saved.shard_bytes, partial(plan.tensor, way=way), plan.dtype)
     receipt = {
         "from": folder.name,
         "model_type": config.model_type,
@@ -161,23 +155,20 @@ def num_params(model: nn.Module) -> int:
 
 
 def check_out(folder: Path, out: Path) -> None:
-    """Check that a folder has a configuration and that another one is free to be written.
-
-    Raises:
-        UserError: there is no configuration, or the output folder is not empty.
-    """
+    """Raise a UserError unless a folder has a configuration, and another one is free to be written."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
+    check_free(out)
+
+
+def check_free(out: Path) -> None:
+    """Raise a UserError unless a folder is free to be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Load class and configuration of the model in a folder, without running code in it.
-
-    Raises:
-        UserError: transformers does not know it.
-    """
+    """Load class and configuration of the model in a folder, without running code in it, if transformers knows it."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -222,12 +213,7 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
 class Plan:
     """A mapping from the tensors of a saved model to those of a wider and deeper one of its class.
 
-    Args:
-        saved: reads the saved model's tensors.
-        source: its skeleton.
-        target: skeleton of the wider and deeper one.
-        method: for heads and hidden layers.
-        seed: of all random draws.
+    `source` and `target` are their skeletons; `method` is for heads and hidden layers.
 
     Raises:
         UserError: growlab cannot follow the model, or its sizes do not fit one another.
@@ -341,24 +327,17 @@ class Plan:
         else:
             yield from blocks_of(partial(self._old, key), tuple(self._own[name].shape))
 
-    def dtypes(self, written: Sequence[Unit]) -> dict[str, torch.dtype]:
-        """Dtype of each tensor in the written files: that in the files read."""
-        return {key: self._dtype(unit.names[0]) for unit in written for key in unit.shapes}
-
-    def _dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of a target's tensor in a file: that in the files read."""
         source = self._origin(name)
         return self._saved.dtypes[source] if self._is_given(name) else self._own[name].dtype
 
-    def made(self, written: Sequence[Unit], way: Way) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors of one unit after another, in the file's form."""
-        for unit in written:
-            yield reverted(self.target, {name: self._whole(name, way) for name in unit.names})
-
-    def _whole(self, name: str, way: Way) -> Tensor:
+    def tensor(self, name: str, way: Way) -> Tensor:
+        """Compute a tensor of the target."""
         own = self._own[name]
         if not self._is_given(name):
             return own.detach().clone()
-        whole, start = torch.empty(own.shape, dtype=self._dtype(name)), 0
+        whole, start = torch.empty(own.shape, dtype=self.dtype(name)), 0
         for block in self._blocks(name, way):
             if not whole.dim():
                 return block.to(whole)
@@ -381,6 +360,28 @@ def _inexact(kind: str, plan: Plan, error: float) -> UserError:
         f"{kind} cannot be widened so: its output would change by {error:.0e}, as its normalisations stand behind "
         f"sums, or as its code computes numbers from its width; give {else_give}."
     )
+
+
+def write_model(
+    folder: Path,
+    out: Path,
+    model: nn.Module,
+    config: Any,
+    shard_bytes: int | None,
+    make: Callable[[str], Tensor],
+    dtype: Callable[[str], torch.dtype],
+) -> None:
+    """Write a model's tensors one unit after the other, its configuration, and the other files of a folder.
+
+    `make` returns each of the model's tensors by name, and `dtype` their types, of which a unit's first one counts.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    written = units(model)
+    dtypes = {key: dtype(unit.names[0]) for unit in written for key in unit.shapes}
+    made = (reverted(model, {name: make(name) for name in unit.names}) for unit in written)
+    write_folder(out, [unit.shapes for unit in written], dtypes, made, shard_bytes)
+    config.save_pretrained(out)
+    copy_others(folder, out)
 
 
 def copy_others(folder: Path, out: Path) -> None:

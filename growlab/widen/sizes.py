@@ -40,15 +40,10 @@ def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
 
 
 def widened(config: Any, width: float, parts: Collection[str]) -> Any:
-    """Return a configuration with wider parts.
+    """Return a configuration with wider parts, of `PARTS`, by a factor from 1.
 
     The number of heads grows and their dimension stays. If the stream is divided among the heads and grows alone, the
     heads become wider.
-
-    Args:
-        config: configuration of transformers; not changed.
-        width: factor on sizes, from 1.
-        parts: parts to widen, of `PARTS`.
 
     Raises:
         UserError: a size would not be whole, or heads and stream cannot be widened separately.
@@ -85,11 +80,7 @@ def _inside(config: Any) -> str:
 
 
 def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
-    """Multiply sizes by a factor.
-
-    Raises:
-        UserError: a size would not be whole; the message names the nearest factors that fit.
-    """
+    """Multiply sizes by a factor; raise a UserError with the nearest factors that fit if a size would not be whole."""
     factor, step = Fraction(by).limit_denominator(4096), Fraction(1, gcd(*known.values()))
     broken = next((name for name, size in known.items() if (size * factor).denominator != 1), None)
     if broken is not None:
@@ -125,10 +116,6 @@ def divides_its_stream(config: Any) -> bool:
 def deepened(config: Any, depth: float) -> Any:
     """Return a configuration with more layers; its lists with an entry per layer become longer.
 
-    Args:
-        config: configuration of transformers; not changed.
-        depth: factor on the number of layers.
-
     Raises:
         UserError: the number of layers would not be whole.
     """
@@ -149,13 +136,7 @@ def deepened(config: Any, depth: float) -> Any:
 
 
 def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list[Any] | None:
-    """Extend a list with entries for layers to more layers; None for any other value.
-
-    Args:
-        name: name in the configuration.
-        entries: its value.
-        counts: number of layers before -> number after.
-    """
+    """Extend a list with entries for layers, of which `counts` maps old to new numbers; None for any other value."""
     if not isinstance(entries, (list, tuple)) or not entries or name in _NOT_OF_LAYERS:
         return None
     if all(isinstance(e, (list, tuple)) and len(e) == 2 and isinstance(e[0], (list, tuple)) for e in entries):

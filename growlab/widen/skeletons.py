@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -29,10 +30,6 @@ _ABOUT = (
 
 def skeleton(kind: Any, config: Any) -> nn.Module:
     """Build a model of transformers in eval mode whose parameters take no memory; only buffers have values.
-
-    Args:
-        kind: its class.
-        config: its sizes; not changed.
 
     Raises:
         UserError: transformers cannot build such a model.
@@ -102,14 +99,12 @@ def output_of(
     tensors = network.network.state_dict(keep_vars=True)
     inputs = [x.double() if x.is_floating_point() else x for x in probe]
     given = _Given({id(tensors[own]): name for own, name in names.items()}, blocks)
-    handles = [network.get_submodule(path).register_forward_hook(partial(given.watch, path)) for path in watched]
-    try:
+    with ExitStack() as hooks:
+        for path in watched:
+            hooks.enter_context(network.get_submodule(path).register_forward_hook(partial(given.watch, path)))
         # Entered last: the copy of all tensors that `without_side_effects` goes back to would ask for each of them.
         with without_side_effects(network), given:
             return main_output(network(*inputs)), given.summands
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Given(TorchFunctionMode):
@@ -123,7 +118,6 @@ class _Given(TorchFunctionMode):
         self.summands: set[str] = set()
 
     def watch(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Remember a module's output, to record if it is added to something."""
         if isinstance(output, Tensor):
             self._watched[id(output)] = (path, output)
 

@@ -42,8 +42,6 @@ class Saved:
 
     Attributes:
         files: key -> the file and the tensor's first byte in it, or the tensors of a pickled file.
-        shapes: shape of each tensor.
-        dtypes: dtype of each tensor.
         shard_bytes: size of the largest file if an index lists several, else None.
     """
 

@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from growlab.grower.experts import EXACT, copies, multiplied, number_of_experts
 from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
-from growlab.widen.checkpoint import Checkpoint, first_names, reverted, units
-from growlab.widen.folder import RECEIPT, check_out, copy_others, load, num_params
+from growlab.widen.checkpoint import Checkpoint, first_names
+from growlab.widen.folder import RECEIPT, check_out, load, num_params, write_model
 from growlab.widen.skeletons import output_of, skeleton
-from growlab.widen.tensors import read_folder, write_folder
+from growlab.widen.tensors import read_folder
 from growlab.widen.weights import blocks_of
 
 # Model type of a dense model -> configuration and model class of its mixture.
@@ -223,11 +224,14 @@ def upcycle_folder(
         raise UserError(
             f"{target_kind.__name__} does not compute what {kind.__name__} does: its output changes by {error:.0e}."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out, target, saved, made)
     target_config.architectures = [target_kind.__name__]
-    target_config.save_pretrained(out)
-    copy_others(folder, out)
+    # New tensors have the type of the first one.
+    usual = next(iter(saved.dtypes.values()))
+
+    def dtype(name: str) -> torch.dtype:
+        return saved.dtypes.get(name, usual)
+
+    write_model(folder, out, target, target_config, saved.shard_bytes, lambda name: made(name).to(dtype(name)), dtype)
     receipt = {
         "from": folder.name,
         "model_type": target_config.model_type,
@@ -260,15 +264,12 @@ def _compared(
         FirstOutput(source, list(inputs)), probe, old, lambda name: blocks_of(partial(saved, name), shapes[name])
     )
     tokens: dict[str, list[int]] = {}
-    handles = [
-        module.register_forward_hook(partial(_count, tokens, path))
-        for path, module in target.named_modules()
-        if path.endswith("mlp.gate")
-    ]
     names = {name: first for name, first in first_names(target).items() if name in dict(target.named_parameters())}
-    found, _ = output_of(FirstOutput(target, list(inputs)), probe, names, lambda name: iter((made(name),)))
-    for handle in handles:
-        handle.remove()
+    with ExitStack() as hooks:
+        for path, module in target.named_modules():
+            if path.endswith("mlp.gate"):
+                hooks.enter_context(module.register_forward_hook(partial(_count, tokens, path)))
+        found, _ = output_of(FirstOutput(target, list(inputs)), probe, names, lambda name: iter((made(name),)))
     return relative_error(expected, found), tokens
 
 
@@ -276,20 +277,6 @@ def _count(tokens: dict[str, list[int]], path: str, module: nn.Module, inputs: A
     """Count the tokens that a router sends to each expert."""
     logits, _, chosen = output
     tokens[path.removesuffix(".mlp.gate")] = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).tolist()
-
-
-def _write(out: Path, target: nn.Module, saved: Checkpoint, made: Read) -> None:
-    """Write a mixture's tensors one after the other, in the types of those that they are made from."""
-    written, usual = units(target), next(iter(saved.dtypes.values()))
-    # New tensors have the type of the first one.
-    dtypes = {name: saved.dtypes.get(name, usual) for unit in written for name in unit.names}
-    write_folder(
-        out,
-        [unit.shapes for unit in written],
-        {key: dtypes[unit.names[0]] for unit in written for key in unit.shapes},
-        (reverted(target, {name: made(name).to(dtypes[name]) for name in unit.names}) for unit in written),
-        saved.shard_bytes,
-    )
 
 
 @command

@@ -19,7 +19,7 @@ from growlab.growth.method import GrowthMethod
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.hub import fit_weights, read_weights, timm_network, torchvision_network
-from growlab.widen.folder import EXACT, RECEIPT
+from growlab.widen.folder import EXACT, RECEIPT, check_free, num_params
 from growlab.widen.weights import DEFAULT, NOISE_STD, Widening, method_of
 from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace
 
@@ -66,8 +66,7 @@ def widen_weights(
     grows = method_of(method, noise_std)
     if width <= 1:
         raise UserError(f"--width {width:g} would not make the network wider; it must be above 1.")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
+    check_free(out)
     warn_of_equal_copies(grows)
     state = read_weights(str(weights), str(weights))
     network, num_classes = _made_for(name, image_shape, state)
@@ -76,7 +75,7 @@ def widen_weights(
     before = graph.full_widths
     factor = Fraction(width).limit_denominator(4096)
     after = {group: ceil(size * factor) for group, size in before.items()}
-    num_params = sum(p.numel() for p in network.parameters())
+    num_params_before = num_params(network)
     dtype = next(network.parameters()).dtype
     error = _widen(name, network.double().eval(), graph, after, grows, seed, probe)
     network.to(dtype)
@@ -89,8 +88,8 @@ def widen_weights(
         "method": method,
         "noise_std": noise_std,
         "seed": seed,
-        "num_params_before": num_params,
-        "num_params": sum(p.numel() for p in network.parameters()),
+        "num_params_before": num_params_before,
+        "num_params": num_params(network),
         "relative_error_float64": error,
         "versions": {package: importlib.metadata.version(package) for package in ("growlab", "torch")},
     }

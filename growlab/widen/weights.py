@@ -86,8 +86,7 @@ class Widening:
     def ways(self, computed: Collection[float] = ()) -> Iterator[Way]:
         """Yield ways that may be exact, the likeliest first.
 
-        Args:
-            computed: ratios (wider over narrower) of numbers that the code may multiply embeddings by.
+        `computed` are ratios (wider over narrower) of numbers that the code may multiply embeddings by.
         """
         # A normalisation without a bias is mostly one by the root mean square, which zeros leave as it is.
         plain = all(norm.bias is None for norm in self.graph.channel_norms)
@@ -246,12 +245,11 @@ class Widening:
         return new
 
     def _is_table(self, name: str) -> bool:
-        """Return True if a tensor is an embedding's table."""
         roles = [axis.role for axis in self.graph.axes[name]]
         return roles == ["fixed", "out"] and all(x.weight != name for x in self._layers.get(name, ()))
 
     def _of_a_norm(self, name: str, group: str) -> str | None:
-        """Return True if a tensor is the gain or the bias of a normalisation of the group's channels."""
+        """Return "gain" or "bias" for that of a normalisation of the group's channels, else None."""
         path, _, own = name.rpartition(".")
         if not any(norm.name == path and group in norm.axis.groups for norm in self.graph.channel_norms):
             return None
@@ -259,11 +257,7 @@ class Widening:
 
 
 def method_of(name: str, noise_std: float) -> GrowthMethod:
-    """Create the growth method for heads and hidden layers.
-
-    Raises:
-        UserError: there is no such method, or the noise is negative.
-    """
+    """Create the growth method for heads and hidden layers; raise a UserError for other names or negative noise."""
     if name not in METHODS:
         raise UserError(f"there is no method {name!r} for --method; there are {', '.join(METHODS)}.")
     with as_user_errors():
@@ -281,12 +275,9 @@ def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterato
 
 
 def read_off(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]) -> dict[str, int]:
-    """Infer the width of each group from the shapes of a narrower network's tensors.
+    """Infer the width of each group from the shapes of a narrower network's tensors, by name.
 
-    Args:
-        graph: layouts of the wider network.
-        shapes: of the narrower network's tensors by name.
-        full: tensors of the wider network by name.
+    `full` has the wider network's tensors.
 
     Raises:
         UserError: no widths explain a tensor's shape.
