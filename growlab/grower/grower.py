@@ -115,8 +115,7 @@ class Grower(LoadingNetwork):
         check_ranks: compare ranks bit for bit after each event.
 
     Raises:
-        UserError: the network cannot be traced, belongs to another grower, or does not suit trigger, method or a
-            part.
+        UserError: the network cannot be traced, belongs to another grower, or does not suit trigger, method or a part.
     """
 
     DEFAULT_TRIGGER: ClassVar[Mapping[float, Any]] = {0: 0.25, 10: 0.5, 20: 1.0}
@@ -352,9 +351,8 @@ class Grower(LoadingNetwork):
     ) -> list[GrowthEvent]:
         """Grow if the trigger asks for it; call this before the next batch.
 
-        A second call at the same time does nothing, so a resumed run may repeat it; nor does a call after `finish`.
-        If anything is raised, the network, optimizers and all other state are restored, and `step` may be called
-        again.
+        A second call at the same time does nothing, so a resumed run may repeat it; nor does a call after `finish`. If
+        anything is raised, the network, optimizers and all other state are restored, and `step` may be called again.
 
         Args:
             epoch: the epoch that starts, from 0.

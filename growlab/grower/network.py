@@ -265,10 +265,9 @@ def not_fresh(network: nn.Module) -> str:
 def renew(module: nn.Module) -> None:
     """Rebuild DistributedDataParallel in place, to reduce the gradients of the parameters that its network has now.
 
-    The same happens when `DistributedDataParallel` is unpickled: settings and communication hooks stay, and
-    references to the wrapper stay valid; the state of PowerSGD's hook restarts. Call it on all processes, after an
-    event and before the next forward pass. There is no communication: parameters and buffers are equal after an
-    event.
+    The same happens when `DistributedDataParallel` is unpickled: settings and communication hooks stay, and references
+    to the wrapper stay valid; the state of PowerSGD's hook restarts. Call it on all processes, after an event and
+    before the next forward pass. There is no communication: parameters and buffers are equal after an event.
 
     Args:
         module: the wrapper, of the default process group, or a library's module around it (accelerate's `prepare`,

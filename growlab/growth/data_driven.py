@@ -31,8 +31,7 @@ class DataDriven(GrowthMethod):
 
     Args:
         batches: number of training batches used at an event: the first ones of the epoch that begins.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs, and the
-            event's
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs, and the event's
             report names them. None raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.

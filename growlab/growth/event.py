@@ -76,8 +76,7 @@ def make_seed(
         The state to hand to `grow`.
 
     Raises:
-        UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights
-            where
+        UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights where
             their gradients would be wrong. The network is then as before.
     """
     avoid_unsafe_kernels(model)

@@ -26,8 +26,7 @@ class Bottleneck:
 
     Attributes:
         wanted: E|V|^2 with V = -dL/dz at the layer's output z: the change that the loss asks for.
-        missing: min over dW of E|V - dW b|^2 with the layer's input b: the part that no change of its weights
-            provides.
+        missing: min over dW of E|V - dW b|^2 with the layer's input b: the part that no change of its weights provides.
     """
 
     wanted: float

@@ -98,8 +98,7 @@ class Measurement:
         average: maps this rank's tensor to the mean over ranks; by default there is one rank.
         share: maps this rank's tensor to rank 0's, so that all ranks use the same.
         norm_weights: weights of channels in statistics over channels; see `weighted_norms`.
-        near_zero: a positive number that is not zero in training's precision, but vanishes when added to other
-            values.
+        near_zero: a positive number that is not zero in training's precision, but vanishes when added to other values.
 
     Attributes:
         cost: cost of this rank's passes so far.

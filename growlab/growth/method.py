@@ -164,8 +164,7 @@ def _kept_run(axis: Axis, context: GrowthContext) -> Tensor | slice:
 class NewWeights:
     """Scale and distribution of weights that are drawn at random, with mean 0.
 
-    Weights of a recurrent layer's gates have a sixth of the variance: 1 / (3 fan_in) at a gain of 2, which is
-    torch's.
+    Weights of a recurrent layer's gates have a sixth of the variance: 1 / (3 fan_in) at a gain of 2, which is torch's.
 
     Attributes:
         gain: hidden layers have variance gain / fan_in; 2 suits ReLU (He et al. 2015).
@@ -298,8 +297,7 @@ class GrowthMethod(Described, ABC):
     """Base class of growth methods: computes new entries and the rescaling of old ones.
 
     Attributes:
-        preserves: the network computes the same function after an event, up to float rounding and the
-            `output_factor`;
+        preserves: the network computes the same function after an event, up to float rounding and the `output_factor`;
             an event that violates this is rolled back.
         new_weights: scale of the weights it draws.
         noise_std: standard deviation of the noise that breaks symmetries among new entries, relative to that of the

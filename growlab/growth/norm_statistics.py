@@ -1,7 +1,6 @@
 """Batch and instance normalisation at a growth event: statistics of new channels, and the eps of rescaled ones.
 
-With the defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have
-adapted:
+With the defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have adapted:
 their activations grow from layer to layer, and in a deep network they drown the output. So they get the statistics of
 the probe batch.
 

@@ -148,8 +148,7 @@ def stage_batch_sizes(
 
     Args:
         num_stages: N.
-        batch_size: batch size of the last stage, B_base, from which the others are computed backwards; or of the
-            first
+        batch_size: batch size of the last stage, B_base, from which the others are computed backwards; or of the first
             one, from which they are computed forwards by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`.
         growth_rate: p_b; 0 keeps the batch size.
         max_batch_size: upper limit, or None.

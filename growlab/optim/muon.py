@@ -25,9 +25,8 @@ class Muon(Regional):
         B <- momentum * B + (1 - momentum) * G
         W_k <- (1 - lr * factor_k * weight_decay) W_k - lr * factor_k * adjustment * NS(B, or Nesterov's)_k
 
-    The momentum of a weight is orthogonalised as a whole; the regions of the update, and of the decoupled weight
-    decay, are then scaled by their factors. A matrix without regions is updated as by `torch.optim.Muon`, bit for
-    bit.
+    The momentum of a weight is orthogonalised as a whole; the regions of the update, and of the decoupled weight decay,
+    are then scaled by their factors. A matrix without regions is updated as by `torch.optim.Muon`, bit for bit.
 
     **Departs from torch**, which takes matrices alone: a convolution's weight is orthogonalised as the matrix
     [out_channels, everything else]; vectors and scalars take `torch.optim.AdamW` at the same `lr` and `weight_decay`.

@@ -26,12 +26,10 @@ def enlarge(
 
     Args:
         small: the trained network: a model of transformers, or any network if `wide` is given; not changed.
-        width: factor on the stream, heads and hidden layers of a model of transformers; whole where normalisations
-            run
+        width: factor on the stream, heads and hidden layers of a model of transformers; whole where normalisations run
             over the stream.
         depth: factor on its number of layers.
-        optimizer: the small network's; the same object continues with the large one's parameters and the state
-            carried.
+        optimizer: the small network's; the same object continues with the large one's parameters and the state carried.
         wide: the large network of the same kind, in place of `width` and `depth`; becomes the result.
         example: an input; None: tokens or images that a model of transformers takes.
         settings: arguments of `growlab.Grower.from_trained`, such as `method` and `layers`.

@@ -23,8 +23,7 @@ class FixedSize(GrowthMethod):
         mup            hidden layers N(0, gain / C), output layers N(0, 1 / C^2), as the seed of growth=ours
 
     The last is Yang et al.'s (2021) as Yuan et al. (2023) use it in Figure 3 and Table 1. With SGD the rate of its
-    output layers scales with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep their
-    values.
+    output layers scales with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep their values.
 
     Args:
         width_multiple: width of every group relative to full width; may be above 1.

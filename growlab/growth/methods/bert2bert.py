@@ -27,8 +27,7 @@ class Bert2Bert(GrowthMethod):
     method is `Net2Net`, exact.
     **Gradients** do not follow from the old network's. Optimizer state is mapped as for `Net2Net`.
     **Departs from the paper**: the next block is found by name (`layers.3.` and `layers.4.`), by equal
-    shapes; under normalisations over channels copies share their channel's weight in the statistics
-    (`weighted_norms`).
+    shapes; under normalisations over channels copies share their channel's weight in the statistics (`weighted_norms`).
     """
 
     preserves = False

@@ -37,8 +37,7 @@ class FireFly(DataDriven):
 
     Args:
         batches: number of training batches used at an event: the first ones of the epoch that begins.
-        new_candidates: number of new neurons tried for each neuron that the group gets; 0 splits only
-            (FireFly-split).
+        new_candidates: number of new neurons tried for each neuron that the group gets; 0 splits only (FireFly-split).
         steps: number of descent steps, one pass each.
         rate: length of a step relative to the vector that it moves, falling linearly to 0.
         epsilon: size e of the candidates.

@@ -42,8 +42,7 @@ class Splitting(DataDriven):
         iterations: number of products with S used for the smallest eigenvalue of each neuron; None: assemble S.
         epsilon: distance of halves from the original, relative to its length.
         softplus_beta: ReLU, which has no second derivative, is replaced by softplus with this beta.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises
-            an
+        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
             error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.

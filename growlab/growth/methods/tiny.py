@@ -53,8 +53,7 @@ class Tiny(DataDriven):
     in the paper.
 
     Args:
-        batches: number of training batches used at an event: the first ones of the epoch that begins. The last
-            quarter
+        batches: number of training batches used at an event: the first ones of the epoch that begins. The last quarter
             of them, rounded up, is held out for the line search; a single batch serves for both.
         update_old: move old weights of consumers by dW too.
         amplitudes: values of gamma for the line search, in any order. Above 1 new neurons overshoot the functional
