@@ -280,7 +280,6 @@ class Growth(GrowthCallback, Callback):
             self._log(trainer)
 
     def _log(self, trainer: Trainer) -> None:
-        """Log the stage, the number of parameters and the widths."""
         if self._on_event is None and trainer.loggers:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics(self.grower), step=trainer.global_step)

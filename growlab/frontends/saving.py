@@ -81,16 +81,7 @@ def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dic
 
 
 def put_back_networks(grower: Grower, kept: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Restore the growing networks' own values after plain weights were loaded into them.
-
-    Raises:
-        UserError: the checkpoint was written by an earlier version.
-    """
-    if any(isinstance(entry, Tensor) for entry in kept.values()):
-        raise UserError(
-            "the checkpoint was written by an earlier version of growlab: its weights can be loaded, but "
-            "training can be resumed only with that version."
-        )
+    """Restore the growing networks' own values after plain weights were loaded into them."""
     for name, network in _networks(grower).items():
         put_back(network, kept.get(name, {}))
 

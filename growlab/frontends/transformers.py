@@ -86,12 +86,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         self._mark = ""
 
     def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
         """Trace the model and make it a seed.
 
@@ -165,12 +160,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         self._step(state)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """Add stage, number of parameters and widths to what the Trainer logs."""
         if self.grower is not None and logs is not None and state.log_history:
@@ -178,12 +168,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             state.log_history[-1].update(metrics(self.grower))
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
         """Make the checkpoint's model a plain one, which `from_pretrained` loads at full width.
 

@@ -38,21 +38,14 @@ class Forecast:
         trigger.left_to_parts = frozenset(self.decided)
         self.known = trigger.knows_stages and all(part.method is None for part in parts)
         stages = trigger.forecast(graph)
-        own = self._of_parts(1 if stages is None else len(stages))
+        number, widening = 1 if stages is None else len(stages), (p for p in parts if isinstance(p, WidthPart))
+        own = {group: each for part in widening for group, each in part.stage_widths(number).items()}
         self.stages: list[dict[str, int]] | None = None
         if stages is not None:
             self.stages = [
                 {**widths, **{g: each[stage] for g, each in own.items()}} for stage, widths in enumerate(stages)
             ]
         self.seed = {**trigger.first(graph), **{group: each[0] for group, each in own.items()}}
-
-    def _of_parts(self, num_stages: int) -> dict[str, Sequence[int]]:
-        return {
-            group: each
-            for part in self._parts
-            if isinstance(part, WidthPart)
-            for group, each in part.stage_widths(num_stages).items()
-        }
 
     def check(self, method: GrowthMethod) -> None:
         """Refuse stages that the method cannot grow through.

@@ -74,7 +74,6 @@ class LoadingNetwork(GrowingNetwork):
         return graph
 
     def _state_from_keys(self, names: Collection[str], state: GrowthState) -> GrowthState:
-        """Infer the network's state from the names of its tensors."""
         for part in self._block_parts:
             state = part.state_from_keys(names, state)
         return state
@@ -283,7 +282,6 @@ class LoadingNetwork(GrowingNetwork):
         self.followers.exchange(past)
 
     def _has_structure_of(self, state: GrowthState) -> bool:
-        """Return True if the network has the widths and the blocks of a state."""
         return (self.state.widths, set(self.state.blocks)) == (state.widths, set(state.blocks))
 
     @torch.inference_mode(False)

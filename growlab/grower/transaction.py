@@ -113,7 +113,6 @@ class _Snapshot:
             content.restore()
 
     def _note(self, thing: Any) -> tuple[Any, ...]:
-        """Remember one object, and return its contents."""
         if type(thing) in _ATOMS:
             return ()
         if isinstance(thing, Tensor):

@@ -285,7 +285,6 @@ class Candidates:
 
 
 def _in_two(context: GrowthContext, first: set[str]) -> tuple[GrowthContext, GrowthContext]:
-    """Split an event in two: the given groups grow first, then all others."""
     between = {
         group: context.new_widths[group] if group in first else width for group, width in context.old_widths.items()
     }

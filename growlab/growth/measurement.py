@@ -403,8 +403,6 @@ def _shape(thing: Any) -> Any:
 
 
 class _InPlaceOf(TorchFunctionMode):
-    """Replaces calls of some torch functions by others."""
-
     def __init__(self, others: Mapping[Any, Callable[..., Tensor]]) -> None:
         super().__init__()
         self._others = others

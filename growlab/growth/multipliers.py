@@ -174,7 +174,6 @@ class _Weight:
             return torch.addcmul((parameter * rest).detach(), parameter, inverse)
 
     def is_own(self, value: Any) -> bool:
-        """Return True for one of the factors by which `multiplied` itself multiplies the weight."""
         return self._ready is not None and (value is self._ready[0] or value is self._ready[1])
 
 

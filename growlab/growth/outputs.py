@@ -86,41 +86,36 @@ def observe(
 
         return hook
 
-    known = dict(model.named_modules())
-    hooks: list[Any] = []
-    for norm in norms:
-        module = known.get(norm.name)
-        if isinstance(module, (_BatchNorm, _InstanceNorm)):
-            hooks.append(module.register_forward_pre_hook(record(norm.name)))
-        elif module is not None:
-            # The input of a module that calls the normalisation may differ from the normalisation's input.
-            called = _Called(moments.setdefault(norm.name, []))
-            hooks.append(module.register_forward_pre_hook(called.enter))
-            hooks.append(module.register_forward_hook(called.leave, always_call=True))
-
-    try:
-        with without_side_effects(model) as quiet:
-            returned = call_with(model.train(), probe)
-            if quiet.seen:
-                moments.clear()
-                quiet.again()
-                quiet.means = True
-                returned = call_with(model.train(), probe)
-            train = plain = main_output(returned)
+    with contextlib.ExitStack() as hooks:
+        known = dict(model.named_modules())
+        for norm in norms:
+            module = known.get(norm.name)
+            if isinstance(module, (_BatchNorm, _InstanceNorm)):
+                hooks.enter_context(module.register_forward_pre_hook(record(norm.name)))
+            elif module is not None:
+                # The input of a module that calls the normalisation may differ from the normalisation's input.
+                called = _Called(moments.setdefault(norm.name, []))
+                hooks.enter_context(module.register_forward_pre_hook(called.enter))
+                hooks.enter_context(module.register_forward_hook(called.leave, always_call=True))
+        quiet = hooks.enter_context(without_side_effects(model))
+        returned = call_with(model.train(), probe)
+        if quiet.seen:
+            moments.clear()
             quiet.again()
-            if between is not None:
-                with arithmetic():
-                    between({name: _unbiased(calls) for name, calls in moments.items() if calls})
-                    quiet.snapshot.accept()
-            if setting is not None:
-                with setting():
-                    train = main_output(call_with(model.train(), probe))
-                quiet.again()
-            quiet.means = False
-            evaluated = main_output(call_with(model.eval(), probe)) if modes_differ else train
-    finally:
-        for hook in hooks:
-            hook.remove()
+            quiet.means = True
+            returned = call_with(model.train(), probe)
+        train = plain = main_output(returned)
+        quiet.again()
+        if between is not None:
+            with arithmetic():
+                between({name: _unbiased(calls) for name, calls in moments.items() if calls})
+                quiet.snapshot.accept()
+        if setting is not None:
+            with setting():
+                train = main_output(call_with(model.train(), probe))
+            quiet.again()
+        quiet.means = False
+        evaluated = main_output(call_with(model.eval(), probe)) if modes_differ else train
     terms = [tensor for tensor in tensors_in(returned)[1:] if tensor.numel() == 1]
     return Outputs(evaluated, train, plain, terms, quiet.seen)
 

@@ -389,7 +389,6 @@ def _mapped(value: Any, shape: torch.Size, new_shape: torch.Size, change: Change
 
 
 def _rebuilt(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Make a tuple, or namedtuple of the same class, from other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 

@@ -67,7 +67,6 @@ def layout_key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.devic
 
 
 def _flat(tensor: Tensor, order: list[int]) -> Tensor:
-    """Elements in memory order, a view where the tensor has no gaps."""
     return tensor.flatten() if tensor.is_contiguous() else tensor.permute(order).flatten()
 
 

@@ -105,7 +105,6 @@ class LARS(Regional):
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Frobenius norm of each tensor, in at least float32."""
     dtypes = {tensor.dtype for tensor in tensors}
     if dtypes <= {torch.float32, torch.float64}:
         return torch._foreach_norm(tensors)

@@ -78,7 +78,6 @@ class Averages(Part):
 
 
 def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Move the average's tensors to the devices and dtypes of the given tensors."""
     for name, tensor in named_tensors(average).items():
         other = tensors.get(name)
         if other is not None and (tensor.device, tensor.dtype) != (other.device, other.dtype):

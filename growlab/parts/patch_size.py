@@ -1,6 +1,7 @@
 """Growth in the number of tokens of a Vision Transformer: large patches first, the network's own at the end."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -168,7 +169,6 @@ class _Stem:
         return replace(graph, axes=axes)
 
     def resample(self, network: nn.Module, graph: WidthGraph, size: int) -> None:
-        """Give a network patches of another size, in place."""
         conv = network.get_submodule(self.name)
         assert isinstance(conv, nn.Conv2d)
         before, old, new = conv.kernel_size[0], self._grid(conv.kernel_size[0]), self._grid(size)
@@ -222,12 +222,10 @@ def _find(network: nn.Module, example: tuple[Any, ...]) -> _Stem:
     def note(module: Any, inputs: tuple[Tensor, ...]) -> None:
         seen.append((module, tuple(inputs[0].shape[-2:])))
 
-    hooks = [module.register_forward_pre_hook(note) for module in names]
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(note))
         evaluate(network, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
     conv, image = seen[0] if seen else (None, (0, 0))
     if conv is None or len({*conv.kernel_size, *conv.stride}) > 1 or any(conv.padding) or conv.stride[0] < 2:
         raise UserError(

@@ -6,7 +6,6 @@ transformers stores some tensors under other names or in pieces, such as the exp
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError, first_line
-from growlab.widen.tensors import Rows, Saved
+from growlab.widen.tensors import Rows, Saved, Source
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,12 @@ class Checkpoint:
                     self._keys.setdefault(first, key)
         parameters = {self._first[name] for name, _ in model.named_parameters()}
         if parameters <= self._keys.keys():
-            self._read = saved
+            self._read: Source = saved
             self.dtypes = {name: saved.dtypes[key] for name, key in self._keys.items()}
             return
         whole = loaded(folder, type(model)).state_dict()
         self._keys = {first: name for name, first in self._first.items() if name in whole}
-        self._read = partial(_rows, whole)
+        self._read = lambda name, rows: whole[name][rows]
         self.dtypes = {first: whole[key].dtype for first, key in self._keys.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -98,10 +97,6 @@ class Checkpoint:
     def __call__(self, name: str, rows: Rows = ...) -> Tensor:
         """Read a tensor by its name in the model, or some of its rows."""
         return self._read(self._keys[self._first[name]], rows)
-
-
-def _rows(state: Mapping[str, Tensor], name: str, rows: Rows) -> Tensor:
-    return state[name][rows]
 
 
 def loaded(folder: Path, kind: Any) -> nn.Module:

@@ -164,7 +164,6 @@ class _Computed(dcp.DefaultSavePlanner):
         self._reader = reader
 
     def lookup_object(self, index: Any) -> Any:
-        """Return a tensor that grows, or what was read."""
         return self._reader.tensor(index.fqn) if index.fqn in self._reader._made else super().lookup_object(index)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
@@ -213,7 +212,6 @@ def widen_distributed(
 
 
 def _empty(about: Any, device: str) -> Any:
-    """Empty tensor of a checkpoint's entry; None for an object."""
     if not isinstance(about, TensorStorageMetadata):
         return None
     return torch.empty(about.size, dtype=about.properties.dtype, device=device)

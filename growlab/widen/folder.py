@@ -260,7 +260,6 @@ class Plan:
         return self._deeper.source(f"{_PREFIX}{name}").removeprefix(_PREFIX)
 
     def _old(self, name: str, rows: Rows) -> Tensor:
-        """The saved tensor that a target's tensor equals or is computed from."""
         return self._saved(self._origin(name.removeprefix(_PREFIX)), rows)
 
     def exact_way(self) -> tuple[Way | None, float]:
@@ -318,7 +317,6 @@ class Plan:
         )
 
     def _blocks(self, name: str, way: Way) -> Iterator[Tensor]:
-        """Yield a tensor of the target in blocks of rows."""
         key, graph = f"{_PREFIX}{name}", self._widening.graph
         if key in self._zeros:
             yield torch.zeros(self._own[name].shape, dtype=torch.float64) - graph.offsets.get(key, 0.0)

@@ -99,7 +99,6 @@ def prune_folder(
 
 
 def _check(model: nn.Module, kind: Any, config: Any, network: FirstOutput, probe: Any) -> None:
-    """Check that a model built from the configuration computes the same with the pruned model's weights."""
     fresh = kind._from_config(config, dtype=next(model.parameters()).dtype)
     fresh.load_state_dict(model.state_dict())
     expected = evaluate(network, probe)

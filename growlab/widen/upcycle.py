@@ -274,7 +274,6 @@ def _compared(
 
 
 def _count(tokens: dict[str, list[int]], path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-    """Count the tokens that a router sends to each expert."""
     logits, _, chosen = output
     tokens[path.removesuffix(".mlp.gate")] = torch.bincount(chosen.flatten(), minlength=logits.shape[-1]).tolist()
 

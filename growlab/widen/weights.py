@@ -198,7 +198,6 @@ class Widening:
     def _streamed(
         self, name: str, key: str, tensor: Tensor, graph: WidthGraph, before: Mapping[str, int], group: str, way: Way
     ) -> Tensor:
-        """Widen one stream of a tensor."""
         after = {**before, group: self.graph.full_widths[group]}
         scale = sqrt(after[group] / before[group])
         by_code = scale if way.by_code is None else way.by_code
@@ -233,7 +232,6 @@ class Widening:
     def _normed(
         self, name: str, key: str, old: Tensor, context: GrowthContext, kind: str, scale: float, of_table: float
     ) -> Tensor:
-        """Widen the gain or bias of a normalisation of padded channels."""
         if name.rpartition(".")[0] in self.writing:
             # Normalised, what it reads is what it was: its sum with the stream is multiplied by gain and bias.
             factor = 1.0 / scale if kind == "bias" else 1.0

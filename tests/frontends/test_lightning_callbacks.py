@@ -136,16 +136,6 @@ def test_whatever_a_checkpoint_holds_is_plain(
             assert torch.allclose(again.eval().network(IMAGES), module.eval().network(IMAGES), atol=1e-6)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_not_taken_for_a_growing_network(tmp_path: Path) -> None:
-    callback, path = growth(), tmp_path / "epoch0.ckpt"
-    trainer_of(tmp_path, callback, Save(tmp_path), max_epochs=1).fit(Plain(), Loader())
-    content = torch.load(path, weights_only=True)
-    content["callbacks"][callback.state_key]["kept"] = {"network.0.weight": torch.zeros(8, 6)}
-    torch.save(content, path)
-    with pytest.raises(UserError, match="written by an earlier version of growlab"):
-        trainer_of(tmp_path, growth()).fit(Plain(), Loader(), ckpt_path=path)
-
-
 class Two(L.LightningModule):
     """Two networks that grow, and a hook of the module's own."""
 

@@ -144,7 +144,6 @@ def _widths_of_groups(widths: Mapping[str, Any], graph: WidthGraph) -> dict[str,
 
 
 def _is_apart(width: Any) -> bool:
-    """Return True if a stage gives width and depth, not the width of each group."""
     return isinstance(width, Mapping) and bool(width) and set(width) <= {"width", "depth"}
 
 

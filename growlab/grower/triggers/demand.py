@@ -393,7 +393,6 @@ class OnDemand(Trigger):
         return None if widths == led else {**state.widths, **widths}
 
     def _check(self, grower: GrowingNetwork) -> None:
-        """Refuse an unsupported training before its first step."""
         training = grower.training
         if training.flops is None or not training.samples or not training.reference_flops:
             raise UserError(
@@ -449,7 +448,6 @@ class OnDemand(Trigger):
         )
 
     def _measure(self, grower: GrowingNetwork) -> dict[str, Bottleneck]:
-        """Measure bottlenecks, and record results and cost."""
         data = grower.measurement(self.demand.batches, type(self.demand).__name__)
         found = bottlenecks(grower.graph, grower.state.widths, data, grower.seed)
         found = {group: one for group, one in found.items() if group not in self.left_to_parts}

@@ -49,7 +49,6 @@ class Bert2Bert(GrowthMethod):
 
 
 def _with_old_rows(context: GrowthContext, name: str, own: Tensor, upper: Tensor) -> Tensor:
-    """Return `upper` with its old rows replaced by those of `own`."""
     places = [
         axis.kept(context.old_widths, context.new_widths) if axis.role == "out" else torch.arange(own.shape[dim])
         for dim, axis in enumerate(context.axes(name))

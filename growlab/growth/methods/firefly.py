@@ -241,7 +241,6 @@ class _Neighbourhood:
 
 
 def _at_half(neighbourhood: _Neighbourhood) -> _Neighbourhood:
-    """Return the same candidates at e / 2, the midpoint."""
     tensors, view = dict(neighbourhood.tensors), neighbourhood._view
     for fans in neighbourhood.groups:
         new = view.new(fans.group)

@@ -196,16 +196,13 @@ class Forward:
         self._paths = {id(module): path for path, module in self.network.named_modules()}
         for parameter in self.network.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        handles = []
-        for path, module in self.network.named_modules():
-            handles.append(module.register_forward_pre_hook(self._record_inputs(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._record_call(path), with_kwargs=True))
         self._sources: dict[str, list[dict[int, Edge | None]]] = {}
-        try:
+        with contextlib.ExitStack() as hooks:
+            for path, module in self.network.named_modules():
+                before, after = self._record_inputs(path), self._record_call(path)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
             output = traced_output(self.network, example)
-        finally:
-            for handle in handles:
-                handle.remove()
         self.shape = output.shape
         self.output = edge_of(output)
         self.consumers = None if self.output is None else Consumers(self.output)

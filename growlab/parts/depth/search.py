@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -148,21 +149,16 @@ class Search:
 
             return hook
 
-        handles = []
-        for block in blocks:
-            for span in block.spans:
+        with ExitStack() as hooks:
+            for block, span in ((one, span) for one in blocks for span in one.spans):
                 first, last = (network.get_submodule(span.paths[place]) for place in (0, -1))
-                handles.append(first.register_forward_pre_hook(enter(span.paths[0]), with_kwargs=True))
+                hooks.enter_context(first.register_forward_pre_hook(enter(span.paths[0]), with_kwargs=True))
                 hook = leave(block, span.paths[0], span.kind == "branch")
-                handles.append(last.register_forward_hook(hook, with_kwargs=True))
-        try:
+                hooks.enter_context(last.register_forward_hook(hook, with_kwargs=True))
             with without_side_effects(network), same_draws():
                 for training in (False, True):
                     network.train(training)
                     call_with(network, self._example)
-        finally:
-            for handle in handles:
-                handle.remove()
         allowed = max(ROUNDING.get(p.dtype, 0.0) for p in network.parameters())
         return {
             name: f"it changes its input by {error:.1e} although it begins as nothing: something behind the sum does"

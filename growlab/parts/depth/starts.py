@@ -82,13 +82,10 @@ def identity(insertion: Insertion) -> None:
     seen: list[Tensor] = []
     paths = insertion.block.paths
     first = insertion.network.get_submodule(paths[0])
-    handle = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
-    try:
-        with without_side_effects(insertion.network):
-            insertion.network.train()
-            call_with(insertion.network, insertion.probe)
-    finally:
-        handle.remove()
+    hook = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
+    with hook, without_side_effects(insertion.network):
+        insertion.network.train()
+        call_with(insertion.network, insertion.probe)
     modules = insertion.modules
     affine = [m for m in modules if isinstance(m, _AFFINE)]
     if len(affine) != 1 or affine[0].weight.shape[0] != affine[0].weight.shape[1]:
@@ -152,7 +149,6 @@ def gstack(insertion: Insertion) -> None:
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter, or a parametrised tensor, to a value."""
     if not is_parametrized(module, name):
         module.get_parameter(name).copy_(value)
         return

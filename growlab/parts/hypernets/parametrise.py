@@ -148,7 +148,6 @@ def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Modu
 
 
 def _draw(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
-    """Draw the weights of plain layers by the initialisation, and zero their biases."""
     init = hypernet.variances
     with torch.no_grad():
         for layer in layers:

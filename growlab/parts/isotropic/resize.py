@@ -132,9 +132,10 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor])
 
         return hook
 
-    with ExitStack() as hooks, without_side_effects(model):
+    with ExitStack() as hooks:
         for name in [radius.name for radius in graph.radii if len(radius.groups) == 1 and radius.name in known]:
             hooks.enter_context(known[name].register_forward_hook(record(name)))
+        hooks.enter_context(without_side_effects(model))
         model.eval()
         call_with(model, positional(probe))
     return found
