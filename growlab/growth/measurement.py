@@ -425,14 +425,15 @@ def right_derivatives() -> TorchFunctionMode:
         # The derivative of `clamp` at its bound differs between versions of torch.
         return torch.where(y >= max_val, torch.full_like(y, max_val), y)
 
-    def relu6(x: Tensor, inplace: bool = False) -> Tensor:
-        return hardtanh(x, 0.0, 6.0)
-
     def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
         return torch.where(x < 0, negative_slope * x, x)
 
+    return _InPlaceOf({**_clipped(hardtanh), **dict.fromkeys(_RELU, relu), F.leaky_relu: leaky})
+
+
+def _clipped(hardtanh: Callable[..., Tensor]) -> dict[Any, Callable[..., Tensor]]:
     # torch's module ReLU6 calls hardtanh.
-    return _InPlaceOf({**dict.fromkeys(_RELU, relu), F.relu6: relu6, F.hardtanh: hardtanh, F.leaky_relu: leaky})
+    return {F.hardtanh: hardtanh, F.relu6: lambda x, inplace=False: hardtanh(x, 0.0, 6.0)}
 
 
 def twice_differentiable() -> TorchFunctionMode:
@@ -453,14 +454,11 @@ def smooth(beta: float) -> TorchFunctionMode:
     def hardtanh(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
         return max_val - softplus(max_val - min_val - softplus(x - min_val))
 
-    def softplus6(x: Tensor, inplace: bool = False) -> Tensor:
-        return hardtanh(x, 0.0, 6.0)
-
     def leaky(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
         return negative_slope * x + (1.0 - negative_slope) * softplus(x)
 
     def hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
-        return softplus6(x + 3.0) / 6.0
+        return hardtanh(x + 3.0, 0.0, 6.0) / 6.0
 
     def hardswish(x: Tensor, inplace: bool = False) -> Tensor:
         return x * hardsigmoid(x)
@@ -475,8 +473,7 @@ def smooth(beta: float) -> TorchFunctionMode:
         {
             **dict.fromkeys((torch.rnn_relu, torch.rnn_relu_cell), recurrent),
             **dict.fromkeys(_RELU, softplus),
-            F.relu6: softplus6,
-            F.hardtanh: hardtanh,
+            **_clipped(hardtanh),
             F.leaky_relu: leaky,
             F.hardsigmoid: hardsigmoid,
             F.hardswish: hardswish,

@@ -113,12 +113,12 @@ class GrowthEvent:
     parity_error_train: float
     parity_tolerance_eval: float | None
     parity_tolerance_train: float | None
-    eps_error_train: float
-    noise_error_eval: float
-    output_factor: float
-    weighted_norms: list[str]
-    report: dict[str, Any]
-    seconds: float
+    eps_error_train: float = 0.0
+    noise_error_eval: float = 0.0
+    output_factor: float = 1.0
+    weighted_norms: list[str] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
     parity_sec: float = field(default=0.0, compare=False)
     replaced: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     carry: Carry = field(default_factory=Carry, repr=False, compare=False)

@@ -93,10 +93,8 @@ def widen_folder(
         "num_params_before": num_params(source),
         "num_params": num_params(plan.target),
         "relative_error_float64": error,
-        "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
     }
-    write_json(out / RECEIPT, receipt)
-    return receipt
+    return write_receipt(out / RECEIPT, receipt)
 
 
 def _exact_plan(
@@ -380,6 +378,14 @@ def write_model(
     write_folder(out, [unit.shapes for unit in written], dtypes, made, shard_bytes)
     config.save_pretrained(out)
     copy_others(folder, out)
+
+
+def write_receipt(path: Path, entries: dict[str, Any], *packages: str) -> dict[str, Any]:
+    """Write and return a receipt, with the versions of growlab, torch and packages, by default transformers."""
+    names = ("growlab", "torch", *(packages or ("transformers",)))
+    receipt = {**entries, "versions": {name: importlib.metadata.version(name) for name in names}}
+    write_json(path, receipt)
+    return receipt
 
 
 def copy_others(folder: Path, out: Path) -> None:

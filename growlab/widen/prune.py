@@ -5,7 +5,6 @@ FOLDER with the removed heads and channels masked. Exit code 2: the model cannot
 """
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -15,13 +14,12 @@ from torch import nn
 
 from growlab.base.command_parser import CommandParser, amount, command, in_columns
 from growlab.base.errors import UserError
-from growlab.base.files import write_json
 from growlab.grower.prune import Score, prune
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import loaded
-from growlab.widen.folder import check_out, copy_others, load, num_params
+from growlab.widen.folder import check_out, copy_others, load, num_params, write_receipt
 from growlab.widen.sizes import changed, resized
 from growlab.widen.skeletons import skeleton
 from growlab.widths import UnsupportedOperation, trace
@@ -92,10 +90,8 @@ def prune_folder(
             for group, channels in kept.items()
             if len(channels) < graph.full_widths[group]
         },
-        "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
     }
-    write_json(out / RECEIPT, receipt)
-    return receipt
+    return write_receipt(out / RECEIPT, receipt)
 
 
 def _check(model: nn.Module, kind: Any, config: Any, network: FirstOutput, probe: Any) -> None:

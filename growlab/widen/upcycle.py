@@ -9,7 +9,6 @@ changed so.
 
 import argparse
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,13 +21,12 @@ from torch import Tensor, nn
 
 from growlab.base.command_parser import CommandParser, amount, command, count, in_columns
 from growlab.base.errors import UserError
-from growlab.base.files import write_json
 from growlab.grower.experts import EXACT, copies, multiplied, number_of_experts
 from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import Checkpoint, first_names
-from growlab.widen.folder import RECEIPT, check_out, load, num_params, write_model
+from growlab.widen.folder import RECEIPT, check_out, load, num_params, write_model, write_receipt
 from growlab.widen.skeletons import output_of, skeleton
 from growlab.widen.tensors import read_folder
 from growlab.widen.weights import blocks_of
@@ -246,10 +244,8 @@ def upcycle_folder(
         "num_params": num_params(target),
         "relative_error_float64": error,
         "tokens_per_expert": tokens,
-        "versions": {name: importlib.metadata.version(name) for name in ("growlab", "torch", "transformers")},
     }
-    write_json(out / RECEIPT, receipt)
-    return receipt
+    return write_receipt(out / RECEIPT, receipt)
 
 
 def _compared(
