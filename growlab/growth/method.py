@@ -1,8 +1,10 @@
 """Interface of growth methods: the event that they get (`GrowthContext`) and the tensors that they return."""
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import sqrt
@@ -22,6 +24,7 @@ from growlab.widths import Axis, Carry, Layer, WidthGraph, as_run, grid
 WeightRule = Literal["fan_in", "as_network", "hyperfan_in", "hyperfan_out"]
 # Size of the embedding that hyperfan weights are emitted from (Chang et al. 2020, Appendix B.1).
 _EMBEDDING = 50
+_DRAWN_AT_ONCE = 1 << 22
 _Found = TypeVar("_Found")
 
 
@@ -214,7 +217,7 @@ class NewWeights:
         shape, source = context.new_shape(name), context.generator(name)
         if name in context.layers:
             emitted = self.rule.startswith("hyperfan")
-            drawn = _emitted(shape, source) if emitted else _normal(shape, source)
+            drawn = _emitted(shape, source) if emitted else normal(shape, source)
             return drawn.mul_(self.std(context, context.layers[name]))
         if name in context.norm_defaults:
             return torch.full(shape, context.norm_defaults[name])
@@ -246,7 +249,7 @@ def _like(old: Tensor, shape: tuple[int, ...], source: torch.Generator) -> Tenso
     """Draw numbers with the mean and deviation of `old`, clamped to its range."""
     old = old.detach().float().cpu()
     spread = float(old.std()) if old.numel() > 1 else 0.0
-    drawn = _normal(shape, source) * spread + float(old.mean())
+    drawn = normal(shape, source) * spread + float(old.mean())
     return drawn.clamp_(float(old.min()), float(old.max())) if old.numel() else drawn
 
 
@@ -260,9 +263,19 @@ def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
     return weights * sqrt(3 / _EMBEDDING)
 
 
-def _normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    # The same numbers for any default dtype of torch.
-    return torch.randn(shape, generator=source, dtype=torch.float32)
+def normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    """Draw standard normal numbers in float32, those of large tensors in threads, the same for any number of these."""
+    drawn = torch.empty(shape, dtype=torch.float32)
+    chunks = drawn.view(-1).split(_DRAWN_AT_ONCE)
+    if len(chunks) < 2:
+        return drawn.normal_(generator=source)
+    seeds = torch.randint(2**63 - 1, (len(chunks),), generator=source).tolist()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, on this machine
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // processes)) as threads:
+        list(
+            threads.map(lambda chunk, seed: chunk.normal_(generator=torch.Generator().manual_seed(seed)), chunks, seeds)
+        )
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -398,7 +411,7 @@ class GrowthMethod(Described, ABC):
             return {}
 
         def noise(name: str) -> Tensor:
-            noise = _normal(context.new_shape(name), context.generator(f"noise of {name}"))
+            noise = normal(context.new_shape(name), context.generator(f"noise of {name}"))
             noise *= self.noise_std * self.new_weights.std(context, context.layers[name])
             noise[grid(context.kept_runs(name))] = 0.0
             return noise

@@ -1,9 +1,12 @@
 """New weights of ordinary networks: normal, or as a hypernetwork emits them (hyperfan)."""
 
+import os
 from math import prod, sqrt
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from growlab import Grower
 from growlab.base.errors import UserError
@@ -17,6 +20,7 @@ from growlab.growth import (
     grow,
     make_seed,
 )
+from growlab.growth.method import normal
 from growlab.widths import tensors_of, trace
 from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
 
@@ -172,3 +176,15 @@ def test_a_fixed_size_network_is_drawn_as_asked(initialisation: str, multiple: f
     assert not any(network.get_parameter(name).any() for name in ("0.bias", "4.bias"))
     with pytest.raises(ValueError, match=r"^initialisation must be constructor, standard or mup"):
         FixedSize(initialisation="He")
+
+
+def test_large_tensors_are_drawn_in_threads_with_the_same_numbers_for_any_number(monkeypatch: Any) -> None:
+    def drawn(rows: int, cpus: int) -> Tensor:
+        monkeypatch.setattr(os, "cpu_count", lambda: cpus)
+        return normal((rows, 1024), torch.Generator().manual_seed(0))
+
+    large = drawn(5000, cpus=1)
+    assert torch.equal(large, drawn(5000, cpus=7))
+    first, second = large[:900], large[4096 : 4096 + 900]
+    assert abs(float(large.std()) - 1) < 1e-3 and abs(float((first * second).mean())) < 5e-3
+    assert torch.equal(drawn(4, 1), torch.randn(4, 1024, generator=torch.Generator().manual_seed(0)))

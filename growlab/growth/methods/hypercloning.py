@@ -8,7 +8,7 @@ from torch import Tensor
 
 from growlab.base.pieces import OneByOne
 from growlab.base.settings import one_of
-from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule
+from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WeightRule, normal
 from growlab.growth.methods.net2net import copies, divided, replicate
 from growlab.widths import Axis
 
@@ -88,7 +88,7 @@ class HyperCloning(GrowthMethod):
 
         def noise(name: str) -> Tensor:
             source = context.generator(f"noise of {name}")
-            noise = torch.randn(context.new_shape(name), generator=source, dtype=torch.float32).double()
+            noise = normal(context.new_shape(name), source).double()
             return noise * self.noise_std * self.new_weights.std(context, context.layers[name])
 
         wider = (
