@@ -67,18 +67,21 @@ def main(arguments: Sequence[str]) -> int:
     add("--json", action="store_true", help="print the report as JSON")
     apart = "examine each model in its own process and write FILE.md and FILE.json; resumes from these files"
     add("--matrix", type=Path, metavar="FILE", help=apart)
-    add("--time-limit", type=amount, metavar="SEC", help="CPU seconds for each model of a matrix (60)")
+    add("--time-limit", type=amount, default=60.0, metavar="SEC", help="CPU seconds for each model of a matrix (60)")
     add("--memory-limit", type=amount, metavar="GB", help="for each model of a matrix")
-    add("--jobs", type=count, metavar="N", help="processes of a matrix (1)")
+    add("--jobs", type=count, default=1, metavar="N", help="processes of a matrix (1)")
     args = parser.parse_args(arguments)
     methods = args.methods.split(",")
     if unknown := set(methods) - set(METHODS):
         raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
     if args.matrix is not None:
-        return _matrix(args, methods)
-    alone = ("time_limit", "memory_limit", "jobs")
-    if given := [f"--{name.replace('_', '-')}" for name in alone if vars(args)[name] is not None]:
-        raise UserError(f"{given[0]} is for the models of a --matrix FILE: leave it out.")
+        if args.json or args.keep_full:
+            raise UserError(
+                "--matrix writes both files, with the same settings for all: leave --json, --keep-full out."
+            )
+        limits = (args.time_limit, args.memory_limit, args.jobs)
+        matrix(expand(args.models), args.matrix, methods, args.input_shape, *limits)
+        return 0
     reports = []
     for name in args.models:
         if sys.stderr.isatty():
@@ -88,17 +91,6 @@ def main(arguments: Sequence[str]) -> int:
     for report in reports:
         print(json.dumps(asdict(report)) if args.json else in_columns(describe(report)))
     return 1 if any(report.error is not None for report in reports) else 0
-
-
-def _matrix(args: argparse.Namespace, methods: Sequence[str]) -> int:
-    if args.json or args.keep_full:
-        raise UserError(
-            "--matrix examines every model with the same settings and writes both files: leave "
-            "--json and --keep-full out."
-        )
-    limits = (args.time_limit or 60.0, args.memory_limit, args.jobs or 1)
-    matrix(expand(args.models), args.matrix, methods, args.input_shape, *limits)
-    return 0
 
 
 if __name__ == "__main__":

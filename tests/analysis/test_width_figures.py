@@ -117,8 +117,6 @@ def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
     assert list(above.lines[0].get_ydata()) == [2, 9, 9, 9]
     assert list(above.get_yticks()) == [2, 4, 8, 16, 32, 64]
     assert np.allclose(below.lines[0].get_ydata(), [10, 50, 90])
-    with pytest.raises(UserError, match="at least one run"):
-        width_paths([])
 
 
 def test_sums_of_layers_few_neurons_and_changes_of_the_task_are_marked() -> None:

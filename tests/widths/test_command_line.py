@@ -68,14 +68,11 @@ def leaving() -> None:
             for shape in ("3,-8,8", "0", "3,,8", "1.5", "9" * 30, "\u00b2")
         ),
         (["growlab/resnet20", "--input-shape", "99999,99999"], "larger than 268,435,456 numbers"),
-        (["growlab/resnet20", "--jobs", "2"], "--jobs is for the models of a --matrix FILE"),
-        (["growlab/resnet20", "--time-limit", "5"], "--time-limit is for the models of a --matrix FILE"),
-        (["growlab/resnet20", "--memory-limit", "5"], "--memory-limit is for the models of a --matrix FILE"),
         (["growlab/resnet20", "--matrix", "m", "--jobs", "0"], "argument --jobs: '0' is no number above 0"),
         (["growlab/resnet20", "--matrix", "m", "--time-limit", "nan"], "'nan' is no number above 0"),
         (["growlab/resnet20", "--matrix", "m", "--memory-limit", "-1"], "'-1' is no number above 0"),
-        (["growlab/resnet20", "--matrix", "m", "--json"], "leave --json and --keep-full out"),
-        (["growlab/resnet20", "--matrix", "m", "--keep-full", "x"], "leave --json and --keep-full out"),
+        (["growlab/resnet20", "--matrix", "m", "--json"], "leave --json, --keep-full out"),
+        (["growlab/resnet20", "--matrix", "m", "--keep-full", "x"], "leave --json, --keep-full out"),
     ],
 )
 def test_bad_names_are_one_sentence(arguments, sentence, capsys):

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import ListConfig
 
 from growlab.base.errors import UserError
@@ -183,12 +184,7 @@ def path_override(name: str, path: Path) -> str:
 
 def quoted(path: Path | str) -> str:
     """A path as the value of an override."""
-    # Of backslashes those alone are doubled that stand before a quote.
-    return "'" + re.sub(r"(\\*)(?:(')|$)", _escaped, str(path)) + "'"
-
-
-def _escaped(found: "re.Match[str]") -> str:
-    return 2 * found[1] + (r"\'" if found[2] else "")
+    return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def apart(overrides: Sequence[str], multirun: bool) -> list[str]:

@@ -235,9 +235,14 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     paper = known.papers[item.paper]
     place = Place(arguments.runs, arguments.data, device(paper))
     jobs = item.jobs(arguments.seeds)
-    absent = {name: reason for name in item.data if (reason := _absence(place, known, name))}
+    absent: dict[str | None, UserError] = {}
+    for name in item.data:
+        try:
+            place.root(known, name)
+        except UserError as error:
+            absent[name] = error
     if item.data and len(absent) == len(item.data):
-        raise UserError(next(iter(absent.values())))
+        raise next(iter(absent.values()))
     left = [job for job in jobs if not place.done(job) and job.data not in absent]
     # Interrupted runs come first.
     left.sort(key=lambda job: not (place.runs / job.folder).is_dir())
@@ -264,14 +269,6 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
         raise _Ended(received[0])
     if failed:
         raise UserError(f"{len(failed)} run(s) failed, for the reasons above: {'; '.join(failed)}.")
-
-
-def _absence(place: Place, known: Registry, name: str) -> str:
-    try:
-        place.root(known, name)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 @contextmanager

@@ -8,7 +8,6 @@ intrinsic length may be negative (Section 3.1).
 
 import copy
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ import pandas
 import torch
 from torch import Tensor, nn
 
-from growlab.base.files import write_json
 from growlab.growth.method import generator
 from growlab.lab.analysis import style
 from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, change_width, isotropic_mlp
@@ -80,10 +78,7 @@ def isotropic_appendices(
         found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
         for name, rows in found.items():
             tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
-    summary = summarise(measuring.write_tables(run_dir, tables))
-    write_json(run_dir / "summary.json", summary)
-    draw(run_dir)
-    print(json.dumps(summary, indent=2))
+    measuring.write(run_dir, tables, summarise, draw)
 
 
 def collapsed(

@@ -7,7 +7,6 @@ computes the same but learns differently under an optimizer with a state for eac
 
 import copy
 import itertools
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ import pandas
 import torch
 from torch import Tensor, nn
 
-from growlab.base.files import write_json
 from growlab.lab.analysis import style
 from growlab.parts.isotropic import Diagonal, change_width, diagonalise_partially, isotropic_mlp, sparsify, spectra
 from growlab.parts.isotropic.resize import watch
@@ -64,10 +62,7 @@ def isotropic_invariance(
             own_lr = 10 * lr if name == "SGD" else lr
             rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
             tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
-    summary = summarise(measuring.write_tables(run_dir, tables))
-    write_json(run_dir / "summary.json", summary)
-    draw(run_dir)
-    print(json.dumps(summary, indent=2))
+    measuring.write(run_dir, tables, summarise, draw)
 
 
 def resized(network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int) -> tuple[nn.Module, dict[str, int]]:

@@ -1,6 +1,7 @@
 """Shared code of the studies: training steps, accuracy, tables."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.base.files import write_text
+from growlab.base.files import write_json, write_text
 
 _ALL = 10**9  # batches of an epoch: as many as there are
 
@@ -44,11 +45,17 @@ def relative(after: Tensor, before: Tensor) -> float:
     return float((after - before).norm() / before.norm())
 
 
-def write_tables(run_dir: Path, tables: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, pandas.DataFrame]:
-    """Write rows as `NAME.csv`, numbers with six digits; return the tables."""
+def write(
+    run_dir: Path,
+    tables: Mapping[str, Sequence[dict[str, Any]]],
+    summarise: Callable[[Mapping[str, pandas.DataFrame]], dict[str, Any]],
+    draw: Callable[[Path], Path],
+) -> None:
+    """Write rows as `NAME.csv`, numbers with six digits, their summary as `summary.json`, and the figure."""
     frames = {name: pandas.DataFrame(rows) for name, rows in tables.items()}
     for name, frame in frames.items():
-        write_text(
-            run_dir / f"{name}.csv", frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan")
-        )
-    return frames
+        text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan")
+        write_text(run_dir / f"{name}.csv", text)
+    write_json(run_dir / "summary.json", summary := summarise(frames))
+    draw(run_dir)
+    print(json.dumps(summary, indent=2))
