@@ -146,7 +146,7 @@ def device(about: Mapping[str, Any]) -> tuple[str, ...]:
 
     if torch.cuda.is_available():
         return tuple(about.get("gpu", ()))
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     fast = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return ("trainer=cpu", *(about.get("cpu_bfloat16", ()) if fast else ()))
 
@@ -184,7 +184,7 @@ def _parser() -> CommandParser:
         epilog="Example: growlab reproduce table2 --minutes 60",
         allow_abbrev=False,
     )
-    add, folder = parser.add_argument, {"type": Path, "metavar": "DIR"}
+    add, folder = parser.add_argument, dict[str, Any](type=Path, metavar="DIR")
     add("name", metavar="NAME", nargs="?", help="a table or figure; --list names them")
     add("--list", action="store_true", help="print the number of finished runs of each entry, and stop")
     add("--minutes", type=amount, default=60.0, help="save and end after this many minutes (60)")
@@ -247,8 +247,8 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     # Interrupted runs come first.
     left.sort(key=lambda job: not (place.runs / job.folder).is_dir())
     print(f"{item.title}\n{item.claim}")
-    for name, sentence in absent.items():
-        print(f"{sum(job.data == name for job in jobs)} run(s) left out: {sentence}", file=sys.stderr)
+    for absentee, sentence in absent.items():
+        print(f"{sum(job.data == absentee for job in jobs)} run(s) left out: {sentence}", file=sys.stderr)
     several = 1 if "trainer=cpu" in place.device else item.gpu_runs or paper.get("gpu_runs", 1)
     at_once = min(arguments.at_once or several, max(len(left), 1))
     if left:

@@ -6,10 +6,11 @@ value: plain SGD of Table 11 (91.95) next to Growing+VT of Table 6 (92.00), plai
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from growlab.base.command_parser import command
 from growlab.lab.analysis.__main__ import put, rows_of, table_parser
@@ -18,8 +19,10 @@ from growlab.lab.analysis.results import Group
 from growlab.lab.analysis.tables import Row, unique_names
 
 # Only overrides of these keys change the method; others change its duration, data or device.
-_METHOD_KEYS = ("growth.", "lr_adapt.", "optimizer.", "model.", "optimizer_state=", "schedule.", "~")
-_METHOD_KEYS += ("osgd.", "data.incremental.")
+_METHOD_KEYS = (
+    *("growth.", "lr_adapt.", "optimizer.", "model.", "optimizer_state=", "schedule.", "~"),
+    *("osgd.", "data.incremental."),
+)
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,10 @@ def published() -> tuple[Published, ...]:
         [92.1]
     """
     text = resources.files("growlab.recipes.papers").joinpath("published.csv").read_text(encoding="utf-8")
-    numbers = {"epochs": int, "cost_percent": float, "value": float, "std": float}
-    read = {**numbers, "overrides": lambda cell: tuple(cell.split())}
-    return tuple(
-        Published(
-            **{key: None if key in numbers and not cell else read.get(key, str)(cell) for key, cell in line.items()}
-        )
-        for line in csv.DictReader(text.splitlines())
-    )
+    read: dict[str, Callable[[str], Any]] = {"epochs": int, "overrides": lambda cell: tuple(cell.split())}
+    read |= dict.fromkeys(("cost_percent", "value", "std"), lambda cell: float(cell) if cell else None)
+    lines = csv.DictReader(text.splitlines())
+    return tuple(Published(**{key: read.get(key, str)(cell) for key, cell in line.items()}) for line in lines)
 
 
 def published_for(group: Group) -> Published | None:

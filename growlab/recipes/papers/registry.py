@@ -147,7 +147,7 @@ def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
         overrides = tuple(f"{key}={value}" for key, value in own.items())
         epochs = data = None
         if not settings.is_study:
-            epochs = int(own.get("schedule.total_epochs", settings.epochs))
+            epochs = int(own.get("schedule.total_epochs") or settings.epochs or 0)
             # Data sets in conf/data are named like their folders; arriving ones are made from another.
             data = str(own.get("data", settings.data)).removesuffix("_incremental")
         jobs.append(Job(name, overrides, epochs, data, settings.is_study))

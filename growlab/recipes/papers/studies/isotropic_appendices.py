@@ -151,7 +151,7 @@ def diverging(
     """
     group = list(graph.isotropic)[1]
     old = graph.full_widths[group]
-    twins: dict[str, nn.Module] = {"product": _factored(network)}
+    twins: dict[str, Any] = {"product": _factored(network)}
     for columns in COLUMNS:
         twins[columns] = copy.deepcopy(network)
         change = change_width(
@@ -173,7 +173,7 @@ def diverging(
 
 def _factored(network: nn.Module) -> nn.Module:
     """A copy whose first layer W x + b is U (S V^T x) + b, in two layers."""
-    copied = copy.deepcopy(network)
+    copied: Any = copy.deepcopy(network)
     first = copied.hidden[0]
     left, values, right = decompose(first.weight)
     inner = nn.Linear(first.in_features, len(values), bias=False).to(first.weight)
@@ -274,7 +274,7 @@ def draw(run_dir: Path) -> Path:
     one_seed = divergence[divergence["seed"] == divergence["seed"].min()]
     for index, twin in enumerate(("product", *COLUMNS)):
         own = one_seed[one_seed["twin"] == twin]
-        line = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
+        line: dict[str, Any] = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
         label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
         # "orthogonal" and "random" coincide: draw dashes over the solid line.
         above, y = 2 if line["linestyle"] == "-" else 2.1, own["relative_difference"].clip(lower=1e-17)
@@ -302,7 +302,12 @@ def _draw_collapse(axes: Any, rings: pandas.DataFrame) -> None:
     """Share of what is not affine, and accuracy, of each normaliser on the rings."""
     shown = {"not_affine": "variance of the outputs that\nno affine map explains", "accuracy": "accuracy"}
     for index, (key, label) in enumerate(shown.items()):
-        look = {"color": style.PALETTE[index], "marker": "os"[index], "linestyle": "none", "markersize": 4}
+        look: dict[str, Any] = {
+            "color": style.PALETTE[index],
+            "marker": "os"[index],
+            "linestyle": "none",
+            "markersize": 4,
+        }
         for place, name in enumerate(NETWORKS):
             own = rings[rings["network"] == name][key]
             places = [place + 0.2 * index - 0.1] * len(own)
