@@ -23,6 +23,7 @@ sys.dont_write_bytecode = False
 settings.register_profile("seeded", derandomize=True, max_examples=50)
 settings.load_profile("seeded")
 _SERVER = pytest.StashKey[Server]()
+_MODULES = pytest.StashKey[int]()
 _TRACES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
@@ -44,6 +45,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     else:
         session.config.stash[_TRACES] = tempfile.TemporaryDirectory()
         trace_once(Path(session.config.stash[_TRACES].name))
+    _exempt(session.config)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Exempt what a test has imported, such as transformers, too: tests would wait for its collection ever after."""
+    if len(sys.modules) > item.config.stash[_MODULES] + 100:
+        _exempt(item.config)
+
+
+def _exempt(config: pytest.Config) -> None:
+    config.stash[_MODULES] = len(sys.modules)
     gc.collect()
     gc.freeze()
 
