@@ -1,6 +1,6 @@
 """Forward FLOPs of a network at any widths, and what a growing run costs (spec: Yuan et al. 2023, Section 4.1)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import cached, is_parametrized
-from torch.utils.flop_counter import FlopCounterMode
 
 from growlab.widths.inputs import Example, call_with, inputs_of
 from growlab.widths.unchanged import unchanged
@@ -22,7 +21,10 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
 
     A complex multiply-add is four real ones. The network runs in eval mode, and is then restored.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_formulas())
+    # It imports triton.
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    counter = FlopCounterMode(display=False, custom_mapping=_formulas(flop_registry))
     with unchanged(model):
         # The counter's hooks trip over a parameter that is itself an input of a module (a class token).
         model.eval().requires_grad_(False)
@@ -37,12 +39,11 @@ def forward_flops(model: nn.Module, sample: Example) -> int:
     return int(counter.get_total_flops())
 
 
-def _formulas() -> dict[Any, Callable[..., int]]:
+def _formulas(known: Mapping[Any, Callable[..., int]]) -> dict[Any, Callable[..., int]]:
     """FLOP formulas that torch's counter lacks: products with vectors, bilinear layers, complex numbers.
 
     In torch 2.11 also attention on a CPU, and shared keys and values on any device.
     """
-    known: dict[Any, Callable[..., int]] = dict(FlopCounterMode(display=False).flop_registry)
     formulas: dict[Any, Callable[..., int]] = {
         **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
         **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base import ranks
@@ -392,6 +391,9 @@ class _FlopCounter:
 @cache
 def _formulas(func: Any) -> tuple[Any, Any]:
     """FLOP formula of an operation, or None, and the same of shapes: torch's wrapper is ten times as slow."""
+    # It imports triton.
+    from torch.utils.flop_counter import flop_registry
+
     formula = flop_registry.get(getattr(func, "_overloadpacket", func))
     return formula, getattr(formula, "__wrapped__", None)
 

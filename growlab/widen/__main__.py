@@ -16,7 +16,6 @@ from pathlib import Path
 
 from growlab.base.command_parser import CommandParser, command, in_columns, sizes
 from growlab.base.errors import UserError
-from growlab.widen.distributed import widen_distributed
 from growlab.widen.folder import num_params, widen_folder
 from growlab.widen.sizes import PARTS
 from growlab.widen.vision import is_named, widen_weights
@@ -96,6 +95,9 @@ def _give_back_freed_memory() -> None:
 
 
 def _widen_dcp(args: argparse.Namespace) -> int:
+    # torch.distributed.checkpoint takes a second.
+    from growlab.widen.distributed import widen_distributed
+
     if args.depth != 1:
         raise UserError("--dcp takes --width alone: a checkpoint has no optimizer state for new layers.")
     method = method_of(args.method, args.noise)
