@@ -10,11 +10,10 @@ from typing import Any, ClassVar
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override
 
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER
-from growlab.lab.training.configuration import plain
 from growlab.lab.training.processes import is_first
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
@@ -111,7 +110,8 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
 def _other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
     from growlab.lab.training.identity import other_settings
 
-    return other_settings(plain(cfg), run_dir)
+    config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return other_settings(config, run_dir)
 
 
 def gpus_in_turn(cfg: DictConfig) -> list[int] | None:

@@ -37,7 +37,7 @@ from growlab.lab.planner.cases import read
 from growlab.lab.training import build
 from growlab.lab.training.checkpoints import OPTIMIZER, save
 from growlab.lab.training.checks import check_trainer_options
-from growlab.lab.training.configuration import PRIMARY, plain
+from growlab.lab.training.configuration import PRIMARY
 from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.plan import tokens_of
 from growlab.lab.training.processes import program
@@ -167,7 +167,7 @@ def run(cfg: DictConfig) -> None:
             kept = f"{100 * spent:.1f} % spent, kept; {seconds:.0f} s to go here."
             print(f"Best at {probe.rate:g} x optimizer.lr: {kept}", file=sys.stderr, flush=True)
         command = write_experiments(folder, cfg, data, settings, arms, chosen, probe, spent)
-        found = {"advice": asdict(advice), "settings": plain(cfg.plan), "spent": spent, "command": command}
+        found = {"advice": asdict(advice), "settings": build.plain(cfg.plan), "spent": spent, "command": command}
         arms_found = {name: asdict(arm) for name, arm in arms.items()}
         write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
         start, _, name = command.replace("python -m growlab", program(), 1).rpartition(" ")
@@ -179,7 +179,7 @@ def settings_of(cfg: DictConfig) -> Settings:
     """Settings of the plan."""
     try:
         # As JSON, in which objects stand for dataclasses.
-        return pydantic.TypeAdapter(Settings).validate_json(json.dumps(plain(cfg.plan)))
+        return pydantic.TypeAdapter(Settings).validate_json(json.dumps(build.plain(cfg.plan)))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

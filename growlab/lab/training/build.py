@@ -36,7 +36,7 @@ from growlab.lab.training import processes
 from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
 from growlab.lab.training.checkpoints import last_checkpoint, read_header, start_from, usable_checkpoint
 from growlab.lab.training.checks import check_effects, check_trainer_options, check_types
-from growlab.lab.training.configuration import LAST, plain, search_options
+from growlab.lab.training.configuration import LAST, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
 from growlab.lab.training.identity import Identity, settings_in
 from growlab.lab.training.learning_rate import LearningRate
@@ -74,6 +74,12 @@ def train(cfg: DictConfig) -> None:
                 print(f"compare runs: {processes.program()} table runs")
     except Stopped as stop:
         raise Stopped(stop.signal, f"{stop.sentence}; resume with: {_resume_command(folder)}") from None
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Convert a configuration to plain containers, with its interpolations resolved."""
+    content: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    return content
 
 
 def build(cfg: DictConfig, folder: Path) -> Experiment:

@@ -169,12 +169,6 @@ def resume_override(
     return in_folder(max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime))
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """Convert a configuration to plain containers, with its interpolations resolved."""
-    content: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    return content
-
-
 def composed(overrides: list[str], more: str | None = None, primary: str = PRIMARY) -> DictConfig:
     """Compose the configuration, with Hydra's own part; see `resume_override` for the arguments."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
