@@ -436,10 +436,7 @@ def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
 
 
 def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:
-    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`.
-
-    Returns:
-        A function that restores the data module and the trainer.
+    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return what undoes that.
 
     Raises:
         UserError: the number of processes does not divide a batch size.

@@ -148,14 +148,8 @@ class WidthPart(Part):
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Widen the part's groups in the network, or in an average of it, after the growth method's event.
 
-        Args:
-            grower: of the network.
-            network: changed in place.
-            state: of that network; updated.
-            widths: new widths of all groups.
-
-        Returns:
-            Old and new tensor by name.
+        `state` is that of the network, and is updated; `widths` are the new ones of all groups. Returned are old and
+        new tensors by name.
         """
         return {}
 

@@ -63,15 +63,9 @@ def change_rows(
 
 @contextmanager
 def stage_of_rows(grower: Any, group: str, notes: dict[str, Any]) -> Iterator[list[float]]:
-    """Begin a stage in which rows become more; an error undoes it, and at the end its receipt is in `events`.
+    """Begin a stage in which rows become more; an error undoes it; at the end its receipt, with notes, is in `events`.
 
-    Args:
-        grower: of the network.
-        group: kind of the event.
-        notes: further entries of the receipt.
-
-    Yields:
-        An empty list for the relative output error on the probe batch, and the largest one that is allowed.
+    Yields an empty list for the relative output error on the probe batch, and the largest one that is allowed.
     """
     seconds, state, parity = Seconds(), grower.state, list[float]()
     num_params = sum(p.numel() for p in grower.network.parameters())

@@ -22,10 +22,8 @@ class TensorDim:
 class GroupTensors:
     """Tensors that produce and consume a group's channels; layers, except `depthwise`, are no depthwise ones.
 
-    Attributes:
-        incoming: weights of the producers, then their biases.
-        outgoing: weights of the consumers.
-        norms: batch and instance normalisations of the channels.
+    `incoming` are weights of the producers, then their biases; `outgoing` weights of the consumers; `norms` batch and
+    instance normalisations of the channels.
     """
 
     group: str

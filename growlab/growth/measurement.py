@@ -62,14 +62,10 @@ class Pass(NamedTuple):
 
 @dataclass
 class Cost:
-    """Cost of auxiliary passes.
+    """Cost of auxiliary passes: FLOPs of forward and backward, two per multiply-add, and samples of each pass.
 
-    Attributes:
-        flops: forward and backward, two per multiply-add.
-        samples: inputs passed through, each pass counted.
-        held_bytes: peak memory that a pass saved for backward; a tensor saved by two operations counts twice.
-        peak_memory_bytes: peak memory allocated on the device; None on a CPU.
-        seconds: wall time.
+    `held_bytes` is the peak memory that a pass saved for backward (a tensor saved by two operations counts twice), and
+    `peak_memory_bytes` that allocated on the device; None on a CPU.
     """
 
     flops: int = 0
@@ -486,9 +482,8 @@ def smooth(beta: float) -> TorchFunctionMode:
 class IdentityNorms(TorchFunctionMode):
     """Mode in which batch and instance normalisations are the identity on new channels.
 
-    Args:
-        new: maps a norm's running mean and weight (None if absent) to a mask of its new channels, [channels]; None
-            leaves the norm unchanged.
+    `new` maps a norm's running mean and weight (None if absent) to a mask of its new channels, [channels]; None leaves
+    the norm unchanged.
     """
 
     _KINDS = frozenset({F.batch_norm, F.instance_norm, F.group_norm})

@@ -31,11 +31,10 @@ _caches: "WeakKeyDictionary[nn.Module, tuple[list[Kept], _Shapes | None]]" = Wea
 
 @dataclass(frozen=True)
 class Outputs:
-    """A network's outputs on the probe batch.
+    """A network's outputs on the probe batch, in eval mode, and in train mode without dropout.
 
     Attributes:
-        eval: in eval mode.
-        train: in train mode without dropout; other random draws are replaced by their mean.
+        train: with other random draws replaced by their mean.
         plain: the same without the `setting` given to `observe`.
         terms: single numbers that the network returns after its output in train mode, such as terms of the loss.
         drawn: random numbers were drawn, other than dropout's.

@@ -83,11 +83,7 @@ def stream_width(full_width: int, fraction: Fraction) -> int:
 def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, growth_rate: Number) -> list[int]:
     """Epochs of each stage: `floor(T_0 (1 + p_t)^t)`, at least 1, and the rest for the last (Eq. 7, restated).
 
-    Args:
-        total_epochs: epochs of the whole run, T_total.
-        num_stages: N.
-        initial_epochs: T_0; may be fractional.
-        growth_rate: p_t; with 0 every stage but the last is as long as the first.
+    T_0 may be fractional; with p_t = 0 every stage but the last is as long as the first.
 
     Raises:
         ValueError: the stages before the last take all epochs or more, T_0 is negative, or p_t is not above -1.
@@ -118,10 +114,7 @@ def stage_epochs(total_epochs: int, num_stages: int, initial_epochs: Number, gro
 def width_fractions(num_stages: int, initial_width: Number, growth_rate: Number | None) -> list[Fraction]:
     """Relative width of each stage: `C_0 (1 + p_c)^t`, at most 1, and 1 for the last (Eq. 6 in closed form).
 
-    Args:
-        num_stages: N.
-        initial_width: C_0 / C_final, above 0 and at most 1.
-        growth_rate: p_c; None takes the rate that reaches full width in equal steps.
+    C_0 is relative to the final width; p_c = None takes the rate that reaches full width in equal steps.
 
     Raises:
         ValueError: the initial width is not in (0, 1], or the rate is negative.
@@ -144,17 +137,10 @@ def stage_batch_sizes(
     multiple: int = 1,
     given: Literal["last", "first"] = "last",
 ) -> list[int]:
-    """Global batch size of each stage: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8).
+    """Global batch size of each stage: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8), from that of the last stage.
 
-    Args:
-        num_stages: N.
-        batch_size: batch size of the last stage, B_base, from which the others are computed backwards; or of the first
-            one, from which they are computed forwards by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`.
-        growth_rate: p_b; 0 keeps the batch size.
-        max_batch_size: upper limit, or None.
-        multiple: number of processes that a batch is divided among; sizes other than the given one are rounded to its
-            nearest multiple, below the limit.
-        given: stage that `batch_size` belongs to, "last" or "first".
+    If that of the first is given, the others follow by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`. Sizes other
+    than the given one are rounded to their nearest multiple of a number of processes, below the limit.
 
     Raises:
         ValueError: the limit is below the given batch size, or the rate is negative.

@@ -34,7 +34,7 @@ class Averages(Part):
         if not isinstance(decay, Real) or not 0 < decay < 1:
             raise UserError(f"decay must lie between 0 and 1, not {decay}.")
         self._decay: float = decay
-        self._average: AveragedModel | None = None
+        self._average: AveragedModel
 
     @property
     def module(self) -> nn.Module:
@@ -43,7 +43,7 @@ class Averages(Part):
         Raises:
             UserError: the part is not attached to a Grower yet.
         """
-        if self._average is None:
+        if not hasattr(self, "_average"):
             raise UserError("averaged weights are there once a Grower has them among its parts.")
         return self._average.module
 
@@ -57,24 +57,22 @@ class Averages(Part):
 
     def after_step(self, grower: GrowingNetwork) -> None:
         """Update the average with the network's weights and buffers."""
-        if self._average is not None:
-            # Not from its state_dict, which omits non-persistent buffers.
-            _go_along(self._average.module, named_tensors(grower.network))
-            self._average.n_averaged = self._average.n_averaged.to(next(grower.network.parameters()).device)
-            self._average.update_parameters(grower.network)
+        # Not from its state_dict, which omits non-persistent buffers.
+        _go_along(self._average.module, named_tensors(grower.network))
+        self._average.n_averaged = self._average.n_averaged.to(next(grower.network.parameters()).device)
+        self._average.update_parameters(grower.network)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged weights and the number of averaged steps."""
-        return {} if self._average is None else self._average.state_dict()
+        return self._average.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        if self._average is not None:
-            own = named_tensors(self._average)
-            # In the saved precision, to which the network may be converted later, and where it is: a checkpoint for a
-            # GPU may have been read to the CPU.
-            _go_along(self._average, {n: t.to(own[n].device) for n, t in state.items() if n in own})
-            self._average.load_state_dict(state)
+        own = named_tensors(self._average)
+        # In the saved precision, to which the network may be converted later, and where it is: a checkpoint for a GPU
+        # may have been read to the CPU.
+        _go_along(self._average, {n: t.to(own[n].device) for n, t in state.items() if n in own})
+        self._average.load_state_dict(state)
 
 
 def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -132,7 +132,7 @@ class OldGradient(Part):
         with as_user_errors():
             one_of(("stage", "run"), anneal=anneal)
         self._anneal: str = str(anneal)
-        self._known: Orthogonalised | None = None
+        self._known: Orthogonalised
 
     def check(self, grower: GrowingNetwork) -> None:
         """Check that stages' ends are known, for annealing, and that previous data can be iterated again."""
@@ -155,7 +155,6 @@ class OldGradient(Part):
 
     def before_growth(self, grower: GrowingNetwork, widths: Widths) -> Mapping[str, Any]:
         """Measure and store the gradient on the data of the stage that ends; its passes count as cost."""
-        assert self._known is not None
         if grower.training.epoch_batches is None:
             raise UserError("osgd measures on the data of the stage that ends: give epoch_batches to Grower.provide.")
         stage = grower.state.stage + 1
@@ -168,23 +167,20 @@ class OldGradient(Part):
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
         """Carry the stored gradient through the event."""
-        assert self._known is not None
         self._known.follow(grower.graph, event.widths_before, event.widths_after, event.carry)
         return {}
 
     def before_step(self, grower: GrowingNetwork) -> None:
         """Project the gradients before the optimizer's step."""
-        assert self._known is not None
         self._known.project(strength(grower, self._anneal))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stored gradient."""
-        return {} if self._known is None else self._known.state_dict()
+        return self._known.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        if self._known is not None and state:
-            self._known.load_state_dict(state)
+        self._known.load_state_dict(state)
 
 
 def strength(grower: GrowingNetwork, anneal: str) -> float:

@@ -39,7 +39,7 @@ def prune_folder(
         folder: what `save_pretrained` wrote.
         out: a new folder, which `from_pretrained` loads.
         keep: share of each of `parts` that is kept.
-        parts: what becomes narrower: "heads", "mlp" (hidden layers) and "stream" (the residual stream).
+        parts: "heads", "mlp" (hidden layers) and "stream" (the residual stream).
         score: how heads and channels are ranked: "l1" or "random".
         seed: of random scores.
 

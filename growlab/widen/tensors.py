@@ -159,12 +159,8 @@ def write_folder(
 ) -> None:
     """Write tensors in the files that `from_pretrained` reads, one unit in memory at a time.
 
-    Args:
-        folder: folder to write to.
-        units: shapes by key, of the tensors in each unit.
-        dtypes: dtypes by key.
-        made: the tensors of one unit after the other.
-        shard_bytes: begin another file rather than write more than this into one; None: one file.
+    `units` are shapes by key, and `made` the tensors of one unit after the other. Another file begins rather than that
+    one has more than `shard_bytes`; None: one file.
 
     Raises:
         WriteError: the disk is full, or the folder cannot be written.

@@ -140,9 +140,7 @@ class Block:
 
     Attributes:
         name: path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
-        spans: its modules.
-        zeroed: names of the parameters to zero so that it adds nothing; None if there are none, see `obstacle`.
-        obstacle: reason why `zeroed` is None.
+        zeroed: names of the parameters to zero so that it adds nothing; None if there are none (`obstacle`).
         pass_throughs: by path, compositions of the placeholder's output, for modules that are not plain.
     """
 

@@ -13,10 +13,7 @@ from growlab.widths import Layer, WidthGraph
 class Diagonal(nn.Module):
     """Linear layer with a diagonal matrix: y_i = weight_i x_i + bias_i.
 
-    Args:
-        in_features: number of inputs; those beyond the diagonal are not used.
-        out_features: number of outputs; those beyond the diagonal are the bias alone.
-        bias: add a bias.
+    Inputs beyond the diagonal are not used; outputs beyond it are the bias alone.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:

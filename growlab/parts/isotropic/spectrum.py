@@ -144,16 +144,8 @@ def diagonalise_partially(
 ) -> dict[str, Tensor]:
     """Rotate a group's basis so that its producer is W' = S V^T, with orthogonal rows of decreasing norm (Eq. 25).
 
-    **Preserves** the output exactly, up to rounding.
-
-    Args:
-        model: the network; changed in place.
-        graph: its width graph, traced with `follow_norms`.
-        group: an isotropic group.
-        widths: width of each group; None for full widths.
-
-    Returns:
-        The rotation, by group; `rotate` with its transpose undoes it.
+    **Preserves** the output exactly, up to rounding. The network is changed in place; its graph is traced with
+    `follow_norms`. Returned is the rotation, by group; `rotate` with its transpose undoes it.
     """
     widths = widths or graph.full_widths
     left, _, _ = decompose(weights_of(graph, group, tensors_of(model, graph), widths))
@@ -186,16 +178,8 @@ def diagonalise(
 
         W2 = U S V^T;  W1' = V^T W1, b1' = V^T b1;  W2' = S, b2' = U^T b2;  W3' = W3 U
 
-    **Preserves** the output exactly, up to rounding.
-
-    Args:
-        model: the network; changed in place.
-        graph: its width graph, traced with `follow_norms`.
-        layer: a layer between two isotropic groups.
-        widths: width of each group; None for full widths.
-
-    Returns:
-        The rotations, by group; `rotate` with their transposes undoes it.
+    **Preserves** the output exactly, up to rounding. The network is changed in place; its graph is traced with
+    `follow_norms`. Returned are the rotations, by group; `rotate` with their transposes undoes it.
 
     Raises:
         ValueError: the layer is not between two isotropic groups.
