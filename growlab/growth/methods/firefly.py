@@ -201,11 +201,8 @@ class _Neighbourhood:
         moved, plain = half._gradients(data)
         view, decreases, signs = self._view, {}, {}
         for fans in self.groups:
-            group, channels, new = (
-                fans.group,
-                torch.arange(self.context.old_widths[fans.group]),
-                self._view.new(fans.group),
-            )
+            group, new = fans.group, view.new(fans.group)
+            channels = torch.arange(self.context.old_widths[group])
             away = view.read(self.moves, fans.incoming, group, channels)
             splits = -(view.read(moved, fans.incoming, group, channels) * away).sum(1)
             columns = view.read(self.tensors, fans.outgoing, group, new)

@@ -125,10 +125,8 @@ def _diagonal(context: GrowthContext, name: str, tensor: Tensor) -> Tensor:
     dims = tensor.dim()
     for dim, axis in enumerate(axes):
         if axis.role == "in" and name not in context.graph.emitters:
-            (block, factor), (column_block, column_factor) = (
-                _blocks(context, axes[out[0]], out[0], dims),
-                _blocks(context, axis, dim, dims),
-            )
+            block, factor = _blocks(context, axes[out[0]], out[0], dims)
+            column_block, column_factor = _blocks(context, axis, dim, dims)
             share = torch.where(block == column_block, factor.double(), 0.0)
             both = (factor == column_factor) & (factor > 1)
             tensor = tensor * torch.where(both, share, 1.0).to(tensor)

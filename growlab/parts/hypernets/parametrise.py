@@ -223,56 +223,47 @@ def find_layers(network: nn.Module, hypernet: Hypernet) -> Iterator[Layer]:
 
 
 def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
-    init, size = hypernet.variances, hypernet.embedding_features
-    outputs: dict[object, Output] = {}
-    hidden: dict[object, nn.Module] = {}
-    embeddings: dict[object, Embedding] = {}
+    init, widths = hypernet.variances, [hypernet.embedding_features, *hypernet.hidden_features]
+    made: dict[tuple[str, object], Any] = {}
     originals: dict[object, nn.Parameter] = {}
+
+    def once(kind: str, key: object, make: Callable[[torch.Generator], nn.Module]) -> Any:
+        if (kind, key) not in made:
+            made[kind, key] = make(generator(seed, 0, f"{kind} of {key}"))
+        return made[kind, key]
+
+    def emit(layer: Layer, name: str) -> None:
+        tensor, own, features = getattr(layer.module, name), f"{layer.name}.{name}", widths[-1]
+        # Not the bias's shape: its variance depends on the layer's fan-in too.
+        kind = (name, tuple(layer.module.weight.shape), layer.emission)
+        of_output = kind if hypernet.sharing == "size" else own
+        of_hidden, of_embedding = ("network", "network") if hypernet.sharing == "network" else (of_output, own)
+
+        def embedding(source: torch.Generator) -> nn.Module:
+            values = init.embedding((widths[0],), layer.emission, source).to(tensor)
+            return Embedding(values, hypernet.embedding == "trained", hypernet.noise)
+
+        def hidden(source: torch.Generator) -> nn.Module:
+            pairs = ((before, after, init.hidden(before, after, relu=True)) for before, after in pairwise(widths))
+            return linear_layers([init.draw((o, i), variance, source).to(tensor) for i, o, variance in pairs])
+
+        def output(source: torch.Generator) -> nn.Module:
+            variance = init.weight if name == "weight" else init.bias
+            drawn = (*tensor.shape, features), variance(layer.emission, features, tensor.numel())
+            return Output(init.draw(*drawn, source).to(tensor))
+
+        of_features = Features(once("embedding", of_embedding, embedding), once("h", of_hidden, hidden))
+        emitted_by = Emitted(once("H", of_output, output), of_features)
+        parametrize.register_parametrization(layer.module, name, emitted_by, unsafe=True)
+        parts = layer.module.parametrizations[name]
+        nn.init.zeros_(parts.original)
+        if hypernet.sharing == "size":
+            # The shared output layer's bias.
+            parts.original = originals.setdefault(of_output, parts.original)
+
     for layer in layers:
-        for tensor_name in layer.tensors(hypernet):
-            tensor = getattr(layer.module, tensor_name)
-            own = f"{layer.name}.{tensor_name}"
-            # Not the bias's shape: its variance depends on the layer's fan-in too.
-            kind = (tensor_name, tuple(layer.module.weight.shape), layer.emission)
-            of_output = kind if hypernet.sharing == "size" else own
-            of_hidden = "network" if hypernet.sharing == "network" else of_output
-            of_embedding = "network" if hypernet.sharing == "network" else own
-
-            def place(new: Tensor, like: Tensor = tensor) -> Tensor:
-                return new.to(like)
-
-            if of_embedding not in embeddings:
-                source = generator(seed, 0, f"embedding of {of_embedding}")
-                values = place(init.embedding((size,), layer.emission, source))
-                embeddings[of_embedding] = Embedding(values, hypernet.embedding == "trained", hypernet.noise)
-            if of_hidden not in hidden:
-                source, widths = generator(seed, 0, f"h of {of_hidden}"), [size, *hypernet.hidden_features]
-                hidden[of_hidden] = linear_layers(
-                    [
-                        place(init.draw((after, before), init.hidden(before, after, relu=True), source))
-                        for before, after in pairwise(widths)
-                    ]
-                )
-            if of_output not in outputs:
-                features = [size, *hypernet.hidden_features][-1]
-                variance = init.weight if tensor_name == "weight" else init.bias
-                outputs[of_output] = Output(
-                    place(
-                        init.draw(
-                            (*tensor.shape, features),
-                            variance(layer.emission, features, tensor.numel()),
-                            generator(seed, 0, f"H of {of_output}"),
-                        )
-                    )
-                )
-            emitted_by = Emitted(outputs[of_output], Features(embeddings[of_embedding], hidden[of_hidden]))
-            parametrize.register_parametrization(layer.module, tensor_name, emitted_by, unsafe=True)
-            parts = layer.module.parametrizations[tensor_name]
-            with torch.no_grad():
-                parts.original.zero_()
-            if hypernet.sharing == "size":
-                # The shared output layer's bias.
-                parts.original = originals.setdefault(of_output, parts.original)
+        for name in layer.tensors(hypernet):
+            emit(layer, name)
 
 
 def _parametrise_by_chunks(layers: Sequence[Layer], hypernet: Hypernet, seed: int) -> None:
