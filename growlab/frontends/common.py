@@ -19,7 +19,7 @@ from growlab.grower import Grower
 from growlab.grower.network import as_method, check_arguments
 from growlab.grower.part import Part, checked_parts
 from growlab.grower.sharding import Shard
-from growlab.grower.trained import Once, with_small
+from growlab.grower.trained import Once, is_adapted, with_small
 from growlab.grower.triggers import At, Trigger, as_trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule
 from growlab.optim import Inheritance
@@ -146,8 +146,8 @@ def trained(
         return start, None
     path = Path(start)
     if path.is_dir():
-        if not hasattr(type(network), "from_pretrained"):
-            raise UserError(f"{type(network).__name__} has no from_pretrained to load {path} with; give a network.")
+        if not hasattr(type(network), "from_pretrained") or is_adapted(network):
+            raise UserError(f"{type(network).__name__} cannot be loaded from {path} alone; give a network.")
         small = type(network).from_pretrained(path)
         saved = path / "optimizer.pt"
         return small, torch.load(saved, "cpu", weights_only=True) if saved.is_file() else None

@@ -18,6 +18,7 @@ from growlab.frontends.common import GrowthCallback, continue_optimizer, metrics
 from growlab.grower import Grower, renew
 from growlab.grower.network import put_back, wrapper_of
 from growlab.grower.part import Part
+from growlab.grower.trained import is_adapted
 from growlab.grower.triggers import Clock, Trigger
 from growlab.growth import GrowthMethod, Schedule
 from growlab.optim import Inheritance
@@ -119,6 +120,19 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                 raise UserError(f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input.")
             example = as_example(network, (), inputs)
         self.grower = self._make(network, example, self._trigger, self._network and f"{self._network}.")
+        if is_adapted(model):
+            self._load_base_first(model, self.grower.network)
+
+    def _load_base_first(self, model: Any, network: nn.Module) -> None:
+        """Load a checkpoint's base model, and with it the widths, before the Trainer loads its adapters."""
+        load = type(model).load_adapter
+
+        def load_adapter(folder: Any, *args: Any, **named: Any) -> Any:
+            if kept := _extra(Path(folder)).get("kept"):
+                network.load_state_dict(kept)
+            return load(model, folder, *args, **named)
+
+        model.load_adapter = load_adapter
 
     def on_train_begin(
         self,
@@ -182,7 +196,10 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             plain, kept = self.grower.plain_tensors(self.grower.network)
         except UserError as error:
             log.warning("%s is for resuming alone: %s", folder, error)
-        if not isinstance(model, PreTrainedModel):
+        if is_adapted(model):
+            # The Trainer saves adapters alone.
+            kept = dict(self.grower.network.state_dict())
+        elif not isinstance(model, PreTrainedModel):
             kept = {}
         elif kept or _renames(model):
             prefix, tensors = self._network and f"{self._network}.", model.state_dict()
@@ -191,17 +208,26 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                 tensors = {**others, **{prefix + k: t for k, t in plain.items()}}
             # By their own names, by which the Trainer loads them.
             model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
-        if kept or self.grower.parts:
-            extra = {"kept": kept, "parts": self.grower.state_dict()["parts"], "mark": self._mark}
-            torch.save(extra, folder / _FILE)
+        if kept or self.grower.parts or self.grower.state.constants:
+            saved = self.grower.state_dict()
+            own = {"kept": kept, "parts": saved["parts"], "constants": saved["growth"]["constants"]}
+            torch.save({**own, "mark": self._mark}, folder / _FILE)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
         """Turn the model into an ordinary one, also if the Trainer has loaded the best checkpoint.
 
         Raises:
             UserError: the best checkpoint lacks the state of growth.
         """
         self._wrapper = None
+        vars(model or self.grower.network).pop("load_adapter", None)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             folder = Path(state.best_model_checkpoint)
             written = folder / TRAINER_STATE_NAME
@@ -215,11 +241,11 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         self._finish(self.grower)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of growth without its parts, for trainer_state.json; called before `on_save`."""
+        """Return the state of growth without tensors, for trainer_state.json; called before `on_save`."""
         if self.grower is None:
             return {"args": {}, "attributes": {}}
         saved = self.grower.state_dict()
-        del saved["parts"]
+        del saved["parts"], saved["growth"]["constants"]
         self._mark = secrets.token_hex(8)
         return {"args": {}, "attributes": {**saved, "mark": self._mark}}
 
@@ -228,16 +254,16 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         return saved
 
     def _resume(self, grower: Grower, saved: Mapping[str, Any], folder: Path) -> None:
-        path, mark = folder / _FILE, saved.get("mark")
-        extra = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+        extra, mark = _extra(folder), saved.get("mark")
         if mark is not None and extra.get("mark", mark) != mark:
             extra = {}
         parts = extra.get("parts", {part.name: part.state_dict() for part in grower.parts})
-        grower.load_state_dict({**saved, "parts": parts})
+        growth = {**saved["growth"], "constants": extra.get("constants", {})}
+        grower.load_state_dict({**saved, "growth": growth, "parts": parts})
         if not extra and (grower.parts or _multiplied(grower)):
             raise UserError(
-                f"{path} is missing or of another run, and training cannot be resumed without it: resume from a "
-                "checkpoint in the Trainer's output_dir, or give its folder as "
+                f"{folder / _FILE} is missing or of another run, and training cannot be resumed without it: resume "
+                "from a checkpoint in the Trainer's output_dir, or give its folder as "
                 "TrainingArguments(resume_from_checkpoint=...) too."
             )
         put_back(grower.network, extra.get("kept", {}))
@@ -245,6 +271,12 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     def _step(self, state: TrainerState) -> None:
         then = None if self._wrapper is None else partial(renew, self._wrapper)
         self.grower.step(int(state.epoch or 0), step=state.global_step, then=then)
+
+
+def _extra(folder: Path) -> dict[str, Any]:
+    """What `on_save` has written next to the Trainer's files in a checkpoint."""
+    path = folder / _FILE
+    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
 
 
 def _resumed(args: TrainingArguments, state: TrainerState) -> Path:

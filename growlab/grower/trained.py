@@ -97,6 +97,11 @@ class Once(Trigger):
         return grower.graph.full_widths if grower.state.scheduled_stage == 0 else None
 
 
+def is_adapted(model: nn.Module | None) -> bool:
+    """Return True for models of peft, such as those with LoRA adapters."""
+    return isinstance(getattr(model, "peft_config", None), dict)
+
+
 def warn_of_equal_copies(method: GrowthMethod) -> None:
     """Log a warning if a method's copies never separate."""
     if isinstance(method, HyperCloning | Net2Net) and not method.noise_std:

@@ -1,5 +1,7 @@
 """Enlarge a trained network in memory, with its optimizer, in one call."""
 
+import re
+from copy import copy
 from typing import Any
 
 from torch import nn
@@ -7,6 +9,7 @@ from torch.optim import Optimizer
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
+from growlab.grower.trained import is_adapted
 from growlab.inspect.small_models import inputs_of
 from growlab.widen.sizes import deepened, widened
 from growlab.widths import Example
@@ -25,7 +28,8 @@ def enlarge(
     """Return a wider and deeper network with the same outputs as a trained one, and its optimizer.
 
     Args:
-        small: the trained network: a model of transformers, or any network if `wide` is given; not changed.
+        small: the trained network: a model of transformers, maybe with adapters of peft, or any network if `wide` is
+            given; not changed.
         width: factor on the stream, heads and hidden layers of a model of transformers; whole where normalisations run
             over the stream.
         depth: factor on its number of layers.
@@ -46,7 +50,16 @@ def enlarge(
             raise UserError(f"{type(small).__name__} is no model of transformers: give the large network as wide=.")
         larger = deepened(widened(config, width, ("stream", "heads", "mlp")), depth)
         first = next(small.parameters())
-        wide = type(small)(larger).to(first.device, first.dtype).train(small.training)
+        adapted: Any = small if is_adapted(small) else None
+        base = small if adapted is None else adapted.get_base_model()
+        wide = type(base)(larger).to(first.device, first.dtype)
+        if adapted is not None:
+            chosen = copy(adapted.active_peft_config)
+            if depth != 1 and not isinstance(chosen.target_modules, str):
+                # peft has written "all-linear" out as the small network's layers: those of all layers.
+                chosen.target_modules = {re.split(r"\.\d+\.", name)[-1] for name in chosen.target_modules}
+            wide = type(adapted)(wide, chosen, adapted.active_adapter)
+        wide.train(small.training)
     if example is None:
         if not hasattr(config, "to_dict"):
             raise UserError(f"{type(small).__name__} is no model of transformers: give an example of its input.")

@@ -50,7 +50,9 @@ class InOrder(transformers.Trainer):
         return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=collate))
 
 
-def run(folder: Path, resume: Path | None = None, dropout: float = 0.1, **settings: Any) -> tuple[Any, Growth]:
+def run(
+    folder: Path, resume: Path | None = None, dropout: float = 0.1, frozen: bool = False, **settings: Any
+) -> tuple[Any, Growth]:
     usual = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 4, "save_steps": 1, "learning_rate": 5e-3}
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     arguments = transformers.TrainingArguments(str(folder), **{**usual, **quiet, **settings})
@@ -61,7 +63,10 @@ def run(folder: Path, resume: Path | None = None, dropout: float = 0.1, **settin
         example=(WORDS[:4],),
         anneal_steps=2,
     )
-    trainer = InOrder(bert(dropout), arguments, train_dataset=DATA, eval_dataset=DATA, callbacks=[growth])
+    model = bert(dropout)
+    if frozen:
+        model.bert.embeddings.requires_grad_(False)
+    trainer = InOrder(model, arguments, train_dataset=DATA, eval_dataset=DATA, callbacks=[growth])
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer, growth
 
@@ -113,6 +118,17 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp
     assert kept and any((trainer.model.state_dict()[name] != tensor).any() for name, tensor in kept.items())
     again = transformers.BertForSequenceClassification.from_pretrained(last).eval()
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
+
+
+def test_frozen_tables_are_no_entries_of_the_trainers_own_file(tmp_path: Path) -> None:
+    trainer, growth = run(tmp_path / "whole", frozen=True)
+    assert growth.grower is not None and growth.grower.state.constants
+    table = bert().bert.embeddings.position_embeddings.weight
+    assert torch.equal(trainer.model.bert.embeddings.position_embeddings.weight, table)
+    wanted = everything(trainer, growth)
+    for step in (3, 7):
+        resumed = run(tmp_path / "whole", tmp_path / "whole" / f"checkpoint-{step}", frozen=True, save_strategy="no")
+        assert everything(*resumed) == wanted, step
 
 
 def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

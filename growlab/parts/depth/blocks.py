@@ -4,7 +4,8 @@ A run takes the network at full depth, as it takes it at full width, and leaves 
 its original place, so in the end the network has its original class, shapes and state_dict keys.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -31,6 +32,8 @@ from growlab.parts.depth.search import Search, describe, same_shaped_before
 from growlab.parts.depth.starts import COPYING, START_PRESERVES, STARTS, ZEROING, Insertion
 from growlab.widths import Axis, WidthGraph, replace_tensors, resize, tensors_of
 from growlab.widths.meta import copied
+
+log = logging.getLogger(__name__)
 
 
 class Blocks:
@@ -224,6 +227,23 @@ class Blocks:
 
     def _zeroed(self, block: Block) -> frozenset[str]:
         return frozenset(block.zeroed or ()) if self.start in ZEROING else frozenset()
+
+    def warn_of_frozen(self, blocks: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Log a warning if branches of blocks begin at zero and have nothing to train there, such as an adapter."""
+        zeroed = [name for block in blocks for name in self._zeroed(self.blocks[block])]
+        trained = [name for name in zeroed if parameters[name].requires_grad]
+
+        def learns(name: str) -> bool:
+            # A bias, or an adapter of the same layer.
+            return any(other.startswith(name.rsplit(".", 2)[0] + ".") for other in trained)
+
+        if still := [name for name in zeroed if name not in trained and not learns(name)]:
+            log.warning(
+                "%s begins at zero and is frozen, so its branch of the inserted layer never contributes: train it, or "
+                "give it an adapter%s",
+                still[0],
+                f" (and {len(still) - 1} more)" if len(still) > 1 else "",
+            )
 
     def _shared(self, network: nn.Module, block: Block) -> dict[str, str]:
         """Map names of a block's parameters that are shared with other modules to their names there."""
@@ -431,6 +451,7 @@ class Depth(BlockPart):
             return {}
         grower.graph = grower.graph_at(state)
         parameters = dict(grower.network.named_parameters())
+        self.depth.warn_of_frozen([receipt["block"] for receipt in inserted], parameters)
         for optimizer in grower.optimizers:
             order_parameters(optimizer, past, parameters)
             if self._state == "copy":

@@ -1,0 +1,211 @@
+"""Models with adapters of peft grow: adapters follow, the base stays frozen, and merged models compute the same."""
+
+import copy
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import growlab
+from growlab import Grower
+from growlab.base.errors import UserError
+from growlab.growth import HyperCloning
+from growlab.growth.parity import relative_error
+from tests.command_line import ROOT
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+EXACT, TRAINED_PART = 1e-12, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+TOKENS = torch.randint(32, (3, 6), generator=torch.Generator().manual_seed(0))
+
+
+def llama(width: int = 8, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{"hidden_size": width, "intermediate_size": 3 * width // 2, "num_hidden_layers": layers},
+        **{"num_attention_heads": width // 4, "num_key_value_heads": width // 4, "vocab_size": 32},
+        **{"max_position_embeddings": 32, "tie_word_embeddings": False, "use_cache": False},
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    usual = {"r": 2, "lora_alpha": 4, "target_modules": TRAINED_PART, "lora_dropout": 0.1}
+    model = peft.get_peft_model(model, peft.LoraConfig(**{**usual, **settings})).double()
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=source))
+    return model
+
+
+def output(model: Any) -> Tensor:
+    modes = {module: module.training for module in model.modules()}
+    with torch.no_grad():
+        logits: Tensor = model.eval()(input_ids=TOKENS).logits
+    for module, training in modes.items():
+        module.training = training
+    return logits
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+
+
+def trained(frozen: bool = True, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = adapted(llama(), **settings)
+    if not frozen:
+        model.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+    train(model, optimizer, 3)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"rank_pattern": {"up_proj": 3}}], ids=str)
+@pytest.mark.parametrize(("width", "layers"), [(16, 2), (8, 4), (16, 4)])
+def test_adapters_follow_and_merged_models_compute_the_same(width: int, layers: int, settings: Any) -> None:
+    small, optimizer = trained(**settings)
+    expected, merged = output(small), copy.deepcopy(small).merge_and_unload()
+    assert relative_error(expected, output(merged)) < EXACT
+    wide = adapted(llama(width, layers), **settings)
+    grower = Grower.from_trained(small, wide, {"input_ids": TOKENS}, optimizer=optimizer, verbose=False)
+    assert relative_error(expected, output(wide)) < EXACT
+    grower.step()
+    ranks = {name: p.shape[0] for name, p in wide.named_parameters() if "lora_A" in name}
+    assert set(ranks.values()) == {2, *settings.get("rank_pattern", {}).values()}
+    grown = copy.deepcopy(wide).merge_and_unload()
+    assert relative_error(expected, output(wide)) < EXACT and relative_error(expected, output(grown)) < EXACT
+    # Growing the merged model gives the same function.
+    Grower.from_trained(merged, again := llama(width, layers), {"input_ids": TOKENS}, verbose=False).step()
+    assert relative_error(output(grown), output(again)) < EXACT
+    # The optimizer has the adapters alone, each once, and trains them alone.
+    (group,) = optimizer.param_groups
+    adapters = [p for name, p in wide.named_parameters() if "lora_" in name]
+    assert {id(p) for p in group["params"]} == {id(p) for p in adapters} and len(group["params"]) == len(adapters)
+    base = {name: p.clone() for name, p in wide.named_parameters() if "lora_" not in name}
+    train(wide, optimizer, 2)
+    assert all(torch.equal(base[name], p) for name, p in wide.named_parameters() if name in base)
+    assert all(p.requires_grad == ("lora_" in name) for name, p in wide.named_parameters())
+    assert relative_error(expected, output(wide)) > 1e-3
+    expected, plain = output(wide), grower.finish()
+    assert relative_error(expected, output(plain)) < EXACT
+    fresh = adapted(llama(width, layers), **settings)
+    fresh.load_state_dict(plain.state_dict(), strict=True)
+    assert relative_error(expected, output(fresh)) < EXACT
+
+
+def test_moments_of_adapters_are_those_of_the_grown_gradient() -> None:
+    small, optimizer = trained(lora_dropout=0.0)
+    before = {
+        name: {key: optimizer.state[p][key].clone() for key in ("exp_avg", "exp_avg_sq")}
+        for name, p in small.named_parameters()
+        if p.requires_grad
+    }
+    small.zero_grad()
+    small(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    gradients = {name: p.grad.clone() for name, p in small.named_parameters() if p.requires_grad}
+    wide = adapted(llama(16), lora_dropout=0.0)
+    settings: Any = {"method": HyperCloning(), "optimizer": optimizer, "verbose": False}
+    Grower.from_trained(small, wide, {"input_ids": TOKENS}, **settings).step()
+    wide(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    for name, parameter in wide.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        # By how much, and where to, the step has moved each entry of the gradient.
+        old, new, moments = gradients[name], parameter.grad, optimizer.state[parameter]
+        repeats = [wide // narrow for wide, narrow in zip(new.shape, old.shape, strict=True)]
+        ratio = new / old.repeat(repeats)
+        assert torch.allclose(ratio, ratio.median().expand_as(ratio), rtol=1e-6), name
+        for key, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            expected = before[name][key].repeat(repeats) * ratio.median() ** power
+            assert torch.allclose(moments[key], expected, rtol=1e-6), (name, key)
+
+
+def test_a_base_that_trains_too_grows_with_its_state() -> None:
+    small, optimizer = trained(frozen=False)
+    expected, wide = output(small), adapted(llama(16))
+    wide.requires_grad_(True)
+    grower = Grower.from_trained(small, wide, {"input_ids": TOKENS}, optimizer=optimizer, verbose=False)
+    grower.step()
+    assert relative_error(expected, output(wide)) < EXACT
+    assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in wide.parameters())
+
+
+def test_projections_of_new_layers_that_can_never_learn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for targets, warns in ((TRAINED_PART, False), (["q_proj", "down_proj"], True)):
+        small, optimizer = trained(target_modules=targets)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            wide = adapted(llama(8, 4), target_modules=targets)
+            Grower.from_trained(small, wide, {"input_ids": TOKENS}, optimizer=optimizer, verbose=False).step()
+        told = [one.getMessage() for one in caplog.records if "begins at zero and is frozen" in one.getMessage()]
+        assert len(told) == warns
+        if warns:
+            assert told[0].startswith("base_model.model.model.layers.1.self_attn.o_proj.weight begins")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=["dora", "modules_to_save"]
+)
+def test_adapters_that_cannot_grow_are_refused(settings: dict[str, Any]) -> None:
+    small = adapted(llama(), **settings)
+    with pytest.raises(UserError, match="which no widths of PeftModel give"):
+        Grower.from_trained(small, adapted(llama(16), **settings), {"input_ids": TOKENS}, verbose=False)
+
+
+def test_the_guides_block_runs_as_written() -> None:
+    page = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "trained.md").read_text(encoding="utf-8")
+    (block,) = (one for one in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "peft" in one)
+    network = llama()
+    expected, names = output(network), {"network": network}
+    exec(block, names)
+    model: Any = names["model"]
+    assert type(model) is peft.PeftModel and model.config.hidden_size == 16 and model.config.num_hidden_layers == 4
+    assert relative_error(expected, output(model)) < EXACT
+    train(model, names["optimizer"], 1)
+
+
+def test_the_trainer_resumes_with_the_base_that_has_grown(tmp_path: Path) -> None:
+    from growlab.frontends.transformers import Growth
+
+    data = [{"input_ids": TOKENS[n % 3], "labels": TOKENS[n % 3]} for n in range(12)]
+
+    def run(resume: Path | None = None) -> Any:
+        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, save_steps=2, learning_rate=0.01, **quiet
+        )
+        growth = Growth(start=adapted(llama()), trigger={0: "small", 1: 1.0}, example={"input_ids": TOKENS})
+        trainer = transformers.Trainer(adapted(llama(16, 4)), arguments, train_dataset=data, callbacks=[growth])
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        assert [event.step for event in growth.events] == [3]
+        assert "load_adapter" not in vars(trainer.model)
+        return trainer.model
+
+    whole = run()
+    assert output(whole).isfinite().all() and whole.config.hidden_size == 16
+    for step in (2, 4, 8):
+        resumed = run(tmp_path / f"checkpoint-{step}")
+        for name, tensor in resumed.state_dict().items():
+            assert torch.equal(whole.state_dict()[name], tensor), (step, name)
+
+
+def test_enlarging_takes_adapters_along() -> None:
+    small, optimizer = trained()
+    model, same = growlab.enlarge(small, width=2, optimizer=optimizer)
+    assert same is optimizer and relative_error(output(small), output(model)) < EXACT
+    with pytest.raises(UserError, match=r"PeftModel cannot be loaded from .* alone; give a network"):
+        from growlab.frontends.common import trained as of_folder
+
+        of_folder(ROOT, small, "")
