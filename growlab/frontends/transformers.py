@@ -274,7 +274,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
 
 
 def _extra(folder: Path) -> dict[str, Any]:
-    """What `on_save` has written next to the Trainer's files in a checkpoint."""
+    """Load the file that `on_save` has written into a checkpoint, or {}."""
     path = folder / _FILE
     return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
 
