@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,6 +32,7 @@ class Part(Described):
         num_copies: copies of the network that the part keeps, for estimates of memory.
         one_group: the part adds parameters, so optimizers must have a single group.
         shards: it can accompany a sharded network, although it changes tensors.
+        saved: attributes that make up its state, by their keys in it.
     """
 
     name: str = ""
@@ -42,6 +43,7 @@ class Part(Described):
     num_copies: int = 0
     one_group: bool = False
     shards: bool = False
+    saved: ClassVar[Mapping[str, str]] = {}
 
     # Before training ---------------------------------------------------------------------------------------
 
@@ -123,11 +125,13 @@ class Part(Described):
     # Checkpoints -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, in plain containers of tensors and numbers."""
-        return {}
+        """Return the state, in plain containers of tensors and numbers: by default the `saved` attributes."""
+        return {key: getattr(self, attribute) for key, attribute in self.saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`; averages already have the checkpoint's widths."""
+        for key, attribute in self.saved.items():
+            setattr(self, attribute, state.get(key, getattr(self, attribute)))
 
 
 class WidthPart(Part):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class Classes(WidthPart):
     """
 
     name = "classes"
+    # True once rows are in the order of the labels.
+    saved: ClassVar[Mapping[str, str]] = {"sorted": "_sorted"}
 
     def __init__(self, order: Sequence[int], counts: Callable[[int], Sequence[int]]) -> None:
         classes = list(order) if isinstance(order, Sequence) else []
@@ -89,15 +91,9 @@ class Classes(WidthPart):
                 sort_classes(network, grower.graph, self._order)
             self._sorted = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: "sorted" is True once rows are in the order of the labels."""
-        return {"sorted": self._sorted}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
-        self._sorted = bool(state.get("sorted", False))
-
-    load_for_inference = load_state_dict
+    def load_for_inference(self, state: Mapping[str, Any]) -> None:
+        """Load the order of rows."""
+        self.load_state_dict(state)
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:

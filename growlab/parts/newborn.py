@@ -1,7 +1,7 @@
 """Train what came in last by itself: a rate that rises again after an event, and old entries that stay as they are."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ class _SinceEvent(Part):
     Steps between events are counted: events without a step between them are one.
     """
 
+    # Stage of the oldest newborn entries (0: none yet), and optimizer steps since.
+    saved: ClassVar[Mapping[str, str]] = {"since": "_since", "done": "_done"}
+
     def __init__(self) -> None:
         self._since, self._done = 0, 0
         # Saved entries by the `id` of their parameter, and the optimizer that they are saved for.
@@ -36,12 +39,9 @@ class _SinceEvent(Part):
     def after_step(self, grower: GrowingNetwork) -> None:
         self._done += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Stage of the oldest newborn entries (0: none yet), and optimizer steps since."""
-        return {"since": self._since, "done": self._done}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._since, self._done, self._saved = state["since"], state["done"], {}
+        super().load_state_dict(state)
+        self._saved = {}
 
     def _newborn(self, grower: GrowingNetwork) -> Newborn:
         """Newborn parameters and masks, found once for a stage."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -41,6 +41,7 @@ class Setting(Part):
 
     grows = True
     shards = True
+    saved: ClassVar[Mapping[str, str]] = {"value": "value"}
 
     def __init__(self, names: str | Sequence[str], values: Sequence[Any], name: str = "setting") -> None:
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) < 2:
@@ -101,13 +102,9 @@ class Setting(Part):
         change = relative_error(before, evaluate(grower.network, grower.probe()))
         return {self.name: self.value, f"{self.name}_output_change": ranks.agreed([change])[0]}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the current value."""
-        return {"value": self.value}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
-        self.value = state["value"]
+        """Restore the current value."""
+        super().load_state_dict(state)
         self._set_all()
 
     def _advance(self, fraction_grown: float | None) -> None:

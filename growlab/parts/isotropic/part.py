@@ -1,7 +1,7 @@
 """Parts for isotropic layers in growing networks: widths that they adapt themselves, and weights psi of gains."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ class IsotropicLayers(WidthPart):
 
     name = "isotropic"
     follows_norms = True
+    saved: ClassVar[Mapping[str, str]] = {"asked": "_asked"}
     method: Isotropic
 
     def __init__(self, mode: Literal["reserve", "scheduled"] = "reserve", **settings: Any) -> None:
@@ -97,14 +98,6 @@ class IsotropicLayers(WidthPart):
         # Ranks compute the same; should one differ, it follows rank 0, and the comparison of ranks reports it.
         own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
         return None if all(now[group] == width for group, width in own.items()) else own
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last boundary at which widths were decided."""
-        return {"asked": self._asked}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`."""
-        self._asked = int(state["asked"])
 
 
 MODES = ("constant", "decayed")

@@ -22,7 +22,6 @@ from tests.test_grower import OPTIMIZERS, STEPS, Loop
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 DTYPES = (torch.float64, torch.float32)
-# Shared weights cannot be emitted.
 # A hypernetwork emits plain weights, each of one layer.
 NAMES = [name for name in NETWORKS if name not in ("shared", "weight norms")]
 PARTS = (0.2, 0.65, 1.0)
