@@ -739,6 +739,7 @@ def test_it_works_without_arguments_and_its_events_are_objects(caplog: pytest.Lo
     again = Grower(mlp(), PROBE, verbose=False)
     again.load_state_dict(grower.state_dict())
     assert again.events == events and again.events[0].as_dict()["num_params"] == events[0].num_params
+    assert again.events[0]["num_params"] == events[0].num_params
     caplog.clear()
     Grower(mlp(), PROBE, verbose=False).step(20)
     logging.getLogger("growlab").setLevel(logging.WARNING)

@@ -136,6 +136,10 @@ class GrowthEvent:
             f"{self.num_params_before:,} -> {self.num_params:,}, relative output error {self.parity_error_eval:.0e}"
         )
 
+    def __getitem__(self, name: str) -> Any:
+        """Entry of `as_dict` by its name, a note's too."""
+        return self.as_dict()[name]
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything except tensors and timings of checks, in plain containers, merged with the notes."""
         own = {name: value for name, value in vars(self).items() if name not in _NOT_IN_RECEIPT}
