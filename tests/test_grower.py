@@ -232,13 +232,6 @@ def test_state_that_cannot_be_carried_begins_anew_and_says_so(make, first, caplo
         strict.grower.step(epoch=EPOCHS)
 
 
-def test_plain_weights_while_normalisations_are_annealed_are_refused() -> None:
-    loop = Loop(network=normed, method=VarianceTransfer()).train(STEPS)
-    loop.grower.step(epoch=1)
-    with pytest.raises(UserError, match="not plain yet"):
-        loop.grower.plain_state_dict()
-
-
 @pytest.mark.parametrize(
     ("kind", "network", "steps"),
     [("growlab", mlp, (1, 5, 11)), ("momentum", mlp, (3, 9)), ("groups", normed, (2, 3, 4, 7, 10))],
@@ -680,6 +673,8 @@ def grower_of(example):
         (lambda: Loop().grower.provide(record=list), "no 'record'; it takes batches, loss, .*, records, "),
         (lambda: Loop().grower.provide([PROBE]), "batches of provide must be a function, not a list"),
         (lambda: Loop(network=normed, anneal_steps=50).train().grower.finish(), "47 more optimizer steps"),
+        (lambda: Loop(network=normed).train(STEPS + 1).grower.plain_state_dict(), "not plain yet"),
+        (lambda: Grower(nn.LazyLinear(8), PROBE), r"\(LazyLinear\) has no shape yet; call the network once"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_sentence(act, sentence) -> None:
@@ -1084,9 +1079,3 @@ def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() ->
     grower.step(epoch=0)
     with pytest.raises(UserError, match="the column 'gradient_norm' of the records, which lack it"):
         grower.step(epoch=4)
-
-
-def test_a_network_whose_layers_have_no_shape_yet_is_refused_in_a_sentence() -> None:
-    lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 2))
-    with pytest.raises(UserError, match=r"0 \(LazyLinear\) has no shape yet; call the network once"):
-        Grower(lazy, torch.randn(4, 3), method=PairGrowth(), trigger={0: 0.5, 1: 1.0})

@@ -1,6 +1,5 @@
 """Vision Transformers that train on large patches first."""
 
-import pickle
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from growlab.lab.training.plan import StageCost
 from growlab.parts import PatchSize
 from growlab.parts.patch_size import resample_patches, resize_positions
 from growlab.widths import trace
+from tests.parts.stages import check_resumed, check_undone
 from tests.parts_here import averages
 
 timm = pytest.importorskip("timm")
@@ -139,44 +139,12 @@ def test_a_stage_costs_what_its_patches_cost() -> None:
 
 @pytest.mark.parametrize(("name", "epoch"), [("timm", 1), ("transformers", 2)])
 def test_resumed_it_trains_like_undisturbed(name: str, epoch: int) -> None:
-    def fresh() -> tuple[Grower, torch.optim.Optimizer]:
-        growing = grower(name)
-        optimizer = torch.optim.AdamW(growing.network.parameters(), lr=0.01)
-        growing.follow(optimizer)
-        return growing, optimizer
-
-    def train(growing: Grower, optimizer: torch.optim.Optimizer, epochs: range) -> list[float]:
-        losses = []
-        for each in epochs:
-            growing.step(epoch=each)
-            loss = F.cross_entropy(growing.network.train()(IMAGES), LABELS)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    wanted, begun, resumed = train(*fresh(), range(3)), fresh(), fresh()
-    losses = train(*begun, range(epoch))
-    saved = pickle.dumps((begun[0].state_dict(), begun[0].network.state_dict(), begun[1].state_dict()))
-    for each, state in zip((resumed[0], resumed[0].network, resumed[1]), pickle.loads(saved), strict=True):
-        each.load_state_dict(state)
-    assert losses + train(*resumed, range(epoch, 3)) == wanted
+    check_resumed(lambda: grower(name), lambda network: F.cross_entropy(network(IMAGES), LABELS), epoch)
 
 
 def test_an_event_that_fails_is_undone() -> None:
     growing = grower("transformers")
-    before = {name: tensor.clone() for name, tensor in growing.network.state_dict().items()}
-    outputs = evaluate(growing.network, (IMAGES,))
-
-    def fail() -> None:
-        raise ValueError("later")
-
-    with pytest.raises(ValueError, match="later"):
-        growing.step(epoch=1, then=fail)
-    for name, tensor in growing.network.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    assert torch.equal(evaluate(growing.network, (IMAGES,)), outputs)
+    check_undone(growing, IMAGES)
     assert growing.network.model.config.patch_size == 8
 
 

