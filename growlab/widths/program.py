@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def parts_of(node: Any) -> torch.fx.GraphModule | None:
         args, kwargs = tree_unflatten([next(tensor) if leaf in nodes else leaf for leaf in leaves], spec)
         return node.target(*args, **kwargs)
 
-    known: Any = default_decompositions()
+    known = _decompositions()
     mode: Any = tensors[0].fake_mode
     try:
         with mode:
@@ -126,6 +127,12 @@ def parts_of(node: Any) -> torch.fx.GraphModule | None:
     for each in calls:
         each.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
     return None if node.target in [each.target for each in calls] else made
+
+
+@cache
+def _decompositions() -> dict[Any, Any]:
+    """Decompositions of operations; made once, since torch searches all registered operations for them."""
+    return dict(default_decompositions().items())
 
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:
