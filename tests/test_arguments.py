@@ -118,7 +118,7 @@ def test_what_is_no_argument_of_a_part_is_told(part: str, arguments: dict[str, A
 def test_counts_of_classes_that_no_stages_have_are_told(counts: list[Any]) -> None:
     part = parts.Classes([2, 0, 1], lambda number: counts)
     part.groups = ("classes",)
-    with pytest.raises(UserError, match=r"counts\(2\) must give 2 ascending numbers of classes from 1 to 3"):
+    with pytest.raises(UserError, match=r"counts must give 2 ascending numbers of classes from 1 to 3"):
         part.stage_widths(2)
 
 

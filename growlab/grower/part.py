@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -178,6 +179,26 @@ class BlockPart(Part):
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
         """Change a network, or an average of it, to the structure of a state, before it loads tensors."""
+
+
+def remove_pre_hooks(network: nn.Module, kind: type) -> None:
+    """Remove a network's forward pre-hooks of a class."""
+    for key, hook in list(network._forward_pre_hooks.items()):
+        if isinstance(hook, kind):
+            del network._forward_pre_hooks[key]
+            network._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def numbers_of_stages(counts: Sequence[Any], num_stages: int, most: int, what: str) -> Sequence[int]:
+    """Return the number of channels at each stage; raise a UserError unless they ascend from 1 to at most `most`."""
+    counts = list(counts)
+    whole = all(isinstance(one, Integral) and 1 <= int(one) <= most for one in counts)
+    if len(counts) != num_stages or not whole or sorted(counts) != counts:
+        raise UserError(
+            f"counts must give {num_stages} ascending numbers of {what} from 1 to {most}, one for each stage, not "
+            f"{counts}."
+        )
+    return counts
 
 
 _Value = TypeVar("_Value")

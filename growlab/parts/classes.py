@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.grower.part import Replaced, WidthPart, open_channels
+from growlab.grower.part import Replaced, WidthPart, numbers_of_stages, open_channels
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import GrowthState
@@ -63,14 +63,7 @@ class Classes(WidthPart):
         """
         if not self.groups:
             return {}
-        counts, number = list(self._counts(num_stages)), len(self._order)
-        whole = all(isinstance(one, Integral) and 1 <= one <= number for one in counts)
-        if len(counts) != num_stages or not whole or sorted(counts) != counts:
-            raise UserError(
-                f"counts({num_stages}) must give {num_stages} ascending numbers of classes from 1 to {number}, not "
-                f"{counts}."
-            )
-        return {CLASSES: counts}
+        return {CLASSES: numbers_of_stages(self._counts(num_stages), num_stages, len(self._order), "classes")}
 
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Add rows for the classes of the next stage, drawn as the method draws its weights."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
-from numbers import Integral
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import one_of
-from growlab.grower.part import Replaced, WidthPart, open_channels
+from growlab.grower.part import Replaced, WidthPart, numbers_of_stages, open_channels, remove_pre_hooks
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthEvent, GrowthState, ParityError
 from growlab.growth.outputs import evaluate
@@ -107,10 +106,7 @@ class Features(WidthPart):
 
     def detach(self, network: nn.Module) -> None:
         """Let the network take its input as it is."""
-        for key, hook in list(network._forward_pre_hooks.items()):
-            if isinstance(hook, FirstFeatures):
-                del network._forward_pre_hooks[key]
-                network._forward_pre_hooks_with_kwargs.pop(key, None)
+        remove_pre_hooks(network, FirstFeatures)
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
         """Return the number of features at each stage.
@@ -118,16 +114,10 @@ class Features(WidthPart):
         Raises:
             UserError: `counts` has not one number for each stage, ascending and at most the number of features.
         """
-        given, number = self._counts, self._number
+        given = self._counts
         # A network that is only evaluated has a single stage, the last.
-        counts = list(given(num_stages)) if callable(given) else list(given)[-1 if num_stages == 1 else 0 :]
-        whole = all(isinstance(one, Integral) and 1 <= one <= number for one in counts)
-        if len(counts) != num_stages or not whole or sorted(counts) != counts:
-            raise UserError(
-                f"counts must give {num_stages} ascending numbers of features from 1 to {number}, one for each stage, "
-                f"not {counts}."
-            )
-        return {FEATURES: counts}
+        counts = given(num_stages) if callable(given) else list(given)[-1 if num_stages == 1 else 0 :]
+        return {FEATURES: numbers_of_stages(counts, num_stages, self._number, "features")}
 
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Add columns for the features of the next stage.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError, first_line
-from growlab.grower.part import Part, check_fraction_known, value_at
+from growlab.grower.part import Part, check_fraction_known, remove_pre_hooks, value_at
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger
 from growlab.growth import GrowthEvent
 from growlab.growth.outputs import evaluate
@@ -115,10 +115,7 @@ class Resolution(Part):
 
     def detach(self, network: nn.Module) -> None:
         """Remove the hook that resizes inputs."""
-        for key, hook in list(network._forward_pre_hooks.items()):
-            if isinstance(hook, Resizer):
-                del network._forward_pre_hooks[key]
-                network._forward_pre_hooks_with_kwargs.pop(key, None)
+        remove_pre_hooks(network, Resizer)
 
     def inputs_at(self, inputs: tuple[Any, ...], fraction_grown: float) -> tuple[Any, ...]:
         """Return training inputs at a fraction of growth, resized."""
