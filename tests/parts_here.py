@@ -14,7 +14,7 @@ _NAMED = {
     "averages": ("ema.",),
     "classes": (),
     "depth": ("depth.", "=grown_", "llama_text"),
-    "features": (),
+    "features": ("features.",),
     "hypernets": ("=hyperfan",),
     "isotropic": ("=isotropic", "isotropic.", "gain_weights."),
     "osgd": ("osgd.", "=table14"),

@@ -23,7 +23,7 @@ from growlab.grower.triggers import Never
 from growlab.growth import HyperCloning, Net2Net, PairGrowth
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
-from growlab.parts import Averages, Features
+from growlab.parts import Averages, Classes, Features
 from growlab.parts.features import FEATURES
 from tests.command_line import CommandLine
 
@@ -280,6 +280,14 @@ def test_buffers_of_the_data_are_those_of_the_full_network() -> None:
     for epoch, count in enumerate(COUNTS):
         loop.grower.step(epoch=epoch)
         assert torch.equal(loop.network.mean, mean[:count])
+
+
+def test_classes_arrive_with_features() -> None:
+    loop = Loop("readers", parts=[Classes([2, 0, 1], lambda number: [1, 2, 3])])
+    for epoch, counts in enumerate(zip(COUNTS, (1, 2, 3), strict=True)):
+        loop.grower.step(epoch=epoch)
+        assert (loop.network.down.in_features, loop.network.last.out_features) == counts
+    assert all(event.notes["features_output_change"] < EXACT for event in loop.grower.events)
 
 
 def test_widths_may_stay_while_features_arrive() -> None:

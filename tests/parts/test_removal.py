@@ -61,7 +61,7 @@ PARTS = {
     "patch sizes": Files(("parts/patch_size.py",), ("parts/patch_size.yaml",), ("parts/test_patch_size.py",)),
     "settings": Files(("parts/setting.py",), ("parts/setting.yaml",), ("parts/test_setting.py",)),
     "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes.py",)),
-    "arriving features": Files(("parts/features.py",), (), ("parts/test_features.py",)),
+    "arriving features": Files(("parts/features.py",), ("parts/features.yaml",), ("parts/test_features.py",)),
     "isotropic layers": Files(
         ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/entries/3_bird*.yaml"),
         ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),

@@ -17,6 +17,7 @@ from growlab.lab.data import ImageData
 from growlab.lab.networks import mlp8, resnet20
 from growlab.lab.networks.resnet import CifarResNet
 from tests.command_line import CommandLine
+from tests.experiments import write_fake_images
 from tests.parts_here import needs
 from tests.runs import SMALL, Left, kept_run, resumed_from, whole_run
 
@@ -217,6 +218,26 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None
         with torch.no_grad():
             right = [(network(x).argmax(1) == y).float().sum() for x, y in data.test_dataloader()]
         assert float(sum(right)) / data.num_test == pytest.approx(results[key])
+
+
+@needs("features")
+def test_channels_of_images_arrive(cli: CommandLine, tmp_path: Path) -> None:
+    """The cost of each stage is that of a network with as many channels."""
+    images = write_fake_images(tmp_path / "images")
+    run = finished(
+        *(cli, tmp_path, "experiment=resnet20_cifar10", "data=folder", f"data.root={images}", "data.batch_size=4"),
+        *("data.image_size=8", "data.resize_size=8", "probe_size=2", "batch_norm_samples=4", "trainer.accelerator=cpu"),
+        *("model=custom", "model._target_=tests.parts.test_runs.small_resnet", "features.counts=[1,2,3]"),
+        *("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.5,1]"),
+    )
+    events, stages = run.growth["events"], run.results["stages"]
+    assert [event["widths_after"]["input features"] for event in events] == [2, 3]
+    assert all(event["features_output_change"] < 1e-5 for event in events)
+    networks = [CifarResNet(2, 10, channels, (width, 2 * width)) for channels, width in ((1, 2), (2, 2), (3, 4))]
+    assert [stage["num_params"] for stage in stages] == [sum(p.numel() for p in one.parameters()) for one in networks]
+    flops = [forward_flops(one, torch.zeros(1, n, 8, 8)) for n, one in enumerate(networks, start=1)]
+    assert [stage["flops_per_sample"] for stage in stages] == flops
+    networks[-1].load_state_dict(run.weights)
 
 
 @needs("classes")
