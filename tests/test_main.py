@@ -351,6 +351,25 @@ WITHOUT = {
     ("table", "--help"): (0, "usage: growlab table"),
     ("widths", "growlab/mlp8", "--input-shape", "1,4,4"): (0, "growlab/mlp8: 8 width groups"),
 }
+# Compilers take as long to import as the rest of torch.
+ENGINE = """
+import torch, growlab
+from growlab import parts
+print(sorted({"torch._dynamo", "triton"} & set(sys.modules)))
+network = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+x = torch.randn(8, 6)
+method, average = growlab.VarianceTransfer(), parts.Averages(0.9)
+grower = growlab.Grower(network, x, method=method, trigger={0: 0.25, 1: 1.0}, parts=[average], verbose=False)
+optimizer = growlab.optim.SGD(network.parameters(), lr=0.1)
+grower.follow(optimizer)
+for epoch in range(2):
+    grower.step(epoch=epoch)
+    network(x).sum().backward()
+    optimizer.step()
+grower.finish()
+import growlab.inspect, growlab.parts.depth, growlab.parts.isotropic, growlab.parts.hypernets
+print(network[0].out_features, "yaml" in sys.modules)
+"""
 # A program that lacks a package learns what installs it.
 LACKING = """
 import growlab
@@ -383,11 +402,13 @@ def printed_by(program: str) -> str:
     return done.stdout
 
 
-def test_with_torch_alone_the_engines_commands_run() -> None:
+def test_with_torch_alone_the_engine_grows_a_network_and_its_commands_run() -> None:
     """As after `pip install --no-deps growlab`."""
     absent = "hydra omegaconf lightning pytorch_lightning torchvision transformers timm pandas scipy sklearn"
-    absent = [*absent.split(), "matplotlib", "rich", "PIL", "pyarrow"]
-    first, second, ended = printed_by(f"{HIDING}\nhide({absent})\n{LACKING}{CALLED.format(list(WITHOUT))}").splitlines()
+    absent = [*absent.split(), "matplotlib", "rich", "PIL", "pyarrow", "pydantic", "safetensors"]
+    printed = printed_by(f"{HIDING}\nhide({absent})\n{ENGINE}{LACKING}{CALLED.format(list(WITHOUT))}")
+    compilers, grown, first, second, ended = printed.splitlines()
+    assert (compilers, grown) == ("[]", "32 False")
     assert first.startswith("growlab.Growth needs lightning, which is not installed: pip install ")
     assert f"needs transformers, which is not installed: {how_to_install('transformers')}" in second
     for (expected, message), (code, text) in zip(WITHOUT.values(), json.loads(ended), strict=True):
