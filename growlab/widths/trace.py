@@ -203,34 +203,37 @@ def _traced_program(
             f"keep_full=[{', '.join(unknown)}]: {type(model).__name__} runs no operation of that name; "
             + (f"nearest are {', '.join(near)}." if near else f"it runs {', '.join(sorted(known))}.")
         )
-    graphs = []
-
     always = {**settings, "keep_full": frozenset(keep_full)}
     training = always.pop("training", False)
     always["plain"] = _plain_constants(program, model.train(training), inputs) - always["updated"]
 
-    def find(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Walk]:
-        graph, calls, last = _best_pass(program, model, moved or {}, {**always, **settings})
-        graphs.append(freeze_failing_groups(model, graph, inputs, calls, training))
-        return graph, last
+    def walked(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, list[Call], Walk]:
+        return _best_pass(program, model, moved or {}, {**always, **settings})
+
+    def tried(graph: WidthGraph, calls: Sequence[Call], _: Walk, all_or_none: bool = False) -> WidthGraph:
+        return freeze_failing_groups(model, graph, inputs, calls, training, all_or_none=all_or_none)
 
     try:
-        graph, walk = find()
+        first = graph, _, walk = walked()
     except UnsupportedOperation:
         # With growing streams under layer normalisation, channels reach operations without a channel rule.
-        find(weighted_norms=False)
-        return graphs[0]
+        return tried(*walked(weighted_norms=False))
+    # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
+    # All layers at once: the stream does not grow before each of them lets it.
+    tied = frozenset(walk.record.attending)
+    either = bool(tied) and not graph.attentions
+    graphs = [tried(*first, all_or_none=either)]
     if len(graphs[0].attentions) < len(graph.attentions):
         # Where a head dimension is hard-coded, whole heads may grow instead.
-        find(heads="number")
-    if walk.record.attending and max(len(found.groups) for found in graphs) < len(graph.groups):
-        # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
-        # All layers at once: the stream does not grow before each of them lets it.
-        tied = frozenset(walk.record.attending)
-        find(walk.record.moved, heads="number", tied=tied)
+        graphs.append(tried(*walked(heads="number")))
+    if tied and max(len(found.groups) for found in graphs) < len(graph.groups):
+        graphs.append(tried(*walked(walk.record.moved, heads="number", tied=tied)))
         if graph.attentions and len(graphs[-1].groups) < len(graph.groups):
             # The number of heads may be hard-coded: then each head grows with the stream.
-            find(tied=tied)
+            graphs.append(tried(*walked(tied=tied)))
+        if either and _growing(model, graphs[-1]) < _growing(model, graph):
+            # Finding out which groups fail takes the longest.
+            graphs[0] = tried(*first)
     if walk.record.multiplies:
         # Where neither can grow, as with a single hand-written head, its values may.
         with suppress(UnsupportedOperation):

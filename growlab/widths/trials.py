@@ -100,6 +100,10 @@ class Trials:
                 return False
         return True
 
+    def run_once(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
+        """Return True if the network runs at the widths that have failed last: a part of `run`."""
+        return self._runs(self._following(attributes), self._only(names, self._widths[0]))
+
     def tie(self, names: Sequence[str]) -> None:
         """Give these groups equal widths in every trial."""
         for widths in (*self._widths, self._apart):
@@ -309,6 +313,7 @@ def freeze_failing_groups(
     calls: Sequence[Call],
     training: bool = False,
     any_rows: bool = False,
+    all_or_none: bool = False,
 ) -> WidthGraph:
     """Remove groups whose narrowing makes the network's forward fail or compute something else.
 
@@ -319,6 +324,7 @@ def freeze_failing_groups(
         calls: operations that tracing has visited.
         training: True if they are those of train mode.
         any_rows: True if the number of output rows may depend on the data, such as boxes in an image.
+        all_or_none: remove all groups if any of them fails, which takes much less time.
 
     Returns:
         The graph without these groups; its `written` has only the attributes that are to follow the widths.
@@ -331,7 +337,9 @@ def freeze_failing_groups(
     graph = replace(graph, written=known)
     with lightened(model, inputs) as (light, kept):
         trials = Trials(model, graph, light, kept, calls, training, any_rows)
-        working = _freeze_failing(model, graph, trials)
+        working = _freeze_failing(model, graph, trials, all_or_none)
+        if all_or_none and not working.groups:
+            return working
         if ties := _tied(graph, working, trials):
             together = _merged(_freeze_failing(model, graph, trials), ties)
             working = max(together, working, key=lambda found: sum(map(found.grows, found.axes)))
@@ -366,7 +374,7 @@ def _tied(graph: WidthGraph, working: WidthGraph, trials: Trials) -> list[list[s
     return several if lost and trials.run([*working.groups, *lost], graph.written) else []
 
 
-def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials) -> WidthGraph:
+def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials, all_or_none: bool = False) -> WidthGraph:
     known, trials.attributes = graph.written, {}
     if trials.work(list(graph.groups), {}):
         return replace(graph, written={})
@@ -374,11 +382,15 @@ def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials) -> Widt
     classes = [read for places in _by_class(model, graph) if (read := _read(places, trials))]
     graph = replace(graph, written={place: known[place] for places in classes for place in places})
     if not classes:
+        if all_or_none:
+            return without(graph, dict.fromkeys(graph.groups, trials.failure))
         return _with_these_alone(graph, _largest_working(list(graph.groups), trials), trials)
     everything = [place for places in classes for place in places]
     found = _attributes_that_work(trials, graph, everything, list(graph.groups), {})
     if found is not None:
         return replace(graph, written=found)
+    if all_or_none:
+        return without(graph, dict.fromkeys(graph.groups, trials.failure))
     # First the groups that no attribute counts.
     written = {group for axis in graph.written.values() for group in axis.groups}
     kept = _largest_working([name for name in graph.groups if name not in written], trials)
@@ -414,7 +426,9 @@ def _attributes_that_work(
     attempts = (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
     for chosen in islice(attempts, _MOST_ATTEMPTS):
         following = {place: graph.written[place] for place in places if _kind_of(place) in chosen}
-        if trials.work(groups, {**others, **following}):
+        attributes = {**others, **following}
+        # In the order of what they cost.
+        if all(test(groups, attributes) for test in (trials.run_once, trials.compute_the_same, trials.run)):
             return following
     return None
 
@@ -443,7 +457,10 @@ def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[HardcodedSize]]:
 
 def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
     """Return as many of the groups as can be narrowed together and with those in `working`."""
-    found = _largest(names, trials, trials.run, working)
+    # Most of what fails does so at any width.
+    found = _largest(names, trials, trials.run_once, working)
+    if not trials.run([*working, *found]):
+        found = _largest(found, trials, trials.run, working)
     # Comparing all operations takes many times as long as running them.
     same = trials.compute_the_same([*working, *found])
     return found if same else _largest(found, trials, trials.work, working)
