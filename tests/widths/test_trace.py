@@ -341,15 +341,14 @@ class Attending(nn.Module):
         return self.b((x + self.attend(x, x, x, attn_mask=mask)[0]).mean(1))
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("rows", [3, 4, 16])
 def test_the_batch_size_may_equal_the_number_of_channels_per_head(rows: int) -> None:
     """torch's attention works on batch times heads: with four rows as many as the stream has channels."""
     graph = trace(Attending(), torch.randn(rows, 6, 5))
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
 
 
-@pytest.mark.parametrize("rows", [4, 6])
-@pytest.mark.parametrize("length", [4, 6])
+@pytest.mark.parametrize(("rows", "length"), [(4, 4), (6, 4)])
 def test_a_mask_over_positions_is_no_batch(rows: int, length: int) -> None:
     """It keeps its shape where the example's rows become others, also where it is as long as the batch."""
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)
