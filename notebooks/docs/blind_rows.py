@@ -1,0 +1,455 @@
+"""Trains twelve pairs of a network and a budget that were written down before any of them was trained.
+
+`python notebooks/docs/blind_rows.py --write` writes `notebooks/results/blind/pairs.csv`: networks, budgets, and the
+odds that `growlab.plan` gives. `python notebooks/docs/blind_rows.py --data ../shared/data` then trains all runs that
+`rates.csv` (validation data, one seed) and `arms.csv` (test data) lack, at equal cost in FLOPs, about an hour on one
+CPU core. Rates are chosen for each pair and each kind of run on validation data.
+"""
+
+import argparse
+import csv
+import gzip
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab import At, Controller, Grower
+from growlab.grower.cost import forward_flops
+from growlab.growth import VarianceTransfer
+from growlab.lab.networks import MLP, CausalTransformer, CifarResNet
+from growlab.lab.training.run import git_commit
+from growlab.parts import Depth, Resolution
+from growlab.plan import advise
+
+FOLDER = Path(__file__).resolve().parents[1] / "results" / "blind"
+ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays")
+RATES, RATE_SEED, SEEDS = (0.0015, 0.005, 0.015), 100, range(3)
+# The controller, and its trunk that never grows: at the rate of the smaller network.
+ON_TRUNK = ("controller", "stays")
+# Parts of the cost: warm-up, decay to 0 at the end, growth of the network, growth of the input.
+WARMUP, DECAY, GROW, ENLARGE = 0.05, 0.4, 0.3, 0.5
+CHARACTERS, LENGTH, CLASSES = 96, 64, 10
+# The most samples of a test.
+TESTED = 4000
+
+
+class Recurrent(nn.Module):
+    """Next character by two layers of an LSTM or a GRU."""
+
+    def __init__(self, layer: type[nn.LSTM | nn.GRU], width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.layers = layer(width, width, 2, batch_first=True)
+        self.head = nn.Linear(width, CHARACTERS)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        return self.head(self.layers(self.embedding(tokens_BT))[0])
+
+
+def mlp(width: int, features: int) -> nn.Module:
+    """Three hidden layers."""
+    return nn.Sequential(nn.Flatten(), MLP(features, [width] * 3, CLASSES, batch_norm=True))
+
+
+def convnet(width: int, channels: int) -> nn.Module:
+    """Four convolutions, two of stride 2, and the mean over the image."""
+    layers: list[nn.Module] = []
+    for into, out, stride in (
+        (channels, width, 1),
+        (width, width, 2),
+        (width, 2 * width, 2),
+        (2 * width, 2 * width, 1),
+    ):
+        layers += [nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, CLASSES))
+
+
+def resnet(width: int, channels: int) -> nn.Module:
+    """ResNet-14: two blocks a stage."""
+    return CifarResNet(2, CLASSES, channels, (width, 2 * width, 4 * width), stem_stride=2)
+
+
+def vit(width: int, channels: int, size: int) -> nn.Module:
+    """Four layers, two heads, patches of 4x4."""
+    return VisionTransformer(
+        img_size=size, patch_size=4, in_chans=channels, num_classes=CLASSES, embed_dim=width, depth=4, num_heads=2,
+        mlp_ratio=2, class_token=False, global_pool="avg", dynamic_img_size=True,
+    )  # fmt: skip
+
+
+def decoder(width: int) -> nn.Module:
+    """Four layers of a Llama-like decoder."""
+    return CausalTransformer(
+        CHARACTERS, LENGTH, num_layers=4, width=width, num_heads=2, head_dim=width // 2, rotary_dim=2, hidden=2 * width
+    )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A network and a budget.
+
+    Attributes:
+        name: of the pair.
+        family: network and data.
+        make: network of a width.
+        widths: of the full network, of one with half and of one with an eighth of its parameters.
+        data: images (with their size) or text.
+        size: pixels of an image's side; 0 for text.
+        ratio: training samples, of text characters, for each parameter of the full network.
+        small: pixels or characters of small inputs; None: the network takes one size.
+        depth: it grows by blocks, not in width.
+    """
+
+    name: str
+    family: str
+    make: Callable[[int], nn.Module]
+    widths: tuple[int, int, int]
+    data: str
+    size: int
+    ratio: float
+    small: int | None
+    depth: bool = False
+    batch: int = 64
+
+    @property
+    def text(self) -> bool:
+        """Samples are characters."""
+        return not self.size
+
+    @property
+    def whole(self) -> int:
+        """Pixels of an image's side, or characters of a window."""
+        return self.size or LENGTH
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """Parameters at each width."""
+        return tuple(sum(p.numel() for p in self.make(width).parameters()) for width in self.widths)
+
+    def example(self, size: int) -> Tensor:
+        """Two inputs."""
+        shape = (2, size) if self.text else (2, 3 if self.data == "cifar10" else 1, size, size)
+        return torch.zeros(shape, dtype=torch.long) if self.text else torch.randn(shape)
+
+    def flops(self, network: nn.Module, size: int) -> int:
+        """Forward FLOPs of a sample, of text a window."""
+        return forward_flops(network, self.example(size)[:1])
+
+    @property
+    def budget(self) -> float:
+        """Forward FLOPs of all samples of the full network."""
+        samples = self.ratio * self.params[0] / (self.whole if self.text else 1)
+        return samples * self.flops(self.make(self.widths[0]), self.whole)
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Names of what is trained."""
+        return tuple(arm for arm in ARMS if self.small or not arm.endswith("input"))
+
+
+DIGITS, MNIST, CIFAR, SMALL_MNIST = ("digits", 8), ("mnist10k", 20), ("cifar10", 16), ("mnist10k", 14)
+ENGLISH, GERMAN = ("en", 0), ("de", 0)
+_OF = {
+    "resnet14": resnet, "convnet": convnet, "vit": vit, "mlp": mlp, "decoder": decoder,
+    "lstm": partial(Recurrent, nn.LSTM), "gru": partial(Recurrent, nn.GRU),
+}  # fmt: skip
+
+
+def _pair(
+    number: int,
+    ratio: float,
+    kind: str,
+    data: tuple[str, int],
+    widths: tuple[int, int, int],
+    small: int | None,
+    batch: int = 64,
+    **settings: int,
+) -> Pair:
+    make, depth = partial(_OF[kind], **settings), kind in ("resnet14", "vit", "decoder")
+    return Pair(f"w{number}", f"{kind} on {data[0]}", make, widths, *data, ratio, small, depth, batch)
+
+
+PAIRS = [
+    _pair(1, 1.0, "resnet14", MNIST, (6, 4, 2), 14, 128, channels=1),
+    _pair(2, 1.2, "resnet14", CIFAR, (6, 4, 2), 12, 128, channels=3),
+    _pair(3, 1.5, "convnet", CIFAR, (12, 8, 4), 12, channels=3),
+    _pair(4, 1.9, "decoder", GERMAN, (24, 16, 8), 32, 8),
+    _pair(5, 2.3, "vit", MNIST, (12, 8, 4), 12, channels=1, size=20),
+    _pair(6, 2.9, "lstm", ENGLISH, (64, 43, 18), 32, 16),
+    _pair(7, 3.5, "mlp", DIGITS, (64, 41, 15), None, features=64),
+    _pair(8, 4.3, "vit", CIFAR, (12, 8, 4), 8, 128, channels=3, size=16),
+    _pair(9, 5.3, "convnet", SMALL_MNIST, (12, 8, 4), 10, channels=1),
+    _pair(10, 6.6, "mlp", SMALL_MNIST, (64, 38, 11), None, features=196),
+    _pair(11, 8.1, "decoder", ENGLISH, (24, 16, 8), 32, 16),
+    _pair(12, 10.0, "gru", GERMAN, (24, 16, 5), 32, 16),
+]
+
+
+# Data --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs and labels of images by part, "train", "val" and "test"; of text, characters and no labels."""
+
+    inputs: dict[str, Tensor]
+    labels: dict[str, Tensor]
+
+
+@cache
+def load(root: Path, name: str, size: int) -> Data:
+    """Data of a name; images are standardised."""
+    if not size:
+        return Data({part: _characters(root, part, name) for part in ("train", "val", "test")}, {})
+    if name == "digits":
+        found = load_digits()
+        order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
+        x, y = torch.tensor(found.images, dtype=torch.float32)[order, None], torch.tensor(found.target).long()[order]
+        ends = {"train": (0, 1200), "val": (1200, 1438), "test": (1438, 1797)}
+        parts = {part: (x[a:b], y[a:b]) for part, (a, b) in ends.items()}
+    else:
+        held = 2000 if name == "cifar10" else 1000
+        (x, y), test = (_images(root / name / f"{part}.parquet", size) for part in ("train", "test"))
+        parts = {
+            "train": (x[:-held], y[:-held]),
+            "val": (x[-held:], y[-held:]),
+            "test": tuple(t[:TESTED] for t in test),
+        }
+    mean, std = (f(parts["train"][0], (0, 2, 3), keepdim=True) for f in (torch.mean, torch.std))
+    return Data({p: (x - mean) / std for p, (x, _) in parts.items()}, {p: y for p, (_, y) in parts.items()})
+
+
+def _images(path: Path, size: int) -> tuple[Tensor, Tensor]:
+    rows = datasets.Dataset.from_parquet(str(path), cache_dir="/tmp/growlab-blind").with_format("arrow")[:].to_pydict()
+    column = next(name for name in rows if name != "label")
+    images = [Image.open(io.BytesIO(one["bytes"])).resize((size, size), Image.Resampling.BOX) for one in rows[column]]
+    x = torch.stack([torch.frombuffer(bytearray(one.tobytes()), dtype=torch.uint8) for one in images])
+    return x.view(len(x), size, size, -1).permute(0, 3, 1, 2).float() / 255, torch.tensor(rows["label"])
+
+
+def _characters(root: Path, part: str, language: str) -> Tensor:
+    """Characters by their frequency in the training captions; rare ones share the last number."""
+
+    def text(part: str) -> str:
+        (path,) = (root / "multi30k").glob(f"{part}*.{language}.gz")
+        return gzip.decompress(path.read_bytes()).decode()
+
+    train = text("train")
+    known = sorted(set(train), key=lambda one: (-train.count(one), one))[: CHARACTERS - 1]
+    number = {one: index for index, one in enumerate(known)}
+    return torch.tensor([number.get(one, CHARACTERS - 1) for one in text(part)])
+
+
+def resized(pair: Pair, x: Tensor, size: int) -> Tensor:
+    """Images of another size."""
+    return x if pair.text or size == pair.size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
+
+
+def batches(pair: Pair, data: Data, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Training batches without end: images in a new order each pass, or windows of text at random."""
+    random, x = torch.Generator().manual_seed(seed), data.inputs["train"]
+    if not pair.text:
+        x, y = resized(pair, x, size), data.labels["train"]
+    while True:
+        if pair.text:
+            starts = torch.randint(0, len(x) - size, (pair.batch,), generator=random)
+            window = x[starts[:, None] + torch.arange(size + 1)]
+            yield window[:, :-1], window[:, 1:]
+        else:
+            order = torch.randperm(len(x), generator=random)
+            for chosen in order[: len(order) // pair.batch * pair.batch].split(pair.batch):
+                yield x[chosen], y[chosen]
+
+
+# Training ----------------------------------------------------------------------------------------------------
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy, of a sequence's characters too."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+@torch.no_grad()
+def tested(pair: Pair, network: nn.Module, data: Data, size: int, part: str) -> dict[str, float]:
+    """Accuracy and mean loss on a part of the data, in inputs of the size that training ended with."""
+    network.eval()
+    x = data.inputs[part]
+    if pair.text:
+        windows = x[: (len(x) - 1) // size * size + 1].unfold(0, size + 1, size)
+        x, y = windows[:, :-1], windows[:, 1:]
+    else:
+        x, y = resized(pair, x, size), data.labels[part]
+    outputs = torch.cat([network(one) for one in x.split(256)])
+    right = (outputs.argmax(-1) == y).float().mean()
+    return {"accuracy": round(float(right), 5), "loss": round(float(loss(outputs, y)), 5)}
+
+
+def grower(pair: Pair, arm: str, network: nn.Module, seed: int, steps: int) -> Grower | None:
+    """Growth of an arm, if it grows."""
+    new = "as_network" if pair.text else "fan_in"
+    width = pair.widths[1] / pair.widths[0]
+    if arm == "grown":
+        trigger = At({0: 1.0 if pair.depth else width, GROW: 1.0}, unit="cost")
+        parts = [Depth()] if pair.depth else []
+    elif arm == "grown_input":
+        trigger, parts = At({0: 1.0, ENLARGE: 1.0}, unit="cost"), [Resolution([pair.small, pair.whole])]
+    elif arm == "controller":
+        trigger, parts = Controller(width, total_steps=steps), []
+    elif arm == "stays":
+        trigger, parts = At({0: width}), []
+    else:
+        return None
+    method, example = VarianceTransfer(new_weights=new), pair.example(pair.whole)
+    return Grower(network, example, method=method, trigger=trigger, parts=parts, seed=seed, verbose=False)
+
+
+def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -> dict[str, Any]:
+    """Train until the budget is spent; the row of results."""
+    began = time.process_time()
+    torch.manual_seed(seed)
+    size = pair.small if arm == "small_input" else pair.whole
+    width = dict(zip(("smaller", "eighth"), pair.widths[1:], strict=True)).get(arm, pair.widths[0])
+    network, budget = pair.make(width), pair.budget
+    steps = int(budget / pair.batch / pair.flops(pair.make(pair.widths[1]), pair.whole))
+    growing = grower(pair, arm, network, seed, steps)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
+    drawn = batches(pair, data, size, seed)
+    if growing is not None:
+        growing.follow(optimizer)
+        growing.provide(batches=lambda number: list(islice(drawn, number)), loss=loss)
+    resolution = growing.parts[0] if growing is not None and arm == "grown_input" else None
+    trained, spent, step, flops = 0, 0, 0, pair.flops(network, resolution.size if resolution else size)
+    while spent < budget:
+        done = spent / budget
+        if growing is not None and growing.step(step=step, cost=done):
+            flops = pair.flops(network, pair.whole)
+        network.train()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (done + 1e-3) / WARMUP, (1 - done) / DECAY)
+        x, y = next(drawn)
+        optimizer.zero_grad()
+        output = network(x)
+        loss(output, y if growing is None else growing.targets(y)).backward()
+        optimizer.step()
+        trained, step = trained + pair.batch * flops, step + 1
+        spent = trained + (growing.auxiliary_flops if growing is not None else 0)
+    decision = growing.trigger.decision if arm == "controller" and growing is not None else None
+    result = tested(pair, network, data, size, part)
+    return {
+        "pair": pair.name,
+        "arm": arm,
+        "seed": seed,
+        "rate": rate,
+        f"{part}_accuracy": result["accuracy"],
+        f"{part}_loss": result["loss"],
+        "train_cost_percent": round(100 * spent / budget, 2),
+        "params": sum(p.numel() for p in network.parameters()),
+        "steps": step,
+        "grown": "" if decision is None else int(decision["grown"]),
+        "gap": "" if decision is None else round(decision["gap"], 5),
+        "gap_error": "" if decision is None else round(decision["gap_error"], 5),
+        "seconds": round(time.process_time() - began, 2),
+        "commit": git_commit(),
+    }
+
+
+# Files -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    """Rows of a file of the folder, none if there is no such file."""
+    path = FOLDER / name
+    return list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
+
+
+def append(name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Add rows to a file."""
+    path = FOLDER / name
+    new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def written(pair: Pair) -> dict[str, Any]:
+    """A pair, and the odds that each network ends better than another at equal cost."""
+    full, half, eighth = pair.params
+    kind = "language" if pair.text else "classes"
+    costs = [pair.flops(pair.make(width), pair.whole) for width in pair.widths]
+    samples = round(pair.budget / costs[0]) * (LENGTH if pair.text else 1)
+    questions = {
+        "smaller_full": advise(full, samples, smaller=half, kind=kind),
+        "eighth_full": advise(full, samples, smaller=eighth, kind=kind),
+        "eighth_smaller": advise(half, samples * costs[0] / costs[1], smaller=eighth, kind=kind),
+        "grown_full": advise(full, samples, smaller=half, kind=kind, size="full"),
+    }
+    row = {"pair": pair.name, "blind": "yes", "family": pair.family, "kind": kind, "params": full}
+    row |= {"smaller_params": half, "eighth_params": eighth, "samples": samples, "ratio": f"{samples / full:.3g}"}
+    row |= {"budget_gflops": round(3 * pair.budget / 1e9, 1), "small": pair.small or ""}
+    for name, advice in questions.items():
+        odds = 1 - advice.odds if advice.choice == "full" else advice.odds
+        row |= {f"odds_{name}": round(odds, 3), f"regret_{name}": round(advice.regret, 4)}
+        row[f"points_{name}"] = "" if advice.points is None else round((1 - advice.odds) * advice.points, 3)
+    return row
+
+
+def missing(pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
+    """Runs that the files lack: arm, rate, seed and file."""
+    rates = [row for row in rows_of("rates.csv") if row["pair"] == pair.name]
+    known = {(row["arm"], float(row["rate"])) for row in rates}
+    ends = {(row["arm"], int(row["seed"])) for row in rows_of("arms.csv") if row["pair"] == pair.name}
+    for arm in pair.arms:
+        tried = [rate for rate in RATES if arm not in ON_TRUNK and (arm, rate) not in known]
+        yield from ((arm, rate, RATE_SEED, "rates.csv") for rate in tried)
+        for seed in seeds:
+            if (arm, seed) not in ends:
+                yield arm, chosen(pair, arm), seed, "arms.csv"
+
+
+def chosen(pair: Pair, arm: str) -> float:
+    """Rate of the best validation run; the controller takes that of the smaller network, on which it stays in doubt."""
+    arm = "smaller" if arm in ON_TRUNK else arm
+    rows = [row for row in rows_of("rates.csv") if (row["pair"], row["arm"]) == (pair.name, arm)]
+    error = (lambda row: float(row["val_loss"])) if pair.text else (lambda row: -float(row["val_accuracy"]))
+    return float(min(rows, key=error)["rate"])
+
+
+def main() -> None:
+    """Write the pairs, or train them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the pairs, and train none")
+    parser.add_argument("--data", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("growlab").setLevel(logging.ERROR)
+    if given.write:
+        append("pairs.csv", [written(pair) for pair in PAIRS])
+        return
+    for seeds in (range(2), SEEDS):
+        for pair in PAIRS:
+            data = load(given.data, pair.data, pair.size)
+            for arm, rate, seed, name in missing(pair, seeds):
+                row = train(pair, arm, rate, seed, data, "val" if name == "rates.csv" else "test")
+                append(name, [row])
+                print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
