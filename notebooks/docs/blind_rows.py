@@ -318,6 +318,12 @@ def grower(pair: Pair, arm: str, network: nn.Module, seed: int, steps: int) -> G
     return Grower(network, example, method=method, trigger=trigger, parts=parts, seed=seed, verbose=False)
 
 
+@cache
+def commit() -> str | None:
+    """Commit that the process began with: rows change the checkout."""
+    return git_commit()
+
+
 def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -> dict[str, Any]:
     """Train until the budget is spent; the row of results."""
     began = time.process_time()
@@ -364,7 +370,7 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
         "gap": "" if decision is None else round(decision["gap"], 5),
         "gap_error": "" if decision is None else round(decision["gap_error"], 5),
         "seconds": round(time.process_time() - began, 2),
-        "commit": git_commit(),
+        "commit": commit(),
     }
 
 
