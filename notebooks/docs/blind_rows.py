@@ -37,7 +37,8 @@ from growlab.plan import advise
 
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "blind"
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays")
-RATES, RATE_SEED, SEEDS = (0.0015, 0.005, 0.015), 100, range(3)
+# The last rate is tried if the first is better than the second.
+RATES, RATE_SEED, SEEDS = (0.005, 0.015, 0.0015), 100, range(3)
 # The controller, and its trunk that never grows: at the rate of the smaller network.
 ON_TRUNK = ("controller", "stays")
 # Parts of the cost: warm-up, decay to 0 at the end, growth of the network, growth of the input.
@@ -333,7 +334,7 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
     network, budget = pair.make(width), pair.budget
     steps = int(budget / pair.batch / pair.flops(pair.make(pair.widths[1]), pair.whole))
     growing = grower(pair, arm, network, seed, steps)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, fused=True)
     drawn = batches(pair, data, size, seed)
     if growing is not None:
         growing.follow(optimizer)
@@ -418,23 +419,26 @@ def written(pair: Pair) -> dict[str, Any]:
 
 def missing(pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
     """Runs that the files lack: arm, rate, seed and file."""
-    rates = [row for row in rows_of("rates.csv") if row["pair"] == pair.name]
-    known = {(row["arm"], float(row["rate"])) for row in rates}
-    ends = {(row["arm"], int(row["seed"])) for row in rows_of("arms.csv") if row["pair"] == pair.name}
     for arm in pair.arms:
-        tried = [rate for rate in RATES if arm not in ON_TRUNK and (arm, rate) not in known]
-        yield from ((arm, rate, RATE_SEED, "rates.csv") for rate in tried)
-        for seed in seeds:
-            if (arm, seed) not in ends:
-                yield arm, chosen(pair, arm), seed, "arms.csv"
+        for rate in RATES if arm not in ON_TRUNK else ():
+            known = [float(row["rate"]) for row in rates_of(pair, arm)]
+            if rate not in known and (rate != RATES[-1] or chosen(pair, arm) == RATES[0]):
+                yield arm, rate, RATE_SEED, "rates.csv"
+        ends = [int(row["seed"]) for row in rows_of("arms.csv") if (row["pair"], row["arm"]) == (pair.name, arm)]
+        for seed in set(seeds) - set(ends):
+            yield arm, chosen(pair, arm), seed, "arms.csv"
+
+
+def rates_of(pair: Pair, arm: str) -> list[dict[str, str]]:
+    """Validation runs of an arm; the controller has those of the smaller network, on which it stays in doubt."""
+    arm = "smaller" if arm in ON_TRUNK else arm
+    return [row for row in rows_of("rates.csv") if (row["pair"], row["arm"]) == (pair.name, arm)]
 
 
 def chosen(pair: Pair, arm: str) -> float:
-    """Rate of the best validation run; the controller takes that of the smaller network, on which it stays in doubt."""
-    arm = "smaller" if arm in ON_TRUNK else arm
-    rows = [row for row in rows_of("rates.csv") if (row["pair"], row["arm"]) == (pair.name, arm)]
+    """Rate of the best validation run."""
     error = (lambda row: float(row["val_loss"])) if pair.text else (lambda row: -float(row["val_accuracy"]))
-    return float(min(rows, key=error)["rate"])
+    return float(min(rates_of(pair, arm), key=error)["rate"])
 
 
 def main() -> None:
@@ -448,7 +452,7 @@ def main() -> None:
     if given.write:
         append("pairs.csv", [written(pair) for pair in PAIRS])
         return
-    for seeds in (range(2), SEEDS):
+    for seeds in (SEEDS[:1], SEEDS[:2], SEEDS):
         for pair in PAIRS:
             data = load(given.data, pair.data, pair.size)
             for arm, rate, seed, name in missing(pair, seeds):
