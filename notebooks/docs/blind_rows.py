@@ -39,8 +39,11 @@ FOLDER = Path(__file__).resolve().parents[1] / "results" / "blind"
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays")
 # The last rate is tried if the first is better than the second.
 RATES, RATE_SEED, SEEDS = (0.005, 0.015, 0.0015), 100, range(3)
-# The controller, and its trunk that never grows: at the rate of the smaller network.
-ON_TRUNK = ("controller", "stays")
+# Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
+RATE_OF = {
+    **dict.fromkeys(("eighth", "controller", "stays"), "smaller"),
+    **dict.fromkeys(("small_input", "grown_input"), "full"),
+}
 # Parts of the cost: warm-up, decay to 0 at the end, growth of the network, growth of the input.
 WARMUP, DECAY, GROW, ENLARGE = 0.05, 0.4, 0.3, 0.5
 CHARACTERS, LENGTH, CLASSES = 96, 64, 10
@@ -261,19 +264,19 @@ def resized(pair: Pair, x: Tensor, size: int) -> Tensor:
     return x if pair.text or size == pair.size else F.interpolate(x, (size, size), mode="bilinear", antialias=True)
 
 
-def batches(pair: Pair, data: Data, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(pair: Pair, data: Data, size: int, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Training batches without end: images in a new order each pass, or windows of text at random."""
     random, x = torch.Generator().manual_seed(seed), data.inputs["train"]
     if not pair.text:
         x, y = resized(pair, x, size), data.labels["train"]
     while True:
         if pair.text:
-            starts = torch.randint(0, len(x) - size, (pair.batch,), generator=random)
+            starts = torch.randint(0, len(x) - size, (batch,), generator=random)
             window = x[starts[:, None] + torch.arange(size + 1)]
             yield window[:, :-1], window[:, 1:]
         else:
             order = torch.randperm(len(x), generator=random)
-            for chosen in order[: len(order) // pair.batch * pair.batch].split(pair.batch):
+            for chosen in order[: len(order) // batch * batch].split(batch):
                 yield x[chosen], y[chosen]
 
 
@@ -335,7 +338,9 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
     steps = int(budget / pair.batch / pair.flops(pair.make(pair.widths[1]), pair.whole))
     growing = grower(pair, arm, network, seed, steps)
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, fused=True)
-    drawn = batches(pair, data, size, seed)
+    # An eighth of the network sees eight times as many samples.
+    batch = 2 * pair.batch if arm == "eighth" else pair.batch
+    drawn = batches(pair, data, size, seed, batch)
     if growing is not None:
         growing.follow(optimizer)
         growing.provide(batches=lambda number: list(islice(drawn, number)), loss=loss)
@@ -353,7 +358,7 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
         output = network(x)
         loss(output, y if growing is None else growing.targets(y)).backward()
         optimizer.step()
-        trained, step = trained + pair.batch * flops, step + 1
+        trained, step = trained + batch * flops, step + 1
         spent = trained + (growing.auxiliary_flops if growing is not None else 0)
     decision = growing.trigger.decision if arm == "controller" and growing is not None else None
     result = tested(pair, network, data, size, part)
@@ -420,7 +425,7 @@ def written(pair: Pair) -> dict[str, Any]:
 def missing(pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
     """Runs that the files lack: arm, rate, seed and file."""
     for arm in pair.arms:
-        for rate in RATES if arm not in ON_TRUNK else ():
+        for rate in RATES if arm not in RATE_OF else ():
             known = [float(row["rate"]) for row in rates_of(pair, arm)]
             if rate not in known and (rate != RATES[-1] or chosen(pair, arm) == RATES[0]):
                 yield arm, rate, RATE_SEED, "rates.csv"
@@ -430,9 +435,9 @@ def missing(pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int,
 
 
 def rates_of(pair: Pair, arm: str) -> list[dict[str, str]]:
-    """Validation runs of an arm; the controller has those of the smaller network, on which it stays in doubt."""
-    arm = "smaller" if arm in ON_TRUNK else arm
-    return [row for row in rows_of("rates.csv") if (row["pair"], row["arm"]) == (pair.name, arm)]
+    """Validation runs that decide an arm's rate."""
+    tried = RATE_OF.get(arm, arm)
+    return [row for row in rows_of("rates.csv") if (row["pair"], row["arm"]) == (pair.name, tried)]
 
 
 def chosen(pair: Pair, arm: str) -> float:
