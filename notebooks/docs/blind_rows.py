@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from growlab import At, Controller, Grower
 from growlab.grower.cost import forward_flops
+from growlab.grower.triggers import Never
 from growlab.growth import VarianceTransfer
 from growlab.lab.networks import MLP, CausalTransformer, CifarResNet
 from growlab.lab.training.run import git_commit
@@ -36,7 +37,7 @@ from growlab.parts import Depth, Resolution
 from growlab.plan import advise
 
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "blind"
-ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays")
+ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays", "shallow", "drawn")
 # The last rate is tried if the first is better than the second.
 RATES, RATE_SEED, SEEDS = (0.005, 0.015, 0.0015), 100, range(3)
 # Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
@@ -163,7 +164,8 @@ class Pair:
     @property
     def arms(self) -> tuple[str, ...]:
         """Names of what is trained."""
-        return tuple(arm for arm in ARMS if self.small or not arm.endswith("input"))
+        without = {"drawn"} if self.depth else {"shallow"}
+        return tuple(arm for arm in ARMS if arm not in without and (self.small or not arm.endswith("input")))
 
 
 DIGITS, MNIST, CIFAR, SMALL_MNIST = ("digits", 8), ("mnist10k", 20), ("cifar10", 16), ("mnist10k", 14)
@@ -303,9 +305,15 @@ def tested(pair: Pair, network: nn.Module, data: Data, size: int, part: str) -> 
     return {"accuracy": round(float(right), 5), "loss": round(float(loss(outputs, y)), 5)}
 
 
+class DrawnInFull(VarianceTransfer):
+    """Draws the weights of the full network too, so that it begins as a seed does."""
+
+    draws_full_width = True
+
+
 def grower(pair: Pair, arm: str, network: nn.Module, seed: int, steps: int) -> Grower | None:
     """Growth of an arm, if it grows."""
-    new = "as_network" if pair.text else "fan_in"
+    new, kind = "as_network" if pair.text else "fan_in", VarianceTransfer
     width = pair.widths[1] / pair.widths[0]
     if arm == "grown":
         trigger = At({0: 1.0 if pair.depth else width, GROW: 1.0}, unit="cost")
@@ -316,9 +324,13 @@ def grower(pair: Pair, arm: str, network: nn.Module, seed: int, steps: int) -> G
         trigger, parts = Controller(width, total_steps=steps), []
     elif arm == "stays":
         trigger, parts = At({0: width}), []
+    elif arm == "shallow":
+        trigger, parts = Never(depth=0.0), [Depth()]
+    elif arm == "drawn":
+        trigger, parts, kind = At({0: 1.0}), [], DrawnInFull
     else:
         return None
-    method, example = VarianceTransfer(new_weights=new), pair.example(pair.whole)
+    method, example = kind(new_weights=new), pair.example(pair.whole)
     return Grower(network, example, method=method, trigger=trigger, parts=parts, seed=seed, verbose=False)
 
 
