@@ -48,7 +48,8 @@ def _value(row: Mapping[str, str], text: bool) -> float:
 def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", *(str(RESULTS / folder) for folder in FOLDERS)]) == 0
     head, *of_runs = capsys.readouterr().out.splitlines()
-    _, *of_pairs = as_csv(_pairs(RESULTS / "plan")).splitlines()
+    pairs = [*_pairs(RESULTS / "plan"), *_pairs(RESULTS / "blind")]
+    _, *of_pairs = as_csv(pairs).splitlines()
     assert [head, *of_pairs, *of_runs] == (ROOT / "growlab" / "plan" / "cases.csv").read_text().splitlines()
     assert main(["--cases"]) == 0
     assert capsys.readouterr().out == as_csv(read_cases())
