@@ -275,7 +275,9 @@ def _lost(first: str, second: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    introduction, odds, inputs, grown, controlled = (fill(one.text, 120) for one in stated()[:5])
+    introduction, odds, inputs, grown, controlled = (
+        fill(one.template.format(*one.values()), 120) for one in stated()[:5]
+    )
 
     def rows(head: str, lines: list[tuple[str, ...]], left: int) -> str:
         """A table of Markdown."""
