@@ -532,11 +532,16 @@ def _freeze_what_no_rule_placed(record: Record) -> None:
 
 
 def _freeze_what_constants_consume(record: Record) -> None:
-    """Freeze channels that untrained tensors outside of layers consume: new columns could not start at zero."""
-    for name in record.still & record.parameters.keys() - {layer.weight for layer in record.layers}:
+    """Freeze channels that untrained tensors outside of layers, or of float8, consume: new columns would differ."""
+    layers = {layer.weight for layer in record.layers}
+    for name in record.still & record.parameters.keys():
+        path, _, own = name.rpartition(".")
+        dtype = getattr(record.model.get_submodule(path), own).dtype
+        coarse = dtype.is_floating_point and dtype.itemsize == 1
         for axis, role in zip(record.parameters[name], record.roles[name], strict=True):
-            if role == "in":
-                record.atoms.freeze(axis, f"{name} takes these channels and is not trained")
+            if role == "in" and (coarse or name not in layers):
+                reason = f"has numbers of type {dtype}, which cannot be scaled" if coarse else "is not trained"
+                record.atoms.freeze(axis, f"{name} takes these channels and {reason}")
 
 
 def _kept_constants(record: Record, unsaved: frozenset[str]) -> list[str]:

@@ -106,3 +106,24 @@ def test_statistics_that_no_state_dict_has_keep_their_width_and_the_network_trai
     grower = Grower(network, x, trigger={0: 0.5, 1: 1.0})
     grower.step(1)
     assert torch.equal(grower.finish()(x), before)
+
+
+def test_weights_of_float8_keep_their_inputs_and_the_rest_grows() -> None:
+    class Coarse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(8, 6, bias=False), nn.Linear(6, 3)
+            self.b.weight = nn.Parameter(self.b.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(nn.functional.linear(self.a(x).relu(), self.b.weight.to(x.dtype)).relu())
+
+    network, x = Coarse(), torch.randn(4, 5)
+    graph = trace(network, x)
+    assert list(graph.groups) == ["b"] and "float8_e4m3fn, which cannot be scaled" in graph.fixed["a"], graph.fixed
+    kept, before = network.b.weight.detach().float(), network.b.weight.dtype
+    grower = Grower(network, x, trigger={0: 0.5, 1: 1.0})
+    (event,) = grower.step(1)
+    assert event.parity_error_eval <= 1e-5 and network.b.weight.dtype == before
+    grower.finish()
+    assert torch.equal(network.b.weight.float(), kept)
