@@ -96,10 +96,13 @@ def copied(code: Path, *parts: Files) -> None:
     for files in parts:
         for name, patterns in (("growlab", files.code), ("conf", files.conf), ("tests", files.tests)):
             remove(code / name, patterns)
-    # A run takes the parts that config.yaml names.
-    left = ", ".join(sorted(path.stem for path in (code / "conf" / "parts").glob("*.yaml")))
-    config = code / "conf" / "config.yaml"
-    config.write_text(re.sub(r"- parts: \[.*\]", f"- parts: [{left}]", config.read_text()))
+    # A run takes the parts that config.yaml names, in their order, which says what a pass over old data costs.
+    config, there = code / "conf" / "config.yaml", {path.stem for path in (code / "conf" / "parts").glob("*.yaml")}
+
+    def left(found: re.Match[str]) -> str:
+        return f"- parts: [{', '.join(name for name in found[1].split(', ') if name in there)}]"
+
+    config.write_text(re.sub(r"- parts: \[(.*)\]", left, config.read_text()))
 
 
 def called(code: Path, folder: Path, *command: str) -> str:
