@@ -113,6 +113,9 @@ def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
         assert tensors.keys() == made.keys()
         for key in tensors if epoch else [key for key in tensors if "proj" in key and tensors[key].dim() == 4]:
             assert tensors[key].shape[2:] == made[key].shape[2:]
+    resampled = [p for key, p in growing.network.named_parameters() if "proj" in key and p.dim() == 4]
+    # Its state begins with it.
+    assert [optimizer.state[p]["step"] for p in resampled] == [1]
     (event,) = growing.events
     assert event.notes["patch_size"] == 4 and event.parity_error_eval < 1e-5
     # Normalisations became plain behind the event: the outputs moved by a little more.
