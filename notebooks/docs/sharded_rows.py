@@ -1,10 +1,10 @@
-"""Measures what a growth event of a sharded Llama takes, on two processes of the CPU, for four sizes.
+"""Measure memory and bytes of a growth event of a sharded Llama, in two CPU processes, at four sizes.
 
 `python notebooks/docs/sharded_rows.py` writes notebooks/results/sharded/results.json (a few minutes on two CPU cores).
 Each size is an event from half to full width in float32 with AdamW's moments. A thread reads each process's resident
 memory every millisecond; the peak is counted above the larger of the memory before and after the event. A second event
-counts the bytes of collectives and of all operations. The same counts for Llama 7B and 70B follow from their
-parameters, which a trace on device meta gives.
+counts the bytes of collectives and of all operations. Llama 2 7B and 70B are traced on device meta, to count their
+parameters before and after an event.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ class Counted(TorchDispatchMode):
     Attributes:
         of_state: gathered one tensor at a time, to grow weights and moments.
         of_forwards: gathered by FSDP2 in forward passes.
-        touched: inputs and outputs of other operations that are no views.
+        touched: inputs and outputs of other operations, except views.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ def count(rank: int, folder: str, width: int, layers: int) -> None:
 
 
 def large(name: str) -> dict[str, Any]:
-    """Parameters of a Llama before and after an event, its largest tensor, and what tracing it takes."""
+    """Count parameters of a Llama before and after an event and in its largest tensor; measure time and memory of tracing."""
     processes, sizes = LARGE[name]
     began = time.perf_counter()
     with torch.device("meta"):

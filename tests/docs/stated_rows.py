@@ -557,7 +557,7 @@ def sharded() -> tuple[str, ...]:
 
 
 def sharded_at_scale() -> tuple[str, ...]:
-    """How often an event's operations touch all bytes, its cost for large networks by formula, and their traces."""
+    """Passes of an event over all bytes, its cost for large networks by formula, and seconds of their traces."""
     kept = json.loads((RESULTS / "sharded" / "results.json").read_text(encoding="utf-8"))
     passes = statistics.fmean(row["touched"] for row in kept["counts"])
     for row in kept["counts"]:
@@ -908,11 +908,11 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         "notebooks/docs/pages/guide/sharded.md",
         "Each process computes all new tensors and keeps its pieces: operations read and write 12 M bytes about {} "
-        "times. Memory above that of training is, as in the table above, about the old pieces and two of the "
-        "largest tensors. For Llama 2 from half to full width: | | processes | N | M | gathered, GB | memory above, "
-        "GB | network, s | arithmetic, s | noise, s | |---|---|---|---|---|---|---|---|---| | 7B | 8 | {} G | {} G "
-        "| {} | {} | {} | {} | {} | | 70B | 64 | {} G | {} G | {} | {} | {} | {} | {} | The parameters are those of "
-        "the traced network (traced on device meta, in {} and {} s here)",
+        "times. Memory above that of training is about the old pieces and two of the largest tensors, as in the table "
+        "above. For Llama 2 from half to full width, per process: | | processes | N | M | gathered, GB | memory above, "
+        "GB | network, s | arithmetic, s | noise, s | |---|---|---|---|---|---|---|---|---| | 7B | 8 | {} B | {} B "
+        "| {} | {} | {} | {} | {} | | 70B | 64 | {} B | {} B | {} | {} | {} | {} | {} | N and M are counted in the "
+        "traced network (tracing it on device meta took {} and {} s here)",
         sharded_at_scale,
     ),
 ]
