@@ -24,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
-    """Make a command of a function of its arguments: it returns the exit code, 2 after a `UserError`'s sentence."""
+    """Turn a function of command-line arguments into a command: a `UserError` is printed and gives exit code 2."""
 
     @wraps(run)
     def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ def is_piece(tensor: Any) -> bool:
 
 
 def nobody_else_has(tensor: Tensor) -> bool:
-    """Return True for a piece that no other process has as well, as FSDP2 cuts them without replicas."""
+    """Return True for a shard that only this process has, as with FSDP2 without replicas."""
     return is_piece(tensor) and not any(placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
 
 

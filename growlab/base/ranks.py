@@ -123,7 +123,7 @@ def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> 
 def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
     """Compute a checksum of the bits and the shape of each tensor (or plain value).
 
-    Of a tensor of which each process has a piece of its own, with nothing to compare, that of its shape and dtype.
+    A shard that only one process has cannot be compared: the checksum is that of its shape and dtype.
 
     Returns:
         The names, and an int64 tensor [number of names] on the CPU, with one synchronisation for each device.

@@ -47,10 +47,10 @@ class GrowthCallback(Described):
         verbose: bool,
         start: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
     ) -> None:
-        """Store and check the arguments of the Grower, which is made later from the network.
+        """Check and store the arguments of the Grower, which is made later from the network.
 
-        `loop` is the training loop's name in messages; `start` a small trained network to start from, its state_dict,
-        or the path of a checkpoint of it (from `save_pretrained` or the loop). See `growlab.Grower` for the others.
+        `loop` names the training loop in messages. `start` is a small trained network to start from, its state_dict, or
+        the path of a checkpoint (from `save_pretrained` or the loop). See `growlab.Grower` for the others.
 
         Raises:
             UserError: an argument is invalid, or the trigger's unit is "cost".
@@ -84,9 +84,9 @@ class GrowthCallback(Described):
         trains: bool = True,
         shard: Shard | None = None,
     ) -> Grower:
-        """Make the Grower of a network, whose names in its module's state_dict have a prefix.
+        """Make the Grower of a network; `prefix` precedes the network's names in its module's state_dict.
 
-        A network that is only evaluated (`trains` is False) does not start from a trained one.
+        Ignore `start` if the network is only evaluated (`trains` is False).
         """
         settings = {**self._settings, "shard": shard}
         if self._start is None or not trains:
@@ -100,7 +100,7 @@ class GrowthCallback(Described):
         return [] if self.grower is None else self.grower.events
 
     def _announce(self, grower: Grower, epochs: float, steps: float) -> None:
-        """Provide a grower with the numbers of epochs and steps, `inf` if unknown, and warn of stages after them."""
+        """Provide a grower with the numbers of epochs and steps (`inf` if unknown); warn of stages after the end."""
         trigger = grower.trigger
         sizes = trigger.batch_sizes if isinstance(trigger, At) else None
         # Other batches make other numbers of steps.
@@ -136,8 +136,8 @@ def trained(
 ) -> tuple[nn.Module | Mapping[str, Tensor], Mapping[str, Any] | None]:
     """Load the small network that training starts from, and its optimizer's state if it was saved.
 
-    `start` is a module, its state_dict, a folder that `save_pretrained` or the Trainer wrote, or a checkpoint's file,
-    in which the network's names have a prefix.
+    `start` is a module, its state_dict, a folder written by `save_pretrained` or the Trainer, or a checkpoint file, in
+    which `prefix` precedes the network's names.
 
     Raises:
         UserError: there is no such file or folder, or it contains no weights.

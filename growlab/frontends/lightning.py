@@ -51,7 +51,7 @@ def starts_by_copies(strategy: Any) -> bool:
 
 
 def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
-    """Rebuild DistributedDataParallel, if any, after parameters were replaced; it broadcasts those of rank 0."""
+    """Rebuild DistributedDataParallel, if any, after parameters were replaced; this broadcasts rank 0's parameters."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
         # Lightning synchronises batch normalisation once, before training: not that of layers that came in since.
@@ -436,7 +436,7 @@ def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
 
 
 def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:
-    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return what undoes that.
+    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return a function to undo it.
 
     Raises:
         UserError: the number of processes does not divide a batch size.

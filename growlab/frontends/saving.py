@@ -135,11 +135,11 @@ def averages(
 ) -> Iterator[nn.Module]:
     """Find copies of the network in modules of callbacks, such as Lightning's weight averages.
 
-    `shapes` are those of the network when callbacks ran their `setup`; `known` are the trained module and copies found
+    `shapes` are the network's at the time of the callbacks' `setup`; `known` are the trained module and copies found
     before, which callbacks may reference too.
 
     Raises:
-        UserError: an average of Lightning's was made before the network became a seed.
+        UserError: Lightning made an average before the network became a seed.
     """
     seen = {id(module) for each in known for module in each.modules()}
     for callback in callbacks:

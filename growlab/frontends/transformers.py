@@ -197,7 +197,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         except UserError as error:
             log.warning("%s is for resuming alone: %s", folder, error)
         if is_adapted(model):
-            # The Trainer saves adapters alone.
+            # The Trainer saves only the adapters.
             kept = dict(self.grower.network.state_dict())
         elif not isinstance(model, PreTrainedModel):
             kept = {}

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def forward_flops(model: nn.Module, sample: Example) -> int:
     """Count the FLOPs of a forward pass on one sample: two per multiply-add of convolutions, matmuls and attention.
 
-    A complex multiply-add is four real ones. The network runs in eval mode, and is then restored.
+    A complex multiply-add counts as four real ones. The network runs in eval mode; its mode is then restored.
     """
     # It imports triton.
     from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -129,9 +129,9 @@ def _no_fused_layers() -> Iterator[None]:
 
 
 def train_cost_percent(epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float) -> float:
-    """Forward FLOPs of a run over those of the fixed-size network, which trains for `reference_epochs`, in percent.
+    """Cost of a run in percent of that of the fixed-size network, which trains for `reference_epochs`, in forward FLOPs.
 
-    `epochs` and FLOPs per sample are those of each stage.
+    `epochs` and FLOPs per sample are given per stage.
     """
     spent = sum(epoch * flop for epoch, flop in zip(epochs, flops, strict=True))
     return 100.0 * spent / (reference_epochs * full_flops)

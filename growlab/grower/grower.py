@@ -83,14 +83,14 @@ class Grower(LoadingNetwork):
     to `follow` keep their groups, schedules and state.
 
     The method draws new weights for all of the seed's tensors that grow: training starts from scratch, with a warning
-    if the network had been trained. `from_trained` grows a small trained network,
-    and `growlab widen` enlarges saved ones. Each event is logged as one line at INFO by the logger "growlab".
+    if the network had been trained. `from_trained` grows a small trained network, and `growlab widen` enlarges saved
+    ones. The logger "growlab" logs one line per event, at INFO.
 
     With DistributedDataParallel each process calls `step` and, if that returned events, `growlab.grower.renew` on the
     wrapper.
 
     Args:
-        network: at full width, maybe on meta; its class, modules and parameter names stay the same.
+        network: at full width, possibly on device meta; its class, modules and parameter names stay the same.
         example: an input [B, ...] with B >= 2, a tuple of positional inputs, or a dict of inputs: used to trace the
             network, and to compare the outputs before and after each event.
         method: initialises new entries and rescales old ones: a growth method, or its name on the command line such as
@@ -99,12 +99,12 @@ class Grower(LoadingNetwork):
             width; None: {0: 0.25, 10: 0.5, 20: 1.0}.
         parts: features that accompany growth; see `growlab.parts`.
         seed: of everything that growth draws.
-        anneal_steps: optimizer steps after an event in which normalisations over grown channels become plain again,
-            see `growlab.growth.anneal_norms`; or a function of the grower that returns the number; None: half the
-            steps of the previous stage, or of the remaining training if known, at most 100.
+        anneal_steps: number of optimizer steps after an event in which normalisations over grown channels become plain
+            again, see `growlab.growth.anneal_norms`; or a function of the grower that returns it; None: half the steps
+            of the previous stage, or of the remaining training if known, at most 100.
         graph: returned by `trace_for_growth` for this network; None: the network is traced here.
-        trace: the submodule to grow, or its name, if the network cannot be traced as a whole: the others keep their
-            widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
+        trace: the submodule to grow, or its name, if the network cannot be traced as a whole; the rest keeps its widths,
+            see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
         shard: function that shards the network in place: calls of torch's `fully_shard` on its blocks and itself,
             `parallelize_module`, or both. The Grower calls it on the seed and again at each event, which grows one
             tensor at a time; make optimizers afterwards. See the guide page on sharded networks.
@@ -351,14 +351,15 @@ class Grower(LoadingNetwork):
     ) -> list[GrowthEvent]:
         """Grow if the trigger asks for it; call this before the next batch.
 
-        A second call at the same time does nothing, so a resumed run may repeat it; nor does a call after `finish`. If
-        anything is raised, the network, optimizers and all other state are restored, and `step` may be called again.
+        A repeated call at the same epoch and step does nothing, so a resumed run may repeat it; nor does a call after
+        `finish`. If anything is raised, the network, optimizers and all other state are restored, and `step` may be
+        called again.
 
         Args:
             epoch: the epoch that starts, from 0.
             step: optimizer steps done.
             cost: spent so far, in the trigger's unit. Omitted arguments keep their last values.
-            then: called after events, such as `lambda: renew(ddp)`; an error in it undoes them.
+            then: function called after events, such as `lambda: renew(ddp)`; if it raises, the events are undone.
 
         Returns:
             New events, usually none: the same objects as in `events`.

@@ -165,7 +165,7 @@ class LoadingNetwork(GrowingNetwork):
         return self.plain_tensors(self.network)[0]
 
     def plain_tensors(self, network: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """State dict of the network or a copy as `finish` would leave it, and the original of each entry that differs.
+        """State dict of the network or a copy as `finish` would leave it, and the original value of changed entries.
 
         Raises a UserError as `plain_state_dict` does.
         """

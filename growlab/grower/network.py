@@ -263,18 +263,18 @@ def not_fresh(network: nn.Module) -> str:
 
 
 def renew(module: nn.Module) -> None:
-    """Rebuild DistributedDataParallel in place, to reduce the gradients of the parameters that its network has now.
+    """Rebuild DistributedDataParallel in place, so that it reduces gradients of the network's new parameters.
 
-    The same happens when `DistributedDataParallel` is unpickled: settings and communication hooks stay, and references
-    to the wrapper stay valid; the state of PowerSGD's hook restarts. Call it on all processes, after an event and
-    before the next forward pass. There is no communication: parameters and buffers are equal after an event.
+    Settings and communication hooks are kept, and references to the wrapper stay valid; the state of PowerSGD's hook
+    restarts. Call it on all processes, after an event and before the next forward pass. It does not communicate, since
+    parameters and buffers are equal on all ranks after an event.
 
     Args:
         module: the wrapper, of the default process group, or a library's module around it (accelerate's `prepare`,
             Fabric's `setup`). A single process needs no wrapper.
 
     Raises:
-        UserError: several processes train, and it contains no wrapper, or one with another group.
+        UserError: several processes train, and the module contains no wrapper, or one of another process group.
 
     If anything is raised, the wrapper is unchanged.
     """
@@ -317,7 +317,7 @@ def _renew(wrapper: DistributedDataParallel) -> None:
 
 
 def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """Find the wrapper around a module, or None, among all objects of this process: in a fraction of a second."""
+    """Find the wrapper around a module, or None, among all Python objects (takes a fraction of a second)."""
     found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
     return next((each for each in found if each.module is module), None)
 

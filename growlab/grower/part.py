@@ -32,8 +32,8 @@ class Part(Described):
         follows_norms: like a growth method's attribute, for the part's groups.
         num_copies: copies of the network that the part keeps, for estimates of memory.
         one_group: the part adds parameters, so optimizers must have a single group.
-        shards: it can accompany a sharded network, although it changes tensors.
-        saved: attributes that make up its state, by their keys in it.
+        shards: the part supports sharded networks, although it changes tensors.
+        saved: attributes saved in `state_dict`, by key.
     """
 
     name: str = ""
@@ -82,7 +82,7 @@ class Part(Described):
         """
 
     def attach(self, network: nn.Module) -> None:
-        """Add hooks to the network, or to a copy of it; called again where training continues after `finish`."""
+        """Add hooks to the network, or to a copy of it; called again if training continues after `finish`."""
 
     def detach(self, network: nn.Module) -> None:
         """Remove the hooks that `attach` has added."""
@@ -153,8 +153,8 @@ class WidthPart(Part):
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Widen the part's groups in the network, or in an average of it, after the growth method's event.
 
-        `state` is that of the network, and is updated; `widths` are the new ones of all groups. Returned are old and
-        new tensors by name.
+        Update the network's growth `state`. `widths` are the new widths of all groups. Return the old and the new tensors
+        by name.
         """
         return {}
 
@@ -243,9 +243,9 @@ def widen_parts(
     widths: Widths,
     event: GrowthEvent,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Carry]:
-    """Let parts widen their own groups, in a grower's network or an average, to the widths of an event of its method.
+    """Let parts widen their own groups in a grower's network or an average, to the widths after the method's event.
 
-    Return both as one event, for optimizers.
+    Return one event for optimizers, which combines the method's and the parts' changes.
     """
     own: dict[str, tuple[Tensor, Tensor]] = {}
     for part in parts:
@@ -268,8 +268,8 @@ def open_channels(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Widen a group that methods leave as it is, such as classes, in place; return old and new tensors by name.
 
-    New entries are drawn as the method draws weights; with `zero`, new columns of what consumes the channels are zero.
-    Biases are zero, and constants have the full network's values. New channels are born at the state's stage.
+    New entries are drawn as the method draws weights; with `zero`, new columns of the layers that read the channels are
+    zero. New biases are zero, and constants take the full network's values. New channels belong to the state's stage.
     """
     before = dict(state.widths)
     widths, stored = {**before, group: count}, tensors_of(network, graph)

@@ -132,7 +132,7 @@ def _scores(
     found, tensors = torch.zeros(width, dtype=torch.float64), as_applied(graph, tensors_of(network, graph))
     for name, parameter in network.named_parameters():
         axes = graph.axes.get(name, ())
-        # Gains, biases and lengths are no measure of what a channel carries.
+        # Gains, biases and lengths do not measure a channel's importance.
         if len(axes) < 2 or name in graph.lengths or not any(group in axis.groups for axis in axes):
             continue
         size = tensors[name]

@@ -1,4 +1,4 @@
-"""Rows of tensors that become more without being a width group: one per token, or one per expert."""
+"""Add rows to tensors outside of width groups: one per token or one per expert."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from growlab.widths import Axis, Carry, Group, Part, WidthGraph, replace_tensors
 
 
 def with_rows(graph: WidthGraph, names: Iterable[str], part: Part) -> WidthGraph:
-    """Give tensors other rows: a fixed number, or the channels of a width group."""
+    """Return a width graph in which these tensors have other rows: a fixed number, or the channels of a group."""
     axes = {name: graph.axes[name] for name in names if name in graph.axes}
     rows = {n: Axis((part,), own[0].role if part.group is None else "out") for n, own in axes.items()}
     return replace(graph, axes={**graph.axes, **{n: (rows[n], *own[1:]) for n, own in axes.items()}})
@@ -33,13 +33,13 @@ def change_rows(
     """Change the number of rows of tensors, in place, in a grower's network and its averages.
 
     Args:
-        grower: of a model of transformers.
-        group: name of the group whose channels the rows are to optimizers.
-        names: of the tensors.
-        numbers: of rows before and after.
+        grower: a grower of a model of transformers.
+        group: name of the group as whose channels optimizers see the rows.
+        names: names of the tensors.
+        numbers: numbers of rows before and after.
         new: returns the new tensor, given its name and the old one.
         adapt: writes the number into a network's modules and configuration.
-        carry: rule for gradients; None: those of old rows stay as they are.
+        carry: rule for gradients; None: those of old rows are kept.
 
     Returns:
         Arguments of `Followers.carry`.
@@ -63,9 +63,9 @@ def change_rows(
 
 @contextmanager
 def stage_of_rows(grower: Any, group: str, notes: dict[str, Any]) -> Iterator[list[float]]:
-    """Begin a stage in which rows become more; an error undoes it; at the end its receipt, with notes, is in `events`.
+    """Begin a stage that adds rows; an error undoes it. At the end its receipt, with `notes`, is appended to `events`.
 
-    Yields an empty list for the relative output error on the probe batch, and the largest one that is allowed.
+    Yield an empty list, to which the caller appends the relative output error on the probe batch and its tolerance.
     """
     seconds, state, parity = Seconds(), grower.state, list[float]()
     num_params = sum(p.numel() for p in grower.network.parameters())

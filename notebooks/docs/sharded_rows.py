@@ -173,7 +173,7 @@ def count(rank: int, folder: str, width: int, layers: int) -> None:
 
 
 def large(name: str) -> dict[str, Any]:
-    """Count parameters of a Llama before and after an event and in its largest tensor; measure time and memory of tracing."""
+    """Count parameters of a Llama before and after an event; measure time and memory of tracing it."""
     processes, sizes = LARGE[name]
     began = time.perf_counter()
     with torch.device("meta"):
