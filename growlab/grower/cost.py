@@ -129,9 +129,9 @@ def _no_fused_layers() -> Iterator[None]:
 
 
 def train_cost_percent(epochs: Sequence[int], flops: Sequence[int], full_flops: int, reference_epochs: float) -> float:
-    """Cost of a run in percent of that of the fixed-size network, which trains for `reference_epochs`, in forward FLOPs.
+    """Cost of a run in percent of that of the fixed-size network over `reference_epochs`, in forward FLOPs.
 
-    `epochs` and FLOPs per sample are given per stage.
+    `epochs` and `flops` (per sample) are given per stage; `full_flops` per sample of the fixed-size network.
     """
     spent = sum(epoch * flop for epoch, flop in zip(epochs, flops, strict=True))
     return 100.0 * spent / (reference_epochs * full_flops)

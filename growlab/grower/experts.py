@@ -37,8 +37,8 @@ def number_of_experts(config: Any) -> int | None:
 def multiplied(config: Any, by: int, noise: float) -> Any:
     """Return the configuration of a mixture with `by` times as many experts in total and per token.
 
-    Log a warning if no noise separates copies. Raise a UserError if the configuration has no experts, or routes tokens to
-    groups of experts.
+    Log a warning if no noise separates copies. Raise a UserError if the configuration has no experts or routes tokens
+    to groups of experts.
     """
     number = number_of_experts(config)
     if number is None:

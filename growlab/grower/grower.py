@@ -103,8 +103,8 @@ class Grower(LoadingNetwork):
             again, see `growlab.growth.anneal_norms`; or a function of the grower that returns it; None: half the steps
             of the previous stage, or of the remaining training if known, at most 100.
         graph: returned by `trace_for_growth` for this network; None: the network is traced here.
-        trace: the submodule to grow, or its name, if the network cannot be traced as a whole; the rest keeps its widths,
-            see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
+        trace: the submodule to grow, or its name, if the network cannot be traced as a whole; the rest keeps its
+            widths, see `growlab.trace`. Outputs and checkpoints are still those of the whole network.
         shard: function that shards the network in place: calls of torch's `fully_shard` on its blocks and itself,
             `parallelize_module`, or both. The Grower calls it on the seed and again at each event, which grows one
             tensor at a time; make optimizers afterwards. See the guide page on sharded networks.

@@ -153,8 +153,8 @@ class WidthPart(Part):
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
         """Widen the part's groups in the network, or in an average of it, after the growth method's event.
 
-        Update the network's growth `state`. `widths` are the new widths of all groups. Return the old and the new tensors
-        by name.
+        Update the network's growth `state`. `widths` are the new widths of all groups. Return the old and the new
+        tensors by name.
         """
         return {}
 

@@ -43,12 +43,12 @@ _Places = Mapping[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]]
 
 
 class Sharding:
-    """A function that shards a network, and what it has changed in the network's modules.
+    """Shard a network by the user's function, undo that for a growth event, and shard it again.
 
-    It is called at once, and again after each event: it changes modules and cuts parameters, and nothing else.
+    The function is called at once and after each event. It may only change modules and shard parameters.
 
     Raises:
-        UserError: processes have different networks, or the function returns another network or leaves one whole.
+        UserError: processes have different networks, or the function returns another network or shards no parameter.
     """
 
     def __init__(self, network: nn.Module, shard: Shard, seed: int) -> None:

@@ -129,7 +129,7 @@ def with_small(trigger: Mapping[float, Any], small: Any) -> dict[float, Any]:
 def trigger_from(
     trigger: Trigger | Mapping[float, Any] | None, widths: Mapping[str, int], graph: WidthGraph, parts: Sequence[Part]
 ) -> Trigger:
-    """Make a trigger whose first stage has the small network's widths, for which "small" stands in a dict.
+    """Make a trigger whose first stage has the small network's widths, written as "small" in a dict.
 
     Raises:
         UserError: the trigger or a part begins with other widths.
@@ -253,9 +253,9 @@ def adopt(
     optimizers: Sequence[Optimizer],
     state: Any,
 ) -> None:
-    """Load a small network into a grower's network, which has its widths and layers, with its optimizers.
+    """Load a small network and its optimizers into a grower's network of the same widths and layers.
 
-    `names` has the large network's name of each of its tensors; `state` is that of `Grower.follow`.
+    `names` maps the small network's tensor names to the large network's; `state` is as in `Grower.follow`.
 
     Raises:
         UserError: tensors are missing, or the outputs differ.
@@ -382,7 +382,7 @@ def _computed_ratios(network: nn.Module, small: nn.Module, graph: WidthGraph, wi
 
 
 def anneal_if_uniform(grower: Any) -> bool:
-    """Make normalisations plain at once where all channels have one weight, as after whole factors, if outputs stay.
+    """Make normalisations plain if all channels have equal weights (as after whole factors) and outputs stay the same.
 
     Return True if normalisations are plain.
     """
@@ -393,7 +393,7 @@ def anneal_if_uniform(grower: Any) -> bool:
     expected = evaluate(grower.network, grower.probe())
     grower.anneal(1.0)
     if _differs(expected, evaluate(grower.network, grower.probe())):
-        # Sums and norms over channels are other ones.
+        # Sums and norms over channels differ.
         state.norm_weights, state.norm_progress = weights, progress
         grower.anneal(progress)
     return not state.norm_weights

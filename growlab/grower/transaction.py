@@ -86,8 +86,8 @@ def _libraries(grower: GrowingNetwork, parts: Sequence[Part]) -> set[str]:
 class _Snapshot:
     """Snapshot of a grower and its followers: containers and objects by identity, tensors by their memory.
 
-    Attributes of objects of these `libraries` (top-level packages) are remembered; without `whole` no modules,
-    optimizers and tensors.
+    Attributes of objects from these `libraries` (top-level packages) are recorded too. Without `whole`, modules,
+    optimizers and tensors are not.
     """
 
     def __init__(self, roots: Sequence[Any], libraries: set[str], whole: bool = True) -> None:

@@ -49,7 +49,7 @@ def rows_of_tokens(network: nn.Module, graph: WidthGraph) -> list[str]:
 
 
 def set_tokens(grower: Any, size: int) -> tuple[Any, ...]:
-    """Change the number of tokens in place, see `change_rows`; new rows are the mean of the old ones."""
+    """Change the number of tokens in place; new rows are the mean of the old ones. See `change_rows`."""
     names = rows_of_tokens(grower.network, grower.graph)
     before, grower._vocabulary = len(grower.network.get_parameter(names[0])), size
 
@@ -67,7 +67,7 @@ def _note_tokens(network: Any, size: int) -> None:
 
 
 def fit_vocabulary(grower: Any, size: int) -> None:
-    """Give a grower's network and its averages as many tokens as a checkpoint has; their ages come with its state."""
+    """Resize the vocabulary of a grower's network and its averages to a checkpoint's; ages of rows are in its state."""
     if size != grower._vocabulary:
         past = dict(grower.network.named_parameters())
         set_tokens(grower, size)

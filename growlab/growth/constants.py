@@ -1,11 +1,9 @@
-"""Tensors that are no plain weights: constants, weights that are stored in another form, and padding rows.
+"""Tensors other than plain weights: constants, weights that are stored in another form, and padding rows.
 
-Constants of growing channels (`WidthGraph.constants`) end training as they began it.
-
-A table of positions [T, C] in a buffer or in a plain attribute of a module, a frozen embedding, the statistics of a
-frozen normalisation: at C' channels the network has the first C' columns, and those of channels that arrive come back
-as they were. So no new channel can equal an old one, or a twin: growth methods let nothing read it at first
-(`GrowthContext.unlike`).
+Constants of growing channels (`WidthGraph.constants`) are the same before and after training: position tables [T, C] in
+a buffer or in a plain attribute of a module, frozen embeddings, statistics of frozen normalisations. At C' channels the
+network has their first C' columns; new channels get their original columns back. So a new channel cannot be an exact
+copy of an old one: at first, growth methods set the weights that read it to zero (`GrowthContext.unlike`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from growlab.base.pieces import OneByOne
 from growlab.widths import WidthGraph, grid
 
-# Least length of the direction of a normalised weight.
+# Smallest norm of v in a weight g v / |v|.
 _SHORTEST = 1e-6
 
 
@@ -29,7 +27,7 @@ def kept(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def unchanged(
     graph: WidthGraph, constants: Mapping[str, Tensor], tensors: Mapping[str, Tensor], widths: Mapping[str, int]
 ) -> dict[str, Tensor]:
-    """Return the constants that are what they were: one that something has written to grows as anything else does."""
+    """Return the constants that are unchanged; one that was written to grows like any other tensor."""
     known = graph.constants.keys() & constants.keys() & tensors.keys()
     return {
         name: constants[name]
@@ -39,7 +37,7 @@ def unchanged(
 
 
 def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[str, int], like: Tensor) -> Tensor:
-    """Return a constant at these widths, on the device of `like`, which also has the entries beyond full width."""
+    """Return a constant at these widths, on the device of `like`; entries beyond full width are those of `like`."""
     places = [axis.kept(graph.full_widths, widths) for axis in graph.axes[name]]
     result = like.detach().clone()
     known = constant[grid([(place >= 0).nonzero().flatten() for place in places], constant.device)]
@@ -48,14 +46,12 @@ def at_widths(graph: WidthGraph, name: str, constant: Tensor, widths: Mapping[st
 
 
 def as_applied(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors as the forward applies them, which a growth method scales and draws.
+    """Return tensors as the forward applies them, for growth methods to scale and draw.
 
-    Offsets are added. In the place of the direction v of a weight normalisation w = g v / |v| is the weight w, in that
-    of the length g the factor |v| / g by which v is longer than w: whatever becomes of it, the function does not depend
-    on it.
+    Offsets are added. For a weight normalisation w = g v / |v|, v is replaced by w, and g by the ratio |v| / g, which
+    does not affect the function.
 
-    Tensors that are applied as they are stay the same objects; the others become float64, from which `as_stored` gets
-    them back.
+    Tensors that are applied as stored stay the same objects; the others become float64. `as_stored` is the inverse.
     """
 
     def applied(name: str) -> Tensor:
@@ -73,7 +69,7 @@ def as_applied(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str,
 def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return tensors as the network stores them: the inverse of `as_applied`, in float64.
 
-    Rows of zeros in a normalised weight have the length 0 and a random direction, the same each time.
+    Zero rows of a normalised weight get g = 0 and a random v, drawn with a fixed seed.
     """
 
     def stored(name: str) -> Tensor:
@@ -84,7 +80,7 @@ def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, 
         if name in graph.lengths:
             return torch.where(ratio < 0, -length, length)
         drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight)
-        # The square of |v| must not vanish in training's precision.
+        # |v|^2 must not underflow in the precision of training.
         ratio = torch.where((length * ratio).abs() < _SHORTEST, 1.0 / length, ratio)
         return torch.where(length == 0, drawn, weight * ratio)
 
@@ -92,7 +88,7 @@ def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, 
 
 
 def _normalised(graph: WidthGraph, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, int]:
-    """Both tensors of a weight normalisation, and its dimension, by the name of either."""
+    """Return v, g and the dimension of a weight normalisation, given the name of either tensor."""
     direction = name if name in graph.weight_norms else graph.lengths[name]
     length, dim = graph.weight_norms[direction]
     return _precise(tensors[direction]), _precise(tensors[length]), dim

@@ -31,8 +31,8 @@ class DataDriven(GrowthMethod):
 
     Args:
         batches: number of training batches used at an event: the first ones of the epoch that begins.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs, and the event's
-            report names them. None raises an error for them.
+        fallback: "pairs" grows unsupported groups by function-preserving pairs, and the event's report names them; None
+            raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
 
@@ -62,11 +62,11 @@ class DataDriven(GrowthMethod):
     def grow_from_data(
         self, context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]
     ) -> tuple[GrownTensors, dict[str, str]]:
-        """Compute every tensor at the new widths of an event in which these groups alone grow.
+        """Compute every tensor at the new widths of an event in which only these groups grow.
 
         Returns:
-            The tensors; and a reason for each group that the data show to be unsupported. If there are any, this
-            method is called again without them.
+            The tensors, and a reason for each group that turned out to be unsupported on the data. If there are any,
+            this method is called again without them.
         """
 
     def grow(self, context: GrowthContext) -> GrownTensors:
@@ -214,7 +214,7 @@ def embedded(context: GrowthContext, name: str, sources: Mapping[str, Tensor]) -
 def upright(rows: Tensor) -> Tensor:
     """Sign of each row, [rows, 1], that makes its entry of largest magnitude positive.
 
-    Singular vectors are determined up to their sign, which matters to a ReLU: otherwise rounding would choose it.
+    Singular vectors are unique only up to sign, which matters before a ReLU; without this, rounding would decide.
     """
     largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
     return torch.where(largest < 0, -1.0, 1.0).to(rows)
@@ -249,9 +249,9 @@ def padded(method: GrowthMethod, context: GrowthContext) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """New channels, a share at a time, each with an outgoing weight of 1 in one entry and no incoming weights.
+    """Candidate channels, in batches, each with one outgoing weight of 1 and zero incoming weights.
 
-    `new` has the positions of each group's candidates in the tensors, maybe none.
+    `new` has the positions of each group's candidates in the tensors; it may be empty.
     """
 
     view: ChannelView

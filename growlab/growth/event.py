@@ -64,20 +64,20 @@ def make_seed(
     """Turn a full-width network into the seed that a run starts from, in place.
 
     Args:
-        model: the full-width network that `graph` was traced from. On device meta it takes the seed's widths, and
-            `draw_seed` draws its weights.
+        model: the full-width network that `graph` was traced from. On device meta only its shapes change, and
+            `draw_seed` draws its weights later.
         graph: its width graph.
-        method: draws the seed's weights. At full width the network's own initialisation stays, unless the method
+        method: draws the seed's weights. At full width the network's own initialisation is kept, unless the method
             `draws_full_width`.
-        widths: width of each group in the seed.
-        seed: the run's seed.
+        widths: width of each group in the seed network.
+        seed: the run's random seed.
 
     Returns:
         The state to hand to `grow`.
 
     Raises:
-        UserError: the method would leave a factor on the output that `finish` could not fold, or multiply weights where
-            their gradients would be wrong. The network is then as before.
+        UserError: the method would leave an output factor that `finish` could not fold, or multiply weights where
+            their gradients would be wrong. The network is then unchanged.
     """
     avoid_unsafe_kernels(model)
     still = constants.kept(graph, tensors_of(model, graph))
@@ -292,7 +292,7 @@ def grown(model: nn.Module, method: GrowthMethod, context: GrowthContext) -> Gro
         if v in tensors and (context.changes(v) or v in scales):
             old, new = (torch.norm_except_dim(each[v], 2, dim) for each in (context.old, tensors))
             new = new[grid(context.kept(g), new.device)]
-            # What new entries add to g dL/dg = <dL/dw, w> cancels, or is not known.
+            # The new entries' contribution to g dL/dg = <dL/dw, w> cancels, or is unknown.
             scales[g] = torch.where(new == 0, 1.0, old / new)
     return replace(growth, tensors=tensors, carry=replace(growth.carry, scales=scales))
 

@@ -20,10 +20,10 @@ class TensorDim:
 
 @dataclass(frozen=True)
 class GroupTensors:
-    """Tensors that produce and consume a group's channels; layers, except `depthwise`, are no depthwise ones.
+    """Tensors that produce and consume a group's channels; depthwise layers are only in `depthwise`.
 
-    `incoming` are weights of the producers, then their biases; `outgoing` weights of the consumers; `norms` batch and
-    instance normalisations of the channels.
+    `incoming` are the producers' weights, then their biases; `outgoing` are the consumers' weights; `norms` are batch
+    and instance normalisations of the channels.
     """
 
     group: str
@@ -66,10 +66,10 @@ def names_of(groups: Sequence[GroupTensors], *sides: str) -> list[str]:
 
 @dataclass(frozen=True)
 class ChannelView:
-    """Reads and writes channels' entries of tensors at some widths, among the channels of other widths.
+    """Reads and writes channels' entries of tensors, restricted to their connections with the first channels.
 
-    Only entries whose other dimensions are among the first channels, up to the widths `among`, are used: for a new
-    channel, its connections with old ones.
+    In the other dimensions only the first channels, up to the widths `among`, are used: for a new channel, its
+    connections with old ones.
     """
 
     graph: WidthGraph

@@ -63,9 +63,9 @@ class _ReadState:
 def attach(network: nn.Module, graph: WidthGraph, state: GrowthState, resize: Resize, probe: tuple[Any, ...]) -> None:
     """Add hooks that scale the output by `state.output_factor` and store the growth state in state_dicts.
 
-    If the network returns only tensors, its output is multiplied. Otherwise (a dictionary of a loss and logits) the
-    outputs of the layers that set its scale are, so that values computed from them inside the network, such as the
-    loss, are correct too. The method `resize` of the grower is kept by a weak reference.
+    If the network returns only tensors, its output is multiplied. If it returns a dictionary of a loss and logits, for
+    example, the outputs of the layers that set its scale are multiplied instead, so that values computed from them
+    inside the network, such as the loss, are correct too. The grower's `resize` is kept by a weak reference.
     """
     detach(network)
     scale = OutputScale(state)
@@ -150,7 +150,7 @@ class ModuleHook:
         raise NotImplementedError
 
     def entries(self) -> dict[str, tuple[Tensor, Callable[[Tensor], Any]]]:
-        """Return its entries of the state_dict, by name behind the module's prefix: the tensor, and what sets it."""
+        """Return extra state_dict entries of a module, by name without prefix: the tensor and its setter."""
         raise NotImplementedError
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -224,7 +224,7 @@ def _load(
 
 
 def check_reached(module: nn.Module, what: str) -> None:
-    """Raise a UserError if the hooked module calls an operation on `what` where backward would bypass the hook.
+    """Raise a UserError if the hooked module calls an operation on `what` where its backward would bypass hooks.
 
     That is inside activation checkpointing or a custom `autograd.Function`.
     """

@@ -62,10 +62,10 @@ class Pass(NamedTuple):
 
 @dataclass
 class Cost:
-    """Cost of auxiliary passes: FLOPs of forward and backward, two per multiply-add, and samples of each pass.
+    """Cost of auxiliary passes: FLOPs of forward and backward, two per multiply-add, and samples per pass.
 
-    `held_bytes` is the peak memory that a pass saved for backward (a tensor saved by two operations counts twice), and
-    `peak_memory_bytes` that allocated on the device; None on a CPU.
+    `held_bytes` is the peak size of the tensors that a pass saved for backward (one saved by two operations counts
+    twice). `peak_memory_bytes` is the peak of memory allocated on the device; None on a CPU.
     """
 
     flops: int = 0
@@ -86,14 +86,15 @@ class Measurement:
     """Runs a network on training batches, with its tensors replaced, for a growth method.
 
     Args:
-        model: the network at its widths before the event; unchanged after each measurement.
+        model: the network at its widths before the event; restored after each measurement.
         graph: its width graph.
         batches: training batches of this rank.
         loss: function from the network's output and the targets to the mean loss of a batch.
         average: maps this rank's tensor to the mean over ranks; by default there is one rank.
         share: maps this rank's tensor to rank 0's, so that all ranks use the same.
         norm_weights: weights of channels in statistics over channels; see `weighted_norms`.
-        near_zero: a positive number that is not zero in training's precision, but vanishes when added to other values.
+        near_zero: a positive number that is not rounded to zero in the training's precision, but vanishes when added to
+            other values.
 
     Attributes:
         cost: cost of this rank's passes so far.
@@ -164,7 +165,8 @@ class Measurement:
             modes: contexts entered around the passes.
             watched: paths of modules whose inputs and outputs are passed to `visit`.
             gradients: enable gradients.
-            work: name of what `visit` computes, whose FLOPs are counted once for equal widths; None: in each pass.
+            work: name of the computation in `visit`; its FLOPs are counted once per name and widths; None: in each
+                pass.
             finite: raise an error if the loss is not finite.
 
         Raises:
@@ -227,7 +229,7 @@ class Measurement:
         return result
 
     def _replaced(self, tensors: Mapping[str, Tensor]) -> tuple[TorchFunctionMode, dict[str, tuple[Tensor, Tensor]]]:
-        """Put tensors in the network; also return the mode that it has to run in, for normalised weights."""
+        """Put tensors in the network; also return the mode in which it has to run, for weight normalisation."""
         stored, computed = as_stored(self.graph, tensors), self.graph.weight_norms
         given = ((name, tensors[name] if name in computed else stored[name]) for name in tensors)
         replaced = replace_tensors(self.model, self.graph, given)
@@ -355,7 +357,7 @@ def _watching(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Seen
 
 
 def _plain_weights(weights: Sequence[Tensor]) -> TorchFunctionMode:
-    """Mode in which weight normalisations of these tensors return them: they stand for the normalised weights."""
+    """Mode in which weight normalisation returns these tensors unchanged: they already are the normalised weights."""
 
     def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
         # A view: set as an attribute, the parameter itself would become one of the module's.

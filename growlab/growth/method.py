@@ -29,7 +29,7 @@ _Found = TypeVar("_Found")
 
 
 def generator(seed: int, stage: int, name: str) -> torch.Generator:
-    """Return a CPU generator seeded from the run's seed, the stage and a name: ranks and resumed runs draw the same."""
+    """Return a CPU generator seeded by the run's seed, the stage and a name, equal on all ranks and in resumed runs."""
     digest = hashlib.sha256(f"{seed}/{stage}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -135,7 +135,7 @@ class GrowthContext:
     def norm_defaults(self) -> dict[str, float]:
         """Default of a new channel in each tensor of a normalisation: weight and variance 1, bias and mean 0.
 
-        A new row of a normalised weight w is stored as it is: |v| / g is 1.
+        For a new row of a normalised weight, |v| / g is 1.
         """
         defaults = {"weight": 1.0, "bias": 0.0, "running_mean": 0.0, "running_var": 1.0}
         norms = (*self.graph.norms, *self.graph.channel_norms)
@@ -173,11 +173,11 @@ class NewWeights:
         gain: hidden layers have variance gain / fan_in; 2 suits ReLU (He et al. 2015).
         output_power: output layers have variance 1 / fan_in ** output_power; 1 is usual, 2 is variance
             transfer's (Yuan et al. 2023, Table 1).
-        rule: "fan_in" draws from a normal distribution. "as_network" does so with each layer's own variance times
-            fan-in, in place of the gain: at the seed that of the network as it was built, at an event that of the old
-            weights. "hyperfan_in" and "hyperfan_out" take what a hypernetwork of hyperfan initialisation emits (Chang
-            et al. 2020, Table 1): W = sum_k H_k e_k with H and e uniform; the latter with variance gain / fan_out in
-            hidden layers.
+        rule: "fan_in" draws from a normal distribution. "as_network" does too, but replaces the gain by each layer's
+            variance times fan-in: for the seed that of the network as built, at an event that of the old weights.
+            "hyperfan_in" and "hyperfan_out" draw weights as emitted by a hypernetwork with hyperfan initialisation
+            (Chang et al. 2020, Table 1): W = sum_k H_k e_k with H and e uniform; the latter has variance
+            gain / fan_out in hidden layers.
 
     Raises:
         ValueError: the rule is unknown.
@@ -264,7 +264,7 @@ def _emitted(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
 
 
 def normal(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
-    """Draw standard normal numbers in float32, those of large tensors in threads, the same for any number of these."""
+    """Draw standard normal numbers in float32, in threads for large tensors; independent of the number of threads."""
     drawn = torch.empty(shape, dtype=torch.float32)
     chunks = drawn.view(-1).split(_DRAWN_AT_ONCE)
     if len(chunks) < 2:
@@ -315,14 +315,14 @@ class GrowthMethod(Described, ABC):
         new_weights: scale of the weights it draws.
         noise_std: standard deviation of the noise that breaks symmetries among new entries, relative to that of the
             initialisation.
-        output_multiplier: the run multiplies the output by `output_factor`.
+        output_multiplier: the network's output is multiplied by `output_factor` during training.
         layer_multipliers: the forward may multiply rows of weights, see `growlab.growth.multipliers`.
         compensates: steps of optimizers that normalise gradients are divided by the multipliers.
         shrinks: events may narrow groups too.
         follows_norms: supports channels whose norm is computed; see `trace`.
         wants_gradients: `GrowthContext.gradients` are the optimizer's running means of gradients.
-        batches: number of training batches that it needs at an event.
-        draws_full_width: a seed of full width is drawn as any other, instead of keeping the network's weights.
+        batches: number of training batches needed at an event.
+        draws_full_width: draw a full-width seed like any other, instead of keeping the network's weights.
     """
 
     preserves: bool = True

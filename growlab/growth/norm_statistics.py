@@ -1,14 +1,14 @@
 """Batch and instance normalisation at a growth event: statistics of new channels, and the eps of rescaled ones.
 
 With the defaults, mean 0 and variance 1, eval mode does not normalise new channels until running averages have adapted:
-their activations grow from layer to layer, and in a deep network they drown the output. So they get the statistics of
-the probe batch.
+their activations increase from layer to layer and dominate the output of a deep network. So new channels get the
+statistics of the probe batch.
 
-A channel of batch variance v that is rescaled by c comes out multiplied by sqrt(c^2 (v + eps) / (c^2 v + eps)) in train
-mode. If v is large against eps, that factor is 1 up to rounding; in a dead channel it is c. No bound is tight, and
-changes add up if one normalisation is applied several times. With c^2 eps in place of eps, a rescaled network computes
-what it did before, so that train mode is as exact a check as eval mode. The change caused by eps itself is measured
-separately.
+In train mode, rescaling a channel of batch variance v by c multiplies its output by
+sqrt(c^2 (v + eps) / (c^2 v + eps)). If v is much larger than eps, that factor is 1 up to rounding; in a dead channel it
+is c. No bound is tight, and changes add up if one normalisation is applied several times. With c^2 eps in place of eps, a
+rescaled network computes the same function, so outputs can be compared as exactly in train mode as in eval mode. The
+change caused by eps itself is measured separately.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ def statistics_writer(
 ) -> Callable[[Moments], None]:
     """Return a callback that writes the probe batch's statistics into new channels of the grown network's `tensors`.
 
-    Channels whose statistics the method sets, such as copies, keep these. An average of networks takes the statistics
-    of the network that it averages. `average` maps this process's tensor to the mean over all processes.
+    Channels whose statistics the method sets, such as copies, keep them. An averaged copy of the network takes the
+    network's statistics. `average` maps this process's tensor to the mean over all processes.
     """
     new = dict(_new_channels(context, growth))
     averaged_event = None if context.averaged_event is None else context.averaged_event[0]
@@ -80,7 +80,7 @@ def _new_channels(context: GrowthContext, growth: GrownTensors) -> Iterable[tupl
 def eps_follows(
     model: nn.Module, context: GrowthContext, growth: GrownTensors, tensors: Mapping[str, Tensor]
 ) -> Setting | None:
-    """Return a function that makes a context in which eps of batch normalisations is scaled with their inputs.
+    """Return a function that creates a context in which eps of batch normalisations is scaled with their inputs.
 
     None if no normalisation's input was rescaled. `model` and `tensors` are those of the grown network.
     """

@@ -34,11 +34,11 @@ class Outputs:
     """A network's outputs on the probe batch, in eval mode, and in train mode without dropout.
 
     Attributes:
-        train: with other random draws replaced by their mean.
-        plain: the same without the `setting` given to `observe`.
-        terms: single numbers that the network returns after its output in train mode, such as terms of the loss.
+        train: output in train mode, with other random draws replaced by their mean.
+        plain: `train` without the `setting` given to `observe`.
+        terms: scalars that the network returns after its output in train mode, such as terms of the loss.
         drawn: random numbers were drawn, other than dropout's.
-        forgetful: the same with empty caches, if any are filled.
+        forgetful: the outputs computed with emptied caches, if there are filled ones.
     """
 
     eval: Tensor
@@ -213,8 +213,8 @@ _PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmu
 class _DoublesKept(TorchFunctionMode):
     """Ignores casts of float64 to float32, and casts integers, such as positions, to float64 instead.
 
-    Language models compute normalisations and softmax in float32 for weights of any type: outputs of a network in
-    float64 would be rounded to float32.
+    Language models compute normalisations and softmax in float32 whatever the type of their weights, which would round
+    the outputs of a float64 network to float32.
     """
 
     def __torch_function__(
@@ -234,10 +234,10 @@ class _DoublesKept(TorchFunctionMode):
 
 
 class _Quiet(TorchFunctionMode):
-    """Disables dropout and notes other random draws, whose shapes may depend on widths.
+    """Disables dropout and records other random draws, whose shapes may depend on widths.
 
-    `seen` is True once random numbers were drawn; with `means` each draw is replaced by its mean. Autocast stays off on
-    `devices`.
+    `seen` is True once random numbers were drawn. With `means`, each draw is replaced by its mean. Autocast is disabled
+    on `devices`.
     """
 
     _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
@@ -406,8 +406,8 @@ def network_inputs(example: Example, network: nn.Module) -> tuple[Any, ...]:
 def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
     """Run a network in eval and train mode, return its outputs, and record caches for `forget_caches` to empty.
 
-    A cache is an attribute that was empty before the run and is a tensor after it. Other attributes of its module that
-    the first run changes and a second one does not, such as the filled length of a table, belong to it.
+    A cache is an attribute that was empty before the run and is a tensor after it, together with other attributes of
+    its module that the first run changes and a second one does not, such as the filled length of a table.
     """
     with without_side_effects(network):
         before = Snapshot(network, "nothing")
@@ -437,10 +437,10 @@ def empty_caches(network: nn.Module) -> Iterator[bool]:
 def forget_caches(network: nn.Module, probe: tuple[Any, ...], failures: tuple[type[Exception], ...]) -> list[str]:
     """Empty the caches that `find_caches` recorded if a forward now fills any of them with tensors of other shapes.
 
-    They also stay empty where a forward at the new widths raises one of the `failures`.
+    Caches are also emptied if a forward at the new widths raises one of the `failures`.
 
     Returns:
-        Names of what stays empty: attributes, or indices in a container.
+        Names of the emptied caches: attributes, or indices in a container.
     """
     kept, shapes = _caches.get(network, ([], []))
     names = [str(key) for each in kept if each.shapes() for key in each.changed]

@@ -54,8 +54,8 @@ def compare(
 ) -> Parity:
     """Compare a network's outputs before and after a change.
 
-    Where an error is above the usual bound on rounding, what rounding does to this network is measured, and whether it
-    puts out the same twice, which takes twice as long as both outputs.
+    If an error is above the usual bound on rounding, measure the effect of rounding on this network and the difference
+    between two runs of it, which takes twice as long as computing both outputs.
 
     Args:
         model: the network, after the change.
@@ -63,7 +63,7 @@ def compare(
         before: outputs before the change.
         after: outputs now.
         agree: see `growlab.growth.grow`.
-        factor: what the outputs are multiplied by from now on.
+        factor: factor by which the outputs are multiplied from now on.
         allowed: relative errors beyond rounding that the change may make in eval and in train mode; None: any.
         setting: see `observe`.
     """

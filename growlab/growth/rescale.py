@@ -23,9 +23,9 @@ def rescale(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Multiply every activation by the factor of its scale class (1 where absent).
 
-    A layer that leads from a class with factor a to one with factor b has its weight multiplied by b / a, or by its
-    entry of `weights`, where the caller compensates for the rest, and its bias by b. A batch normalisation removes a
-    factor: see `_rescaled_norm`. 1.0 in the place of a weight yields its factor.
+    A layer from a class with factor a to one with factor b has its weight multiplied by b / a, or by its entry of
+    `weights` (the caller compensates for the rest), and its bias by b. A batch normalisation removes a factor: see
+    `_rescaled_norm`. Given 1.0 in place of a weight, the result is its factor.
 
     Returns:
         The tensors that change, by name, and the factor on the input of each batch normalisation, by its name.
@@ -68,8 +68,9 @@ def fold_output_factor(model: nn.Module, graph: WidthGraph, factor: float) -> di
     objects.
 
     Returns:
-        Factors of the parameters that changed, by name. A weight W with multipliers m becomes m W and its gradient is
-        multiplied by m (see `growlab.growth.multipliers`); with the output factor f they are f and 1 / f.
+        Factors of the parameters that changed and of their gradients, by name. With multipliers m, a weight becomes
+        m W and its gradient is multiplied by m (see `growlab.growth.multipliers`); for the output factor f the factors
+        are f and 1 / f.
 
     Raises:
         UserError: the output does not come straight from affine layers.
@@ -133,9 +134,9 @@ def with_attention_scale(
 ) -> GrownTensors:
     """Rescale queries to undo the change of attention's scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
-    Attention divides the products of queries and keys by the root of their dimension. From d to d' the tensors that
-    queries are linear in are multiplied by sqrt(d' / d), and their gradients divided by it. Weights in `multiplied` get
-    the factor as a row multiplier in the forward, so that their variance stays as set by the method.
+    Attention divides the products of queries and keys by the square root of their dimension. When it changes from d
+    to d', tensors in which queries are linear are multiplied by sqrt(d' / d), and their gradients divided by it. Weights
+    in `multiplied` get the factor as a row multiplier in the forward, so that the method's variance is kept.
     """
     own, scales = dict[str, float](), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)

@@ -139,8 +139,8 @@ def stage_batch_sizes(
 ) -> list[int]:
     """Global batch size of each stage: `B_{t-1} = B_t + round(p_b B_t)` (Eq. 8), from that of the last stage.
 
-    If that of the first is given, the others follow by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`. Sizes other
-    than the given one are rounded to their nearest multiple of a number of processes, below the limit.
+    If the first stage's is given, the others follow by the inverse, `B_t = round(B_{t-1} / (1 + p_b))`. Sizes other
+    than the given one are rounded to the nearest multiple of the number of processes, within the limit.
 
     Raises:
         ValueError: the limit is below the given batch size, or the rate is negative.

@@ -37,10 +37,10 @@ def carried_weights(
     before: Mapping[str, int],
     after: Mapping[str, int],
 ) -> dict[str, list[float]]:
-    """Weights that keep the statistics unchanged when widths change, of groups where they are not all 1.
+    """Channel weights with which statistics are unchanged when widths change, for groups where they are not all 1.
 
-    A channel's share of the statistics goes where its share of the gradient goes: to itself, or in equal parts to its
-    copies (`Carry.sources` and `Carry.rows`); a channel that follows from none gets 0.
+    A channel's weight is kept, or divided equally among its copies, like its gradient (`Carry.sources` and
+    `Carry.rows`); a channel that is no copy gets 0.
     """
     result = {}
     for group in dict.fromkeys(group for norm in graph.channel_norms for group in norm.axis.groups):
@@ -65,7 +65,7 @@ def annealed(starts: Mapping[str, Sequence[float]], progress: float) -> dict[str
 def weigh(
     model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], weights: Mapping[str, Sequence[float]]
 ) -> list[str]:
-    """Set the channel weights of a network's normalisations (others are 1); return the paths of weighted modules."""
+    """Set the channel weights of a network's normalisations (default 1); return the paths of weighted modules."""
     modules = dict(model.named_modules())
     weighted: list[str] = []
     for norm in graph.channel_norms:
@@ -308,7 +308,7 @@ def _counts(x: Tensor, weights: Tensor, over: int, sums: Mapping[int, bool]) -> 
 
 
 def _weighed(x: Tensor, dim: Any, means: Collection[int]) -> int | None:
-    """Return the dimension that is reduced over, if it is one that is weighed."""
+    """Return the dimension that is reduced, if it is weighted."""
     (over,) = dim if isinstance(dim, (tuple, list)) and len(dim) == 1 else (dim,)
     if isinstance(over, bool) or not isinstance(over, int):
         return None

@@ -201,14 +201,14 @@ class GrowingNetwork(ABC):
     """View of a growing network for triggers and parts; `growlab.Grower` implements it.
 
     Attributes:
-        network: at its present widths.
+        network: the network at its present widths.
         graph: its width graph.
-        full_graph: the same at full width.
-        method: of growth.
-        trigger: of growth.
+        full_graph: its width graph at full width.
+        method: growth method.
+        trigger: growth trigger.
         state: stage, widths and other state besides tensors.
         clock: progress of the training.
-        seed: of everything that growth draws.
+        seed: random seed of everything that growth draws.
         events: all growth events so far.
         training: data, cost and records of the training.
         seed_widths: width of each group in the seed.

@@ -14,7 +14,7 @@ _OUTPUT_POWER = {"constructor": 1, "standard": 1, "mup": 2}
 
 
 class FixedSize(GrowthMethod):
-    """Train one width from beginning to end: the baseline.
+    """Train at a constant width: the baseline.
 
     Initialisation of the weights, where C is a layer's fan-in:
 
@@ -22,8 +22,8 @@ class FixedSize(GrowthMethod):
         standard       hidden layers N(0, gain / C), output layers N(0, 1 / C)
         mup            hidden layers N(0, gain / C), output layers N(0, 1 / C^2), as the seed of growth=ours
 
-    The last is Yang et al.'s (2021) as Yuan et al. (2023) use it in Figure 3 and Table 1. With SGD the rate of its
-    output layers scales with 1 / C: `lr_adapt=mup`. As with growing, tensors without a growing axis keep their values.
+    The last is Yang et al.'s (2021), as used by Yuan et al. (2023) in Figure 3 and Table 1. With SGD, the learning rate
+    of output layers then scales with 1 / C: `lr_adapt=mup`. Tensors without a growing axis keep their values.
 
     Args:
         width_multiple: width of every group relative to full width; may be above 1.

@@ -15,7 +15,7 @@ from growlab.widths import Layer, Part, grid
 class Bert2Bert(GrowthMethod):
     """Copy channels; take the new rows of a layer from the same layer in the next block.
 
-    With pi and n as `Net2Net` has them, U(V)[i, j] = V[i, pi(j)] / n(pi(j)), and V the weight W of block l or l + 1,
+    With pi and n as in `Net2Net`, and U(V)[i, j] = V[i, pi(j)] / n(pi(j)) for the weights V of blocks l and l + 1,
 
         W'_l[i] = U(W_l)[i] for old rows i,    W'_l[i] = U(W_(l+1))[pi(i)] for new ones
 

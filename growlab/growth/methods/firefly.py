@@ -41,8 +41,7 @@ class FireFly(DataDriven):
         steps: number of descent steps, one pass each.
         rate: length of a step relative to the vector that it moves, falling linearly to 0.
         epsilon: size e of the candidates.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
-            error for them.
+        fallback: "pairs" grows unsupported groups by function-preserving pairs; None raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """

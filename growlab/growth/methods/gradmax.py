@@ -55,8 +55,7 @@ class GradMax(DataDriven):
         scale: length of a new channel's outgoing weights relative to the mean of the old ones.
         steps: number of ascent steps, two passes each.
         rate: length of an ascent step relative to the weights, falling linearly to 0.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
-            error for them.
+        fallback: "pairs" grows unsupported groups by function-preserving pairs; None raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
@@ -141,9 +140,9 @@ class GradMax(DataDriven):
         view: ChannelView,
         wanted: Mapping[str, float],
     ) -> tuple[dict[str, float], float]:
-        """Write the incoming weights, at or next to zero, with which the network shows the predicted gradient `wanted`.
+        """Write incoming weights at or near zero for which the network has the predicted gradient `wanted`.
 
-        Return the norm of the gradient that it shows, by group, and the mean loss at zero.
+        Return the norm of its actual gradient, by group, and the mean loss at zero weights.
         """
         best: dict[str, float] = {}
         losses: list[float] = []
@@ -177,7 +176,7 @@ class GradMax(DataDriven):
     ) -> dict[str, tuple[float, float]]:
         """Maximise the gradient of new channels' outgoing weights over their incoming ones, written into `tensors`.
 
-        Return the norm of that gradient by group, with drawn weights and with those found.
+        Return the norm of that gradient by group, before (with drawn weights) and after.
         """
         ascents = [_Ascent.start(self, context, fans, tensors, view) for fans in groups]
         for ascent in ascents:

@@ -42,8 +42,7 @@ class Splitting(DataDriven):
         iterations: number of products with S used for the smallest eigenvalue of each neuron; None: assemble S.
         epsilon: distance of halves from the original, relative to its length.
         softplus_beta: ReLU, which has no second derivative, is replaced by softplus with this beta.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
-            error for them.
+        fallback: "pairs" grows unsupported groups by function-preserving pairs; None raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
@@ -213,7 +212,7 @@ class Split:
 
     @classmethod
     def of(cls, context: GrowthContext, tensors: Mapping[str, Tensor], copied: Mapping[str, Tensor]) -> "Split":
-        """Split channels, by group, of a network with these tensors, at the new widths of an event."""
+        """Return the channels to split, by group, for the new widths of an event."""
         before = context.new_widths
         after = {group: width + len(copied.get(group, ())) for group, width in before.items()}
         return cls(replace(context, old=tensors, old_widths=before, new_widths=after), copied)

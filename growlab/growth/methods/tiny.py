@@ -32,8 +32,7 @@ class Tiny(DataDriven):
     of largest d_k first: among k neurons they reduce E|V - dW b - omega alpha^T h|^2 most. An amplitude gamma is then
     found by line search over the loss on held-out batches: new neurons get sqrt(gamma) on both sides, and old weights
     gamma dW if `update_old`. The search goes down from the largest amplitude and stops after the lowest loss.
-    Convolutions: h and b are patches; S counts a patch as often as the consumer reads its position, as in GroMo,
-        which
+    Convolutions: h and b are patches; S counts a patch as often as the consumer reads its position, as in GroMo, which
     ignores that the consumer's patches overlap (exact for 1x1).
 
     `ridge` times the mean of the diagonal is added to the diagonals of S and E[b b^T], so that |alpha_k|^2 is at most
@@ -43,9 +42,9 @@ class Tiny(DataDriven):
     **Preserves** nothing exactly: the function changes with gamma, to the lowest loss that the line search finds; the
     report has the loss before and after. New neurons alone need not lower it: they are optimal together with dW, and
     ReLU passes only half of their activations. If no amplitude lowers the loss, gamma is 0: the function stays the
-    same, and new neurons keep their incoming weights of gamma 1, so that they learn from the next step on. So do
-    neurons beyond the rank of N (at most 10 for a layer with 10 outputs): their incoming weights are drawn and their
-    outgoing weights are zero.
+    same, and new neurons get the incoming weights of gamma 1, so that they can learn from the next step on. Neurons
+    beyond the rank of N (at most 10 for a layer with 10 outputs) have drawn incoming and zero outgoing weights, and can
+    learn too.
     **Departs from the paper**: N is measured in the network with candidates whose outgoing weights are 1 in one entry
     and whose incoming weights are zero, so that it includes pooling and flattening in between. A batch normalisation of
     new channels starts as the identity on the batches; an instance normalisation approximately, since its statistics
@@ -59,8 +58,7 @@ class Tiny(DataDriven):
         amplitudes: values of gamma for the line search, in any order. Above 1 new neurons overshoot the functional
             gradient, and training may diverge.
         ridge: added to the diagonal of second moments, relative to its mean.
-        fallback: "pairs" grows groups for which the method is not defined by function-preserving pairs; None raises an
-            error for them.
+        fallback: "pairs" grows unsupported groups by function-preserving pairs; None raises an error for them.
         gain: randomly drawn new hidden weights have variance gain / fan_in.
         new_weights: see `NewWeights`.
     """
