@@ -6,8 +6,8 @@ statistics of the probe batch.
 
 In train mode, rescaling a channel of batch variance v by c multiplies its output by
 sqrt(c^2 (v + eps) / (c^2 v + eps)). If v is much larger than eps, that factor is 1 up to rounding; in a dead channel it
-is c. No bound is tight, and changes add up if one normalisation is applied several times. With c^2 eps in place of eps, a
-rescaled network computes the same function, so outputs can be compared as exactly in train mode as in eval mode. The
+is c. No bound is tight, and changes add up if one normalisation is applied several times. With c^2 eps in place of eps,
+a rescaled network computes the same function, so outputs can be compared as exactly in train mode as in eval mode. The
 change caused by eps itself is measured separately.
 """
 

@@ -135,8 +135,8 @@ def with_attention_scale(
     """Rescale queries to undo the change of attention's scale 1 / sqrt(d) (Yuan et al. 2023, Section 3.1).
 
     Attention divides the products of queries and keys by the square root of their dimension. When it changes from d
-    to d', tensors in which queries are linear are multiplied by sqrt(d' / d), and their gradients divided by it. Weights
-    in `multiplied` get the factor as a row multiplier in the forward, so that the method's variance is kept.
+    to d', tensors in which queries are linear are multiplied by sqrt(d' / d), and their gradients divided by it.
+    Weights in `multiplied` get the factor as a row multiplier in the forward, so that the method's variance is kept.
     """
     own, scales = dict[str, float](), dict(growth.carry.scales)
     rescaled, multipliers = dict(growth.report.get("rescaled", {})), dict(growth.multipliers)
