@@ -112,10 +112,10 @@ def follow_once(
     carry: Carry | None,
     done: dict[int, tuple[Any, Any]],
 ) -> None:
-    """Carry one of several optimizers that may share groups or state (wrappers), mapping each state once.
+    """Carry one of several optimizers that may share groups or state, as wrappers do; map each state once.
 
-    `widths` are the network's width graph and its widths before and after; `done` has the old and new state that was
-    mapped for previous optimizers, by its id. See `follow` for the rest.
+    `widths` are the network's width graph and its widths before and after. `done` maps ids of state that was already
+    mapped, for previous optimizers, to its old and new value. See `follow` for the rest.
     """
     places = {id(old): (name, new) for name, (old, new) in replaced.items()}
     state = getattr(optimizer, "state", {})
@@ -253,10 +253,10 @@ def check_inheritance(inheritance: str) -> None:
 def check_following(optimizer: Optimizer, places: Mapping[int, tuple[str, Tensor]], inheritance: Inheritance) -> None:
     """Check that an optimizer's state can be carried through an event that replaces parameters.
 
-    `places` has the name and the replacement of each, by its `id`.
+    `places` maps a parameter's `id` to its name and replacement.
 
     Raises:
-        ValueError: state that is not reset has neither its parameter's shape nor a single number; or the optimizer
+        ValueError: state that is not reset is neither of its parameter's shape nor a single number; or the optimizer
             groups parameters by size in a container that growlab cannot carry.
     """
     if problem := cannot_replace(optimizer, places):
@@ -342,7 +342,7 @@ def _meanings(optimizer: Any) -> tuple[set[str], set[str]]:
 
 
 def _moved_along(kept: Tensor, before: Tensor, after: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-    """Map a stored copy of weights so that it keeps its distance from them, scaled as they are; 0 at new entries."""
+    """Map a stored copy of weights, so that its difference from them is scaled like them, and is 0 at new entries."""
     old, new = place(before.to(kept)), after.to(kept)
     scale = (new * old.conj()).sum() / old.abs().square().sum().clamp(min=torch.finfo(old.dtype).tiny)
     ratio = new / old

@@ -16,7 +16,7 @@ _LONGEST = 4096
 
 
 class Flat:
-    """Elements of weights of one device and their regions as a flat tensor; of `params` shapes and strides are read."""
+    """Flat tensors of the elements of weights on one device, and of their regions; reads only shapes and strides."""
 
     def __init__(self, params: Sequence[Tensor], regions: Sequence[Regions]) -> None:
         self._key = [layout_key(p) for p in params]

@@ -65,10 +65,10 @@ class Followers:
         return self._owner()
 
     def add(self, optimizer: Optimizer, inheritance: Inheritance, announced: bool = False) -> None:
-        """Add an optimizer; parameters that the network had before an event are exchanged for the present ones.
+        """Add an optimizer; replace parameters that the network had before an event by the present ones.
 
-        Those of blocks that the network does not have at present leave it. With `announced` the loop calls
-        `before_step` itself, once gradients are computed.
+        Parameters of blocks that are not inserted at present are removed from it. With `announced`, the loop itself
+        calls `before_step` once gradients are computed.
         """
         now = dict(self._run.network.named_parameters())
         past = {key: name for key, (parameter, name) in self._past.items() if parameter() is not None}
@@ -300,7 +300,7 @@ def _sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def copy_state(optimizer: Optimizer, sources: Mapping[Tensor, Tensor]) -> None:
-    """Copy optimizer state to parameters, the keys, from those that they are copies of."""
+    """Copy optimizer state to parameters (the keys of `sources`) from their originals (its values)."""
     for parameter, source in sources.items():
         if source in optimizer.state:
             optimizer.state[parameter] = copy.deepcopy(optimizer.state[source])
@@ -319,8 +319,8 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, Tensor]) -> 
     """Replace an optimizer's parameters, by their `id`, by those of a network that was resized to load a checkpoint.
 
     State that fits the new parameter is kept (the optimizer's state was loaded before the network); other state belongs
-    to the old one and is removed. A tensor fits if each of its dimensions has a length of the parameter's, as with
-    Adafactor's rows and columns, or 1.
+    to the old one and is removed. A tensor fits if each of its dimensions has length 1 or that of a dimension of the
+    parameter, as in Adafactor's rows and columns.
 
     Raises:
         UserError: other containers of the optimizer would not fit the new parameters.
@@ -377,7 +377,7 @@ def order_parameters(optimizer: Optimizer, past: Mapping[str, Tensor], now: Mapp
 def _by_group(
     places: Mapping[str, int | None], now: Mapping[str, Tensor], num_groups: int, optimizer: str
 ) -> list[list[Tensor]]:
-    """Sort parameters into groups, by the group of each previous one (None: not in the optimizer) and names."""
+    """Assign parameters to groups by their names and the groups of the previous ones (None: not in the optimizer)."""
     kinds: dict[str, set[int | None]] = {}
     for name, index in places.items():
         kinds.setdefault(re.sub(r"\d+", "*", name), set()).add(index)
@@ -401,8 +401,8 @@ def _by_group(
 class Compensated:
     """Divide an optimizer's steps on weights by the multipliers that the network applies to them (`Grower.divisors`).
 
-    Where the network uses m W, a step d of an optimizer that normalises gradients moves m W by d, as if there were no
-    multiplier, and decoupled weight decay, which is in proportion to W already, shortens it as before:
+    If the network uses m W, a step d of an optimizer that normalises gradients then moves m W by d, as without a
+    multiplier. Decoupled weight decay, already proportional to W, is not divided:
 
         W <- (1 - decay) W + d / m
     """

@@ -76,8 +76,8 @@ class LARS(Regional):
 
             V' = carried * (||V|| / ||carried||) * (||W'|| / ||W||)
 
-        This is the V of a weight that always had its present size, if all gradients are scaled by the same factor. The
-        part of weight decay is carried with the gradients'. Vectors are carried like gradients.
+        If all gradients are scaled by the same factor, this is the V of a weight that always had its present size.
+        Weight decay's share of V is carried with the gradients' share. Vectors are carried like gradients.
         """
         if old.dim() < 2:
             return carried

@@ -25,21 +25,21 @@ class Muon(Regional):
         B <- momentum * B + (1 - momentum) * G
         W_k <- (1 - lr * factor_k * weight_decay) W_k - lr * factor_k * adjustment * NS(B, or Nesterov's)_k
 
-    The momentum of a weight is orthogonalised as a whole; the regions of the update, and of the decoupled weight decay,
-    are then scaled by their factors. A matrix without regions is updated as by `torch.optim.Muon`, bit for bit.
+    The momentum of a weight is orthogonalised as a whole; the update and the decoupled weight decay are then scaled by
+    each region's factor. A matrix without regions is updated as by `torch.optim.Muon`, bit for bit.
 
-    **Departs from torch**, which takes matrices alone: a convolution's weight is orthogonalised as the matrix
-    [out_channels, everything else]; vectors and scalars take `torch.optim.AdamW` at the same `lr` and `weight_decay`.
-    With `adjust_lr_fn="match_rms_adamw"` this rate has the same meaning for both.
+    **Departs from torch**, which accepts only matrices: a convolution's weight is orthogonalised as the matrix
+    [out_channels, everything else]; vectors and scalars use `torch.optim.AdamW` at the same `lr` and `weight_decay`.
+    With `adjust_lr_fn="match_rms_adamw"` one rate suits both.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate.
         weight_decay: decoupled weight decay.
-        betas: AdamW's, for vectors.
+        betas: AdamW's betas, for vectors.
         adam_eps: AdamW's eps.
         rule: see `Regional`.
-        options: as for `torch.optim.Muon`: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
+        options: arguments of `torch.optim.Muon`: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn.
 
     Raises:
         ValueError: an argument is out of range.

@@ -228,8 +228,8 @@ class Regional(torch.optim.Optimizer):
     ) -> None:
         """Run an update over batches of pieces: `update(weights, *tensors, *values)`, lists of equal length.
 
-        All `params` are cut, or none. `tensors` are gradients and state, each a list in their order; `values_PK` are
-        passed to `update` as rows that broadcast with the pieces. It works in place on the pieces.
+        Either all `params` are cut into pieces or none. `tensors` are gradients and state, lists in the order of
+        `params`. `values_PK` are passed to `update` as rows that broadcast with the pieces. `update` works in place.
         """
         values_PK = [values.to(params[0].device, params[0].dtype) for values in values_PK]
         if not self._is_cut(params[0]):
@@ -313,7 +313,7 @@ class Pieces:
     """Partition of a tensor, its gradient and its state into pieces, valid for the tensor's shape, strides and device.
 
     Attributes:
-        whole: the layout, or the number of runs of rows, does not suit pieces; it is not partitioned.
+        whole: the tensor is not partitioned, since its layout or the number of runs of rows does not suit pieces.
     """
 
     def __init__(self, tensor: Tensor, regions: Regions) -> None:

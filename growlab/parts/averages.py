@@ -69,8 +69,8 @@ class Averages(Part):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         own = named_tensors(self._average)
-        # In the saved precision, to which the network may be converted later, and where it is: a checkpoint for a GPU
-        # may have been read to the CPU.
+        # In the saved precision, to which the network may be converted later, but on the network's device: a
+        # checkpoint for a GPU may have been loaded to the CPU.
         _go_along(self._average, {n: t.to(own[n].device) for n, t in state.items() if n in own})
         self._average.load_state_dict(state)
 

@@ -66,7 +66,7 @@ class Classes(WidthPart):
         return {CLASSES: numbers_of_stages(self._counts(num_stages), num_stages, len(self._order), "classes")}
 
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
-        """Add rows for the classes of the next stage, drawn as the method draws its weights."""
+        """Add rows to the head for the classes of the next stage, drawn as the method draws its weights."""
         if not self.groups:
             return {}
         return open_channels(network, grower.graph, grower.method, state, CLASSES, widths[CLASSES], grower.seed)
@@ -85,12 +85,12 @@ class Classes(WidthPart):
             self._sorted = True
 
     def load_for_inference(self, state: Mapping[str, Any]) -> None:
-        """Load the order of rows."""
+        """Load the order of the classes."""
         self.load_state_dict(state)
 
 
 def with_classes(graph: WidthGraph, num_classes: int) -> WidthGraph | None:
-    """Return a width graph with the network's outputs as one more group; None if they are not plain rows of one layer.
+    """Return a width graph with the network's outputs as an additional group; None if they are not rows of one layer.
 
     Growth methods do not change its width: a new class is not a copy or a twin of another.
     """

@@ -1,4 +1,4 @@
-"""New inputs: first layers get columns as features, such as image channels or columns of a table, arrive."""
+"""Input features that arrive during training, such as image channels or table columns: first layers get new columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,28 +19,28 @@ from growlab.growth.parity import relative_error, rounding
 from growlab.widths import Axis, Group, Part, UnsupportedOperation, WidthGraph, trace
 from growlab.widths.inputs import listed, named_in
 
-#: The group whose channels are the features of the network's input; no module can have this name.
+#: Name of the group whose channels are the input's features; no module can have this name.
 FEATURES = "input features"
-# Names of the network, and of a layer in front of it, while the two are traced.
+# Names of the network and of the layer in front of it while they are traced together.
 _NETWORK, _SOURCE = "network", "source"
 
 
 class Features(WidthPart):
-    """Adds columns to the layers that read the network's input from stage to stage, as features arrive.
+    """Add columns to the layers that read the network's input as features arrive from stage to stage.
 
-    Declare the network with all features, and give an example that has them all. At each stage the network takes the
+    Declare the network with all features, and give an example that has them all. At each stage the network reads the
     first features of its input. Batches may have all features, or only those that have arrived.
 
-    **Preserves** the outputs exactly, whatever values the new features have, if new columns are zero. Batch
-    normalisation of the input begins new features with weight 1, bias 0, mean 0 and variance 1. Buffers with a value
-    for each feature, such as means, are those of the full network.
+    **Preserves** the outputs exactly if new columns are zero, whatever the values of the new features. Batch
+    normalisation of the input starts new features with weight 1, bias 0, mean 0 and variance 1. Buffers with one value
+    per feature, such as means, get the full network's values.
 
     Args:
-        counts: number of features at each stage, ascending; or a function that maps the number of stages to them.
-        columns: new columns are "zero", or "drawn" as the method draws its weights.
-        dim: dimension of the input in which features lie; None: 1 for images [B, C, H, W] and volumes
-            [B, C, D, H, W], else the last.
-        argument: name of the forward's argument that has the features; None: the first tensor of real numbers.
+        counts: number of features at each stage, ascending; or a function from the number of stages to such a list.
+        columns: "zero", or "drawn" as the growth method draws its weights.
+        dim: dimension of the features in the input; None: 1 for images [B, C, H, W] and volumes [B, C, D, H, W],
+            else the last.
+        argument: name of the forward's argument that has the features; None: the first floating-point tensor.
 
     Raises:
         UserError: an argument is invalid.
@@ -77,11 +77,11 @@ class Features(WidthPart):
         self._change = 0.0
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return True if the network grows in stages known in advance; otherwise all features are there at once."""
+        """Return True if the network grows in stages known in advance; otherwise it has all features from the start."""
         return not isinstance(trigger, Never) and trigger.knows_stages
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
-        """Make the features of the input a width group.
+        """Add a width group for the features of the input.
 
         Raises:
             UserError: the example has no such input, or something besides weights depends on the number of features.
@@ -94,25 +94,25 @@ class Features(WidthPart):
         return opened
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Let the network take the first features of its input."""
+        """Let the network read only the first features of its input."""
         self.attach(network)
         return graph
 
     def attach(self, network: nn.Module) -> None:
-        """Let the network, or a copy of it, take the first features of its input."""
+        """Let the network, or a copy of it, read only the first features of its input."""
         self.detach(network)
         assert self._hook is not None
         network.register_forward_pre_hook(self._hook, with_kwargs=True)
 
     def detach(self, network: nn.Module) -> None:
-        """Let the network take its input as it is."""
+        """Let the network read its whole input."""
         remove_pre_hooks(network, FirstFeatures)
 
     def stage_widths(self, num_stages: int) -> Mapping[str, Sequence[int]]:
         """Return the number of features at each stage.
 
         Raises:
-            UserError: `counts` has not one number for each stage, ascending and at most the number of features.
+            UserError: `counts` does not give one number per stage, ascending and at most the number of features.
         """
         given = self._counts
         # A network that is only evaluated has a single stage, the last.
@@ -147,12 +147,12 @@ class Features(WidthPart):
 
 @dataclass(frozen=True)
 class _Source:
-    """Place of the features among a forward's inputs.
+    """Position of the features among a forward's inputs.
 
     Attributes:
-        position: of the input, if it can be passed by position.
-        name: of the argument, if it can be passed by name.
-        dim: dimension of the features.
+        position: position of the input, if it can be passed by position.
+        name: name of the argument, if it can be passed by name.
+        dim: dimension of the features in the input.
     """
 
     position: int | None
@@ -200,8 +200,8 @@ class FirstFeatures:
     """Forward pre-hook that narrows a network's input to as many features as the network has.
 
     Args:
-        source: place of the features.
-        graph: width graph of the tensors that determine their number.
+        source: position of the features among the inputs.
+        graph: width graph of the tensors that determine the number of features.
     """
 
     def __init__(self, source: _Source, graph: WidthGraph) -> None:
@@ -231,7 +231,7 @@ def _tensor(network: nn.Module, name: str) -> Tensor:
 
 
 def _measured(graph: WidthGraph) -> WidthGraph:
-    """Reduce a width graph to tensors from whose shapes the number of features follows."""
+    """Reduce a width graph to a few tensors whose shapes determine the number of features."""
     chosen, wanted = dict[str, tuple[Axis, ...]](), [FEATURES]
     for group in wanted:
         axes = [(name, axis) for name, own in graph.axes.items() for axis in own if group in axis.groups]
@@ -242,7 +242,7 @@ def _measured(graph: WidthGraph) -> WidthGraph:
 
 
 class _Fed(nn.Module):
-    """A network behind a layer that makes its features."""
+    """A network behind a linear layer whose outputs are its input features."""
 
     source: nn.Linear
 
@@ -262,14 +262,14 @@ class _Fed(nn.Module):
             args, named = source.changed(args, named, lambda x: self.source(x.movedim(dim, -1)).movedim(-1, dim))
             return network(*args, **named)
 
-        # The names of its arguments are the network's.
+        # Its arguments have the names of the network's.
         vars(self)["forward"] = wraps(network.forward)(fed)
 
 
 def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...], source: _Source) -> WidthGraph:
-    """Add the features of the network's input to its width graph as one more group.
+    """Add the features of the network's input to its width graph as an additional group.
 
-    Growth methods do not change its width: a new feature is not a copy of another.
+    Growth methods do not change its width, since a new feature is not a copy of another.
 
     Raises:
         UserError: something besides weights depends on the number of features.
@@ -288,7 +288,7 @@ def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...
         otherwise = "the code distinguishes some of them" if reading else "no weight reads them"
         reason = f"{norms[0]} normalises over them" if norms else traced.fixed.get(_SOURCE, otherwise)
         raise UserError(f"{cannot}{reason}.")
-    # Groups of both graphs that have the same channels of the same tensor.
+    # Match groups of both graphs by the same channels of the same tensor.
     known = {_SOURCE: FEATURES} | {
         one.group: other.group
         for name, own in names.items()

@@ -199,10 +199,11 @@ def strength(grower: GrowingNetwork, anneal: str) -> float:
 def mean_gradients(
     grower: GrowingNetwork, batches: Iterable[tuple[Tensor, ...]], pass_number: int = 0
 ) -> tuple[dict[str, Tensor], int]:
-    """Compute the gradient of the mean loss over batches, by parameter name, in train mode and parameters' precision.
+    """Compute the gradient of the mean loss over this process's batches and all processes, by parameter name.
 
-    Statistics of normalisations are restored, and no optimizer steps. `pass_number` seeds dropout, together with the
-    batch's number and the process, whose batches these are. The number of samples over all processes is returned too.
+    The network runs in train mode and in its parameters' precision; statistics of normalisations are restored, and no
+    optimizer steps. `pass_number`, the batch's number and the rank seed dropout. Also return the number of samples over
+    all processes.
     """
     network, training, loss_of = grower.network, grower.training, grower.training.loss
     assert loss_of is not None

@@ -130,9 +130,9 @@ class Blocks:
         return _kept(self.full, self.blocks[name].contains)
 
     def put_in(self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None) -> list[nn.Module]:
-        """Insert a block at its place and the given widths, in a network in place; return the modules that it replaces.
+        """Insert a block in place, at the given widths; return the modules that it replaces.
 
-        It is copied from `source`, a network at these widths, or as initialised by its constructor.
+        The block is copied from `source`, a network at these widths, or is as initialised by its constructor.
         """
         block = self.blocks[name]
         before = [network.get_submodule(path) for path in block.paths]
@@ -173,8 +173,8 @@ class Blocks:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Insert and initialise a block during training, and check that the outputs are preserved.
 
-        Its weights are drawn as the method draws a seed network's (at full width they are its constructor's); then the
-        start is applied. See `growlab.growth.grow` for the arguments.
+        Its weights are drawn as for a seed network (at full width its constructor's are kept); then the start is
+        applied. See `growlab.growth.grow` for the arguments.
 
         Returns:
             The block's entry in the event's receipt, and the originals of its copied parameters, by name.

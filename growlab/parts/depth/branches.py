@@ -61,9 +61,9 @@ def ancestors(node: Node) -> set[Node]:
 
 
 class Branches:
-    """Walk through the autograd graph from a block's output back to its input, the operation output `source`.
+    """Search of the autograd graph from a block's output back to its input, the operation output `source`.
 
-    `obstacle` is the operation at which the walk failed, or "".
+    `obstacle` is the operation at which the search failed, or "".
     """
 
     def __init__(self, source: Edge, names: Mapping[int, str]) -> None:

@@ -70,7 +70,7 @@ class SkippedBlock(nn.Module):
 class PassThrough:
     """Composes a block's output from its (positional, named) inputs and constants, as observed in one call.
 
-    `problem` is the reason why the output cannot be composed without the block, or "". Raises a ValueError if the block
+    `problem` is the reason why the output cannot be composed without the block, or "". Raise a ValueError if the block
     has no tensor among its inputs or outputs.
     """
 
@@ -140,8 +140,9 @@ class Block:
 
     Attributes:
         name: path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
-        zeroed: names of the parameters to zero so that it adds nothing; None if there are none (`obstacle`).
-        pass_throughs: by path, compositions of the placeholder's output, for modules that are not plain.
+        zeroed: names of the parameters to zero so that it adds nothing; None if there are none (see `obstacle`).
+        pass_throughs: by path, compositions of the placeholder's output, for modules that do not take and return a
+            single tensor.
     """
 
     name: str

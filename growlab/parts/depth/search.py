@@ -35,7 +35,7 @@ from growlab.widths.meta import copied
 
 @dataclass(frozen=True)
 class Chain:
-    """Sibling modules of a class `kind`, names of those that may be left out at first, and why others stay."""
+    """Sibling modules of class `kind`: names of those that may be left out at first, and why others stay."""
 
     kind: str
     names: tuple[str, ...]
@@ -51,9 +51,9 @@ class Search:
         self._forward = Forward(network, example)
 
     def all(self) -> tuple[list[Block], list[Chain]]:
-        """Find all blocks that follow another of their kind, and the chains searched.
+        """Find all blocks that follow another of their kind; return them and the chains searched.
 
-        The order of insertion is the second of each chain, then the third, and so on.
+        Blocks are in their order of insertion: the second of each chain, then the third, and so on.
         """
         runs = runs_of_units(self._forward, bare=self._start == "identity")
         reasons: dict[str, str] = {}

@@ -20,7 +20,7 @@ from growlab.widths import Axis, Group, Layer, Part, WidthGraph
 
 
 def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> WidthGraph:
-    """Return the width graph of the tensors that emit a network's weights, from that before `parametrise`.
+    """Return the width graph of the tensors that emit a network's weights, given the one before `parametrise`.
 
     H of a weight [O, I, ...] is [O, I, ..., K]: its first two dimensions carry the channels, the last behaves like a
     kernel dimension. Tensors of chunks are arrays over chunks [A, B, ...], rows and columns of the weight in blocks of

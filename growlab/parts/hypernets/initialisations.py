@@ -121,7 +121,7 @@ class Initialisation:
         return 1.0 / features if self._hyperfan else self._output(features, num_outputs)
 
     def plain(self, emission: Emission) -> float:
-        """Variance of a plain layer's weights; for hyperfan that of emitted ones: r / d_j, r / d_i or a mean of both.
+        """Variance of a plain layer's weights; for hyperfan that of emitted ones: r / d_j, r / d_i or their mean.
 
         Raises:
             UserError: the initialisation is only defined for hypernetworks.

@@ -136,9 +136,9 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
 
 
 def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
-    """Initialise a plain network, in place, by the rule for networks without hypernetworks; biases are 0.
+    """Initialise a network without hypernetworks in place, biases with 0; return the network.
 
-    Of `hypernet`, the initialisation, distribution and gains are used. The network is returned.
+    Use the initialisation, distribution and gains of `hypernet`.
 
     Raises:
         UserError: there is no linear layer or convolution, or the initialisation is only defined for hypernetworks.

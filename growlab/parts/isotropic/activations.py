@@ -50,7 +50,7 @@ def tanh_gain(square: Tensor) -> Tensor:
 
 GAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": tanh_gain,
-    # Bounded like tanh, cheaper, with heavier tails.
+    # Bounded like tanh, but cheaper and slower to saturate.
     "softsign": lambda square: torch.rsqrt(1 + square),
     # Short vectors vanish, long ones pass, like a ReLU along the radius.
     "soft_relu": lambda square: 1 - tanh_gain(square),

@@ -111,8 +111,8 @@ class Observation:
 def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor]) -> Mapping[str, Observation]:
     """Run a batch in eval mode and observe every activation whose norm is over a single group, by module path.
 
-    Observations are in float64 on the activations' device. Modules whose output does not have the shape of their first
-    input are left out: they are more than an activation.
+    Observations are in float64 on the activations' device. Modules whose output and first input differ in shape are
+    left out, since they do more than apply an activation.
     """
     known, found = dict(model.named_modules()), dict[str, Observation]()
     with_gain = {radius.name for radius in graph.radii if radius.gain_channel}

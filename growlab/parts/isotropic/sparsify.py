@@ -13,7 +13,7 @@ from growlab.widths import Layer, WidthGraph
 class Diagonal(nn.Module):
     """Linear layer with a diagonal matrix: y_i = weight_i x_i + bias_i.
 
-    Inputs beyond the diagonal are not used; outputs beyond it are the bias alone.
+    Inputs beyond the diagonal are not used; outputs beyond it are only the bias.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:

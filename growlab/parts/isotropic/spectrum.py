@@ -9,9 +9,9 @@ from growlab.widths import Layer, Part, WidthGraph, rotate, tensors_of
 
 
 def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular value decomposition U diag(s) V^T of a matrix [n, K] in float64, with signs that no library decides.
+    """Singular value decomposition U diag(s) V^T of a matrix [n, K] in float64, with unique signs.
 
-    The entry of largest modulus (the first of equal ones) of every left singular vector is positive.
+    In every left singular vector the entry of largest modulus (the first among equals) is positive.
 
     Returns:
         U [n, n], orthogonal also if n > K; s [n], descending, 0 beyond the K-th; V [K, n], whose columns beyond the
@@ -29,7 +29,7 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Rotate the null space's singular vectors so that the first has their whole component along a vector [n].
+    """Rotate the null space's singular vectors so that only the first has a component along a vector [n].
 
     Singular values s up to `rounding` times the largest count as 0.
 
@@ -49,7 +49,7 @@ def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: fl
 
 
 def order_by_square(left: Tensor, values: Tensor, square: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
-    """Rotate the null space's singular vectors so that mean squares are descending; see `gather_constant`."""
+    """Rotate the null space's singular vectors into descending order of mean square; see `gather_constant`."""
     null = (values <= rounding * values[0]).nonzero().flatten()
     if len(null) < 2:
         return left, values
@@ -100,7 +100,7 @@ def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[st
 
 
 def folded(graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]) -> dict[str, Tensor]:
-    """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with them."""
+    """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with the weights."""
     found = {}
     for layer in graph.layers:
         axes = graph.axes[layer.weight]
@@ -116,7 +116,7 @@ def weights_of(
 ) -> Tensor:
     """Concatenate the incoming weights of each channel of a group, or the outgoing ones: [width, K].
 
-    These are the rows of its producers, or the columns of its consumers; layers that `tensors` lack are left out.
+    These are the rows of its producers, or the columns of its consumers; layers without `tensors` are left out.
     """
     layers, dim = (producers(graph, group), 0) if forward else (consumers(graph, group), 1)
     blocks = []
@@ -144,8 +144,8 @@ def diagonalise_partially(
 ) -> dict[str, Tensor]:
     """Rotate a group's basis so that its producer is W' = S V^T, with orthogonal rows of decreasing norm (Eq. 25).
 
-    **Preserves** the output exactly, up to rounding. The network is changed in place; its graph is traced with
-    `follow_norms`. Returned is the rotation, by group; `rotate` with its transpose undoes it.
+    **Preserves** the output exactly, up to rounding. Change the network in place; its graph must be traced with
+    `follow_norms`. Return the rotation by group; `rotate` with its transpose undoes it.
     """
     widths = widths or graph.full_widths
     left, _, _ = decompose(weights_of(graph, group, tensors_of(model, graph), widths))
@@ -178,8 +178,8 @@ def diagonalise(
 
         W2 = U S V^T;  W1' = V^T W1, b1' = V^T b1;  W2' = S, b2' = U^T b2;  W3' = W3 U
 
-    **Preserves** the output exactly, up to rounding. The network is changed in place; its graph is traced with
-    `follow_norms`. Returned are the rotations, by group; `rotate` with their transposes undoes it.
+    **Preserves** the output exactly, up to rounding. Change the network in place; its graph must be traced with
+    `follow_norms`. Return the rotations by group; `rotate` with their transposes undoes it.
 
     Raises:
         ValueError: the layer is not between two isotropic groups.
