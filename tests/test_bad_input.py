@@ -49,7 +49,7 @@ TABLE = {
     "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",
     "+callbacks.x._target_=torch.nn.Identity": "callbacks.x makes a Identity, not a lightning.",
     "objective=characters": "images go with objective=classification",
-    "+logger.x=3": "logger.x=3 is no logger",
+    "+logger.x=3": "logger.x=3 is not a logger",
     "experiment_function={}": "experiment_function={} needs a _target_",
     "objective._target_=fractions.Fraction": "is no growlab.lab.training.Objective",
     "model=gpt": "does not take image_shape and num_classes",

@@ -51,7 +51,7 @@ def describe(report: Report) -> str:
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Report on the models of a command line; 1 if one does not grow exactly."""
+    """Report on the models of a command line; return 1 if one does not grow exactly."""
     parser = CommandParser(
         prog="growlab widths",
         description=__doc__,

@@ -187,12 +187,12 @@ def _source(network: nn.Module, example: tuple[Any, ...], argument: str | None, 
         if isinstance(x, Tensor) and x.is_floating_point() and argument in (None, name)
     ]
     if not fits:
-        what = "no tensor of real numbers" if argument is None else f"none called {argument!r} of real numbers"
-        raise UserError(f"features arrive in an input of real numbers; the example has {what}: {listed(example)}.")
+        what = "no floating-point tensor" if argument is None else f"no floating-point tensor named {argument!r}"
+        raise UserError(f"features arrive in a floating-point input; the example has {what}: {listed(example)}.")
     position, name, x = fits[0]
     found = (1 if x.dim() in (4, 5) else -1) if dim is None else dim
     if not -x.dim() < found < x.dim() or found == 0:
-        raise UserError(f"dim={dim} is no dimension of features of an input {list(x.shape)}.")
+        raise UserError(f"dim={dim} is not a feature dimension of an input of shape {list(x.shape)}.")
     return _Source(position, name, found)
 
 
@@ -274,7 +274,7 @@ def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...
     Raises:
         UserError: something besides weights depends on the number of features.
     """
-    cannot = "the features of this network's input cannot arrive one after the other: "
+    cannot = "the features of this network's input cannot arrive in stages: "
     fed = _Fed(network, source, example)
     try:
         traced = trace(fed, example)

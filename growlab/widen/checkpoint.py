@@ -18,7 +18,7 @@ from growlab.widen.tensors import Rows, Saved, Source
 
 @dataclass(frozen=True)
 class Unit:
-    """Smallest set of a model's tensors, by name, that are converted together; their shapes in the file, by key."""
+    """Smallest set of a model's tensors that are converted together: their names, and shapes in the file by key."""
 
     names: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]

@@ -28,14 +28,15 @@ def enlarge(
     """Return a wider and deeper network with the same outputs as a trained one, and its optimizer.
 
     Args:
-        small: the trained network: a model of transformers, maybe with adapters of peft, or any network if `wide` is
-            given; not changed.
-        width: factor on the stream, heads and hidden layers of a model of transformers; whole where normalisations run
-            over the stream.
+        small: the trained network, which is not changed: a transformers model, possibly with peft adapters, or any
+            network if `wide` is given.
+        width: factor on the residual stream, heads and hidden layers of a transformers model; a whole number if
+            normalisations run over the stream.
         depth: factor on its number of layers.
-        optimizer: the small network's; the same object continues with the large one's parameters and the state carried.
-        wide: the large network of the same kind, in place of `width` and `depth`; becomes the result.
-        example: an input; None: tokens or images that a model of transformers takes.
+        optimizer: the small network's optimizer; the same object continues with the large network's parameters and the
+            carried state.
+        wide: the large network of the same kind, in place of `width` and `depth`; it becomes the result.
+        example: an input; None: tokens or images made for a transformers model.
         settings: arguments of `growlab.Grower.from_trained`, such as `method` and `layers`.
 
     Returns:
@@ -56,7 +57,7 @@ def enlarge(
         if adapted is not None:
             chosen = copy(adapted.active_peft_config)
             if depth != 1 and not isinstance(chosen.target_modules, str):
-                # peft has written "all-linear" out as the small network's layers: those of all layers.
+                # peft has expanded "all-linear" to the small network's layer names; use those of all layers.
                 chosen.target_modules = {re.split(r"\.\d+\.", name)[-1] for name in chosen.target_modules}
             wide = type(adapted)(wide, chosen, adapted.active_adapter)
         wide.train(small.training)

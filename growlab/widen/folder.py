@@ -153,20 +153,23 @@ def num_params(model: nn.Module) -> int:
 
 
 def check_out(folder: Path, out: Path) -> None:
-    """Raise a UserError unless a folder has a configuration, and another one is free to be written."""
+    """Raise a UserError unless a folder has a configuration and the output folder is free."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; give a folder that save_pretrained wrote.")
     check_free(out)
 
 
 def check_free(out: Path) -> None:
-    """Raise a UserError unless a folder is free to be written."""
+    """Raise a UserError unless the output folder is free."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Load class and configuration of the model in a folder, without running code in it, if transformers knows it."""
+    """Load class and configuration of a folder's model without running code from the folder.
+
+    Raise a UserError if transformers does not know the model.
+    """
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
@@ -211,7 +214,7 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
 class Plan:
     """A mapping from the tensors of a saved model to those of a wider and deeper one of its class.
 
-    `source` and `target` are their skeletons; `method` is for heads and hidden layers.
+    `source` and `target` are the models' skeletons; `method` grows heads and hidden layers.
 
     Raises:
         UserError: growlab cannot follow the model, or its sizes do not fit one another.
@@ -324,12 +327,12 @@ class Plan:
             yield from blocks_of(partial(self._old, key), tuple(self._own[name].shape))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the type of a target's tensor in a file: that in the files read."""
+        """Return the dtype in which to write a tensor: that of the source's files."""
         source = self._origin(name)
         return self._saved.dtypes[source] if self._is_given(name) else self._own[name].dtype
 
     def tensor(self, name: str, way: Way) -> Tensor:
-        """Compute a tensor of the target."""
+        """Compute one tensor of the target."""
         own = self._own[name]
         if not self._is_given(name):
             return own.detach().clone()
@@ -369,7 +372,7 @@ def write_model(
 ) -> None:
     """Write a model's tensors one unit after the other, its configuration, and the other files of a folder.
 
-    `make` returns each of the model's tensors by name, and `dtype` their types, of which a unit's first one counts.
+    `make` maps a tensor's name to the tensor, and `dtype` to its dtype; a unit takes the dtype of its first tensor.
     """
     out.mkdir(parents=True, exist_ok=True)
     written = units(model)
@@ -381,7 +384,7 @@ def write_model(
 
 
 def write_receipt(path: Path, entries: dict[str, Any], *packages: str) -> dict[str, Any]:
-    """Write and return a receipt, with the versions of growlab, torch and packages, by default transformers."""
+    """Write and return a receipt with the versions of growlab, torch and `packages`."""
     names = ("growlab", "torch", *(packages or ("transformers",)))
     receipt = {**entries, "versions": {name: importlib.metadata.version(name) for name in names}}
     write_json(path, receipt)

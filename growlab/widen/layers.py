@@ -12,8 +12,8 @@ from growlab.widths import WidthGraph
 class Deeper:
     """Map the layers of a deeper network to those of a shallower one, and find the tensors that start as zeros.
 
-    Each old layer is followed by its new ones, which are copies of it except for the tensors that write to the stream:
-    those are zero. `new` has the paths of the new layers.
+    Each old layer is followed by its new ones, copies of it in which the tensors that write to the residual stream are
+    zero. `new` has the paths of the new layers.
     """
 
     def __init__(self, network: nn.Module, old: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Deeper:
     def zeros(self, graph: WidthGraph, writing: Collection[str]) -> set[str]:
         """Return the names of the new layers' tensors that start as zeros.
 
-        `writing` are paths of normalisations whose outputs are added to a stream.
+        `writing` has the paths of normalisations whose outputs are added to a residual stream.
         """
         streams = _streams(graph, self.new)
         return {name for name in graph.axes if _inside(name, self.new) and _writes(graph, name, streams, writing)}

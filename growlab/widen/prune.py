@@ -36,15 +36,15 @@ def prune_folder(
     """Write a narrower model with the outputs of a saved one whose removed channels are masked.
 
     Args:
-        folder: what `save_pretrained` wrote.
-        out: a new folder, which `from_pretrained` loads.
-        keep: share of each of `parts` that is kept.
-        parts: "heads", "mlp" (hidden layers) and "stream" (the residual stream).
-        score: how heads and channels are ranked: "l1" or "random".
-        seed: of random scores.
+        folder: folder written by `save_pretrained`.
+        out: new folder, which `from_pretrained` loads.
+        keep: fraction of each of `parts` that is kept.
+        parts: any of "heads", "mlp" (hidden layers) and "stream" (the residual stream).
+        score: ranking of heads and channels, "l1" or "random".
+        seed: seed of random scores.
 
     Returns:
-        The receipt, with the indices that are kept in each width group.
+        The receipt, with the kept indices of each width group.
 
     Raises:
         UserError: the folder contains no loadable model, or the model cannot be pruned exactly in this way.

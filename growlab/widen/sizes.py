@@ -42,8 +42,8 @@ def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
 def widened(config: Any, width: float, parts: Collection[str]) -> Any:
     """Return a configuration with wider parts, of `PARTS`, by a factor from 1.
 
-    The number of heads grows and their dimension stays. If the stream is divided among the heads and grows alone, the
-    heads become wider.
+    The number of heads grows and their dimension stays, except that heads become wider if only the stream grows and it
+    is divided among them.
 
     Raises:
         UserError: a size would not be whole, or heads and stream cannot be widened separately.
@@ -136,7 +136,7 @@ def deepened(config: Any, depth: float) -> Any:
 
 
 def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list[Any] | None:
-    """Extend a list with entries for layers, of which `counts` maps old to new numbers; None for any other value."""
+    """Extend a list of one entry per layer; `counts` maps old to new numbers of layers. None for any other value."""
     if not isinstance(entries, (list, tuple)) or not entries or name in _NOT_OF_LAYERS:
         return None
     if all(isinstance(e, (list, tuple)) and len(e) == 2 and isinstance(e[0], (list, tuple)) for e in entries):

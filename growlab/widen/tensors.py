@@ -159,8 +159,8 @@ def write_folder(
 ) -> None:
     """Write tensors in the files that `from_pretrained` reads, one unit in memory at a time.
 
-    `units` are shapes by key, and `made` the tensors of one unit after the other. Another file begins rather than that
-    one has more than `shard_bytes`; None: one file.
+    `units` are shapes by key, and `made` yields the tensors of one unit after the other. A file has at most
+    `shard_bytes`; None: one file for all.
 
     Raises:
         WriteError: the disk is full, or the folder cannot be written.

@@ -84,9 +84,9 @@ class Widening:
     writing: Collection[str] = ()
 
     def ways(self, computed: Collection[float] = ()) -> Iterator[Way]:
-        """Yield ways that may be exact, the likeliest first.
+        """Yield candidate ways to widen exactly, the likeliest first.
 
-        `computed` are ratios (wider over narrower) of numbers that the code may multiply embeddings by.
+        `computed` are ratios (wider over narrower) of numbers by which the code may multiply embeddings.
         """
         # A normalisation without a bias is mostly one by the root mean square, which zeros leave as it is.
         plain = all(norm.bias is None for norm in self.graph.channel_norms)
@@ -247,7 +247,7 @@ class Widening:
         return roles == ["fixed", "out"] and all(x.weight != name for x in self._layers.get(name, ()))
 
     def _of_a_norm(self, name: str, group: str) -> str | None:
-        """Return "gain" or "bias" for that of a normalisation of the group's channels, else None."""
+        """Return "gain" or "bias" if the tensor is that of a normalisation of the group's channels, else None."""
         path, _, own = name.rpartition(".")
         if not any(norm.name == path and group in norm.axis.groups for norm in self.graph.channel_norms):
             return None

@@ -180,13 +180,12 @@ class ChannelLength:
 class WidthGraph:
     """Width groups of a network, and how its tensors depend on their widths; `print` lists what grows and what stays.
 
-    Two activations are in one scale class if multiplying one by a constant multiplies the other by the same
-    constant (through ReLU, pooling, addition). Layers and norms lead from class to class.
+    Two activations are in one scale class if multiplying one by a constant multiplies the other by the same constant
+    (through ReLU, pooling, addition). Layers and norms map one class to another.
 
     Attributes:
-        groups: every width group that can grow, in forward order.
-        axes: one Axis per dimension of each parameter and buffer that has a growing axis or belongs to a layer
-            or norm.
+        groups: width groups that can grow, in forward order.
+        axes: one Axis per dimension of each parameter and buffer that has a growing axis or belongs to a layer or norm.
         layers: affine maps in forward order.
         norms: batch and instance normalisations in forward order.
         unit_classes: scale classes that must keep their scale (inputs, outputs of norms, operands of
@@ -195,21 +194,20 @@ class WidthGraph:
         fixed: module path of a layer or norm -> reason why its output channels do not grow.
         radii: norms over channels, if traced with `follow_norms`.
         basis_dependent: groups whose channels an operation distinguishes -> that operation; the others may be rotated.
-        written: sizes that modules keep in attributes (`num_heads`) -> the axis whose length they are.
+        written: sizes stored in modules' attributes (`num_heads`) -> the axis that has this length.
         channel_norms: normalisations whose statistics run over channels that grow.
-        tied_outputs: weights of output layers that are embeddings' tables too. They are not in `layers`: growth does
+        tied_outputs: weights of output layers that are also embedding tables. They are not in `layers`: growth does
             not change the scale of their rows, and learning rates of output layers do not apply to them.
         attentions: attention whose head dimension grows. Tensors that produce the keys have role "in" there: products
             of queries and keys are sums over the head dimension, in which the keys act as the weights.
         offsets: constants that the forward adds to parameters [C] before it applies them, by the parameter's name: 1
-            where it multiplies channels by 1 + w.
+            if it multiplies channels by 1 + w.
         recomputed: parameter's name -> code with a custom backward pass that reads it in a module's forward: a
-            `torch.autograd.Function` of the user's, or activation checkpointing.
-        constants: buffers, frozen parameters and plain tensors of modules that only accompany channels, such as a
-            table of positions -> the groups along whose channels their entries differ. Training does not change them,
-            so growth must not.
-        weight_norms: direction v of a weight g v / |v| -> the name of its length g, and the dimension that g runs over,
-            -1 if it is a single number. `layers` and `axes` have v in the place of the weight.
+            user's `torch.autograd.Function`, or activation checkpointing.
+        constants: untrained tensors that accompany channels, such as position tables (buffers, frozen parameters, plain
+            tensors of modules) -> the groups along whose channels their entries differ. Growth must not change them.
+        weight_norms: v of a weight normalisation g v / |v| -> the name of g, and the dimension that g runs over, or -1
+            if g is a single number. `layers` and `axes` have v in the place of the weight.
     """
 
     groups: Mapping[str, Group]
@@ -258,12 +256,12 @@ class WidthGraph:
 
     @cached_property
     def lengths(self) -> dict[str, str]:
-        """Length g of a weight normalisation -> its direction v: see `weight_norms`."""
+        """Map g of a weight normalisation to its v; see `weight_norms`."""
         return {length: name for name, (length, _) in self.weight_norms.items()}
 
     @cached_property
     def emitters(self) -> frozenset[str]:
-        """Tensors that determine what is emitted, not its scale: `Layer.emitters`, and lengths of weights."""
+        """Tensors that determine emitted weights apart from their scale (`Layer.emitters`), and g of weight norms."""
         return frozenset(name for layer in self.layers for name in layer.emitters) | self.lengths.keys()
 
     @property
@@ -345,7 +343,7 @@ def layer_name(weight: str) -> str:
 
 
 def owner_of(tensor: str) -> str:
-    """Path of the module that a tensor belongs to, directly or through a parametrization; its own name without one."""
+    """Path of the module that a tensor belongs to, directly or by a parametrization; the tensor's name if none."""
     path, parametrized, _ = tensor.partition(".parametrizations.")
     return path if parametrized else path.rpartition(".")[0] or tensor
 

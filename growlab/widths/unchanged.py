@@ -24,7 +24,7 @@ from growlab.base.pieces import reshard
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("accelerate", "growlab", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "wandb")
 }
-# Libraries in whose global variables a forward does not store anything: a model's methods lead to all of them.
+# Libraries whose global variables a forward does not change; they need not be searched.
 _WITHOUT_VARIABLES = _LIBRARIES | {"huggingface_hub", "transformers"}
 _RECORDS = (Namespace, SimpleNamespace, UserDict, UserList, partial)
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size})

@@ -412,7 +412,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
 
 
 def _place_lengths(record: Record) -> None:
-    """Give the lengths of normalised weights the role of the dimension that they run over."""
+    """Give g of each weight normalisation the role of the dimension that it runs over."""
     for name, (length, dim) in record.weight_norms.items():
         record.roles[length] = ["fixed"] * len(record.roles[length])
         if dim >= 0:

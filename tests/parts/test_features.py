@@ -541,7 +541,7 @@ class Also(nn.Module):
 def test_features_that_more_than_weights_reads_are_refused(also: Any, reason: str) -> None:
     with pytest.raises(UserError) as raised:
         Grower(Also(also), columns().float(), trigger=STAGES, parts=[Features(COUNTS)])
-    message = "the features of this network's input cannot arrive one after the other: "
+    message = "the features of this network's input cannot arrive in stages: "
     assert str(raised.value).startswith(message + reason)
 
 
@@ -551,13 +551,13 @@ def test_impossible_settings_are_told() -> None:
         with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
             Grower(mlp(), x, trigger=STAGES, parts=[Features(counts)])
     for settings, message in (
-        ({"dim": 3}, r"dim=3 is no dimension of features of an input \[8, 10\]"),
-        ({"dim": 0}, r"dim=0 is no dimension of features"),
-        ({"argument": "y"}, r"none called 'y' of real numbers: \[8, 10\]"),
+        ({"dim": 3}, r"dim=3 is not a feature dimension of an input of shape \[8, 10\]"),
+        ({"dim": 0}, r"dim=0 is not a feature dimension"),
+        ({"argument": "y"}, r"no floating-point tensor named 'y': \[8, 10\]"),
     ):
         with pytest.raises(UserError, match=message):
             Grower(mlp(), x, trigger=STAGES, parts=[Features(COUNTS, **settings)])
-    with pytest.raises(UserError, match="the example has no tensor of real numbers"):
+    with pytest.raises(UserError, match="the example has no floating-point tensor"):
         embedding = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
         Grower(embedding, torch.arange(8), trigger=STAGES, parts=[Features(COUNTS)])
 

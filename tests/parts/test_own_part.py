@@ -74,8 +74,8 @@ def test_a_part_without_a_name_has_that_of_its_class() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (3, "parts.x=3 is no part: give it a _target_"),
-        ({"y": 3}, "is no part: give it a _target_"),
+        (3, "parts.x=3 is not a part: give it a _target_"),
+        ({"y": 3}, "is not a part: give it a _target_"),
         ({"_target_": f"fractions.{Fraction.__name__}"}, "makes a Fraction, not a growlab.grower.part.Part"),
     ],
 )

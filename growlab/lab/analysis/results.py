@@ -234,7 +234,7 @@ class Run:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Name the file that cannot be read, or lacks what it should have."""
+    """Context in which errors of reading name the file."""
     try:
         yield
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:

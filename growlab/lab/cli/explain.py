@@ -27,7 +27,7 @@ _EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
 # Beginnings of lines in which Hydra, OmegaConf and torch describe their own objects.
 _INSIDES = ("full_key:", "object_type=", "reference_type=", "See https:", "Config search", "Exception raised")
 
-# Beginnings of libraries' messages about settings of a run, and what to do; "": they say it.
+# Beginnings of libraries' messages about a run's settings, and the advice to add ("": the message has it).
 _MEANT = {
     "Expected more than 1 value per channel when training": (
         "batch normalisation has no statistics of a single value per channel, and a batch of training, such as the "

@@ -58,7 +58,7 @@ class RunData(LightningDataModule, ABC):
 
     @abstractmethod
     def setup(self, stage: str | None = None) -> None:
-        """Read the data, once, whatever the stage."""
+        """Read the data at the first call, whatever the stage."""
 
     @abstractmethod
     def training_loader(self, epoch: int, draw: int) -> Iterable[Batch]:

@@ -27,12 +27,12 @@ def conv(
 
 
 class ConvNet(nn.Module):
-    """Layers one after the other, the mean over all places (or all of them, flattened), and a classifier.
+    """A sequence of layers, global average pooling (or flattening), and a classifier.
 
     Args:
-        layers: of `features`: images [B, C, H, W] to maps [B, K, H', W'].
-        classifier: [B, K] to logits [B, num_classes]; None: the means are the logits.
-        flat: the classifier takes all places, [B, K * H' * W'].
+        layers: layers of `features`, from images [B, C, H, W] to maps [B, K, H', W'].
+        classifier: from [B, K] to logits [B, num_classes]; None: the pooled maps are the logits.
+        flat: flatten the maps to [B, K * H' * W'] in place of pooling.
     """
 
     def __init__(self, layers: Sequence[nn.Module], classifier: nn.Module | None = None, flat: bool = False) -> None:
@@ -52,9 +52,9 @@ _ALLCONV = ((1, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 1), (2, 2, 1), (2
 
 
 def allconv(image_shape: Sequence[int], num_classes: int, width: int = 96) -> ConvNet:
-    """All-CNN-C (Springenberg et al. 2014): nine convolutions of 96 and 192 channels, then the mean of a class's map.
+    """All-CNN-C (Springenberg et al. 2014): nine convolutions of 96 and 192 channels and global average pooling.
 
-    Images are at least 9 pixels wide. The dropout of the original is left out, as in Chang et al. 2020.
+    Images must be at least 9 pixels wide. The original's dropout is left out, as in Chang et al. 2020.
     """
     layers: list[nn.Module] = []
     channels = image_shape[0]
@@ -137,7 +137,7 @@ def vgg11(
         image_shape: [channels, height, width], from 32 pixels on.
         num_classes: number of logits.
         width: channels of the first convolution.
-        batch_norm: put batch normalisation behind each convolution.
+        batch_norm: add batch normalisation after each convolution.
         plan: width of each convolution relative to `width`; 0 pools by 2.
     """
     layers: list[nn.Module] = []

@@ -42,8 +42,8 @@ def as_csv(cases: Iterable[Case]) -> str:
 def cases_of(folder: Path) -> list[Case]:
     """Cases among the finished runs of a folder.
 
-    A case needs runs of one experiment and budget in which the full network and a smaller one never grow. Seeds are
-    averaged, and of several smaller or grown networks the best one counts.
+    A case needs runs of one experiment and budget of the full network and of a smaller one that never grow. Seeds are
+    averaged; the best of several smaller or grown networks counts.
     """
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in load_runs([folder]):

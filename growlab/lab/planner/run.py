@@ -62,8 +62,8 @@ _OF_THE_PLAN = (
     *("steps", "total_steps", "total_tokens", "eval_every_n_steps"),
 )
 _COLUMNS = 80
-# Steps at each rate, at least: fewer do not show which is better; and the part of the loss by which it has to be better
-# to be taken in place of the first one.
+# Minimum number of steps at each rate, since fewer do not show which is better; and the relative improvement of the
+# loss for which another rate replaces the first one.
 _LEAST_STEPS, _MARGIN = 8, 0.01
 # Experiment of each choice.
 _EXPERIMENT = {"grow": "grown", "smaller": "smaller", "full": "full"}
@@ -115,8 +115,8 @@ class Probe:
     """Training at one multiple of `optimizer.lr`.
 
     Attributes:
-        loss: mean training loss of the later half of its steps, each batch before it is learned from.
-        optimizer: `growlab.optim.named_state`; None if no file of weights can contain it.
+        loss: mean training loss over the second half of the steps, each before the batch's update.
+        optimizer: state from `growlab.optim.named_state`; None if it cannot be saved with weights.
     """
 
     rate: float
@@ -274,7 +274,7 @@ def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
 def _probe(
     cfg: DictConfig, data: Any, settings: Settings, arms: Mapping[str, Arm], chosen: str, samples: float
 ) -> tuple[Probe, float]:
-    """Train the chosen network at each rate; return the best (in doubt the first) and the part of the budget spent."""
+    """Train the chosen network at each rate; return the best one (if close, the first) and the budget's share spent."""
     arm, rates = arms[chosen], settings.rates
     step = arm.flops * data.batch_size * cfg.trainer.accumulate_grad_batches / (arms["full"].flops * samples)
     each = int(settings.probe / step) // len(rates)
@@ -297,7 +297,7 @@ def _probe(
 
 
 def _trained(cfg: DictConfig, data: Any, start: Start, rate: float, steps: int) -> Probe:
-    """Train a network from its beginning for so many steps."""
+    """Train a network from scratch for a number of steps."""
     objective = build.make_objective(cfg.objective, data)
     # Only for its device and its precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(

@@ -424,14 +424,14 @@ def _make_part(name: str, settings: Any) -> Part:
 
 
 def _made(name: str, settings: Any, kind: type, what: str, /, **more: Any) -> Any:
-    """Make the object that a setting describes, which has to be of a class."""
+    """Instantiate the object that a setting describes; raise a UserError unless it is of class `kind`."""
     described = isinstance(settings, Mapping | DictConfig) and "_target_" in settings
     made = instantiate(settings, **more) if described else settings
     if isinstance(made, kind):
         return made
     if described:
         raise UserError(f"{name} makes a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}.")
-    raise UserError(f"{name}={settings} is no {what}: give it a _target_ and its arguments.")
+    raise UserError(f"{name}={settings} is not a {what}: give it a _target_ and its arguments.")
 
 
 def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
@@ -547,7 +547,7 @@ def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
 
 
 def _user_callback(name: str, settings: Any) -> lightning.Callback:
-    callback = _made(name, settings, lightning.Callback, "callback of Lightning", _convert_="all")
+    callback = _made(name, settings, lightning.Callback, "Lightning callback", _convert_="all")
     kind = type(callback).__name__
     # What would silently spoil the numbers of a run; other callbacks are the user's affair.
     if str(monitor := getattr(callback, "monitor", None)).startswith("test_"):

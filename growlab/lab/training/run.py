@@ -52,18 +52,18 @@ _HALF, _USUAL = 2.0**-23, 2.0**-100
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run, ready to train, as `growlab.lab.training.build` makes it.
+    """A run that is ready to train, built by `growlab.lab.training.build`.
 
     Attributes:
-        grower: has the network, which is a seed, its growth method, trigger and parts.
-        batch_fit: batch sizes that were found to fit; None where the schedule says them.
+        grower: grower of the seed network, with its growth method, trigger and parts.
+        batch_fit: batch sizes that were found to fit; None if the schedule sets them.
         trainer: makes Lightning's Trainer from the run's folder, callbacks, loggers and plugins.
-        loggers: makes the loggers, which end with the context.
+        loggers: context manager that opens and closes the loggers.
         identity: settings that distinguish the run from others.
-        save: when checkpoints are saved between ends of epochs; settings below have the names of `conf/config.yaml`.
+        save: when checkpoints are saved within epochs; the attributes below are named as in `conf/config.yaml`.
         max_time: `trainer.max_time` is set, after which training stops.
         synchronised: `trainer.sync_batchnorm` is set: batch normalisation spans all ranks.
-        num_processes: that the run is divided among.
+        num_processes: number of processes of the run.
     """
 
     data: RunData

@@ -38,7 +38,7 @@ def _over_positions(record: Record, node: Any, x: Value) -> None:
 
 @rule("_weight_norm")
 def weight_norm(record: Record, node: Any, args: Arguments) -> Any:
-    """Weight normalisation g v / |v| of parameters that serve nothing else: v stands for the weight."""
+    """Weight normalisation g v / |v| of parameters used only there; v represents the weight."""
     v, g = args["v"], args["g"]
     alone = all(operation_of(user) == "_weight_norm" for each in node.args[:2] for user in each.users)
     if not (record.is_weight(v) and record.is_weight(g) and alone):

@@ -51,7 +51,7 @@ def write(
     summarise: Callable[[Mapping[str, pandas.DataFrame]], dict[str, Any]],
     draw: Callable[[Path], Path],
 ) -> None:
-    """Write rows as `NAME.csv`, numbers with six digits, their summary as `summary.json`, and the figure."""
+    """Write rows as `NAME.csv` (six significant digits), their summary as `summary.json`, and the figure."""
     frames = {name: pandas.DataFrame(rows) for name, rows in tables.items()}
     for name, frame in frames.items():
         text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan")
