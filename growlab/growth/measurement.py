@@ -165,8 +165,7 @@ class Measurement:
             modes: contexts entered around the passes.
             watched: paths of modules whose inputs and outputs are passed to `visit`.
             gradients: enable gradients.
-            work: name of the computation in `visit`; its FLOPs are counted once per name and widths; None: in each
-                pass.
+            work: name of `visit`'s computation; its FLOPs are counted once per name and widths; None: in each pass.
             finite: raise an error if the loss is not finite.
 
         Raises:
