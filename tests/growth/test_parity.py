@@ -84,7 +84,8 @@ def test_an_error_of_a_thousandth_in_any_tensor_is_found(name: str, compared: li
 
     network, sound = grown(VarianceTransfer())
     assert max(sound.errors) < 1e-12
-    for wrong in graph.axes:
+    # A method gets the ratio |v| / g in the place of g: no output depends on it.
+    for wrong in graph.axes.keys() - graph.lengths.keys():
         expected = shows(network, network.state_dict()[wrong], x)
         _, found = grown(OffByAThousandth(wrong))
         seen = [error > most for error, most in zip(found.errors, found.tolerances, strict=True)]

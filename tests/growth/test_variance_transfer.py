@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, make_seed
+from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.rescale import eps_ratio, rescale
 from growlab.lab.networks import MLP, convnet
 from growlab.widths import tensors_of, trace
@@ -210,8 +211,9 @@ def test_rescaling_any_classes_multiplies_the_output_alone(name):
     factors = {scale: 0.5 + 0.3 * index for index, scale in enumerate(sorted(produced))}
     tensors = tensors_of(network, graph)
     before = outputs(network, case.inputs(), False)
-    new, _ = rescale(graph, tensors, factors)
-    for tensor_name, tensor in new.items():
+    applied = as_applied(graph, tensors)
+    new, _ = rescale(graph, applied, factors)
+    for tensor_name, tensor in as_stored(graph, {**applied, **new}).items():
         tensors[tensor_name].copy_(tensor)
     expected = before * factors.get(graph.output_class, 1.0)
     torch.testing.assert_close(outputs(network, case.inputs(), False), expected, rtol=1e-10, atol=1e-10)
