@@ -49,7 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Exempt what a test has imported, such as transformers, too: tests would wait for its collection ever after."""
+    """Exempt modules that a test imported, such as transformers, from garbage collection: it would slow later tests."""
     if len(sys.modules) > item.config.stash[_MODULES] + 100:
         _exempt(item.config)
 

@@ -47,9 +47,9 @@ def gradients(network: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tenso
 
 
 def check_carried(network: nn.Module, graph: WidthGraph, inputs: tuple[Tensor, ...]) -> None:
-    """Gradients that were being accumulated are those that the grown network has, where events say what they are.
+    """Assert that carried accumulated gradients equal the grown network's own, where events define them.
 
-    Those of v in a weight g v / |v| are so up to what moves an old part of v along itself.
+    Those of v in a weight g v / |v| may differ along the old part of v.
     """
     carried = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     for name, now in gradients(network, inputs).items():
@@ -119,7 +119,7 @@ def check_variances(
         ratio = float((new[kept] * old).sum() / old.square().sum())
         assert torch.allclose(new[kept], ratio * old, rtol=1e-12, atol=0), layer.weight
         wanted = fans[0] / fans[1] if last else math.sqrt(fans[0] / fans[1])
-        # The scale of v in a weight g v / |v| means nothing: there is nothing to transfer.
+        # The scale of v in a weight g v / |v| is arbitrary: there is nothing to transfer.
         wanted = 1.0 if layer.weight in graph.weight_norms else wanted
         assert ratio == pytest.approx(wanted, rel=1e-12), layer.weight
         drawn = torch.ones_like(new, dtype=torch.bool)

@@ -614,7 +614,7 @@ def in_two_processes(program: str, folder: Path) -> None:
 
 
 def in_guide(words: str) -> str:
-    """The guide's first program that has these words."""
+    """Return the guide's first program that contains these words."""
     page = (ROOT / "notebooks/docs/pages/guide/sharded.md").read_text(encoding="utf-8")
     return next(program for program in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if words in program)
 

@@ -25,11 +25,11 @@ _INTRODUCTION = _HERE / "papers_introduction.md"
 
 @dataclass(frozen=True)
 class Standing:
-    """An entry and our results for it.
+    """An entry of the registry and our results for it.
 
     Attributes:
-        results: the folder of the rows that are kept, such as `notebooks/results`; None without one.
-        seeds: only runs of these count; None: those that the commands name.
+        results: folder of the kept runs, such as `notebooks/results`; None without one.
+        seeds: count only runs with these seeds; None: those that the commands name.
     """
 
     item: Item
@@ -105,7 +105,7 @@ class Standing:
 
     @property
     def verdict(self) -> str:
-        """The verdict in a few words, and the number of runs still to be done."""
+        """Summary of the verdicts, and the number of runs still to be done."""
         stated = [one for one in self.outcomes if not one.check.ours]
         at_length = [one for one in stated if not self._is_of_shorter(one)]
         counts = _counted(at_length)
@@ -215,7 +215,7 @@ def _statements(outcomes: Sequence[tuple[Item, Outcome]], verdict: bool = False,
 
 
 def _with_published(standing: Standing) -> str:
-    """One table of runs of the paper's length and one of shorter runs, which are not comparable."""
+    """Return a table of runs of the paper's length, and one of shorter runs, which are not comparable."""
     tables, compared = [], False
     for whole in (True, False):
         runs = [run for rows, own in standing.kept if (rows.kind == "whole") == whole for run in own]

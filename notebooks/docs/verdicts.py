@@ -30,19 +30,19 @@ class Check:
     """A statement of a paper to compare with our results.
 
     Attributes:
-        first: pattern of run folders below `notebooks/results`, or several with " + " between them.
-        second: pattern of those that it is compared with, by seed; None where `quantity` is itself a difference.
-        quantity: "score" (the test metric), or another name of `QUANTITIES`.
-        study: two initialisations of a study's `summary.json`, in place of two folders; `quantity` is then a loss of
+        first: pattern of run folders below `notebooks/results`, or several joined by " + ".
+        second: pattern of the runs to compare them with, by seed; None if `quantity` is itself a difference.
+        quantity: "score" (the test metric), or another name in `QUANTITIES`.
+        study: two initialisations in a study's `summary.json`, in place of two folders; `quantity` is then a loss in
             its `by_seed`.
-        summary: a number of a study's `summary.json`, by its keys, that is compared with `at_most` or `at_least`.
-        rows: in its place a number of each network: a table in the study's folder, a column of it, and other cells of
-            the row, as "task=rings".
-        published: network, then two rows of `published.csv` as "Table 2: Ours", then an override of both, if need be.
-        expect: "more", "less" or "equal": sign of first less second in the statement.
-        margin: by how much the difference of what is equal may differ from the published one (else from 0), in the
+        summary: keys of a number in a study's `summary.json`, to compare with `at_most` or `at_least`.
+        rows: in place of `summary`, one number per network: a table in the study's folder, a column of it, and other
+            cells of the row, such as "task=rings".
+        published: network, then two rows of `published.csv` such as "Table 2: Ours", then an override of both, if any.
+        expect: "more", "less" or "equal": stated sign of the first value minus the second.
+        margin: tolerance of stated equality: largest deviation from the published difference (or from 0), in the
             quantity's unit.
-        ours: True if no paper states it; it is a question of ours.
+        ours: True if no paper states it and it is our own question.
     """
 
     says: str
@@ -65,7 +65,7 @@ class Check:
         return self.summary is not None or self.rows is not None
 
     def __post_init__(self) -> None:
-        """Raise UserError where a statement of equality has no margin, or another has one."""
+        """Raise a UserError if a statement of equality has no margin, or another statement has one."""
         if (self.expect == "equal") != (self.margin is not None):
             raise UserError(f"the statement {self.says!r} needs a margin if it states equality, and none otherwise.")
 
@@ -176,7 +176,7 @@ class Outcome:
         difference: the first minus the second.
         interval: its 95 % interval; None for a single run.
         epochs: epochs of our runs; None for studies.
-        published_epochs: of the runs behind it.
+        published_epochs: epochs of the paper's runs.
     """
 
     check: Check

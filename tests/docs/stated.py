@@ -1,7 +1,7 @@
-"""Numbers that the pages state, each worked out from the folder that its sentence is about.
+"""Templates of the sentences with numbers on the pages, and the computation of each number from its runs' folder.
 
-A sentence stands here with gaps; filled from the rows it has to stand on its page, word for word. So a number that is
-mistyped, or that belongs to another folder, is no sentence of the page.
+A template filled with its numbers must be on its page, word for word. So the tests find a number that is mistyped or
+that belongs to another folder.
 """
 
 import json
@@ -39,9 +39,9 @@ class Stated:
     """A sentence, or a part of one, with its numbers.
 
     Attributes:
-        page: the file that it stands in.
+        page: file that contains the sentence.
         template: its words, with `{}` for each number.
-        values: the numbers as they are to be written.
+        values: returns the numbers, formatted as on the page.
     """
 
     page: str
@@ -465,11 +465,15 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "3.6 epochs of CIFAR-10: {} % smaller, {} grown in depth, {} full",
         lambda: tuple(by_budget(TEST, arm, "3.6")[0] for arm in ("smaller", "grown_depth", "fixed_size")),
     ),
-    (README, "there, {} points above the full network (95 % interval {})", lambda: over(TEST, "3.6", "grown_depth")),
     (
         README,
-        "30 epochs: {} % full, {} grown; 80 by the paper's schedule (ResNet-14): {} % grown, {} points below the full "
-        "network stopped at that cost ({})",
+        "at that budget, {} points above the full network (95 % interval {})",
+        lambda: over(TEST, "3.6", "grown_depth"),
+    ),
+    (
+        README,
+        "30 epochs: {} % full, {} grown; 80 epochs by the paper's schedule (ResNet-14): {} % grown, {} points below "
+        "the full network stopped at that cost (95 % interval {})",
         lambda: (
             *(by_budget(TEST, arm, "30")[0] for arm in ("fixed_size", "grown_depth")),
             *(mean(f"{SHORT}/ours_80_s*"), *gain(f"{SHORT}/flops_80_s*", f"{SHORT}/ours_80_s*")),
@@ -477,7 +481,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         README,
-        "ResNet-20, cost of ten epochs: {} % grown from 24x24 to 32x32, {} full (difference {}), "
+        "ResNet-20, cost of ten epochs: {} % grown from 24x24 to 32x32, {} full (95 % interval of the difference {}), "
         "{} with 24x24 throughout",
         lambda: (
             *(mean(f"{TEN}/grown_resolution_s*"), mean(f"{TEN}/fixed_size_s*")),

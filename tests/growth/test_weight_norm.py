@@ -111,7 +111,7 @@ def test_rows_of_zeros_have_no_length_and_a_direction() -> None:
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_passes_over_data_measure_the_weight_itself(spelling: str) -> None:
-    """Also where it is zero, as GradMax's new rows are."""
+    """This includes zero weights, such as GradMax's new rows."""
     norm, remove = SPELLINGS[spelling]
     run = started(nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 3))), (5,), GradMax(), part=1.0)
     (weight,) = (name for name in run.graph.weight_norms if name.startswith("0."))
@@ -190,7 +190,7 @@ def test_an_average_of_the_network_grows_with_it() -> None:
 
 
 def test_a_frozen_length_or_direction_keeps_the_width() -> None:
-    """DINO's last layer has rows of length 1 that are not trained."""
+    """DINO's last layer has a frozen g of 1."""
     norm = parametrizations.weight_norm
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), norm(nn.Linear(8, 6, bias=False)))
     network[2].parametrizations.weight.original0.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Inputs that arrive: columns of the layers that read them, whatever the network, the method and the loop."""
+"""Input features that arrive: new columns in the layers that read them, for several networks, methods and loops."""
 
 import copy
 import io

@@ -18,7 +18,7 @@ FOLDERS = ("testbed_cifar10", "testbed_cifar10_plain", "resnet20_cifar10_10_epoc
 
 
 def _pairs(folder: Path) -> Iterator[Case]:
-    """Cases of the pairs that are kept as two tables."""
+    """Return the cases of the pairs, which are stored as two tables."""
     with (folder / "pairs.csv").open(encoding="utf-8") as pairs, (folder / "arms.csv").open() as file:
         rows = list(csv.DictReader(file))
         for pair in csv.DictReader(pairs):
