@@ -206,43 +206,47 @@ def controller() -> tuple[str, ...]:
 
 #: Paragraphs of the page, with gaps for numbers.
 INTRODUCTION = (
-    "Twelve networks and budgets with 1 to 10 training samples (of text, characters) for each parameter were [written"
-    " down](../results/blind/pairs.md) and committed, with the odds of `growlab plan`, before any of them was "
-    "trained. All runs of a pair cost the same FLOPs, branches of `Controller` included: the full network, half and "
-    "an eighth of its parameters, grown at 0.3 of the cost (ResNet, ViT and decoder by their blocks, the others in "
-    "width), small inputs (smaller images, half as long windows of text) throughout or for the first half. Accuracy "
-    "in percent, of text that of the next character, mean of {} seeds:"
+    "Twelve pairs of a network and a budget, with 1 to 10 training samples (for text, characters) per parameter, were "
+    "[written down](../results/blind/pairs.md) and committed with the odds of `growlab plan` before any of them was "
+    "trained. All runs of a pair cost the same FLOPs, including the branches of `Controller`: the full network; a half "
+    "and an eighth of its parameters; the network grown at 0.3 of the cost (ResNet, ViT and decoder in depth, the "
+    "others in width); and the full network on small inputs (smaller images, windows of text half as long), throughout "
+    "or for the first half of the cost. Accuracy in percent (for text, of the next character), mean of {} seeds:"
 )
 ODDS = (
-    "**The odds fell short.** Of half the network against the full one they were right in {} of 12 pairs, with a "
-    "Brier score of {} (a coin: 0.25); choosing by them was expected to cost {} % of error and cost {}. The Brier "
-    "scores of an eighth and of growing against the full network are {} and {}. Small networks do better between 1 "
-    "and 10 samples a parameter than the older cases said. These pairs are cases now: {} of {} are right with their "
-    "family left out, Brier score {}."
+    "**The odds did poorly.** For half the network against the full one they were right in {} of 12 pairs, with a "
+    "Brier score of {} (a coin: 0.25). Wrong choices were expected to add {} % to the error on average, and added {} "
+    "%. The Brier scores for an eighth, and for growing, against the full network are {} and {}. Between 1 and 10 "
+    "samples per parameter, small networks do better than the older cases suggested. These pairs are cases now: with "
+    "each family left out in turn, {} of {} predictions are right, with a Brier score of {}."
 )
 REGRETS = (
-    "Regret of each rule in points of accuracy, below the best of the full, smaller, eighth and grown network, and "
-    "below the best of all runs (negative: above):"
+    "Regret of each rule, in points of accuracy below the best of the four sizes (full, half, eighth, grown) and below "
+    "the best of all runs (negative: above):"
 )
 INPUT = (
-    "**Small inputs did best**: throughout they end {} points above the full network (95 % interval over ten pairs "
-    "{}; better in {} of ten). Growing them at half of the cost loses {} points to that ({}; better in {} of ten): in"
-    " so short a training large inputs cost too much. The ViT on MNIST makes up much of these means. Half as long "
-    "windows also give text twice as many steps."
+    "**Small inputs did best.** Small inputs throughout end {} points above the full network (95 % interval over ten "
+    "pairs {}; better in {} of ten). Growing the inputs at half of the cost is {} points worse than that ({}; better "
+    "in {} of ten): in so short a training, large inputs cost too much. The ViT on MNIST accounts for much of these "
+    "means. Windows half as long also give text twice as many steps."
 )
 GROWN = (
-    "**Growing is the best fixed rule among sizes**, {} points above the full network ({}; better in {} of 12) and {}"
-    " above half of it ({}; {} of 12). But where it adds blocks, the network without them that never grows is better "
-    "still, by {} points ({}; {} of 6 pairs). In width it gains {} over the full network with weights drawn as a "
-    "seed's ({}; {} of 6), most of it in the LSTM and the GRU: {} and {} points, and {} and {} over half the network."
-    " These two baselines were added after the first seed."
+    "**Growing is the best fixed rule among sizes**, {} points above the full network ({}; better in {} of 12) and {} "
+    "above half of it ({}; {} of 12). But where growth adds blocks, the network without these blocks, never grown, is "
+    "better still, by {} points ({}; {} of 6 pairs). In width, growing gains {} points over the full network "
+    "initialised like a seed network ({}; {} of 6), mostly in the LSTM and the GRU: {} and {} points there, and {} and "
+    "{} over half the network. These two baselines were added after the first seed."
 )
 CONTROLLED = (
-    "`Controller` grew in {} of {} runs: so soon after the event the grown network is behind. It ends {} points from "
-    "its trunk that never grows ({}), no more than 0.3 points below it in {} of 12 pairs, and {} points in the worst."
+    "`Controller` grew in {} of {} runs, because a grown network is still behind so soon after the event. It ends {} "
+    "points from its smaller network trained on without growth ({}), at most 0.3 points below it in {} of 12 pairs, "
+    "and {} points below in the worst. All intervals of this section include 0."
 )
-FRONT = "small inputs throughout are {} points above the full network ({}) and {} above grown inputs ({})"
-HEAD = "| network and data | samples each | full | half | eighth | grown | small input | grown input | `Controller` |"
+FRONT = "small inputs throughout are {} points above the full network (95 % interval {}) and {} above grown inputs ({})"
+HEAD = (
+    "| network and data | samples per parameter | full | half | eighth | grown | small input | grown input "
+    "| `Controller` |"
+)
 RULE_HEAD = "| rule | mean regret, sizes | largest | mean regret, all | largest |"
 
 
