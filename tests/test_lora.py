@@ -142,7 +142,7 @@ def test_a_base_that_trains_too_grows_with_its_state() -> None:
     assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in wide.parameters())
 
 
-def test_projections_of_new_layers_that_can_never_learn_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_new_projections_that_can_never_learn(caplog: pytest.LogCaptureFixture) -> None:
     for targets, warns in ((TRAINED_PART, False), (["q_proj", "down_proj"], True)):
         small, optimizer = trained(target_modules=targets)
         caplog.clear()

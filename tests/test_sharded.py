@@ -620,7 +620,7 @@ def in_guide(words: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_guide_s_program_runs(tmp_path: Path) -> None:
+def test_the_guides_program_runs(tmp_path: Path) -> None:
     end = "assert 1.4e6 < sum(p.numel() for p in network.parameters()) < 1.5e6\n"
     in_two_processes(in_guide("dist.init_process_group") + end, tmp_path)
     assert (tmp_path / "checkpoint-2" / ".metadata").is_file()
@@ -675,7 +675,7 @@ def test_a_model_of_torchtitan_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("placement", "compared"), [(Shard(0), False), (Replicate(), True)])
-def test_ranks_compare_what_two_of_them_have(placement: Any, compared: bool, mesh: Any) -> None:
+def test_ranks_compare_only_pieces_that_two_of_them_have(placement: Any, compared: bool, mesh: Any) -> None:
     pieces = [distribute_tensor(torch.full((4, 2), value), mesh, [placement]) for value in (1.0, 2.0)]
     with CommDebugMode() as sent:
         _, sums = checksums([("one", pieces[0]), ("other", pieces[1]), ("another shape", pieces[0].reshape(8))])

@@ -1,9 +1,9 @@
-"""Trains twelve pairs of a network and a budget that were written down before any of them was trained.
+"""Train twelve pairs of a network and a budget that were written down before any of them was trained.
 
 `python notebooks/docs/blind_rows.py --write` writes `notebooks/results/blind/pairs.csv`: networks, budgets, and the
-odds that `growlab.plan` gives. `python notebooks/docs/blind_rows.py --data ../shared/data` then trains all runs that
-`rates.csv` (validation data, one seed) and `arms.csv` (test data) lack, at equal cost in FLOPs, about an hour on one
-CPU core. Rates are chosen for each pair and each kind of run on validation data.
+odds that `growlab.plan` gives. `python notebooks/docs/blind_rows.py --data ../shared/data` then trains all runs missing
+from `rates.csv` (validation data, one seed) and `arms.csv` (test data), at equal cost in FLOPs, in about an hour on one
+CPU core. Learning rates are chosen on validation data, for each pair and each kind of run.
 """
 
 import argparse
@@ -109,15 +109,15 @@ class Pair:
     """A network and a budget.
 
     Attributes:
-        name: of the pair.
+        name: name of the pair.
         family: network and data.
-        make: network of a width.
-        widths: of the full network, of one with half and of one with an eighth of its parameters.
-        data: images (with their size) or text.
-        size: pixels of an image's side; 0 for text.
-        ratio: training samples, of text characters, for each parameter of the full network.
-        small: pixels or characters of small inputs; None: the network takes one size.
-        depth: it grows by blocks, not in width.
+        make: builds the network of a width.
+        widths: widths of the full network, and of those with half and with an eighth of its parameters.
+        data: name of the images or text.
+        size: side of an image in pixels; 0 for text.
+        ratio: training samples (for text, characters) per parameter of the full network.
+        small: side in pixels, or characters, of small inputs; None: the network takes inputs of one size.
+        depth: the network grows in depth, not in width.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Pair:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """Names of what is trained."""
+        """Names of the runs to train."""
         without = {"drawn"} if self.depth else {"shallow"}
         return tuple(arm for arm in ARMS if arm not in without and (self.small or not arm.endswith("input")))
 
@@ -267,7 +267,7 @@ def resized(pair: Pair, x: Tensor, size: int) -> Tensor:
 
 
 def batches(pair: Pair, data: Data, size: int, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Training batches without end: images in a new order each pass, or windows of text at random."""
+    """Yield training batches without end: images in a new order each pass, or random windows of text."""
     random, x = torch.Generator().manual_seed(seed), data.inputs["train"]
     if not pair.text:
         x, y = resized(pair, x, size), data.labels["train"]
@@ -312,7 +312,7 @@ class DrawnInFull(VarianceTransfer):
 
 
 def grower(pair: Pair, arm: str, network: nn.Module, seed: int, steps: int) -> Grower | None:
-    """Growth of an arm, if it grows."""
+    """Return the Grower of an arm, or None if it needs none."""
     new, kind = "as_network" if pair.text else "fan_in", VarianceTransfer
     width = pair.widths[1] / pair.widths[0]
     if arm == "grown":
@@ -336,12 +336,12 @@ def grower(pair: Pair, arm: str, network: nn.Module, seed: int, steps: int) -> G
 
 @cache
 def commit() -> str | None:
-    """Commit that the process began with: rows change the checkout."""
+    """Commit at the start of the process, since new rows change the checkout."""
     return git_commit()
 
 
 def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -> dict[str, Any]:
-    """Train until the budget is spent; the row of results."""
+    """Train until the budget is spent; return the row of results."""
     began = time.process_time()
     torch.manual_seed(seed)
     size = pair.small if arm == "small_input" else pair.whole

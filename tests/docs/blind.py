@@ -1,6 +1,6 @@
 """Scores of the odds on pairs that were written down before they were trained: notebooks/results/blind.
 
-`python -m tests.docs.blind` prints the section of the page of measurements.
+`python -m tests.docs.blind` prints the section of the page guide/measured.md.
 """
 
 import csv
@@ -35,10 +35,10 @@ class Outcome:
     """Results of a pair.
 
     Attributes:
-        pair: its line of `pairs.csv`.
-        accuracy: in percent, by arm and seed.
-        error: mean test error, of text loss, by arm.
-        rows: of `arms.csv`.
+        pair: row of `pairs.csv`.
+        accuracy: test accuracy in percent, by arm and seed.
+        error: mean test error (for text, test loss), by arm.
+        rows: rows of `arms.csv`.
     """
 
     pair: Mapping[str, str]

@@ -120,7 +120,7 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp
     assert torch.allclose(again(WORDS).logits, outputs, atol=1e-6)
 
 
-def test_frozen_tables_are_no_entries_of_the_trainers_own_file(tmp_path: Path) -> None:
+def test_frozen_tables_are_not_saved_in_the_trainers_own_file(tmp_path: Path) -> None:
     trainer, growth = run(tmp_path / "whole", frozen=True)
     assert growth.grower is not None and growth.grower.state.constants
     table = bert().bert.embeddings.position_embeddings.weight

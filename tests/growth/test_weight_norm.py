@@ -79,7 +79,7 @@ def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim:
     torch.testing.assert_close(network(X), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_weights_come_back_as_they_were_whatever_their_lengths() -> None:
+def test_weights_are_restored_from_storage_whatever_their_lengths() -> None:
     network = vocoder(parametrizations.weight_norm)
     graph, stored = trace(network, X), dict(network.named_parameters())
     length, direction = (stored[f"0.parametrizations.weight.original{i}"] for i in (0, 1))
@@ -94,7 +94,7 @@ def test_weights_come_back_as_they_were_whatever_their_lengths() -> None:
         torch.testing.assert_close(tensor, old[name], rtol=1e-14, atol=0)
 
 
-def test_rows_of_zeros_have_no_length_and_a_direction() -> None:
+def test_zero_rows_are_stored_with_zero_length_and_a_direction() -> None:
     network = vocoder(parametrizations.weight_norm)
     graph = trace(network, X)
     applied = dict(as_applied(graph, tensors_of(network, graph)))

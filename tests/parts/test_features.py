@@ -346,7 +346,7 @@ def test_copies_and_compiled_networks_take_the_first_features_too() -> None:
     torch.compiler.reset()
 
 
-def test_a_plain_state_dict_is_there_before_the_end() -> None:
+def test_a_plain_state_dict_is_available_during_training() -> None:
     loop = Loop(method=Net2Net(noise_std=0.1)).train(6)
     fresh = mlp().double()
     fresh.load_state_dict(loop.grower.plain_state_dict(), strict=True)
@@ -538,14 +538,14 @@ class Also(nn.Module):
     ],
     ids=["norm", "mean", "softmax", "first", "number"],
 )
-def test_features_that_more_than_weights_reads_are_refused(also: Any, reason: str) -> None:
+def test_features_read_by_more_than_weights_are_refused(also: Any, reason: str) -> None:
     with pytest.raises(UserError) as raised:
         Grower(Also(also), columns().float(), trigger=STAGES, parts=[Features(COUNTS)])
     message = "the features of this network's input cannot arrive in stages: "
     assert str(raised.value).startswith(message + reason)
 
 
-def test_impossible_settings_are_told() -> None:
+def test_impossible_settings_are_refused() -> None:
     x = columns().float()
     for counts in ([4, 10], [4, 3, 10], [0, 4, 10], [4, 7, 11], lambda stages: [10] * (stages - 1)):
         with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
@@ -562,7 +562,7 @@ def test_impossible_settings_are_told() -> None:
         Grower(embedding, torch.arange(8), trigger=STAGES, parts=[Features(COUNTS)])
 
 
-def test_a_batch_with_too_few_or_too_many_features_is_told() -> None:
+def test_a_batch_with_too_few_or_too_many_features_is_refused() -> None:
     loop = Loop()
     for count in (3, 11):
         with pytest.raises(UserError, match=rf"a batch has {count} features .* Sequential takes 4 of 10"):

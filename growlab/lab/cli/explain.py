@@ -30,10 +30,10 @@ _INSIDES = ("full_key:", "object_type=", "reference_type=", "See https:", "Confi
 # Beginnings of libraries' messages about a run's settings, and the advice to add ("": the message has it).
 _MEANT = {
     "Expected more than 1 value per channel when training": (
-        "batch normalisation has no statistics of a single value per channel, and a batch of training, such as the "
-        "last of an epoch, has one: change data.batch_size, or take a network with another normalisation"
+        "batch normalisation cannot compute statistics from a single value per channel, and a training batch, perhaps "
+        "the last of an epoch, has only one: change data.batch_size, or use a network with another normalisation"
     ),
-    "DataLoader worker (pid": "a process that reads images died: if memory ran out, lower data.num_workers",
+    "DataLoader worker (pid": "a process that loads data died; if memory ran out, lower data.num_workers",
     "Early stopping conditioned on metric": "",
 }
 
@@ -95,11 +95,11 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return _MEANT[meant[0]] or text
         case _ if _raised_by_hydra(error):
             return text or f"Hydra cannot use {' '.join(overrides)}"
-    # By their names: help and composing need neither torch nor Lightning.
+    # Compare names, so that help and composition need neither torch nor Lightning.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ParityError" in kinds:
         return f"{text} Lower optimizer.lr or choose another growth method."
-    # Lightning's word for arguments that cannot work here; wandb's are about keys and connections.
+    # MisconfigurationException is Lightning's, for arguments that cannot work; wandb's are about keys and connections.
     theirs = type(error).__module__.partition(".")[0] == "wandb"
     return text if theirs or kinds & {"MisconfigurationException", "UnsupportedOperation"} else None
 

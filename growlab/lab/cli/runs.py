@@ -19,7 +19,7 @@ _FOLDER = {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode
 
 @command
 def main(argv: Sequence[str]) -> int | None:
-    """Run `resume`, `show` or `eval`, the first word, with its arguments."""
+    """Run the command `resume`, `show` or `eval`, which is the first of `argv`, with the other arguments."""
     name, *given = argv
     if name != "resume":
         (show if name == "show" else evaluate)(given)
