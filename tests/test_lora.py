@@ -72,8 +72,11 @@ def trained(frozen: bool = True, **settings: Any) -> tuple[Any, torch.optim.Opti
     return model, optimizer
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"rank_pattern": {"up_proj": 3}}], ids=str)
-@pytest.mark.parametrize(("width", "layers"), [(16, 2), (8, 4), (16, 4)])
+@pytest.mark.parametrize(
+    ("width", "layers", "settings"),
+    [(16, 2, {"use_rslora": True}), (8, 4, {}), (16, 4, {"rank_pattern": {"up_proj": 3}})],
+    ids=str,
+)
 def test_adapters_follow_and_merged_models_compute_the_same(width: int, layers: int, settings: Any) -> None:
     small, optimizer = trained(**settings)
     expected, merged = output(small), copy.deepcopy(small).merge_and_unload()
@@ -195,7 +198,7 @@ def test_the_trainer_resumes_with_the_base_that_has_grown(tmp_path: Path) -> Non
 
     whole = run()
     assert output(whole).isfinite().all() and whole.config.hidden_size == 16
-    for step in (2, 4, 8):
+    for step in (2, 4):  # before and after the event
         resumed = run(tmp_path / f"checkpoint-{step}")
         for name, tensor in resumed.state_dict().items():
             assert torch.equal(whole.state_dict()[name], tensor), (step, name)
