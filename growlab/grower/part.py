@@ -190,7 +190,7 @@ def remove_pre_hooks(network: nn.Module, kind: type) -> None:
 
 
 def numbers_of_stages(counts: Sequence[Any], num_stages: int, most: int, what: str) -> Sequence[int]:
-    """Return the number of channels at each stage; raise a UserError unless they ascend from 1 to at most `most`."""
+    """Return the number of channels at each stage; raise a UserError unless all are ascending, from 1 to `most`."""
     counts = list(counts)
     whole = all(isinstance(one, Integral) and 1 <= int(one) <= most for one in counts)
     if len(counts) != num_stages or not whole or sorted(counts) != counts:

@@ -101,7 +101,7 @@ class Trials:
         return True
 
     def run_once(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
-        """Return True if the network runs at the widths that have failed last: a part of `run`."""
+        """Return True if the network runs at the widths that failed last; cheaper than `run`."""
         return self._runs(self._following(attributes), self._only(names, self._widths[0]))
 
     def tie(self, names: Sequence[str]) -> None:
@@ -427,7 +427,7 @@ def _attributes_that_work(
     for chosen in islice(attempts, _MOST_ATTEMPTS):
         following = {place: graph.written[place] for place in places if _kind_of(place) in chosen}
         attributes = {**others, **following}
-        # In the order of what they cost.
+        # In order of cost.
         if all(test(groups, attributes) for test in (trials.run_once, trials.compute_the_same, trials.run)):
             return following
     return None
@@ -457,7 +457,7 @@ def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[HardcodedSize]]:
 
 def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
     """Return as many of the groups as can be narrowed together and with those in `working`."""
-    # Most of what fails does so at any width.
+    # Most groups that fail do so at any width.
     found = _largest(names, trials, trials.run_once, working)
     if not trials.run([*working, *found]):
         found = _largest(found, trials, trials.run, working)

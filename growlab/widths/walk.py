@@ -532,7 +532,7 @@ def _freeze_what_no_rule_placed(record: Record) -> None:
 
 
 def _freeze_what_constants_consume(record: Record) -> None:
-    """Freeze channels that untrained tensors outside of layers, or of float8, consume: new columns would differ."""
+    """Freeze channels read by float8 tensors or by untrained ones outside of layers: growth cannot extend them."""
     layers = {layer.weight for layer in record.layers}
     for name in record.still & record.parameters.keys():
         path, _, own = name.rpartition(".")
@@ -540,7 +540,7 @@ def _freeze_what_constants_consume(record: Record) -> None:
         coarse = dtype.is_floating_point and dtype.itemsize == 1
         for axis, role in zip(record.parameters[name], record.roles[name], strict=True):
             if role == "in" and (coarse or name not in layers):
-                reason = f"has numbers of type {dtype}, which cannot be scaled" if coarse else "is not trained"
+                reason = f"has dtype {dtype}, which cannot be scaled" if coarse else "is not trained"
                 record.atoms.freeze(axis, f"{name} takes these channels and {reason}")
 
 

@@ -12,7 +12,7 @@ from growlab.growth.outputs import evaluate
 
 
 def check_resumed(start: Callable[[], Grower], loss_of: Callable[[torch.nn.Module], Tensor], epoch: int) -> None:
-    """Train three epochs, and three with an interruption before one of them: the same losses and weights."""
+    """Check that three epochs interrupted before one of them have the losses and weights of uninterrupted ones."""
 
     def begun() -> tuple[Grower, torch.optim.Optimizer]:
         growing = start()
@@ -44,7 +44,7 @@ def check_resumed(start: Callable[[], Grower], loss_of: Callable[[torch.nn.Modul
 
 
 def check_undone(growing: Grower, inputs: Tensor) -> None:
-    """An event whose end fails leaves tensors and outputs as they were."""
+    """Check that an event that fails at its end leaves tensors and outputs unchanged."""
     before = {name: tensor.clone() for name, tensor in growing.network.state_dict().items()}
     outputs = evaluate(growing.network, (inputs,))
 

@@ -222,7 +222,7 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None
 
 @needs("features")
 def test_channels_of_images_arrive(cli: CommandLine, tmp_path: Path) -> None:
-    """The cost of each stage is that of a network with as many channels."""
+    """The cost of each stage is that of a network with its number of channels."""
     images = write_fake_images(tmp_path / "images")
     run = finished(
         *(cli, tmp_path, "experiment=resnet20_cifar10", "data=folder", f"data.root={images}", "data.batch_size=4"),
