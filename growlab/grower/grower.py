@@ -65,7 +65,7 @@ from growlab.optim import Inheritance, Regions, weight_regions
 from growlab.optim.carry import check_inheritance, inside
 from growlab.optim.followers import Followers
 from growlab.widths import Carry, Example, WidthGraph, tensors_of
-from growlab.widths.meta import named_tensors, share_attributes
+from growlab.widths.meta import computed, named_tensors, share_attributes
 
 log = logging.getLogger(__name__)
 _Request = tuple[Widths, WidthPart | None]
@@ -443,7 +443,7 @@ class Grower(LoadingNetwork):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Grower":
         """Copy the grower with its network; optimizers copied in the same call follow the copy."""
         twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
+        memo.update({id(self): twin, **computed(self.network)})
         vars(twin).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
         for name, network in {"": self.network, **self.copies()}.items():
             share_attributes(named_tensors(network), {"": twin.network, **twin.copies()}[name])

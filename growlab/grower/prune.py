@@ -1,6 +1,5 @@
 """Remove channels from a trained network by its width groups: structured pruning with the same tracer as growth."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from growlab.growth.rescale import attention_factors
 from growlab.growth.weighted_norms import weigh
 from growlab.optim import follow
 from growlab.widths import Carry, Example, WidthGraph, grid, replace_tensors, restore_tensors, tensors_of
+from growlab.widths.meta import copied
 
 #: Channels of one group to keep: their indices, their number, or their share of the group.
 Keep = int | float | Sequence[int] | Tensor
@@ -140,6 +140,11 @@ def _scores(
             if parameter.grad is None:
                 raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
             size = parameter.detach() * parameter.grad
+            if name in graph.weight_norms:
+                length, dim = graph.weight_norms[name]
+                g, unit = network.get_parameter(length), parameter / torch.norm_except_dim(parameter, 2, dim)
+                # The gradient of v has no part along v.
+                size = size + (g * g.grad * unit.square()).detach()
         size = size.abs().double().cpu()
         for dim, axis in enumerate(axes):
             if group in axis.groups:
@@ -158,7 +163,7 @@ def _by_channel(axis: Any, group: str, widths: Mapping[str, int], values: Tensor
 
 def _masked(network: nn.Module, graph: WidthGraph, widths: Mapping[str, int], kept: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of the network whose consumers do not read the channels that are not kept."""
-    masked = copy.deepcopy(network)
+    masked = copied(network)
     masks = {group: torch.zeros(widths[group]).index_fill_(0, channels, 1.0) for group, channels in kept.items()}
     every = {group: masks.get(group, torch.ones(width)) for group, width in widths.items()}
     stored = tensors_of(masked, graph)

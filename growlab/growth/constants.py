@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from growlab.base.pieces import OneByOne
+from growlab.base.pieces import OneByOne, placed, whole
 from growlab.widths import WidthGraph, grid
 
 # Smallest norm of v in a weight g v / |v|.
@@ -85,6 +85,18 @@ def as_stored(graph: WidthGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, 
         return torch.where(length == 0, drawn, weight * ratio)
 
     return _converted(graph, tensors, stored)
+
+
+def add(graph: WidthGraph, tensors: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> None:
+    """Add noise, by name, to a network's tensors as the forward applies them, in place."""
+    for name, amount in noise.items():
+        if name not in graph.weight_norms:
+            tensors[name].add_(placed(amount, tensors[name]))
+            continue
+        applied = as_applied(graph, {each: whole(tensors[each]) for each in (name, graph.weight_norms[name][0])})
+        noisy = {**applied, name: applied[name] + amount.to(applied[name])}
+        for each, stored in as_stored(graph, noisy).items():
+            tensors[each].copy_(placed(stored, tensors[each]))
 
 
 def _normalised(graph: WidthGraph, tensors: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor, int]:

@@ -17,7 +17,7 @@ from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import device_of_pieces, gathered, placed
 from growlab.growth import constants
-from growlab.growth.constants import as_applied, as_stored, padding_kept
+from growlab.growth.constants import add, as_applied, as_stored, padding_kept
 from growlab.growth.measurement import Measurement
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, generator
 from growlab.growth.multipliers import carried_multipliers, multiply
@@ -450,8 +450,7 @@ def _checked(
     if noise:
         with torch.no_grad():
             tensors = tensors_of(model, context.graph)
-            for name, amount in padding_kept(model, gathered(tensors), noise).items():
-                tensors[name].add_(placed(amount, tensors[name]))
+            add(context.graph, tensors, padding_kept(model, gathered(tensors), noise))
         (noise_error,) = agree([relative_error(after.eval, evaluate(model, probe))])
     return {
         "parity_error_eval": error_eval,

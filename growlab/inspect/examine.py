@@ -1,6 +1,5 @@
 """Trace a network, grow it on random data, and measure the parity of its outputs; a table of this for many."""
 
-import copy
 import importlib.metadata
 import json
 import multiprocessing
@@ -36,6 +35,7 @@ from growlab.parts import available
 from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, lightened, resize, tensors_in, trace
 from growlab.widths.groups import layer_name
 from growlab.widths.inputs import call_with, named_in, values_of
+from growlab.widths.meta import copied
 
 METHODS: Mapping[str, type[growth.GrowthMethod]] = {
     "ours": growth.VarianceTransfer,
@@ -203,7 +203,7 @@ def _probe(
     if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
     # Device meta does not notice every kernel that is larger than its image.
-    narrow = copy.deepcopy(network.double())
+    narrow = copied(network.double())
     resize(narrow, graph, graph.full_widths, seed_widths)
     with lightened(network, (image,)):
         for side in _SMALL_SIDES:
@@ -232,7 +232,7 @@ def _parity(
     widths: list[dict[str, int]],
     probe: tuple[Any, ...],
 ) -> dict[str, float]:
-    grown = copy.deepcopy(network)
+    grown = copied(network)
     state = growth.make_seed(grown, graph, method, widths[0], seed=0)
     _roughen(grown, probe)
     worst = {"eval": 0.0, "train": 0.0}

@@ -92,7 +92,13 @@ class WidenedReader(dcp.FileSystemReader):
         self._context = context = GrowthContext(graph, old, before, dict(widths), seed, stage=1)
         growth = grown(network, method, context)
         self._carry, self._noise = gradients_follow(method, growth), method.noise(context)
-        self._stored = as_stored(graph, growth.tensors)
+        noisy = graph.weight_norms.keys() & self._noise.keys()
+        self._stored = as_stored(
+            graph,
+            OneByOne(
+                growth.tensors, lambda n: growth.tensors[n] + self._noise[n] if n in noisy else growth.tensors[n], like
+            ),
+        )
         weighted = carried_weights(graph, {}, growth.carry, before, dict(widths))
         uneven = any(len(set(each)) > 1 for each in weighted.values())
         if uneven or growth.multipliers or growth.output_factor != 1.0:
@@ -139,7 +145,7 @@ class WidenedReader(dcp.FileSystemReader):
             rule = Carry() if power is None else self._carry
             return rule.carried(value, name, graph, context.old_widths, context.new_widths, power or 0)
         new = self._stored[name].to(self._saved.state_dict_metadata[key].properties.dtype, copy=True)
-        return new.add_(self._noise[name].to(new)) if name in self._noise else new
+        return new.add_(self._noise[name].to(new)) if name in self._noise and name not in graph.weight_norms else new
 
     def _read(self, key: str) -> Tensor:
         tensor: Tensor = _empty(self._saved.state_dict_metadata[key], "cpu")

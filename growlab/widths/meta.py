@@ -315,7 +315,7 @@ def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Modul
         model: not changed.
         known: replacements in the copy by the id of a tensor of the network.
     """
-    twin = copy.deepcopy(model, {**_computed(model), **(known or {})})
+    twin = copy.deepcopy(model, {**computed(model), **(known or {})})
     share_attributes(named_tensors(model), twin)
     return twin
 
@@ -332,7 +332,7 @@ def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
             vars(tensor).setdefault(attribute, content)
 
 
-def _computed(model: nn.Module) -> dict[int, Any]:
+def computed(model: nn.Module) -> dict[int, Any]:
     """Activations and computed weights in modules' attributes, by id: non-leaf tensors, which deepcopy refuses."""
     kept = [value for module in model.modules() for value in vars(module).values()]
     tensors = [leaf for value in kept for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,7 +1,9 @@
 """Weights g v / |v|, in both of torch's spellings: stored and applied, drawn, grown, measured, followed and removed."""
 
+import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from growlab.grower import Grower
 from growlab.grower.prune import prune
-from growlab.growth import GradMax, Measurement, PairGrowth, Tiny, VarianceTransfer
+from growlab.growth import GradMax, HyperCloning, Measurement, PairGrowth, Tiny, VarianceTransfer
 from growlab.growth.constants import as_applied, as_stored
+from growlab.parts import Averages
 from growlab.widths import tensors_of, trace
 from tests.growth.measured import started
 
@@ -77,6 +80,28 @@ def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim:
         remove(layer)
         assert isinstance(layer.weight, nn.Parameter)
     torch.testing.assert_close(network(X), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_noise_is_that_of_the_weights_themselves(spelling: str, dim: int | None) -> None:
+    """Whatever the lengths of their directions: noise that cancels changes no output."""
+    norm, _ = SPELLINGS[spelling]
+    small, wide = (
+        nn.Sequential(norm(nn.Linear(5, n), dim=dim), nn.ReLU(), norm(nn.Linear(n, 3), dim=dim)).double()
+        for n in (4, 8)
+    )
+    with torch.no_grad():
+        for name, parameter in small.named_parameters():
+            if name.endswith(("weight_v", "original1")):
+                parameter.mul_(20.0)
+    x, method = torch.randn(6, 5).double(), HyperCloning(noise_std=0.1)
+    expected, grower = small(x), Grower.from_trained(small, wide, x, method=method, verbose=False)
+    (event,) = grower.step()
+    torch.testing.assert_close(wide(x), expected, rtol=1e-12, atol=1e-12)
+    assert event.noise_error_eval <= 1e-12
+    weight = wide[2].weight.detach()
+    assert 0.01 < (weight[:, :4] - weight[:, 4:]).std() / weight.std() < 1
 
 
 def test_weights_are_restored_from_storage_whatever_their_lengths() -> None:
@@ -172,6 +197,34 @@ def test_channels_of_weight_normalised_layers_are_pruned() -> None:
         whole[0].weight.copy_(masked[0]), whole[0].bias.copy_(masked[1])
         whole[2].weight.mul_(half.view(1, 6, 1)), whole[2].bias.mul_(half)
     torch.testing.assert_close(network(X), whole(X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["l1", "taylor"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_trained_networks_are_pruned_as_without_it(spelling: str, score: Any) -> None:
+    norm, remove = SPELLINGS[spelling]
+    normed, plain = vocoder(norm), vocoder(norm)
+    for layer in (plain[0], plain[2], plain[4], plain[-1]):
+        remove(layer)
+    kept = []
+    for network in (normed, plain):
+        graph = trace(network, X)
+        (network(X) - 1).square().mean().backward()
+        kept.append(prune(network, graph, {"0": 5, "2": 4}, score, example=X))
+    assert {name: each.tolist() for name, each in kept[0].items()} == {n: each.tolist() for n, each in kept[1].items()}
+    torch.testing.assert_close(normed(X), plain(X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_growers_are_copied_between_two_steps(spelling: str) -> None:
+    network = vocoder(SPELLINGS[spelling][0])
+    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1 / 2, 1: 1.0}, parts=[Averages(0.9)])
+    train(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    network(X).sum().backward()
+    twin = copy.deepcopy(grower)
+    assert grower.step(1) and twin.step(1)
+    assert torch.equal(twin.network(X), network(X))
+    assert not {*map(id, twin.network.parameters())} & {*map(id, network.parameters())}
 
 
 def test_an_average_of_the_network_grows_with_it() -> None:
