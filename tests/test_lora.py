@@ -204,6 +204,32 @@ def test_the_trainer_resumes_with_the_base_that_has_grown(tmp_path: Path) -> Non
             assert torch.equal(whole.state_dict()[name], tensor), (step, name)
 
 
+def test_enlarging_keeps_what_trains() -> None:
+    small = adapted(llama())
+    small.base_model.model.lm_head.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
+    train(small, optimizer, 2)
+    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    own = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert own == {id(p) for p in model.parameters() if p.requires_grad}
+    assert id(model.base_model.model.lm_head.weight) in own
+
+
+def test_layers_come_in_beside_frozen_ones() -> None:
+    small = llama()
+    small.model.embed_tokens.requires_grad_(False)
+    small.model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
+    train(small, optimizer, 2)
+    expected = output(small)
+    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    assert relative_error(expected, output(model)) < EXACT
+    own, names = {id(p) for p in optimizer.param_groups[0]["params"]}, dict(model.named_parameters())
+    assert not names["model.embed_tokens.weight"].requires_grad
+    layers = {n for n in range(4) if id(names[f"model.layers.{n}.mlp.up_proj.weight"]) in own}
+    assert len(layers) == 3 and 0 not in layers
+
+
 def test_enlarging_takes_adapters_along() -> None:
     small, optimizer = trained()
     model, same = growlab.enlarge(small, width=2, optimizer=optimizer)

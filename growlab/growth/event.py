@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
-from growlab.base.pieces import device_of_pieces, gathered, placed
+from growlab.base.pieces import device_of_pieces, gathered
 from growlab.growth import constants
 from growlab.growth.constants import add, as_applied, as_stored, padding_kept
 from growlab.growth.measurement import Measurement

@@ -384,8 +384,10 @@ def _by_group(
     members: list[list[Tensor]] = [[] for _ in range(num_groups)]
     for name, parameter in now.items():
         choices = {places[name]} if name in places else kinds.get(re.sub(r"\d+", "*", name), set())
-        if not choices and num_groups == 1:
-            choices = {0 if parameter.requires_grad else None}
+        indices = choices - {None} or ({0} if num_groups == 1 else set())
+        if len(choices) != 1 and len(indices) == 1:
+            # New, or some of this kind are frozen.
+            choices = indices if parameter.requires_grad else {None}
         if len(choices) != 1:
             raise UserError(
                 "parameters that come in while a network trains join the group of those of the same name; of "

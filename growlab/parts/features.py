@@ -309,7 +309,10 @@ def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...
         own = names[name]
         both = zip(traced.axes[name], graph.axes.get(own, traced.axes[name]), strict=True)
         axes[own] = tuple(translated(new) if _SOURCE in new.groups or own not in axes else old for new, old in both)
-        if name in traced.constants:
+        if name not in traced.constants:
+            # A frozen weight that gets new columns grows like a trained one.
+            constants.pop(own, None)
+        else:
             differ = FEATURES if _SOURCE in traced.constants[name] else None
             constants[own] = (*graph.constants.get(own, ()), *([differ] if differ else []))
     written = {

@@ -46,6 +46,8 @@ def enlarge(
         UserError: sizes would not be whole, or the large network would compute something else.
     """
     config = getattr(small, "config", None)
+    trains = {_kind(name) for name, parameter in small.named_parameters() if parameter.requires_grad}
+    built = wide is None
     if wide is None:
         if not hasattr(config, "to_dict"):
             raise UserError(f"{type(small).__name__} is no model of transformers: give the large network as wide=.")
@@ -69,4 +71,11 @@ def enlarge(
         small, wide, example, optimizer=() if optimizer is None else optimizer, verbose=False, **settings
     )
     grower.step()
+    for name, parameter in wide.named_parameters() if built else ():
+        parameter.requires_grad_(_kind(name) in trains)
     return grower.finish(), optimizer
+
+
+def _kind(name: str) -> str:
+    """Name of a parameter without the numbers of layers."""
+    return re.sub(r"\d+", "*", name)

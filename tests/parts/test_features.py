@@ -258,6 +258,18 @@ def test_new_columns_are_newborn_and_have_their_own_age() -> None:
     assert torch.equal(loop.grower.regions()["down.weight"].columns_I, torch.tensor([0] * 4 + [1] * 3))
 
 
+def test_frozen_layers_get_zero_columns_too() -> None:
+    network = mlp().double()
+    network[0].requires_grad_(False)
+    parts = [Features([4, 10])]
+    grower = Grower(network, columns(), method=PairGrowth(), trigger={0: 0.5, 1: 1.0}, parts=parts, verbose=False)
+    expected = network(columns()).detach()
+    (event,) = grower.step(epoch=1)
+    assert event.parity_error_eval < EXACT and event["features_output_change"] < EXACT
+    assert error(expected, network(columns()) * grower.state.output_factor) < EXACT
+    assert not network[0].weight[:, 4:].any() and not network[0].weight.requires_grad
+
+
 @pytest.mark.parametrize("normed", [False, True])
 def test_drawn_columns_have_the_spread_of_the_others(normed: bool) -> None:
     torch.manual_seed(0)
