@@ -140,11 +140,10 @@ def _scores(
             if parameter.grad is None:
                 raise UserError(f'score="taylor" reads gradients, and {name} has none; call backward() first.')
             size = parameter.detach() * parameter.grad
-            if name in graph.weight_norms:
-                length, dim = graph.weight_norms[name]
-                g, unit = network.get_parameter(length), parameter / torch.norm_except_dim(parameter, 2, dim)
+            length, dim = graph.weight_norms.get(name, ("", 0))
+            if length and (g := network.get_parameter(length)).grad is not None:
                 # The gradient of v has no part along v.
-                size = size + (g * g.grad * unit.square()).detach()
+                size = size + g.detach() * g.grad * (parameter / torch.norm_except_dim(parameter, 2, dim)).detach() ** 2
         size = size.abs().double().cpu()
         for dim, axis in enumerate(axes):
             if group in axis.groups:
