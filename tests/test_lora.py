@@ -204,6 +204,24 @@ def test_the_trainer_resumes_with_the_base_that_has_grown(tmp_path: Path) -> Non
             assert torch.equal(whole.state_dict()[name], tensor), (step, name)
 
 
+def test_tied_tables_of_frozen_models_grow() -> None:
+    small = llama()
+    small.config.tie_word_embeddings = True
+    small.tie_weights()
+    small = adapted(small)
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
+    train(small, optimizer, 2)
+    expected = output(small)
+    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    base = model.get_base_model()
+    assert base.lm_head.weight is base.model.embed_tokens.weight and base.model.norm.weight.shape == (16,)
+    assert not base.model.norm.weight.requires_grad
+    assert relative_error(expected, output(model)) < EXACT
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    train(model, optimizer, 2)
+    assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
+
+
 def test_enlarging_keeps_what_trains() -> None:
     small = adapted(llama())
     small.base_model.model.lm_head.weight.requires_grad_(True)

@@ -123,6 +123,8 @@ class Record:
         #: depends on with no other layer in between.
         self.callers: dict[str, dict[str, None]] = {}
         self.followed: set[str] = set()
+        # Gains and biases that consume channels in the place of a table that is an embedding's, too.
+        self.gains: set[str] = set()
         self.reaching: set[str] = set()
         self.norms: list[Norm] = []
         self.norm_calls: list[NormCall] = []

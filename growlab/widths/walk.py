@@ -533,7 +533,7 @@ def _freeze_what_no_rule_placed(record: Record) -> None:
 
 def _freeze_what_constants_consume(record: Record) -> None:
     """Freeze channels read by float8 tensors or by untrained ones outside of layers: growth cannot extend them."""
-    layers = {layer.weight for layer in record.layers}
+    layers = {layer.weight for layer in record.layers} | record.gains
     for name in record.still & record.parameters.keys():
         path, _, own = name.rpartition(".")
         dtype = getattr(record.model.get_submodule(path), own).dtype
@@ -555,7 +555,7 @@ def _kept_constants(record: Record, unsaved: frozenset[str]) -> list[str]:
         for name, runs in record.parameters.items()
         if any(r == "in" and grows(a) for r, a in zip(record.roles[name], runs, strict=True))
     }
-    grown = {name for x in record.layers if x.weight in consumes & still for name in (x.weight, x.bias)}
+    grown = {name for x in record.layers if x.weight in consumes & still for name in (x.weight, x.bias)} | record.gains
     trained = (norm for norm in record.norms if not {norm.weight, norm.bias} & still)
     statistics = {name for norm in trained for name in (norm.running_mean, norm.running_var)}
     # Those that nothing updates and no state_dict has must end as they began.

@@ -80,6 +80,7 @@ def tied_to_embedding(record: Record, node: Any, args: Arguments, gains: Sequenc
     record.atoms.unify(weight.axes[1], x.axes[-1], "input of a layer that is tied to an embedding")
     for name in gains:
         record.consume(name)
+        record.gains.add(name)
     if bias is not None:
         record.parameter_axis(bias, "out", weight.axes[0])
     return record.follow(node, x, weight, (*x.axes[:-1], weight.axes[0]))
