@@ -129,7 +129,7 @@ class Advice:
         lines = [
             f"{name} is {100 * self.odds:.0f} % likely to end better than {other}.",
             f"If wrong: {100 * self.if_wrong:.0f} % more test error{points}; expected: {100 * self.regret:.1f} %.",
-            f"The full network: {self.params:,} parameters, {self.ratio:.3g} training samples for each.",
+            f"The full network: {self.params:,} parameters; it sees {self.ratio:.3g} samples for each.",
         ]
         if "smaller" in (self.choice, self.instead):
             part = 100 * self.smaller_params / self.params

@@ -87,7 +87,7 @@ def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
         below = factor // step * step
         nearest = " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 0 and one != 1)
         raise UserError(
-            f"{broken} {known[broken]} times {by:g} is no whole number; the nearest {kind} that fit are {nearest}."
+            f"{broken} {known[broken]} times {by:g} is no whole number; nearest {kind} that fit: {nearest}."
         )
     return {name: int(size * factor) for name, size in known.items()}
 

@@ -156,7 +156,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = folder_of(tmp_path), tmp_path / "new"
-    assert "the nearest widths that fit are 1.5" in refusal(
+    assert "nearest widths that fit: 1.5" in refusal(
         capsys, folder, "--width", 1.3, "--parts", "heads,stream", "-o", out
     )
     assert "num_hidden_layers 2 times 1.3" in refusal(capsys, folder, "--depth", 1.3, "-o", out)

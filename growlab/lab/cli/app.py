@@ -276,7 +276,7 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
             raise
         if processes.report(130, "interrupted"):
             return 130
-        further = "the same command with ckpt_path=last resumes from the last checkpoint"
+        further = "growlab resume RUN resumes from the last checkpoint in a run's folder"
         print(f"interrupted; {further if job is _job else 'nothing of it is kept'}", file=sys.stderr)
         return 130
     except Exception as error:

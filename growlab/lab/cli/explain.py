@@ -120,6 +120,8 @@ def _of_value(error: OmegaConfBaseException) -> str:
         inside = {one: f"{group}.{one}" for group, inner in names.items() if isinstance(inner, dict) for one in inner}
         near = get_close_matches(error.key, names, n=1, cutoff=0.7)
         near = near or [inside[one] for one in get_close_matches(error.key, inside)]
+        # First those that have a value, such as schedule.total_epochs.
+        near.sort(key=lambda one: OmegaConf.select(parent, one) is None)
     where = f"{name}: " if name and name not in text else ""
     return f"{where}{text}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 

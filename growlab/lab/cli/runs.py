@@ -39,7 +39,8 @@ def resumed(argv: Sequence[str]) -> list[str]:
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run or of a sweep")
     free = "settings that do not change the numbers"
-    parser.add_argument("overrides", metavar="NAME=VALUE", nargs="*", help=free)
+    # With a default, or argparse says that the settings are required too.
+    parser.add_argument("overrides", metavar="NAME=VALUE", nargs="*", default=[], help=free)
     arguments = parser.parse_args(argv)
     sweep = arguments.folder / "multirun.yaml"
     if sweep.is_file():

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from functools import cache
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
@@ -56,6 +58,9 @@ def difference(cfg: DictConfig, default: DictConfig) -> str:
 
 def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
     """Value, type and meaning of a setting, or of every one in a group, from classes and the files of `choices`."""
+    group, _, option = name.partition("=")
+    if option and (file := config_dir() / group / f"{option}.yaml").is_file():
+        return textwrap.fill(f"{name}: {_head(file)}", _COLUMNS, subsequent_indent="    ")
     options = sorted(path.relative_to(config_dir() / name) for path in (config_dir() / name).rglob("*.yaml"))
     listed = textwrap.fill(
         f"{name}: " + ", ".join(path.with_suffix("").as_posix() for path in options),
@@ -67,11 +72,21 @@ def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
     names = [one for one in leaves if f"{one}.".startswith(f"{name}.") and not one.endswith(_OF_HYDRA)]
     names = names or [one for one in leaves if one.endswith(f".{name}")]
     if not names and options:
-        return listed
+        return f"{listed}\n--help-config {name}=NAME explains one."
     if not names:
         near = get_close_matches(name, {*leaves, *(one.rpartition(".")[2] for one in leaves)}, n=3)
         raise UserError(f"there is no setting '{name}'" + (f"; near it: {', '.join(near)}" if near else ""))
     return "\n".join([listed] * bool(options) + [_entry(cfg, one, leaves[one], choices) for one in names])
+
+
+def _head(file: Path) -> str:
+    """The remark at the top of a file of settings."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return " ".join(
+        line.removeprefix("# ")
+        for line in takewhile(lambda line: line.startswith("#"), lines)
+        if "@package" not in line
+    )
 
 
 def _entry(cfg: DictConfig, name: str, value: Any, choices: Mapping[str, Any]) -> str:

@@ -171,8 +171,8 @@ def run(cfg: DictConfig) -> None:
         arms_found = {name: asdict(arm) for name, arm in arms.items()}
         write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
         start, _, name = command.replace("python -m growlab", program(), 1).rpartition(" ")
-        whole = f"{start} {name}"
-        print(whole if len(whole) <= _COLUMNS else f"{start} \\\n  {name}")
+        whole = f"Run it with: {start} {name}"
+        print(whole if len(whole) <= _COLUMNS else f"Run it with: {start} \\\n  {name}")
 
 
 def settings_of(cfg: DictConfig) -> Settings:
