@@ -14,7 +14,7 @@ TABLE = {
     # Composing.
     "growth=netnet": "there is no growth 'netnet'; near it: net2net.",
     "experiment=resnet20_cifr10": "near it: resnet20_cifar10, resnet20_cifar10_depth, papers/",
-    "epochs=16": "did you mean 'schedule.epochs' or 'schedule.total_epochs'",
+    "epochs=16": "did you mean 'schedule.total_epochs' or 'schedule.epochs'",
     "grwth=ours": "did you mean 'growth'?",
     "schedule.totl_epochs=3": "schedule.totl_epochs: Key 'totl_epochs' is not in struct; did you mean",
     "schedule.total_epochs=abc": "schedule.total_epochs must be int, not 'abc'.",

@@ -472,6 +472,7 @@ def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> Non
                 explanation(cfg, name, choices)
             ), name
     assert explanation(cfg, "growth", choices).startswith("growth: bert2bert, ")
+    assert explanation(cfg, "method=ours", choices).startswith("method=ours: The full method of Yuan et al. 2023")
     with pytest.raises(UserError, match="near it: progress_unit"):
         explanation(cfg, "progres_unit", choices)
 
