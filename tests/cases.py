@@ -23,6 +23,9 @@ from growlab.growth import (
 from growlab.lab.networks import MLP, CifarResNet, WideResNet, convnet
 from growlab.widths import WidthGraph, trace
 
+#: What older releases of torch refuse by themselves is skipped there.
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
 
 class Residual(nn.Module):
     """Residual blocks without normalisation, one with a projection; biases everywhere."""

@@ -13,6 +13,7 @@ import growlab.optim
 from growlab import Grower, parts, prune, trace
 from growlab.growth import FireFly, GradMax, GrowthMethod, Net2Net, PairGrowth, Splitting, Tiny, VarianceTransfer
 from growlab.parts import Part
+from tests.cases import OLD_TORCH
 
 Y = torch.arange(6) % 5
 
@@ -84,6 +85,8 @@ def test_methods_grow_as_they_do_without(method: GrowthMethod) -> None:
 
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: f"{make.__module__}.{make.__name__}")
 def test_optimizers_follow_as_they_do_without(make: Callable[..., torch.optim.Optimizer]) -> None:
+    if OLD_TORCH and make.__name__ == "AdamW":
+        pytest.skip("its Adam makes its counter of steps on the default device")
     assert trained(ELSEWHERE, Net2Net(), make) == trained(nullcontext(), Net2Net(), make)
 
 

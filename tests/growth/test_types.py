@@ -11,6 +11,7 @@ from growlab import Grower
 from growlab.growth import GradMax, GrowthMethod, Net2Net, Tiny, VarianceTransfer
 from growlab.growth.parity import ROUNDING
 from growlab.widths import UnsupportedOperation, trace
+from tests.cases import OLD_TORCH
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 5
@@ -91,5 +92,7 @@ def test_an_example_of_another_type_becomes_the_networks(given: torch.dtype) -> 
     ids=["layers", "linear", "embedding", "convolution"],
 )
 def test_a_type_that_a_layer_does_not_take_is_named_at_the_trace(network: nn.Module, x: Tensor, sentence: str) -> None:
+    if OLD_TORCH and any(isinstance(module, nn.Embedding) for module in network.modules()):
+        pytest.skip("its embeddings on device meta take numbers of any type")
     with pytest.raises(UnsupportedOperation, match=sentence):
         trace(network, x)

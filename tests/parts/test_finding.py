@@ -259,7 +259,7 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Tensor, int, str]] = {
     "transformers T5": (T5, TOKENS, 4, "t5.encoder.block.1 t5.decoder.block.1"),
     "transformers ViT": (
         of_transformers("ViTModel", "ViTConfig", image_size=32, patch_size=8),
-        *(IMAGES, 2, "layers.1 layers.2"),
+        *(IMAGES, 2, ("layers.1 layers.2", "encoder.layer.1 encoder.layer.2")),  # older
     ),
 }
 # One of each kind of block is fast.

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import growlab
 from growlab.widths import UnsupportedOperation, trace
+from tests.cases import OLD_TORCH
 
 
 class Net(nn.Module):
@@ -89,6 +90,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_networks_whose_sizes_depend_on_data_grow_exactly(case: str) -> None:
+    if OLD_TORCH and case == "rows of experts":
+        pytest.skip("its torch.export asserts the example's number of rows")
     function, shape, given = CASES[case]
     torch.manual_seed(0)
     network = Net(function).double()
