@@ -7,6 +7,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _of_torchvision(name: str, **settings: Any) -> nn.Module:
         network: nn.Module = models.get_model(name, weights=None, **untrained, **settings)
     except (ValueError, KeyError) as error:
         raise UserError(
-            f"torchvision makes no network {name!r}: {error}; see torchvision.models.list_models()."
+            f"torchvision makes no network {name!r}: {error}; {_nearest(name, models.list_models())}."
         ) from error
     return network
 
@@ -108,7 +109,12 @@ def _of_timm(name: str, pretrained: bool = False, **settings: Any) -> Any:
     except (OSError, RuntimeError, ValueError) as error:
         if pretrained and "Unknown model" not in str(error):
             raise _not_downloaded(name, error) from error
-        raise UserError(f"timm makes no network {name!r}: {error}; see timm.list_models().") from error
+        raise UserError(f"timm makes no network {name!r}: {error}; {_nearest(name, timm.list_models())}.") from error
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}" if near else "its list_models() names all"
 
 
 def _with_weights(network: nn.Module, path: str | None, num_classes: int) -> nn.Module:
@@ -177,14 +183,16 @@ def _not_downloaded(name: str, error: Exception) -> UserError:
 
 
 def _library_name(name: str) -> str:
-    """The name with the library in front that has such a network; "" if none has."""
+    """The name with the library in front that has such a network, else the nearest one; "" if none is near."""
     found = {"growlab": importlib.import_module("growlab.lab.networks").__all__}
     with contextlib.suppress(ImportError):
         found["torchvision"] = importlib.import_module("torchvision.models").list_models()
     with contextlib.suppress(ImportError):
         found["timm"] = importlib.import_module("timm").list_models()
     # Those of torchvision are the best known.
-    return next((f"{one}/{name}" for one in ("torchvision", *found) if name in found.get(one, ())), "")
+    known = {model: library for library in reversed(("torchvision", *found)) for model in found.get(library, ())}
+    near = [name] if name in known else get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"{known[near[0]]}/{near[0]}" if near else ""
 
 
 def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -54,7 +54,7 @@ def leaving() -> None:
     [
         (["resnet20"], "is no network's name"),
         (["growlab/resnet21"], "growlab has no network 'resnet21'"),
-        (["torchvision/resnet180"], "torchvision makes no network 'resnet180'"),
+        (["torchvision/resnet180"], "Unknown model resnet180; did you mean resnet18"),
         (["tests.widths.test_command_line:small"], "add --input-shape"),
         (["tests.widths.test_command_line:nothing"], "cannot make"),
         (["tests.widths.test_command_line:broken"], "no such size (" + __file__),
