@@ -124,7 +124,7 @@ def test_unknown_names():
     with pytest.raises(UserError, match="torchvision makes no network 'resnet5': Unknown model"):
         torchvision_network(IMAGE, 10, "resnet5")
     for pretrained in (False, True):
-        with pytest.raises(UserError, match=r"'resnet5': .*timm\.list_models"):
+        with pytest.raises(UserError, match=r"'resnet5': Unknown model \(resnet5\); did you mean resnet"):
             timm_network(IMAGE, 10, "resnet5", pretrained)
     with pytest.raises(UserError, match="3 channels"):
         torchvision_network((1, 8, 8), 10, "squeezenet1_1")
