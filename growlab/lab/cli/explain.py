@@ -117,11 +117,16 @@ def _of_value(error: OmegaConfBaseException) -> str:
     near = []
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
         names: Any = OmegaConf.to_container(parent)
-        inside = {one: f"{group}.{one}" for group, inner in names.items() if isinstance(inner, dict) for one in inner}
+        inside = {
+            one: (value is None, f"{group}.{one}")
+            for group, inner in names.items()
+            if isinstance(inner, dict)
+            for one, value in inner.items()
+        }
         near = get_close_matches(error.key, names, n=1, cutoff=0.7)
-        near = near or [inside[one] for one in get_close_matches(error.key, inside)]
         # First those that have a value, such as schedule.total_epochs.
-        near.sort(key=lambda one: OmegaConf.select(parent, one) is None)
+        nested = sorted((inside[one] for one in get_close_matches(error.key, inside)), key=lambda place: place[0])
+        near = near or [place for _, place in nested]
     where = f"{name}: " if name and name not in text else ""
     return f"{where}{text}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 
