@@ -64,16 +64,16 @@ test-slow: $(READY)  ## the tests marked slow
 	$(ON_CPU) $(PY) -m pytest -m "slow and not gpu" $(ARGS)
 
 # Cython first: fairseq is built with it. Where that fails, its tests say so and are skipped.
-$(FAIRSEQ): $(READY) tests/translation/requirements.txt
+$(FAIRSEQ): $(READY) tests/recipes/translation/requirements.txt
 	@{ $(PY) -m pip install --quiet --disable-pip-version-check --no-deps cython==3.3.1 \
 		&& $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-			-r tests/translation/requirements.txt && touch $@; } \
+			-r tests/recipes/translation/requirements.txt && touch $@; } \
 		|| echo "fairseq could not be built (it needs a C++ compiler); the tests that need it are skipped" >&2
 
 setup-translation: $(FAIRSEQ)  ## install fairseq too, which is built from source (some minutes, once)
 
 test-translation: $(FAIRSEQ)  ## the tests that need fairseq; with it installed, `make test` runs them too
-	$(ON_CPU) $(PY) -m pytest -m "not gpu" tests/translation $(ARGS)
+	$(ON_CPU) $(PY) -m pytest -m "not gpu" tests/recipes/translation $(ARGS)
 
 # Of the test tools the locked versions; warnings of old libraries about one another are no failures.
 # Datasets by name: uv would raise its bound, and pyarrow's, for the newest fsspec.

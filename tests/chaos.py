@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.command_line import CommandLine
 from tests.faults import WRITE_MOMENTS
-from tests.runs import MLP, NUM_STEPS, STEPWISE, Left, whole_run
+from tests.whole_runs import MLP, NUM_STEPS, STEPWISE, Left, whole_run
 
 SIGKILL = int(signal.SIGKILL)
 # A process that was never struck comes to its end; this many files are written in one of six epochs.

@@ -15,7 +15,7 @@ from hypothesis import settings
 from tests.command_line import SERVER, CommandLine, Server, shared_folder
 
 if TYPE_CHECKING:
-    from tests.runs import Left, Whole
+    from tests.whole_runs import Left, Whole
 
 # Every process would compile torch and Lightning again.
 sys.dont_write_bytecode = False
@@ -80,7 +80,7 @@ def cli() -> Iterator[CommandLine]:
 @pytest.fixture(scope="session")
 def whole(cli: CommandLine) -> "Callable[..., Whole]":
     """An undisturbed run of these arguments, made once for all processes of the tests."""
-    from tests.runs import whole_run
+    from tests.whole_runs import whole_run
 
     return partial(whole_run, cli)
 

@@ -23,11 +23,11 @@ import torch
 
 from tests.command_line import CommandLine
 from tests.experiments import EXPERIMENTS, two_steps, write_fake_images
-from tests.runs import MLP, MLP3, SMALL, Left
-from tests.test_language import DROPOUT
-from tests.test_process_growth import CASES as BY_DATA
-from tests.test_process_growth import RUN
-from tests.test_resume import ACCUMULATED, ADAM, BY_STEPS, CHUNKS, FIREFLY, HYPERFAN, ISOTROPIC, ON_DEMAND, RESNET
+from tests.runs.test_language import DROPOUT
+from tests.runs.test_process_growth import CASES as BY_DATA
+from tests.runs.test_process_growth import RUN
+from tests.runs.test_resume import ACCUMULATED, ADAM, BY_STEPS, CHUNKS, FIREFLY, HYPERFAN, ISOTROPIC, ON_DEMAND, RESNET
+from tests.whole_runs import MLP, MLP3, SMALL, Left
 
 # Depth and width growing in one run.
 DEEPENED = (*SMALL, "model.width=4", "depth.blocks=auto", "ema.decay=0.9", "optimizer_state=inherit")

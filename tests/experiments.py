@@ -10,7 +10,7 @@ from tests.command_line import ROOT
 
 _FOLDER = ROOT / "conf" / "experiment"
 # A sweep's preset runs what the experiment that it names runs; test_configs.py composes each of its jobs. Those of
-# translation train on text: tests/translation runs them.
+# translation train on text: tests/recipes/translation runs them.
 EXPERIMENTS = sorted(
     path.relative_to(_FOLDER).with_suffix("").as_posix()
     for path in _FOLDER.rglob("*.yaml")
@@ -34,7 +34,7 @@ def _choices(experiment: str) -> set[tuple[str, str]]:
 def _covering() -> list[str]:
     """Few experiments that make, together, every choice that any of them makes of a method, optimizer or task.
 
-    Networks and data sets do not interact with those: test_costs.py plans networks' runs, and tests/data reads data.
+    Networks and data sets do not interact with those: tests/lab/test_costs.py plans their runs.
     """
     found: list[str] = []
     # The experiments of language models are those of test_language.py and test_language_models.py.

@@ -137,7 +137,7 @@ def _import_everything(traces: Path) -> None:
         # Not every version of a library has them.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    # A second for every run; tests/analysis tests figures.
+    # A second for every run; tests/lab/analysis tests figures.
     experiment.write_run_report = lambda run_dir: None
     # Read once. Hydra composes everything an extra time to read `hydra.mode`, which no file in conf/ gives.
     image_files.load_digits = cache(image_files.load_digits)

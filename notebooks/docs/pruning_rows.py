@@ -1,4 +1,4 @@
-"""Prunes the 20 networks of tests/test_prune.py by half with Torch-Pruning, and compares each with its masked network.
+"""Prunes the 20 networks of tests/unit/test_prune.py by half, with Torch-Pruning too.
 
 `python notebooks/docs/pruning_rows.py` writes notebooks/results/pruning/results.json (some minutes on two CPU cores);
 the test checks that growlab prunes all of them exactly. Weights are random, in float64. `BasePruner` removes half of

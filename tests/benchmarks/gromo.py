@@ -9,8 +9,8 @@ import torch
 
 from growlab.growth import GradMax, Tiny
 from tests.benchmarks.ratios import Ratio, Setting, timed
-from tests.growth.measured import Started
-from tests.growth.test_gromo import STATISTICS, conv_ours, conv_theirs, grown, ours, theirs
+from tests.unit.growth.measured import Started
+from tests.unit.growth.test_gromo import STATISTICS, conv_ours, conv_theirs, grown, ours, theirs
 
 # Small: 40 inputs and 4 neurons, so that what surrounds the computation counts; else what a layer may have.
 KINDS = {

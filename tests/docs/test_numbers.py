@@ -48,7 +48,7 @@ PAGES = [
     *sorted(path for path in (ROOT / "notebooks/docs/pages").rglob("*.md") if path.parent.name != "papers"),
 ]
 NUMBER = re.compile(r"(?<![\d.,])\d\d\.\d\d(?![\d.])")
-# Costs before training: tests/test_costs.py and tests/translation/test_costs.py work them out.
+# Costs before training: tests/lab/test_costs.py and tests/recipes/translation/test_costs.py work them out.
 COSTS = re.compile(r"^\| `\w+` \| [\d.]+ \| [\d.]+ \|$|`\w+` costs [\d.]+ %", re.M)
 
 

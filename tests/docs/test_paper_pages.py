@@ -15,8 +15,8 @@ from growlab.base.files import write_json
 from growlab.lab.analysis.results import open_run
 from growlab.lab.analysis.style import display_name
 from growlab.recipes.papers.registry import Item, Registry, Rows, registry
-from tests.analysis.fake_runs import write_run
 from tests.command_line import ROOT
+from tests.lab.analysis.fake_runs import write_run
 from tests.parts_here import needs
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))

@@ -19,7 +19,7 @@ import growlab.recipes.papers.paper_table
 from growlab.lab.cli.commands import COMMANDS
 from tests.command_line import ROOT, CommandLine
 from tests.parts_here import needs
-from tests.test_experiment import fake_images  # noqa: F401  (a fixture)
+from tests.runs.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = ROOT / "notebooks" / "docs" / "pages"

@@ -20,12 +20,12 @@ ENGINE = "tests/gpu/test_engine.py"
 # Named one by one: collecting the whole tree needs more packages than such a machine has.
 OTHERS = (
     "tests/gpu/test_cuda_graphs.py",
-    "tests/optim/test_gpu.py",
-    "tests/data/test_image_data.py",
-    "tests/data/test_streaming.py",
-    "tests/training/test_batch_fit.py",
-    "tests/test_batch_sizes.py",
-    "tests/test_process_sweeps.py",
+    "tests/unit/optim/test_gpu.py",
+    "tests/lab/data/test_image_data.py",
+    "tests/lab/data/test_streaming.py",
+    "tests/lab/training/test_batch_fit.py",
+    "tests/lab/training/test_batch_sizes.py",
+    "tests/runs/test_process_sweeps.py",
 )
 # On a CPU, comparing with a CPU is comparing a run with itself.
 FEW = "ours or gradmax or averages or compiled or checkpoints or recurrent"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import CommandLine
-from tests.runs import SMALL
+from tests.whole_runs import SMALL
 
 DETERMINISTIC = ("trainer=gpu", "+trainer.deterministic=true", "trainer.precision=64-true")
 

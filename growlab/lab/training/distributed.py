@@ -1,7 +1,7 @@
 """Processes of a distributed run: environment, strategy, synchronised batch normalisation, comparison of ranks.
 
 The arguments that `DDPStrategy` keeps for torch's wrapper (`_ddp_kwargs`) are not a documented interface of Lightning;
-`tests/training/test_distributed.py` fails if a version changes them.
+`tests/lab/training/test_distributed.py` fails if a version changes them.
 """
 
 import os

@@ -1,0 +1,43 @@
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from growlab.base.settings import parameters
+
+CONF = Path(__file__).parents[3] / "conf"
+# Images; text has a class of its own, and what a user brings is tried in tests/runs/test_own_data.py.
+OTHERS = {"text", "tokens"}
+OWN = {"custom", "folder"}
+# Arguments of ImageData that data=folder alone gives.
+OF_FOLDERS = {"on_error", "test_fraction"}
+NAMES = sorted({path.stem for path in (CONF / "data").glob("*.yaml")} - OTHERS - OWN)
+
+
+def _compose(name: str, *overrides: str):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(overrides=[f"+data={name}", "+seed=7", *overrides])
+    return OmegaConf.to_container(config, resolve=True)["data"]
+
+
+def test_every_data_set_has_a_file():
+    once = [*("cifar10", "cifar100", "digits", "fashion_mnist", "imagenet", "iwslt14", "mnist", "multi30k")]
+    assert sorted([*once, "cifar10_incremental", "cifar100_incremental", "digits_incremental"]) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_config_gives_every_argument_of_the_class(name):
+    config = _compose(name)
+    data = instantiate(config)
+    assert data.name == name.removesuffix("_incremental") and data.seed == 7
+    assert set(config) - {"_target_"} == set(parameters(type(data))) - OF_FOLDERS
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_other_data_configs_give_every_argument_of_their_classes(name):
+    config = _compose(name)
+    data = instantiate(config)
+    assert data.seed == 7
+    assert set(config) - {"_target_"} == set(parameters(type(data)))

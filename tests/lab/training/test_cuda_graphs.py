@@ -1,0 +1,65 @@
+"""Training with graphs of forward and backward, which a CPU imitates: captured again after each event."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from growlab.frontends.lightning import Growth
+from growlab.lab.training import cuda_graphs
+from tests.command_line import CommandLine
+from tests.lab.training.test_growth_callback import new_run, new_trainer, sgd
+from tests.whole_runs import MLP
+
+
+def imitated(captures: list[Any]) -> Any:
+    """Stand for `torch.cuda.make_graphed_callables`: trial passes, and then the addresses of the capture alone."""
+
+    def capture(called: torch.nn.Module, examples: tuple[Any, ...], **_: Any) -> None:
+        run = called.forward
+        for _ in range(3):
+            run(*examples)
+        places = [p.data_ptr() for p in called.parameters()]
+        captures.append([x.shape for x in examples])
+
+        def replay(*inputs: Any) -> Any:
+            assert places == [p.data_ptr() for p in called.parameters()]
+            assert [x.shape for x in inputs] == [x.shape for x in examples]
+            return run(*inputs)
+
+        called.forward = replay  # type: ignore[method-assign]
+
+    return capture
+
+
+def trained(*callbacks: Any) -> dict[str, torch.Tensor]:
+    task, data = new_run(sgd)
+    trainer = new_trainer(5, Growth(grower=task.grower), *callbacks)
+    trainer.fit(task, datamodule=data)
+    assert len(task.events) == 2 and "forward" not in vars(task)
+    return task.network.state_dict()
+
+
+def test_training_is_the_same_and_each_event_and_shape_has_its_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
+    monkeypatch.setattr(cuda_graphs, "_on_one_device", lambda trainer: True)
+    torch.testing.assert_close(trained(cuda_graphs.CudaGraphs()), trained(), rtol=0, atol=0)
+    # Batches of 40, 32 and 24, of 96 images.
+    assert [shapes[0][0] for shapes in captures] == [40, 16, 32, 24]
+
+
+def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
+    task, graphs = new_run(sgd)[0], cuda_graphs.CudaGraphs()
+    for weights in ({"norm": [0.5]}, {}):
+        monkeypatch.setattr(task.growth_state, "norm_weights", weights)
+        graphs._forward(task, torch.randn(4, 1, 8, 8))
+        assert len(captures) == (not weights)
+
+
+def test_other_devices_are_refused(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MLP, "callbacks=cuda_graphs", "trainer=cpu", cwd=tmp_path)
+    assert outcome.code == 2 and "one CUDA device" in outcome.err and "Traceback" not in outcome.err

@@ -1,0 +1,132 @@
+"""Held-out evaluation normalises by statistics at the weights as they are, and training does not notice."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from growlab.base.errors import UserError
+from growlab.lab.data import ImageData
+from growlab.lab.training.fresh_statistics import FreshStatistics, fresh_statistics
+from tests.whole_runs import MLP, mlp3
+
+
+class Centred(nn.Module):
+    """A custom normalisation, with running statistics as torch's have them."""
+
+    def __init__(self, num_features: int, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("running_mean", torch.zeros(num_features))
+        self.register_buffer("running_var", torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = self.running_mean
+        if self.training:
+            mean = x.mean((0, 2, 3))
+            self.running_mean.lerp_(mean.detach(), self.momentum)
+            self.running_var.lerp_(x.detach().var(), self.momentum)
+        return x - mean[:, None, None]
+
+
+class Twice(nn.Module):
+    """A norm that is called twice, one with a cumulative average, dropout between them, and a custom one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.cumulative = nn.BatchNorm2d(3), nn.BatchNorm2d(3, momentum=None)
+        self.dropout, self.own = nn.Dropout(0.5), Centred(3, momentum=0.3)
+        self.seen: dict[str, list[torch.Tensor]] = {"twice": [], "cumulative": [], "own": []}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in ("twice", "twice", "cumulative", "own"):
+            self.seen[name].append(x.detach())
+            x = self.dropout(getattr(self, name)(x)).relu()
+        return x
+
+
+class Scaled(nn.Module):
+    """A norm behind a buffer that is no statistic."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.scale * x)
+
+
+def test_buffers_that_are_no_statistics_keep_their_content():
+    x = torch.randn(16, 3)
+    fresh = fresh_statistics(Scaled(3.0), [(x,)])
+    assert set(fresh) == {"norm.running_mean", "norm.running_var"}
+    torch.testing.assert_close(fresh["norm.running_mean"], 3 * x.mean(0))
+    torch.testing.assert_close(fresh["norm.running_var"], 9 * x.var(0))
+
+
+def test_nothing_drops_out_while_statistics_are_taken():
+    network, found = Twice().double(), []
+    batches = [(torch.randn(8, 3, 4, 4, dtype=torch.float64),)]
+    for training in (True, False):
+        found.append(fresh_statistics(network.train(training), batches))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+
+
+def test_fresh_statistics_are_means_over_batches():
+    torch.manual_seed(0)
+    network = Twice().double()
+    for module in (network.twice, network.cumulative):
+        module.running_mean.normal_()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    batches = [(torch.randn(8, 3, 4, 4, dtype=torch.float64) + shift,) for shift in (0.0, 2.0, -1.0)]
+    network.train()
+    network.twice.eval()
+    modes = [module.training for module in network.modules()]
+    fresh = fresh_statistics(network, batches)
+    assert [module.training for module in network.modules()] == modes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert set(fresh) == {f"{n}.running_{kind}" for n in network.seen for kind in ("mean", "var")}
+    for name in ("cumulative", "own"):
+        means = torch.stack([x.mean((0, 2, 3)) for x in network.seen[name]])
+        torch.testing.assert_close(fresh[f"{name}.running_mean"], means.mean(0), rtol=1e-5, atol=1e-6)
+    variances = [x.var((0, 2, 3)) for x in network.seen["cumulative"]]
+    torch.testing.assert_close(fresh["cumulative.running_var"], torch.stack(variances).mean(0), rtol=1e-5, atol=1e-6)
+    # Called twice a batch, the second call counts 1 / (1 - momentum) times as much as the first.
+    pairs = torch.stack([x.mean((0, 2, 3)) for x in network.seen["twice"]]).view(3, 2, 3).mean(0)
+    torch.testing.assert_close(fresh["twice.running_mean"], (0.9 * pairs[0] + pairs[1]) / 1.9, rtol=1e-5, atol=1e-6)
+
+
+def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_same_without(uninterrupted):
+    arguments = (*MLP, "optimizer.lr=0.2", "schedule.learning_rate.shape=constant")
+    lagging, fresh = (uninterrupted(*arguments, f"batch_norm_samples={n}") for n in (0, 64))
+    # Rates, growth and what a checkpoint holds are those of a run that evaluates with running averages.
+    assert fresh.differences(lagging) == ["metrics", "results", "weights"]
+    for one, other in zip(lagging.metrics, fresh.metrics, strict=True):
+        assert one["train_loss"] == other["train_loss"]
+        assert float(one["val_loss"]) != float(other["val_loss"])
+    # Two batches of the last epoch, as they were augmented, give the statistics that the trained network keeps ...
+    data = ImageData("digits", limit_train=96, limit_test=40, batch_size=32, shift=1, validation="split")
+    data.setup()
+    network = mlp3(data.image_shape, data.num_classes, width=12, batch_norm=True)
+    network.load_state_dict(fresh.weights)
+    first = next(m for m in network.modules() if isinstance(m, nn.BatchNorm1d))
+    seen = []
+    first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    batches = list(data.training_loader(5, 5))[:2]
+    network.train()
+    own = first.running_mean.clone()
+    for x, _ in batches:
+        network(x)
+    torch.testing.assert_close(own, torch.stack([x.mean(0) for x in seen]).mean(0))
+    # ... and that it was evaluated with last.
+    network.load_state_dict(fresh.weights)
+    network.eval()
+    losses = [F.cross_entropy(network(x), y, reduction="sum").item() for x, y in data.val_dataloader()]
+    assert sum(losses) / data.num_val == pytest.approx(float(fresh.metrics[-1]["val_loss"]), rel=1e-5)
+
+
+def test_a_negative_number_of_images_is_refused():
+    with pytest.raises(UserError, match="batch_norm_samples=-1"):
+        FreshStatistics(-1, None)

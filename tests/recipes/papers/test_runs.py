@@ -1,0 +1,294 @@
+"""Runs of an entry: those that are there are skipped, and a deadline or a signal lets the others save and resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from growlab.base.files import write_json
+from growlab.recipes.papers import __main__ as runs
+from growlab.recipes.papers.__main__ import Place, Training, _write_results, command, main
+from growlab.recipes.papers.registry import Job, registry
+from tests.command_line import ROOT
+from tests.lab.analysis.fake_runs import write_run
+from tests.parts_here import needs
+
+REGISTRY = registry()
+JOBS = [Job("digits", (f"seed={seed}",), 2, "digits", False) for seed in range(3)]
+# Counts to a number in its folder, a tenth of a second each, saves at SIGTERM and resumes from there, as a run does.
+COUNTER = """
+import json, pathlib, signal, sys, time
+folder, last = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+folder.mkdir(parents=True, exist_ok=True)
+state = folder / "state"
+done = int(state.read_text()) if state.exists() else 0
+def save(*_):
+    state.write_text(str(done))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+(folder / "begun").touch()
+while done < last:
+    time.sleep(0.1)
+    done += 1
+(folder / "results.json").write_text(json.dumps(done))
+"""
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    count_to(8, monkeypatch)
+    return Place(tmp_path / "runs")
+
+
+def count_to(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        runs, "command", lambda job, place, *_: [sys.executable, "-c", COUNTER, str(place.runs / job.folder), str(last)]
+    )
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def test_a_deadline_saves_all_runs_at_work_and_they_resume(counting: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_to(10_000, monkeypatch)
+    training = Training(counting, REGISTRY, at_once=2)
+
+    def stop_when_begun() -> None:
+        for job in JOBS[:2]:
+            wait_for(counting.runs / job.folder / "begun")
+        training.stop()
+
+    stopping = threading.Thread(target=stop_when_begun)
+    stopping.start()
+    assert training.train(JOBS, 60) == [] and training.stopped
+    stopping.join()
+    states = [counting.runs / job.folder / "state" for job in JOBS]
+    assert [state.exists() for state in states] == [True, True, False]
+    assert Training(counting, REGISTRY).train(JOBS, 0.01) == []
+    assert not any(map(counting.done, JOBS))
+    count_to(8, monkeypatch)
+    states[0].write_text("20")
+    assert Training(counting, REGISTRY, at_once=2).train(JOBS, 60) == []
+    counted = [json.loads((state.parent / "results.json").read_text()) for state in states]
+    assert counted == [20, 8, 8]
+
+
+@pytest.fixture
+def busy(counting: Place) -> Iterator[Path]:
+    """The folder of the first job, which another process writes to."""
+    folder = counting.runs / JOBS[0].folder
+    folder.mkdir(parents=True)
+    holding = "import fcntl, os, sys, time; folder = os.open(sys.argv[1], os.O_RDONLY)\n"
+    holding += "fcntl.flock(folder, fcntl.LOCK_EX); print(flush=True); time.sleep(300)"
+    with subprocess.Popen([sys.executable, "-c", holding, str(folder)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield folder
+        process.kill()
+
+
+def test_runs_of_another_process_are_skipped_and_a_failed_run_leaves_the_others_alone(
+    counting: Place, busy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, failing = runs.command, [sys.executable, "-c", "import sys; sys.exit(2)"]
+    monkeypatch.setattr(runs, "command", lambda job, *at: failing if job is JOBS[1] else whole(job, *at))
+    write_json(counting.runs / JOBS[1].folder / "failure.json", {"reason": "it diverged."})
+    assert Training(counting, REGISTRY).train(JOBS, 60) == ["digits/seed=1"]
+    said = capsys.readouterr().out
+    assert "digits/seed=0: another process is training it\n" in said and list(busy.iterdir()) == []
+    assert "digits/seed=1 failed (exit code 2): it diverged.\n" in said and counting.done(JOBS[2])
+
+
+@needs("hypernets")
+def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None:
+    """A run that has begun keeps its precision; a study has no device."""
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    place = Place(tmp_path / "runs", tmp_path, ("trainer=gpu", "compile=true"))
+    job = REGISTRY.items["table11"].jobs([4])[0]
+    line = command(job, place, REGISTRY, num_threads=2)
+    assert line[1:5] == ["-m", "growlab", "-m", "experiment=papers/table11"]
+    assert set(line[5:]) == {
+        *("method=growing_vt", "seed=4", "trainer=gpu", "compile=true", "ckpt_path=last", "num_threads=2"),
+        *("hydra.sweeper.params=null", f"hydra.sweep.dir={tmp_path}/runs/table11"),
+        *(f"data.root={tmp_path}/cifar10", "hydra.sweep.subdir='method=growing_vt,seed=4'"),
+    }
+    (place.runs / job.folder).mkdir(parents=True)
+    (place.runs / job.folder / "config.yaml").write_text("trainer: {precision: 32-true}\n")
+    assert "trainer.precision=32-true" in command(job, place, REGISTRY)
+    study = REGISTRY.items["hyperfan_continual_regression"].jobs()[0]
+    assert not any(word.startswith(("ckpt_path", "trainer", "data.root")) for word in command(study, place, REGISTRY))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "precision"), [({"avx2": True}, []), ({"avx512_bf16": True}, ["x"]), ({}, [])]
+)
+def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
+    capabilities: dict[str, bool], precision: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    assert runs.device({"cpu_bfloat16": ["x"]}) == ("trainer=cpu", *precision)
+    assert runs.device({}) == ("trainer=cpu",)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert runs.device({"gpu": ["y"], "cpu_bfloat16": ["x"]}) == ("y",)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["table3", "--data", "."], "cifar100 is not in .: name the folder above it with --data"),
+        (["tabel3"], "there is no entry called tabel3; did you mean table3?"),
+        (["table3", "--minutes", "0"], "argument --minutes: '0' is no number above 0"),
+        (["table3", "--seeds", "0,-2"], "0,-2 is not a list of seeds, numbers from 0 to 4294967295"),
+        (["--runs", "file/runs"], "file/runs cannot take runs: Not a directory; name another"),
+    ],
+)
+def test_wrong_words_are_refused_in_a_sentence(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_the_list_counts_the_runs_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for job in REGISTRY.items["table7"].jobs()[:2]:
+        (tmp_path / "runs" / job.folder).mkdir(parents=True)
+        (tmp_path / "runs" / job.folder / "results.json").touch()
+    assert main(["--list", "table7", "--runs", str(tmp_path / "runs")]) == 0
+    out = capsys.readouterr().out
+    assert "2 of   9 in " in out and out.endswith(f"; {REGISTRY.items['table7'].title}\n")
+    assert main(["--list", "table7", "--seeds", "7", "--runs", str(tmp_path / "runs")]) == 0
+    assert "0 of   3 in " in capsys.readouterr().out
+
+
+def test_a_dry_run_estimates_from_finished_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "train.parquet").touch()
+    words = ["table7", "--dry-run", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    assert main(words) == 0
+    assert "9 run(s) to go: no finished run in this folder" in capsys.readouterr().out
+    write_run(tmp_path / "runs" / REGISTRY.items["table7"].jobs()[0].folder, seconds=3600.0)
+    assert main(words) == 0
+    # 16 epochs took an hour, and 8 runs of 160 epochs are to go.
+    assert "8 run(s) to go: about 80.0 hours at the pace of 1 finished run(s)\n" in capsys.readouterr().out
+
+
+def test_figures_are_drawn_of_the_runs_that_they_can_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures 4, 5 and 9: nine runs compared, and the rate factors of one of them; another seed is in the table."""
+    item, place = REGISTRY.items["figure4"], Place(tmp_path)
+    for job in item.jobs([0, 1, 7]):
+        seed = int(job.overrides[-1].removeprefix("seed="))
+        methods = {"growing": ("pairs", "none"), "growing_vt": ("ours", "none"), "ours": ("ours", "stagewise_norm")}
+        growth, lr_adapt = methods[job.overrides[0].removeprefix("method=")]
+        about = {"groups": {"a": {"full_width": 8, "widths": [4, 8]}}, "stage_epochs": (2, 2)}
+        write_run(tmp_path / job.folder, growth=growth, lr_adapt=lr_adapt, seed=seed, **about)
+    _write_results(item, place, [7])
+    assert {path.name for path in tmp_path.glob("*.png")} >= {"figure4_compare.png", "figure4_rate_factors_ours_0.png"}
+    assert "(3)" in (tmp_path / "figure4.md").read_text()
+    assert "shows one run" not in capsys.readouterr().err
+
+
+@needs("isotropic")
+def test_missing_data_leaves_out_its_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data" / "mnist10k").mkdir(parents=True)
+    (tmp_path / "data" / "mnist10k" / "train.parquet").touch()
+    taken: list[Job] = []
+    monkeypatch.setattr(Training, "train", lambda self, jobs, seconds: taken.extend(jobs) or ["a/seed=0"])
+    assert main(["isotropic_data_sets", "--data", str(tmp_path / "data"), "--runs", str(tmp_path)]) == 2
+    every = REGISTRY.items["isotropic_data_sets"].jobs()
+    assert [job.folder for job in taken] == [job.folder for job in every if job.data in ("digits", "mnist")]
+    left_out, _, failed = capsys.readouterr().err.splitlines()
+    assert "12 run(s) left out: cifar10 is not in" in left_out
+    assert failed == "error: 1 run(s) failed, for the reasons above: a/seed=0."
+
+
+# The command itself, with runs that count.
+COMMAND = f"""
+import sys
+from growlab.recipes.papers import __main__ as command
+line = lambda job, place, *_: [sys.executable, "-c", {COUNTER!r}, str(place.runs / job.folder), "10000"]
+command.command = line
+command.device = lambda paper: ("trainer=cpu",)
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "nohup"),
+    [(signal.SIGINT, True), (signal.SIGHUP, False)],
+    ids=["Ctrl-C under nohup", "a terminal that closes"],
+)
+def test_a_signal_lets_the_run_save(tmp_path: Path, number: signal.Signals, nohup: bool) -> None:
+    """The whole group gets it, as from a terminal; `nohup` lets the command outlive SIGHUP."""
+    (tmp_path / "data" / "cifar10").mkdir(parents=True)
+    (tmp_path / "data" / "cifar10" / "train.parquet").touch()
+    first, second = REGISTRY.items["table7"].jobs([0])[:2]
+    write_run(tmp_path / "runs" / first.folder)
+
+    def handlers() -> None:
+        """A shell lets commands in the background ignore SIGINT, such as pytest's own, and they hand that on."""
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_DFL)
+        if nohup:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    where = ("--data", str(tmp_path / "data"), "--runs", str(tmp_path / "runs"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "table7", "--seeds", "0", *where],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        preexec_fn=handlers,
+    )
+    try:
+        wait_for(tmp_path / "runs" / second.folder / "begun")
+        if nohup:
+            os.killpg(process.pid, signal.SIGHUP)
+            time.sleep(0.3)
+            assert process.poll() is None
+        os.killpg(process.pid, number)
+        error = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert (tmp_path / "runs" / second.folder / "state").exists()
+    assert (tmp_path / "runs" / "table7.md").is_file() == (number != signal.SIGHUP), error
+    assert error.splitlines()[-1] == f"{number.name}; the same command resumes"
+
+
+@needs("isotropic")
+@pytest.mark.slow
+def test_real_runs_are_stopped_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The smallest entry: first a time too short for it, then the rest; rows and a figure are written."""
+    monkeypatch.chdir(tmp_path)
+    words = ["isotropic_task_change", "--seeds", "0"]
+    assert main([*words, "--minutes", "0.4"]) == 0
+    out = capsys.readouterr().out
+    assert "1 run(s) to go: " in out and "0 of 1 runs are there\nthe same command resumes" in out
+    assert main([*words, "--minutes", "9"]) == 0
+    assert "1 of 1 runs are there" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "isotropic_task_change.md").is_file()
+    assert (tmp_path / "runs" / "isotropic_task_change_width_paths.png").is_file()
+    assert main(words) == 0
+    assert "to go" not in capsys.readouterr().out

@@ -1,0 +1,99 @@
+"""Where `conf/` is found, and that the wheel carries it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from growlab.base.errors import UserError
+from growlab.lab.training.configuration import config_dir
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def make(folder: Path, *, with_config: bool = True) -> Path:
+    folder.mkdir(parents=True)
+    if with_config:
+        (folder / "config.yaml").write_text("seed: 0\n")
+    return folder
+
+
+def test_conf_inside_the_package_wins(tmp_path: Path) -> None:
+    inside = make(tmp_path / "growlab" / "conf")
+    make(tmp_path / "conf")
+    assert config_dir(tmp_path / "growlab") == inside
+
+
+def test_conf_beside_the_package_is_found(tmp_path: Path) -> None:
+    beside = make(tmp_path / "conf")
+    make(tmp_path / "growlab" / "conf", with_config=False)
+    assert config_dir(tmp_path / "growlab") == beside
+
+
+def test_no_conf_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.yaml in .*growlab.conf or .*conf"):
+        config_dir(tmp_path / "growlab")
+
+
+def test_conf_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = config_dir()
+    make(tmp_path / "conf")
+    monkeypatch.chdir(tmp_path)
+    assert config_dir() == here
+    assert here.is_absolute()
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_conf(tmp_path: Path) -> None:
+    """Built, unpacked and run from another folder, the command line composes its own configuration."""
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=CHECKOUT, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("growlab-*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(site)
+    packed = {name.removeprefix("growlab/conf/") for name in names if name.startswith("growlab/conf/")}
+    conf = CHECKOUT / "conf"
+    assert {path.relative_to(conf).as_posix() for path in conf.rglob("*.yaml")} <= packed
+    assert not [name for name in names if name.startswith(("tests", "notebooks", "conf"))]
+    package = {f"growlab/{path.relative_to(CHECKOUT / 'growlab')}" for path in _package_files()}
+    assert package <= set(names) and "growlab/py.typed" in package
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = [sys.executable, "-m", "growlab", "--cfg", "job", "seed=17"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(run, cwd=elsewhere, env=environment, check=True, capture_output=True, text=True)
+    assert "seed: 17" in done.stdout
+    where = "import growlab.lab.training.configuration as c; print(c.config_dir())"
+    done = subprocess.run(
+        [sys.executable, "-c", where], cwd=elsewhere, env=environment, check=True, capture_output=True, text=True
+    )
+    assert Path(done.stdout.strip()) == site / "growlab" / "conf"
+
+
+def _package_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "growlab"], cwd=CHECKOUT, check=True, capture_output=True, text=True)
+    return [CHECKOUT / name for name in listed.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build"]
+    subprocess.run([*build, "-d", str(tmp_path)], cwd=CHECKOUT, check=True, capture_output=True)
+    (source,) = tmp_path.glob("growlab-*.tar.gz")
+    shutil.unpack_archive(source, tmp_path / "source", filter="data")
+    (unpacked,) = (tmp_path / "source").iterdir()
+    subprocess.run([*build, "-t", "wheel", "-d", "again"], cwd=unpacked, check=True, capture_output=True)
+    one, other = (next(folder.glob("*.whl")) for folder in (tmp_path, unpacked / "again"))
+    with zipfile.ZipFile(one) as ours, zipfile.ZipFile(other) as theirs:
+        contents = [{info.filename: info.CRC for info in archive.infolist()} for archive in (ours, theirs)]
+    assert contents[0] == contents[1]

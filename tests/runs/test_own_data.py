@@ -1,0 +1,107 @@
+"""Runs on a user's own data, networks and losses: they grow, resume where they were killed, and agree over ranks."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from tests.command_line import ROOT, CommandLine
+from tests.whole_runs import Left, kept_run, resumed_from
+
+STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
+OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
+KENDALL = "+objective.metrics.order._target_=torchmetrics.KendallRankCorrCoef"
+CASES: dict[str, tuple[str, ...]] = {
+    # Transforms that draw, batch sizes that follow the stages, a last batch that ranks do not share evenly.
+    "numbers": (
+        *(*OWN, "data.source._target_=mine.Waves", "model._target_=mine.Net", "objective=regression"),
+        *("data.batch_size=16", "schedule.batch_growth_rate=0.5", "trainer.precision=64-true"),
+    ),
+    "masks": (
+        *(*OWN, "data.source._target_=mine.Discs", "data.columns.inputs=[image]", "data.num_workers=1"),
+        *("model._target_=mine.Segmenter", "objective=segmentation", "data.batch_size=10", "ema.decay=0.9"),
+    ),
+    "labels": (*OWN, "data.source._target_=mine.pairs", "model._target_=mine.Two", "objective=multilabel"),
+    "module": (
+        *("data=custom", "data.source._target_=mine.Images", *STAGES, "checkpoint.every_n_steps=1"),
+        *("model=mlp8", "model.width=12", "model.batch_norm=true", "objective.label_smoothing=0.1"),
+    ),
+    "loaders": (
+        *(*OWN, "data.source._target_=mine.loaders", "model._target_=mine.Net", "+model.norm=true"),
+        *("objective=custom", "objective.loss._target_=torch.nn.HuberLoss", "+objective.loss.delta=0.5", KENDALL),
+        "+objective.metrics.r2._target_=torchmetrics.R2Score",
+    ),
+    # A metric that needs all predictions at once.
+    "order": (
+        *(*OWN, "data.source._target_=mine.Waves", "model._target_=mine.Net", "data.batch_size=16"),
+        *("objective=custom", "objective.loss._target_=torch.nn.MSELoss", KENDALL),
+    ),
+    # Read by a process, one file of them damaged.
+    "folder": (
+        *("data=folder", "data.root=pictures", "data.on_error=skip", "data.in_memory=false", "data.num_workers=1"),
+        *("data.batch_size=8", "model=mlp8", "model.width=12", *STAGES, "checkpoint.every_n_steps=1"),
+    ),
+}
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder with a user's module and pictures."""
+    shutil.copy(Path(__file__).parents[1] / "own_data.py", tmp_path / "mine.py")
+    pixels = np.random.default_rng(0).integers(0, 256, (41, 6, 6), dtype=np.uint8)
+    for number, picture in enumerate(pixels):
+        folder = tmp_path / "pictures" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(picture).save(folder / f"{number}.png")
+    damaged = folder / "40.png"
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        *(("module", 10), ("loaders", 8), ("folder", 7)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("numbers", 9), ("masks", 5))),
+    ],
+)
+def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
+    whole, kept = kept_run(cli, mine, CASES[name])
+    resumed = resumed_from(cli, mine, CASES[name], kept[step])
+    assert resumed.code == 0, resumed.err
+    left = Left.by(mine / "run")
+    assert left.differences(whole) == []
+    assert len(left.growth["events"]) == 2 and len(left.metrics) == 4
+    assert "Traceback" not in resumed.err and "Warning" not in resumed.err
+    assert max(event["parity_error_eval"] for event in left.growth["events"]) < 1e-5
+
+
+@pytest.mark.slow  # test_processes.py has the same of images
+def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path) -> None:
+    command = (*CASES["order"], "trainer.precision=64-true")
+    assert (one := cli(*command, "hydra.run.dir=one", cwd=mine)).code == 0, one.err
+    outcome = cli(*command, "trainer=ddp_cpu", "hydra.run.dir=two", cwd=mine)
+    assert outcome.code == 0, outcome.err
+    alone, together = (Left.by(mine / folder) for folder in ("one", "two"))
+    for key, tensor in alone.weights.items():
+        torch.testing.assert_close(together.weights[key], tensor, rtol=1e-6, atol=1e-8)
+    results = {key: value for key, value in alone.results.items() if key.startswith(("test_", "val_"))}
+    assert {key: together.results[key] for key in results} == pytest.approx(results, rel=1e-6, nan_ok=True)
+    assert "test_order" in results
+
+
+def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) -> None:
+    page = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "own_data.md").read_text()
+    program, commands = (re.search(rf"^```{name}\n(.*?)^```$", page, re.M | re.S)[1] for name in ("python", "shell"))
+    (tmp_path / "mine.py").write_text(program)
+    for line in commands.splitlines():
+        outcome = cli(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)
+        assert outcome.code == 0, outcome.err
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["metric"] == {"name": "mae", "higher_is_better": False} and results["test_mae"] < 1

@@ -1,0 +1,290 @@
+"""Jobs of a sweep that take several processes, launchers and searches, and processes that torchrun starts."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from growlab.base.errors import UserError
+from growlab.lab.cli.sweeps import gpus_in_turn
+from growlab.lab.training import configuration
+from growlab.lab.training.processes import apart, is_first, num_devices, run_id, started_elsewhere, to_start
+from tests.command_line import ROOT, CommandLine, Outcome
+from tests.whole_runs import Left, table
+
+SMALL = (
+    *("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "schedule.epochs=[1,1]"),
+    *("schedule.widths=[0.5,1]", "model=mlp8", "model.width=12", "num_threads=1"),
+)
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "growlab")
+SWEEP = ("-m", *SMALL, "hydra.sweep.dir=sweep", "trainer=ddp_cpu")
+
+
+def results_below(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
+
+
+def assert_one_table(outcome: Outcome, rows: int) -> None:
+    assert outcome.code == 0, outcome.err
+    lines = [line for line in outcome.out.splitlines() if line.startswith("| ")]
+    assert len(lines) == rows + 1 and sum(line.startswith("| method") for line in lines) == 1
+
+
+def test_each_job_has_the_devices_that_it_asks_for(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*SWEEP, "trainer.devices=2,1", "hydra.sweep.subdir=${trainer.devices}", cwd=tmp_path)
+    assert_one_table(outcome, 1)
+    one, two = results_below(tmp_path / "sweep")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    # All images of an epoch, whatever the number of processes: the same losses, summed in another order.
+    losses = [[float(row["train_loss"]) for row in table(tmp_path / "sweep" / n / "metrics.csv")] for n in "12"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sweep"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "ray"])
+def test_launchers(tmp_path: Path, launcher: str) -> None:
+    plugin = launcher.partition("_")[0]
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher")
+    outcome = command(*SWEEP, f"hydra/launcher={launcher}", "seed=0,1", cwd=tmp_path)
+    assert_one_table(outcome, 1)
+    assert [r["world_size"] for r in results_below(tmp_path / "sweep")] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=interval(0.01,0.1)")
+    outcome = cli(*SWEEP, *search, "data.validation=split", cwd=tmp_path)
+    assert_one_table(outcome, 2)
+    best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml").best_value
+    assert best == max(r["val_accuracy"] for r in results_below(tmp_path / "sweep"))
+    both = ("hydra.sweeper.direction=[maximize,minimize]", "hydra.sweep.dir=both", "trainer=cpu")
+    outcome = cli(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    front = OmegaConf.load(tmp_path / "both" / "optimization_results.yaml").solutions
+    runs = [(r["val_accuracy"], r["train_cost_percent"]) for r in results_below(tmp_path / "both")]
+    assert len(runs) == 2 and {tuple(solution["values"]) for solution in front} <= set(runs)
+    backwards = cli(*SWEEP, *search, "hydra.sweeper.direction=minimize", "data.validation=split", cwd=tmp_path)
+    assert backwards.code == 2 and "direction=minimize does not fit" in backwards.err
+    refused = cli(*SWEEP, *search, "data.validation=test", cwd=tmp_path)
+    assert refused.code == 2 and "set data.validation=split" in refused.err
+
+
+@pytest.mark.slow
+def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
+    outcome = command(*SMALL, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
+    assert outcome.code == 0, outcome.err
+    (run,) = (tmp_path / "runs").glob("*/*")
+    assert json.loads((run / "results.json").read_text())["world_size"] == 2
+    assert outcome.out.count("test accuracy") == 1
+    failed = command(*SMALL, "trainer=ddp_cpu", "data.batch_size=33", cwd=tmp_path, program=TORCHRUN)
+    # torchrun's summary names the reason as the root cause.
+    assert failed.code != 0 and re.search(r"Root Cause[^=]*traceback : a batch of 33 images", failed.err)
+
+
+FAILING = """
+import os, signal, time
+from pathlib import Path
+from torch import nn
+class Network(nn.Sequential):
+    def __init__(self, image_shape, num_classes, how):
+        super().__init__(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, num_classes))
+        self.how, self.calls = how, 0
+    def forward(self, x):
+        self.calls += self.training
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if self.how and self.calls == 4 and first and os.environ["RANK"] == "1":
+            Path("failed").write_text(str(time.time()))
+            if self.how == "raises":
+                raise RuntimeError("our own mistake")
+            os.kill(os.getpid() if self.how == "killed" else os.getppid(), signal.SIGKILL)
+            time.sleep(300)
+        return super().forward(x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raises", "killed", "torchrun_killed"])
+def test_a_failure_under_torchrun_ends_every_process_within_seconds(tmp_path: Path, how: str) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    network = ("model=custom", "model._target_=failing.Network", f"+model.how={how}", f"hydra.run.dir={tmp_path}")
+    arguments = [a for a in SMALL if not a.startswith("model")]
+    outcome = command(*arguments, *network, "trainer=ddp_cpu", cwd=tmp_path, program=TORCHRUN)
+    assert outcome.code == (-signal.SIGKILL if how == "torchrun_killed" else 1), outcome.err
+    deadline = float((tmp_path / "failed").read_text()) + 30
+    while (left := processes_with(str(tmp_path))) and time.time() < deadline:
+        time.sleep(0.05)
+    assert not left and time.time() < deadline
+
+
+@pytest.mark.slow
+def test_a_restart_by_torchrun_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    (tmp_path / "failing.py").write_text(FAILING)
+    small = [a for a in SMALL if not a.startswith("model")]
+    arguments = (*small, "model=custom", "model._target_=failing.Network", "trainer=ddp_cpu")
+    for folder, how in (("whole", ""), ("killed", "killed")):
+        resumed = (f"+model.how={how or 'null'}", "ckpt_path=last", f"hydra.run.dir={folder}")
+        program = (*TORCHRUN[:3], "--max-restarts=1", *TORCHRUN[3:])
+        outcome = command(*arguments, *resumed, "checkpoint.every_n_steps=1", cwd=tmp_path, program=program)
+        assert outcome.code == 0, outcome.err
+    assert (tmp_path / "failed").exists()
+    assert Left.by(tmp_path / "killed").differences(Left.by(tmp_path / "whole")) == []
+
+
+def processes_with(argument: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] if argument in path.read_text() else []
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_gpus(tmp_path: Path, devices: int, precision: str) -> None:
+    """NCCL: the wrapper, the scaler and statistics over all ranks go through growth."""
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
+    images = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "model.width=4")
+    stages = ("schedule.epochs=[1,1,1]", "schedule.widths=[0.5,0.75,1]", "trainer.sync_batchnorm=true")
+    trainer = ("trainer=ddp", f"trainer.devices={devices}", f"trainer.precision={precision}")
+    outcome = command(*images, *stages, *trainer, "hydra.run.dir=run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["world_size"] == devices and results["parity_max_error"] < 1e-3
+
+
+def command(*arguments: str, cwd: Path, program: tuple[str, ...] = ("-m", "growlab")) -> Outcome:
+    """A new process, as a user starts it."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *program, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+# Pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_plugins_are_given_growlabs_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ConfigStore.instance()
+    monkeypatch.setitem(configuration._PLUGINS, "hydra/sweeper/imagined", {"direction": "maximize"})
+    store.store(group="hydra/sweeper", name="imagined", node={"direction": "minimize", "n_trials": 20})
+    try:
+        configuration.set_plugin_defaults()
+        assert store.load("hydra/sweeper/imagined.yaml").node == {"direction": "maximize", "n_trials": 20}
+    finally:
+        del store.repo["hydra"]["sweeper"]["imagined.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "number"),
+    [
+        ({"accelerator": "cpu", "devices": 3}, 3),
+        ({"accelerator": "cpu", "devices": "3"}, 3),
+        ({"accelerator": "cpu", "devices": "auto"}, 1),
+        ({"accelerator": "gpu", "devices": [0, 2]}, 2),
+        ({"accelerator": "gpu", "devices": "0,2"}, 2),
+        ({"accelerator": "gpu", "devices": "auto"}, 5),
+        ({"accelerator": "gpu", "devices": -1}, 5),
+        ({}, 5),
+    ],
+)
+def test_devices_are_counted_as_lightning_does(
+    monkeypatch: pytest.MonkeyPatch, trainer: dict[str, object], number: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    assert num_devices(trainer) == number
+
+
+def test_one_device_takes_a_separate_process_only_for_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    one = {"accelerator": "cpu", "devices": 1}
+    assert [to_start(one), to_start({**one, "max_restarts": 2})] == [0, 1]
+    for value in (-1, 1.5, True, None):
+        with pytest.raises(UserError, match="must be a number of restarts"):
+            to_start({**one, "max_restarts": value})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id())
+    assert to_start({**one, "max_restarts": 2}) == 0 and not started_elsewhere()
+
+
+JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "launcher", "turns"),
+    [
+        ({"accelerator": "gpu", "devices": 1}, JOBLIB, [[0], [1], [2], [3], [0]]),
+        ({"accelerator": "auto", "devices": 2}, JOBLIB, [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]),
+        ({"accelerator": "gpu", "devices": 3}, JOBLIB, [[0, 1, 2]] * 5),
+        (
+            {"accelerator": "cuda", "devices": 1},
+            "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
+            [[0], [1], [2], [3], [0]],
+        ),
+        ({"accelerator": "gpu", "devices": 4}, JOBLIB, [None] * 5),
+        ({"accelerator": "gpu", "devices": "auto"}, JOBLIB, [None] * 5),
+        ({"accelerator": "gpu", "devices": [3]}, JOBLIB, [None] * 5),
+        ({"accelerator": "cpu", "devices": 1}, JOBLIB, [None] * 5),
+        # One job after the other, and jobs whose scheduler gives them GPUs.
+        ({"accelerator": "gpu", "devices": 1}, "hydra._internal.core_plugins.basic_launcher.BasicLauncher", [None] * 5),
+        (
+            {"accelerator": "gpu", "devices": 1},
+            "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
+            [None] * 5,
+        ),
+    ],
+)
+def test_jobs_side_by_side_take_gpus_in_turn(
+    monkeypatch: pytest.MonkeyPatch, trainer: dict, launcher: str, turns: list
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    given = []
+    for number in range(5):
+        job = {"mode": RunMode.MULTIRUN, "launcher": {"_target_": launcher}, "job": {"num": number}}
+        monkeypatch.setattr(HydraConfig, "get", lambda job=job: OmegaConf.create(job))
+        given.append(gpus_in_turn(OmegaConf.create({"trainer": trainer})))
+    assert given == turns
+
+
+def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = {"accelerator": "cpu", "devices": 4}
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert to_start(trainer) == 4 and is_first() and apart([], False) == []
+    # A batch script of SLURM that does not use srun, or a job of submitit: one task.
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert to_start(trainer) == 4
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert to_start(trainer) == 4
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert started_elsewhere() and to_start(trainer) == 0 and is_first()
+    with pytest.raises(UserError, match=r"torchrun has --max-restarts=N"):
+        to_start({**trainer, "max_restarts": 1})
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert not is_first()
+    given = apart(["hydra.run.dir=here"], False)
+    assert given == ["hydra.output_subdir=null", "hydra/job_logging=none"]
+    assert [entry.partition("=")[0] for entry in apart([], True)][:2] == ["hydra.sweep.dir", "hydra.sweep.subdir"]

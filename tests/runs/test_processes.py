@@ -1,0 +1,329 @@
+"""Runs of two processes on the CPU: ranks agree, one process gives the same numbers, a failure of one ends all."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command_line import CommandLine, Outcome
+from tests.whole_runs import MLP3, SMOOTH, STEPWISE, Left, table
+
+IMAGES = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none")
+STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")
+TWO = ("trainer=ddp_cpu", "hydra.run.dir=run")
+MLP = (*IMAGES, *STAGES, *MLP3)
+
+
+@pytest.fixture
+def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
+    """Run the command line to its end and return the run's folder."""
+
+    def run(*arguments: str, folder: str = "run", fault: tuple | None = None) -> Path:
+        outcome = cli(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path, fault=fault)
+        assert outcome.code == 0, outcome.err
+        # torch says in C++ that no parameter was unused, before growlab can ask it not to.
+        lines = [line for line in outcome.err.splitlines() if not line.startswith("[rank0]:[W")]
+        assert all(line.startswith(("odds: ", "growing ", "stage ", "grew ")) for line in lines), outcome.err
+        return tmp_path / folder
+
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row["train_loss"]) for row in table(run / "metrics.csv")]
+
+
+def assert_ranks_kept_the_same(kept: Path, names: list[str]) -> None:
+    assert sorted(path.name for path in kept.iterdir()) == sorted(f"{n}_rank{r}.pt" for n in names for r in (0, 1))
+    for name in names:
+        one, other = (torch.load(kept / f"{name}_rank{rank}.pt", weights_only=True) for rank in (0, 1))
+        assert list(one) == list(other)
+        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+
+
+# Numbers --------------------------------------------------------------------------------------------------
+
+
+PRECISE = (*IMAGES, "trainer.precision=64-true")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # Batch normalisation over all ranks, a batch size for each stage.
+        (
+            *(*SMOOTH, "schedule.batch_growth_rate=0.1", "schedule.total_epochs=4"),
+            *("schedule.num_stages=4", "schedule.initial_width=0.25", "optimizer.lr=0.02"),
+            *("schedule.epoch_growth_rate=0", "trainer.sync_batchnorm=true"),
+        ),
+        pytest.param(
+            (
+                *(*STAGES, "model=mlp8", "model.width=12", "trainer.accumulate_grad_batches=2"),
+                "trainer.strategy.find_unused_parameters=true",
+                "trainer.strategy.gradient_as_bucket_view=false",
+                *("optimizer=adamw", "optimizer.lr=0.001", "lr_adapt=none"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (
+                *(*STAGES, "model=mlp8", "model.width=12", "trainer.strategy.static_graph=true"),
+                "trainer.gradient_clip_val=0.5",
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["synchronised", "accumulated", "static_graph"],
+)
+def test_ranks_are_equal_and_the_losses_those_of_one_process(
+    finished: Callable[..., Path], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """After each event and epoch, in float64: only the order of sums differs."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    two = finished(*PRECISE, *arguments, "trainer=ddp_cpu", folder="two", fault=("keep_ranks", str(kept)))
+    events = json.loads((two / "growth.json").read_text())["events"]
+    names = [*(f"stage{stage}" for stage in range(1, len(events) + 1)), *(f"epoch{epoch}" for epoch in range(4))]
+    assert len(events) >= 2
+    assert_ranks_kept_the_same(kept, names)
+    assert all(event["seconds_by_part"]["rank_check"] > 0 for event in events)
+    results = json.loads((two / "results.json").read_text())
+    sizes = [stage["batch_size"] for stage in results["stages"]]
+    assert (results["world_size"], results["batch_size"], sizes[-1]) == (2, 32, 32)
+    alone = [a for a in arguments if not any(name in a for name in ("strategy", "batch_growth", "sync_"))]
+    alone += [f"schedule.batch_sizes={sizes}".replace(" ", "")] * ("batch_growth" in str(arguments))
+    one = finished(*PRECISE, *alone, "trainer=cpu", folder="one")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-7)
+    for name, weight in torch.load(one / "model.pt", weights_only=True).items():
+        other = torch.load(two / "model.pt", weights_only=True)[name]
+        torch.testing.assert_close(other, weight, rtol=1e-5, atol=1e-7, msg=name)
+    assert losses(one)[-1] != losses(one)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("data=digits_incremental", "data.incremental.mode=images", "data.incremental.start=0.5", "osgd.anneal=stage"),
+        ("depth.blocks=[hidden.2:4,hidden.4:6]", "depth.start=identity"),
+        (
+            *("schedule=gradient", "schedule.epochs=null", "schedule.total_epochs=4", "schedule.num_stages=2"),
+            *("schedule.widths=[0.5,1]", "schedule.grow_when.ratio=1", "schedule.grow_when.groups=gradient"),
+        ),
+    ],
+    ids=["looks_back", "deepens", "decides"],
+)
+def test_two_processes_look_back_deepen_and_decide_as_one(
+    finished: Callable[..., Path], options: tuple[str, ...]
+) -> None:
+    arguments = (*MLP, "trainer.precision=64-true", *options)
+    two = finished(*arguments, "trainer=ddp_cpu", folder="two")
+    one = finished(*arguments, "trainer=cpu", folder="one")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-7)
+    for name, weight in torch.load(one / "model.pt", weights_only=True).items():
+        other = torch.load(two / "model.pt", weights_only=True)[name]
+        torch.testing.assert_close(other, weight, rtol=1e-6, atol=1e-9, msg=name)
+
+
+def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path], tmp_path: Path) -> None:
+    """Ranks hold the same at the end of each epoch, though each normalises by its own images in between."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    arguments = (
+        *(*IMAGES, *STAGES, *SMOOTH),
+        "trainer=ddp_cpu",
+        "trainer.precision=bf16-mixed",
+        "growth=net2net",
+        "data.validation=split",
+    )
+    run = finished(*arguments, fault=("keep_ranks", str(kept)))
+    assert_ranks_kept_the_same(kept, ["stage1", "stage2", "epoch0", "epoch1", "epoch2", "epoch3"])
+    kept_last = torch.load(kept / "epoch3_rank0.pt", weights_only=True)
+    assert any("running_mean" in name for name in kept_last) and any("momentum" in name for name in kept_last)
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(checkpoint["network.1.running_var"], kept_last["1.running_var"])
+
+
+# Restarts -------------------------------------------------------------------------------------------------
+
+KILL = int(signal.SIGKILL)
+RESTARTED = (*MLP, STEPWISE, "log_rates_every_n_steps=1")
+
+
+def test_two_ranks_stop_together_and_a_restarted_run_ends_as_if_nothing_had_happened(
+    cli: CommandLine, uninterrupted: Callable[..., Left], tmp_path: Path
+) -> None:
+    """A signal that reaches one rank stops both; one rank killed in an event restarts both: the same bits."""
+    command = (*RESTARTED, *TWO, "trainer.max_restarts=1")
+    outcome = cli(*command, cwd=tmp_path, fault=("on_rank", 1, "at_step", 2, int(signal.SIGTERM)))
+    assert outcome.code == 0, outcome.err
+    (line,) = (line for line in outcome.err.splitlines() if "resume with" in line)
+    assert line.startswith("SIGTERM: saved after step 2; resume with: growlab ")
+    fault = ("attempts", (0, "in_growth", 1, KILL))
+    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path, fault=fault)
+    assert outcome.code == 0, outcome.err
+    (line,) = (line for line in outcome.err.splitlines() if "; restart " in line)
+    assert line.startswith("process 0 of 2 was ended by SIGKILL") and line.endswith("; restart 1 of 1")
+    whole = uninterrupted(*RESTARTED, "trainer=ddp_cpu")
+    assert Left.by(tmp_path / "run").differences(whole) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills", "messages"),
+    [
+        # Before the first checkpoint, and in an event.
+        (1, [(0, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 0 of 1"] * 2),
+        pytest.param(
+            *(2, [(1, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 1 of 2", "process 0 of 2"]),
+            marks=pytest.mark.slow,
+        ),
+        # Inside an epoch, and between two files of a checkpoint.
+        pytest.param(
+            *(2, [(0, "at_step", 5, KILL), (0, "at_write", 2, "unnamed", KILL)], ["process 0 of 2"] * 2),
+            marks=pytest.mark.slow,
+        ),
+        # A mistake that another attempt does not meet.
+        pytest.param(*(2, [(1, "breaks", 4)], ["RuntimeError: our own mistake"]), marks=pytest.mark.slow),
+    ],
+    ids=["one_device", "event", "checkpoint", "mistake"],
+)
+def test_restarted_processes_end_as_if_nothing_had_happened(
+    cli: CommandLine,
+    uninterrupted: Callable[..., Left],
+    tmp_path: Path,
+    ranks: int,
+    kills: list[tuple[object, ...]],
+    messages: list[str],
+) -> None:
+    """The same bits; a checkpoint that lay in the folder before is not this run's."""
+    arguments = (*RESTARTED, "trainer=cpu" if ranks == 1 else "trainer=ddp_cpu")
+    older = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    older.parent.mkdir(parents=True)
+    older.write_bytes(b"older")
+    more = (f"trainer.max_restarts={len(kills)}", "hydra.run.dir=run")
+    outcome = cli(*arguments, *more, cwd=tmp_path, fault=("attempts", *kills))
+    assert outcome.code == 0, outcome.err
+    lines = [line for line in outcome.err.splitlines() if "; restart " in line]
+    assert [line.split(" was ended by SIGKILL")[0].split("; ")[0] for line in lines] == messages, outcome.err
+    assert lines[-1].endswith(f"; restart {len(kills)} of {len(kills)}")
+    assert Left.by(tmp_path / "run").differences(uninterrupted(*arguments)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "restarts"),
+    [
+        (("at_step", 2, KILL), "process 1 of 2 was ended by SIGKILL (out of memory, or from outside)", 1),
+        # What a user has to mend fails each time.
+        (("fails", "step", 2, "the disk is gone."), "error: the disk is gone.", 0),
+        pytest.param(("at_write", 2, "unnamed", KILL), "(restarts so far: 1)", 1, marks=pytest.mark.slow),
+    ],
+    ids=["killed", "user_error", "checkpoint"],
+)
+def test_restarts_come_to_an_end(
+    cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], message: str, restarts: int
+) -> None:
+    rank = 0 if fault[0] == "at_write" else 1
+    more = (*TWO, "trainer.max_restarts=1")
+    # The process that starts the others meets them without looking up names.
+    both = ("together", ["on_rank", rank, *fault], ["no_names"])
+    outcome = cli(*RESTARTED, *more, cwd=tmp_path, fault=both)
+    assert outcome.code == 2, outcome.err
+    assert message in outcome.err.splitlines()[-1] and "Traceback" not in outcome.err
+    assert outcome.err.count("; restart 1 of 1") == restarts
+
+
+def test_a_signal_to_end_is_no_reason_for_a_restart(cli: CommandLine, tmp_path: Path) -> None:
+    """Ranks that have not begun to listen are killed by it."""
+    fault = ("on_rank", 1, "signal_parent", int(signal.SIGTERM))
+    outcome = cli(*RESTARTED, *TWO, "trainer.max_restarts=3", cwd=tmp_path, fault=fault)
+    assert outcome.code == 2 and "was ended by SIGTERM" in outcome.err and "; restart" not in outcome.err
+
+
+# Failures -------------------------------------------------------------------------------------------------
+
+
+def one_sentence(outcome: Outcome) -> str:
+    """The sentence that a run ended with, behind the lines of its epochs."""
+    assert (outcome.code, outcome.out) == (2, ""), outcome.err
+    *lines, last = outcome.err.splitlines()
+    assert all(
+        line.startswith(("odds: ", "growing ", "stage ", "grew ", "warning: no checkpoint")) for line in lines
+    ), outcome.err
+    assert last.startswith("error: ") and last.endswith(".")
+    return last
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (("drift", "weight", 5), "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight"),
+        pytest.param(
+            ("drift", "state", 9),
+            "after growth to stage 2: momentum_buffer of classifier.weight",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("other_draws",), "after growth to stage 1: hidden.0.weight, ", marks=pytest.mark.slow),
+        pytest.param(("parity_fails",), "changed the output by 1.00e+00", marks=pytest.mark.slow),
+        (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
+        pytest.param(("weights_are_nan", 2), "was NaN or infinite after step 2 (epoch 0", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_failure_of_one_rank_stops_all_with_one_sentence(
+    cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], message: str
+) -> None:
+    outcome = cli(*MLP, "optimizer_state=inherit", *TWO, cwd=tmp_path, fault=("on_rank", 1, *fault))
+    assert message in one_sentence(outcome)
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_the_check_may_be_left_out_and_passes_over_statistics_of_each_rank(finished: Callable[..., Path]) -> None:
+    finished(*MLP, *TWO, fault=("on_rank", 1, "drift", "buffer", 3))
+    run = finished(*MLP, *TWO, "check_ranks=false", fault=("on_rank", 1, "drift", "weight", 5))
+    assert [event["stage"] for event in json.loads((run / "growth.json").read_text())["events"]] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_the_rank_that_writes(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MLP, *TWO, cwd=tmp_path, fault=("on_rank", 0, "full_disk", 1, 20_000))
+    assert "File too large" in one_sentence(outcome)
+
+
+def test_a_bug_on_one_rank_is_one_traceback(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MLP, *TWO, cwd=tmp_path, fault=("on_rank", 1, "breaks", 4))
+    assert outcome.code == 1
+    assert outcome.err.count("Traceback") == 1 and outcome.err.splitlines()[-1] == "RuntimeError: our own mistake"
+
+
+def test_processes_end_with_the_one_that_started_them(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MLP, *TWO, cwd=tmp_path, fault=("parent_dies", 2, str(tmp_path)))
+    assert outcome.code == -signal.SIGKILL
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    deadline = time.monotonic() + 20
+    while any(runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(runs(pid) for pid in pids)
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Nobody may have asked for its exit code yet.
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*MLP, *TWO, cwd=tmp_path, fault=("interrupt_parent", 5))
+    assert outcome.code == 130
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("SIGINT: saved after step ") and "resume with: growlab " in last
+    assert outcome.err.count("SIGINT: ") == 1 and "Traceback" not in outcome.err

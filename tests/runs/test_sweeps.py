@@ -1,0 +1,125 @@
+"""A sweep continues after a failure, says what failed and why, and is not run twice."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from growlab.base.errors import UserError
+from growlab.base.files import FAILURE, write_json
+from growlab.lab.analysis import load_runs
+from growlab.lab.cli.sweeps import check_selection, conclude, objective
+from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from tests.command_line import CommandLine
+from tests.runs.test_experiment import SHORT
+
+TOO_LARGE = 2**32
+SWEEP = ("-m", *SHORT, "+hydra/sweep=same_folder", "hydra.sweep.dir=sweep", f"seed=0,1,{TOO_LARGE}")
+
+
+def named(lines: str, start: str) -> list[str]:
+    return [line for line in lines.splitlines() if line.startswith(start)]
+
+
+def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandLine, tmp_path: Path) -> None:
+    first = cli(*SWEEP, cwd=tmp_path)
+    assert first.code == 2
+    assert named(first.err, "error: ") == [f"error: seed={TOO_LARGE} must lie between 0 and {TOO_LARGE - 1}."]
+    sweep = tmp_path / "sweep"
+    results = {path: path.stat().st_mtime_ns for path in sweep.rglob("results.json")}
+    seeds = {json.loads(path.read_text())["seed"]: path for path in results}
+    assert sorted(seeds) == [0, 1]
+    (failure,) = sweep.rglob(FAILURE)
+    content = json.loads(failure.read_text())
+    assert "must lie between 0 and" in content["reason"] and "Traceback" in content["traceback"]
+    assert f"seed={TOO_LARGE}" in content["overrides"]
+    # The table has both rows, and names the failure.
+    assert "(2) " in first.out and "everything about these runs: sweep" in first.out
+    assert named(first.err, f"warning: sweep/{failure.parent.name} failed: seed={TOO_LARGE} must lie")
+
+    again = cli(*SWEEP, cwd=tmp_path)
+    assert again.code == 2
+    assert named(again.out, "finished before: ") == [f"finished before: {seeds[seed].parent}" for seed in (0, 1)]
+    assert named(again.err, "job 2 (") and f"seed={TOO_LARGE}) failed: " in again.err
+    assert {path: path.stat().st_mtime_ns for path in sweep.rglob("results.json")} == results
+    # A result of other settings is neither taken nor overwritten.
+    taken = seeds[0].parent
+    shutil.copytree(taken, tmp_path / "other" / "0")
+    more = ("hydra.sweep.dir=other", "hydra.sweep.subdir=0", "seed=0", "optimizer.lr=0.025")
+    other = cli("-m", *SHORT, *more, cwd=tmp_path)
+    assert other.code == 2 and "contains the result of other settings, with optimizer.lr=" in other.err
+    for name in ("results.json", "model.pt"):
+        assert (tmp_path / "other" / "0" / name).read_bytes() == (taken / name).read_bytes()
+    # Commands that read the folder later report the failure too.
+    reported: list[str] = []
+    assert len(load_runs(sweep, reported.append)) == 2
+    assert reported == [f"{failure.parent} failed: {content['reason']}"]
+
+
+def test_nothing_is_concluded_where_no_sweep_has_run(capsys: pytest.CaptureFixture[str]) -> None:
+    conclude()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_failure_that_cannot_be_read_is_still_reported(tmp_path: Path) -> None:
+    (tmp_path / FAILURE).write_text("{")
+    reported: list[str] = []
+    with pytest.raises(UserError, match="no finished run"):
+        load_runs(tmp_path, reported.append)
+    assert reported == [f"{tmp_path} failed: {FAILURE} does not say why."]
+
+
+def test_failures_of_one_reason_are_reported_once(tmp_path: Path) -> None:
+    for number, reason in enumerate(["too short.", "too wide.", "too short.", "too short."]):
+        write_json(tmp_path / str(number) / FAILURE, {"reason": reason})
+    reported: list[str] = []
+    with pytest.raises(UserError, match="no finished run"):
+        load_runs(tmp_path, reported.append)
+    assert reported == [f"{tmp_path / '0'} and 2 more failed: too short.", f"{tmp_path / '1'} failed: too wide."]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "holds_out", "metric"),
+    [
+        (("experiment=digits",), True, ("accuracy", 1.0)),
+        (("experiment=digits", "data.validation=test"), False, None),
+        (("experiment=gpt_char", "data.path=text"), True, ("bits_per_character", -1.0)),
+        (("experiment=llama_text", "data.path=text"), True, ("bits_per_byte", -1.0)),
+        (("experiment=transformer_multi30k",), True, ("perplexity", -1.0)),
+        (("experiment=transformer_multi30k", "data.validation=none"), False, None),
+    ],
+)
+def test_a_search_selects_by_what_each_kind_of_data_holds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides, holds_out: bool, metric
+) -> None:
+    """The metric that tables compare such runs by, on validation; negative where lower is better."""
+    set_plugin_defaults()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose(PRIMARY, overrides=[*overrides, "name=given"])
+    sweeper = {"_target_": "OptunaSweeper", "direction": "maximize"}
+    job = OmegaConf.create({"mode": RunMode.MULTIRUN, "sweeper": sweeper})
+    monkeypatch.setattr(HydraConfig, "get", lambda: job)
+    kind = get_class(cfg.objective._target_)
+    name, higher_is_better = kind.compared_by
+    values = {f"val_{each}": number for number, each in enumerate(kind.metric_names, 2)}
+    write_json(
+        tmp_path / "results.json",
+        {"metric": {"name": name, "higher_is_better": higher_is_better}, **values, "train_cost_percent": 50.0},
+    )
+    if not holds_out:
+        with pytest.raises(UserError, match=r"neither trained on nor tested on: set data\.validation=split"):
+            check_selection(cfg)
+        assert objective(cfg, tmp_path) is None
+        return
+    check_selection(cfg)
+    assert objective(cfg, tmp_path) == metric[1] * values[f"val_{metric[0]}"]
+    # A data set whose `validation` was taken away holds nothing out.
+    results = json.loads((tmp_path / "results.json").read_text())
+    write_json(tmp_path / "results.json", results | {f"val_{metric[0]}": None})
+    assert objective(cfg, tmp_path) is None

@@ -1,0 +1,341 @@
+"""Modules that know nothing of growlab, trained by Lightning with the callback."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from growlab.base.errors import UserError
+from growlab.frontends.lightning import Growth
+from growlab.grower.triggers import At
+from growlab.growth import make_schedule
+from growlab.optim import SGD, NormRatio
+from tests.command_line import CommandLine, join, offer_port
+from tests.parts_here import averages
+from tests.unit.frontends.lightning_runs import (
+    EPOCHS,
+    IMAGES,
+    LABELS,
+    STEPS,
+    Loader,
+    Plain,
+    Save,
+    Validated,
+    body,
+    growth,
+    outcome,
+    trainer_of,
+)
+
+# Checkpoints were written with a callback that saves, which resumed and evaluated runs go without.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+class TwoOptimizers(L.LightningModule):
+    """A generator that grows, a critic that does not; an optimizer each, stepped by hand; one rate falls by epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.critic = body(), nn.Linear(3, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        made = self.generator(x)
+        first, second = self.optimizers()
+        real = F.one_hot(y, 3).float()
+        for optimizer, loss in (
+            (first, F.softplus(-self.critic(made)).mean()),
+            (second, (F.softplus(self.critic(made.detach())) + F.softplus(-self.critic(real))).mean()),
+        ):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        every_step, every_epoch = self.lr_schedulers()
+        every_step.step()
+        if self.trainer.is_last_batch:
+            every_epoch.step()
+
+    def configure_optimizers(self) -> Any:
+        first = SGD(self.generator.parameters(), lr=0.05, momentum=0.9, rule=NormRatio())
+        second = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+        return [first, second], [
+            torch.optim.lr_scheduler.CosineAnnealingLR(first, EPOCHS * STEPS),
+            torch.optim.lr_scheduler.StepLR(second, 1, 0.5),
+        ]
+
+
+MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
+    "automatic": lambda: (Plain(), growth(parts=averages())),
+    "two optimizers": lambda: (TwoOptimizers(), growth("generator", example=IMAGES[:8])),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run_and_ends_as_an_ordinary_module(
+    kind: str, tmp_path: Path
+) -> None:
+    module, growth = MODULES[kind]()
+    save = Save(tmp_path)
+    trainer = trainer_of(tmp_path, growth, save)
+    trainer.fit(module, Loader())
+    wanted = outcome(module, growth, trainer)
+    assert [event.epoch for event in growth.grower.events] == [1, 3]
+    assert len(save.paths) == EPOCHS * STEPS + EPOCHS
+    network = growth.grower.network
+    assert growth.grower.state.output_factor == 1.0 and not network._forward_hooks
+    fresh, _ = MODULES[kind]()
+    fresh.load_state_dict(module.state_dict(), strict=True)
+    again = fresh.get_submodule("network" if kind == "automatic" else "generator")
+    assert torch.equal(again.eval()(IMAGES), network.eval()(IMAGES))
+    assert [p.shape for p in network.parameters()] == [p.shape for p in body().parameters()]
+    # Each kind is resumed from every third checkpoint, so that each moment beside an event is there for one of them.
+    for path in save.paths[list(MODULES).index(kind) : -1 : 3]:
+        module, growth = MODULES[kind]()
+        trainer = trainer_of(tmp_path, growth)
+        trainer.fit(module, Loader(), ckpt_path=path)
+        assert outcome(module, growth, trainer) == wanted, path.name
+
+
+def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), 16)
+    module, callback = Validated(), growth()
+    trainer = trainer_of(tmp_path, callback, Save(tmp_path))
+    trainer.fit(module, Loader(), data)
+    losses = {}
+    for path in (tmp_path / f"epoch{epoch}.ckpt" for epoch in (0, 1, 3)):
+        # With the trainer that has trained, with a new one, and without any.
+        (first,) = trainer.validate(module, data, ckpt_path=path, verbose=False)
+        fresh = Validated()
+        (second,) = trainer_of(tmp_path, growth()).validate(fresh, data, ckpt_path=path, verbose=False)
+        loaded = growth(example=IMAGES[:8]).load(Validated(), path) if path.stem != "epoch1" else None
+        assert first == second
+        losses[path.stem] = second["val_loss"]
+        if loaded is not None:
+            (third,) = trainer_of(tmp_path).validate(loaded, data, verbose=False)
+            assert third["val_loss"] == pytest.approx(second["val_loss"], rel=1e-4)
+    assert len(set(losses.values())) == 3
+    # Evaluating leaves the weights of a module alone, and training goes on to grow it.
+    module, callback = Validated(), growth()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = trainer_of(tmp_path, callback)
+    trainer.validate(module, data, verbose=False)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    trainer.fit(module, Loader(), data)
+    assert len(callback.grower.events) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"precision": "bf16-mixed", "gradient_clip_val": 0.5}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}],
+    ids=str,
+)
+def test_precision_clipping_and_accumulation(settings: dict[str, Any], tmp_path: Path) -> None:
+    module, callback = Plain(), growth()
+    trainer = trainer_of(tmp_path, callback, **settings)
+    trainer.fit(module, Loader())
+    assert len(callback.grower.events) == 2
+    assert {id(p) for p in trainer.optimizers[0].state} == {id(p) for p in module.network.parameters()}
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+# Told by torch's compiler behind a graph break, which weighted statistics are.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_network_grows(tmp_path: Path) -> None:
+    module, plain = Plain(), Plain()
+    module.network.compile(backend="eager")
+    for each in (module, plain):
+        trainer_of(tmp_path, growth(trigger={0: 0.5, 1: 1.0}), max_epochs=2).fit(each, Loader())
+    for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own, other, atol=1e-4)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 1
+        self.seen: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        self.seen.append(self.batch_size)
+        data = torch.utils.data.TensorDataset(IMAGES, LABELS)
+        return torch.utils.data.DataLoader(data, self.batch_size)
+
+
+def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
+    schedule = make_schedule(3, 8, epochs=[1, 2], widths=[0.5, 1.0], batch_sizes=[16, 8])
+    data, module = Data(), Plain()
+    trainer = trainer_of(tmp_path, growth(trigger=schedule), Save(tmp_path), max_epochs=3)
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 3 + 6 + 6 and data.seen[-3:] == [16, 8, 8]
+    resumed, again = Data(), Plain()
+    trainer = trainer_of(tmp_path, growth(trigger=schedule), max_epochs=3)
+    trainer.fit(again, datamodule=resumed, ckpt_path=tmp_path / "epoch1.ckpt")
+    assert trainer.global_step == 15 and resumed.seen[-1] == 8
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
+
+
+def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(tmp_path: Path) -> None:
+    data, trigger = Data(), At({0: 0.5, 4: 1.0}, unit="step", batch_sizes=[16, 8])
+    trainer = trainer_of(tmp_path, growth(trigger=trigger), max_epochs=4)
+    trainer.fit(Plain(), datamodule=data)
+    assert data.seen[-4:] == [16, 16, 8, 8]
+    assert data.batch_size == 1 and "train_dataloader" not in vars(data)
+    data.batch_size, data.seen[:] = 4, []
+    baseline = trainer_of(tmp_path, max_epochs=1)
+    baseline.fit(Plain(), datamodule=data)
+    assert data.seen == [4] and baseline.global_step == 12
+
+
+def test_processes_that_are_forked_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, growth(), strategy="ddp_fork")
+    with pytest.raises(UserError, match="would be lost: take strategy='ddp'"):
+        growth().setup(trainer, Plain(), "fit")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"trigger": At({0: 0.5, 1: 1.0}, unit="cost")}, "a trigger with unit='cost' would never grow"),
+        ({"method": "mine"}, "method='mine' must be a growth method, .* or the name of one: bert2bert"),
+        ({"parts": [5]}, "parts hold 5"),
+        ({"optimizer_state": "keep"}, "optimizer_state must be auto, inherit"),
+        ({"anneal_steps": -1}, "anneal_steps must be at least 0"),
+    ],
+)
+def test_arguments_are_checked_as_they_are_given(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        growth(**wrong)
+
+
+class Logged(DummyLogger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:  # type: ignore[override]
+        self.seen += [(step, metrics)] if "growth/stage" in metrics else []
+
+
+def test_events_are_logged_and_the_loggers_get_widths_and_parameters(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, logger = Growth(trigger={0: 0.5, 1: 1.0}), Logged()
+    assert repr(callback) == "Growth(trigger={0: 0.5, 1: 1.0})"
+    trainer_of(tmp_path, callback, max_epochs=2, logger=logger).fit(Plain(), Loader())
+    (event,) = callback.events
+    assert [r.message for r in caplog.records if r.name.startswith("growlab")] == [str(event)]
+    assert "widths 4..4 -> 8..8, parameters 79 -> 187" in str(event)
+    assert [(step, m["growth/num_params"], m["width/0"]) for step, m in logger.seen] == [
+        (0, 79, 4), (STEPS, 187, 8)
+    ]  # fmt: skip
+
+
+class Rated(Plain):
+    """A module whose rate can be searched for."""
+
+    lr = 0.02
+
+
+def test_a_search_for_a_rate_is_no_training_that_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(tmp_path, growth())
+    with caplog.at_level(logging.WARNING):
+        L.pytorch.tuner.Tuner(trainer).lr_find(Rated(), Loader(), num_training=2)
+    assert not [record for record in caplog.records if "training has ended" in record.message]
+
+
+class ByName(L.LightningModule):
+    """A module whose layers are its own, and whose network is called by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.head(F.relu(self.hidden(x))) * scale
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(x=batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfSeveral(Plain):
+    """A loss over all batches that a loader of several gives at once."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = list(batch.values()) if isinstance(batch, dict) else batch
+        return sum(self.criterion(self.network(one[0]), one[1]) for one in batches if one is not None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"), [("min_size", True), ("max_size", False), ("max_size_cycle", True), ("none", False)]
+)
+def test_loaders_of_several_loaders(mode: str, named: bool, tmp_path: Path) -> None:
+    """Combined by Lightning or by a CombinedLoader of any mode, which starts from its first batch afterwards."""
+    loaders = [DataLoader(TensorDataset(IMAGES[:n], LABELS[:n]), 4) for n in (8, 16)]
+    several = dict(zip("ab", loaders, strict=True)) if named else loaders
+    module, callback = OfSeveral(), growth("network", trigger={0: 0.5, 1: 1.0})
+    trainer = trainer_of(tmp_path, callback, max_epochs=2)
+    trainer.fit(module, several if mode == "none" else CombinedLoader(several, mode))
+    assert len(callback.grower.events) == 1
+    assert trainer.global_step == 2 * (2 if mode == "min_size" else 4)
+
+
+def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
+    module, callback = ByName(), growth("", trigger=At({0: 0.25, 4: 1.0}, unit="step"))
+    trainer_of(tmp_path, callback).fit(module, Loader())
+    assert [event.step for event in callback.grower.events] == [4]
+    ByName().load_state_dict(module.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "sentence"),
+    [
+        (TwoOptimizers, lambda: growth(), r"2 submodules .*Growth\('generator', ...\), Growth\('critic', ...\)"),
+        (TwoOptimizers, lambda: growth("body"), "no submodule 'body', only generator, critic"),
+        (TwoOptimizers, lambda: growth("generator"), "training_step .* ended before|give it an example"),
+    ],
+)
+def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_path: Path) -> None:
+    if sentence.startswith("training_step"):
+        module = type("Early", (TwoOptimizers,), {"training_step": lambda self, batch, index: self.optimizers()[0]})
+    with pytest.raises(UserError, match=sentence):
+        trainer_of(tmp_path, callback()).fit(module(), Loader())
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    join(rank, folder)
+    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    module, callback = Plain(), growth(parts=averages())
+    trainer = trainer_of(folder, callback, Save(folder), **settings)
+    trainer.fit(module, Loader(rank, 2))
+    parameters = [p.tolist() for p in module.parameters()]
+    again, resumed = Plain(), growth(parts=averages())
+    trainer = trainer_of(folder, resumed, **settings)
+    trainer.fit(again, Loader(rank, 2), ckpt_path=folder / "step7.ckpt")
+    assert [p.tolist() for p in again.parameters()] == parameters
+    (folder / f"{rank}.txt").write_text(repr(parameters))
+
+
+def test_two_ranks_end_with_the_same_bits_and_resume(cli: CommandLine, tmp_path: Path) -> None:
+    offer_port(tmp_path)
+    cli.on_two_ranks(one_rank, tmp_path)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second

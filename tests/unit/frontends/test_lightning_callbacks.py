@@ -1,0 +1,280 @@
+"""Growth beside other callbacks of Lightning, and checkpoints that are read without it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from growlab.base.errors import UserError
+from growlab.grower.triggers import At
+from growlab.growth import VarianceTransfer
+from tests.parts_here import averages, needs
+from tests.unit.frontends.lightning_runs import (
+    EPOCHS,
+    IMAGES,
+    LABELS,
+    SIZE,
+    STEPS,
+    Loader,
+    Plain,
+    Save,
+    body,
+    growth,
+    outcome,
+    trainer_of,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback"),
+]
+
+AVERAGES: dict[str, Callable[[], L.Callback]] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.7),
+    "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1),
+}
+
+
+class Convolutions(L.LightningModule):
+    """Batch normalisation alone, so that nothing of growth is annealed and every checkpoint is a plain network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(
+            *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        )
+
+    training_step, criterion = Plain.training_step, nn.CrossEntropyLoss()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@needs("averages")
+def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
+    """What grows along is the average of the network grown, which `parts.Averages` computes in another order."""
+    module = Plain()
+    trainer_of(tmp_path, growth(), EMAWeightAveraging(decay=0.7)).fit(module, Loader())
+    own, callback = Plain(), growth(parts=averages())
+    trainer_of(tmp_path, callback).fit(own, Loader())
+    average = callback.grower.parts[0].module.state_dict()
+    for name, tensor in module.network.state_dict().items():
+        assert torch.allclose(tensor, average[name], rtol=1e-5, atol=1e-6), name
+    assert [p.shape for p in module.network.parameters()] == [p.shape for p in body().parameters()]
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_a_run_with_an_average_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    results = []
+    for checkpoint in (None, "epoch1" if kind == "ema" else "epoch2"):
+        module, callback = Plain(), growth()
+        others = () if checkpoint else (Save(tmp_path),)
+        trainer = trainer_of(tmp_path, callback, AVERAGES[kind](), *others)
+        path = checkpoint and tmp_path / f"{checkpoint}.ckpt"
+        trainer.fit(module, Loader(), ckpt_path=path)
+        results.append(outcome(module, callback, trainer))
+    assert all(result == results[0] for result in results)
+
+
+def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"put Growth before it, Trainer\(callbacks=\[Growth"):
+        trainer_of(tmp_path, EMAWeightAveraging(), growth()).fit(Plain(), Loader())
+
+
+@pytest.mark.parametrize(
+    ("weights_only", "average", "layer_multipliers"),
+    [(True, None, True), (True, "ema", False), (False, None, False), (False, "ema", True)],
+)
+def test_whatever_a_checkpoint_holds_is_plain(
+    weights_only: bool, average: str | None, layer_multipliers: bool, tmp_path: Path
+) -> None:
+    """Callbacks are not asked about weights alone; Lightning's averages put theirs in place of the module's."""
+    saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_weights_only=weights_only)
+    settings = {"method": VarianceTransfer(layer_multipliers=layer_multipliers), "trigger": {0: 0.5, 1: 0.75, 2: 1.0}}
+    seen, others = [], [AVERAGES[average]()] if average else []
+
+    class Looking(Convolutions):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            """The network that the checkpoint is about, as it computes at this moment."""
+            copy = others[0]._average_model.module if others and not weights_only else self
+            with torch.no_grad():
+                seen.append(copy.network.eval()(IMAGES))
+            copy.network.train()
+
+    module, callback = Looking(), growth(**settings)
+    trainer = trainer_of(tmp_path, callback, *others, saved, enable_checkpointing=True)
+    trainer.fit(module, Loader())
+    assert "on_save_checkpoint" not in vars(module)
+    path = tmp_path / "epoch=3.ckpt"
+    loaded = Convolutions.load_from_checkpoint(path)
+    assert torch.allclose(loaded.eval().network(IMAGES), seen[3], atol=1e-6)
+    for epoch in range(4):
+        stage = growth(**settings, example=IMAGES).load(Convolutions(), tmp_path / f"epoch={epoch}.ckpt")
+        assert torch.allclose(stage.eval().network(IMAGES), seen[epoch], atol=1e-6), epoch
+    if weights_only:
+        return
+    # Something was left to multiply: else this would say nothing.
+    kept = torch.load(path, weights_only=True)["callbacks"][callback.state_key]["kept"][""]
+    assert kept and any((kept[k] != t).any() for k, t in module.network.state_dict().items() if k in kept)
+    # Training goes on from it as if it had not been touched; where nothing is left to train, Lightning calls no hook.
+    for epoch in (1, 3):
+        again, resumed = Convolutions(), growth(**settings)
+        continued = trainer_of(tmp_path, resumed, *([AVERAGES[average]()] if average else []))
+        continued.fit(again, Loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert again.state_dict().keys() == Convolutions().state_dict().keys()
+        if epoch < 3:
+            assert outcome(again, resumed, continued) == outcome(module, callback, trainer)
+        elif not others:
+            assert torch.allclose(again.eval().network(IMAGES), module.eval().network(IMAGES), atol=1e-6)
+
+
+class Two(L.LightningModule):
+    """Two networks that grow, and a hook of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.asked = (body(), nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)), 0)
+        self.ends = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.ends and self.current_epoch:
+            raise RuntimeError("the data are gone")
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.asked += 1
+
+
+def test_two_networks_in_a_checkpoint_are_plain_also_after_an_error(tmp_path: Path) -> None:
+    # Without annealed normalisations, so that every checkpoint is plain.
+    examples = {"first": IMAGES, "second": torch.randn(SIZE, 3)}
+    callbacks = [growth(name, example=example, anneal_steps=1) for name, example in examples.items()]
+    module = Two()
+    module.ends = True
+    with pytest.raises(RuntimeError, match="the data are gone"):
+        trainer_of(tmp_path, *callbacks).fit(module, Loader())
+    module.ends = False
+    saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    trainer_of(tmp_path, *callbacks, saved, enable_checkpointing=True).fit(module, Loader())
+    assert "on_save_checkpoint" not in vars(module) and module.asked == 4
+    loaded = Two.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
+    assert torch.allclose(loaded.eval()(IMAGES), module.eval()(IMAGES), atol=1e-6)
+
+
+class Keyed(Dataset[Any]):
+    """Samples that are asked for by name, or batches that are ready."""
+
+    def __init__(self, ready: bool) -> None:
+        self.ready = ready
+
+    def __len__(self) -> int:
+        return len(IMAGES) // SIZE if self.ready else len(IMAGES)
+
+    def __getitem__(self, key: Any) -> Any:
+        index = key if self.ready else int(key.removeprefix("image"))
+        rows = slice(SIZE * index, SIZE * (index + 1)) if self.ready else index
+        return IMAGES[rows], LABELS[rows]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_loaders_whose_samples_have_no_numbers(ready: bool, tmp_path: Path) -> None:
+    keys = [f"image{index}" for index in range(len(IMAGES))]
+    options = {"batch_size": None} if ready else {"batch_size": SIZE, "sampler": keys}
+    module, callback = Plain(), growth()
+    trainer_of(tmp_path, callback).fit(module, DataLoader(Keyed(ready), **options))
+    assert len(callback.grower.events) == 2 and module.network[0].out_features == 8
+
+
+class WithTarget(Plain):
+    """A target network that lags behind the one that is trained, and a frozen one of full width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.teacher = body().requires_grad_(False), body().requires_grad_(False)
+
+    def optimizer_step(self, *arguments: object, **settings: object) -> None:
+        super().optimizer_step(*arguments, **settings)
+        for mean, value in zip(self.target.parameters(), self.network.parameters(), strict=True):
+            # As `parts.Averages` begins: with the weights of the first step.
+            mean.data.lerp_(value.data, 0.3 if self.trainer.global_step else 1.0)
+
+
+@needs("averages")
+def test_a_target_network_grows_along(tmp_path: Path) -> None:
+    """It is the average that the part keeps, which averages the same steps."""
+    module, callback = WithTarget(), growth(("network", "target"), parts=averages())
+    trainer = trainer_of(tmp_path, callback, Save(tmp_path))
+    trainer.fit(module, Loader())
+    wanted = outcome(module, callback, trainer)
+    average = dict(callback.grower.parts[0].module.named_parameters())
+    for name, parameter in module.target.named_parameters():
+        assert torch.allclose(parameter, average[name], rtol=1e-5, atol=1e-6), name
+    body().load_state_dict(module.target.state_dict(), strict=True)
+    for path in (tmp_path / "epoch2.ckpt", tmp_path / "step4.ckpt"):
+        again, resumed = WithTarget(), growth(("network", "target"), parts=averages())
+        trainer = trainer_of(tmp_path, resumed)
+        trainer.fit(again, Loader(), ckpt_path=path)
+        assert outcome(again, resumed, trainer) == wanted
+    loaded = WithTarget.load_from_checkpoint(tmp_path / "epoch3.ckpt")
+    for name, tensor in module.state_dict().items():
+        assert torch.allclose(loaded.state_dict()[name], tensor, atol=1e-6), name
+
+
+def test_a_network_that_configure_model_makes_grows(tmp_path: Path) -> None:
+    class Late(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.network
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "network"):
+                self.network = body()
+
+    module, callback = Late(), growth("network")
+    trainer_of(tmp_path, callback).fit(module, Loader())
+    assert len(callback.grower.events) == 2
+    body().load_state_dict(module.network.state_dict(), strict=True)
+
+
+def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which grows, is no parameter or buffer of the network any more"):
+        pruning = ModelPruning("l1_unstructured", amount=0.3)
+        trainer_of(tmp_path, growth(), pruning).fit(Plain(), Loader())
+
+
+@pytest.mark.parametrize(
+    ("trigger", "lasts", "due"),
+    [
+        ({0: 0.5, 4: 1.0}, {}, "at epoch 4, and training ends after 4"),
+        ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS}, "at epoch 2, and training ends after 2"),
+        ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS + 1}, None),
+        (At({0: 0.5, 11: 1.0}, unit="step"), {}, None),
+        (At({0: 0.5, 8: 1.0}, unit="step"), {"accumulate_grad_batches": 2}, "at step 8, and training ends after 8"),
+    ],
+)
+def test_a_training_too_short_for_its_growth_is_told_as_it_begins(
+    trigger: Any, lasts: dict[str, int], due: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what is told is what happens."""
+    callback = growth(trigger=trigger)
+    with caplog.at_level(logging.WARNING):
+        trainer_of(tmp_path, callback, **{"max_epochs": EPOCHS, **lasts}).fit(Plain(), Loader())
+    told = [r.message for r in caplog.records if "growth is due" in r.message]
+    assert len(callback.grower.events) == (due is None)
+    assert len(told) == (due is not None) and all(due in message for message in told)
+    assert ("has ended in stage 0 of 1" in caplog.text) == (due is not None)

@@ -1,0 +1,599 @@
+"""A trained network is the first stage of a larger one: outputs, moments, optimizers, layers, front ends."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import growlab
+from growlab import At, Grower, HyperCloning, Net2Net, UserError, VarianceTransfer
+from growlab.growth.outputs import evaluate, network_inputs
+from growlab.growth.parity import relative_error
+from growlab.optim import BaseRate
+from growlab.parts import Depth
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3))
+TEXT_ALONE = {"input_ids": TOKENS}
+TEXT = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+
+
+def decoder(kind: str, width: int, layers: int, head: int = 8, mlp: int = 2, **more: Any) -> Any:
+    """A small decoder of transformers; `mlp` is the hidden layer's width over the stream's."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=width, intermediate_size=mlp * width, num_hidden_layers=layers,
+        num_attention_heads=width // head, num_key_value_heads=width // head, head_dim=head, use_cache=False,
+        **more,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+
+
+def llama(width: int, layers: int, head: int = 8) -> Any:
+    return decoder("Llama", width, layers, head, mlp=3).double()
+
+
+def qwen3(width: int, layers: int) -> Any:
+    return decoder("Qwen3", width, layers).double()
+
+
+def gemma3(width: int, layers: int) -> Any:
+    attention = {"sliding_window": 8, "layer_types": ["full_attention"] * layers}
+    return decoder("Gemma3Text", width, layers, **attention).double()
+
+
+def mixtral(width: int, layers: int) -> Any:
+    # Its grouped products do without float64.
+    return decoder("Mixtral", width, layers, num_local_experts=4, num_experts_per_tok=2)
+
+
+def gpt2(width: int, layers: int) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=width, n_layer=layers, n_head=width // 8, n_positions=64, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def vit(width: int, layers: int) -> Any:
+    config = transformers.ViTConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=width // 8,
+        image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config).double()
+
+
+def convnext(width: int, layers: int) -> Any:
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[width, 2 * width], depths=[layers, layers], num_stages=2, num_labels=5, image_size=16,
+        patch_size=2,
+    )  # fmt: skip
+    return transformers.ConvNextForImageClassification(config).double()
+
+
+def resnet(width: int, layers: int) -> Any:
+    """The first layer of its second stage has strides and a shortcut of its own: no other one copies it."""
+    config = transformers.ResNetConfig(
+        embedding_size=width, hidden_sizes=[width, 2 * width], depths=[layers, layers], layer_type="basic",
+        num_labels=5,
+    )  # fmt: skip
+    return transformers.ResNetForImageClassification(config).double()
+
+
+class Residual(nn.Module):
+    """Convolutions with batch normalisation and a residual stream."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        x = self.stem(pixel_values)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean((2, 3)))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width)
+        self.second = nn.Conv2d(2 * width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.norm(self.first(x)).relu())
+
+
+def residual(width: int, layers: int) -> nn.Module:
+    return Residual(width, layers).double()
+
+
+IMAGES = {"pixel_values": torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))}
+LABELS = torch.tensor([0, 1, 2, 3])
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "llama": (llama, TEXT),
+    "gpt2": (gpt2, TEXT),
+    "qwen3": (qwen3, TEXT),
+    "vit": (vit, IMAGES),
+    "gemma3": (gemma3, TEXT),
+    "mixtral": (mixtral, TEXT),
+    "convnext": (convnext, IMAGES),
+    "resnet": (resnet, IMAGES),
+    "residual": (residual, IMAGES),
+}
+
+
+def loss_of(network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    output = network(**inputs)
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.flatten(0, -2), TOKENS.flatten() if logits.dim() == 3 else LABELS)
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Tensor], steps: int) -> None:
+    network.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(network, inputs).backward()
+        optimizer.step()
+
+
+def trained(make: Callable[..., Any], inputs: dict[str, Tensor], steps: int = 5) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    small = make(16, 2)
+    optimizer = torch.optim.AdamW(small.parameters(), lr=1e-3)
+    train(small, optimizer, inputs, steps)
+    return small, optimizer
+
+
+def members(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def same(before: nn.Module, after: nn.Module, inputs: dict[str, Tensor]) -> float:
+    return relative_error(output(before, inputs), output(after, inputs))
+
+
+def output(network: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return evaluate(network, network_inputs(inputs, network))
+
+
+def test_outputs_stay_and_the_result_loads_into_a_fresh_network() -> None:
+    make, inputs = CASES["residual"]
+    small, optimizer = trained(make, inputs)
+    torch.manual_seed(1)
+    wide, start = make(32, 4), copy.deepcopy(small)
+    grower = Grower.from_trained(small, wide, inputs, optimizer=optimizer, trigger={0: "small", 1: 1.0})
+    assert same(small, wide, inputs) < 1e-10
+    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), start.parameters(), strict=True))
+    grower.step(epoch=0)
+    train(wide, optimizer, inputs, 2)
+    before = copy.deepcopy(output(wide, inputs))
+    (event,) = grower.step(epoch=1)
+    assert event.stage == 1
+    assert relative_error(before, output(wide, inputs)) < 1e-10
+    grower.finish()
+    fresh = make(32, 4)
+    fresh.load_state_dict(wide.state_dict())
+    assert relative_error(before, output(fresh, inputs)) < 1e-10
+    assert members(optimizer) == {id(p) for p in wide.parameters()}
+    train(wide, optimizer, inputs, 1)
+
+
+def test_training_continues_as_the_small_network_would_have() -> None:
+    small, optimizer = trained(llama, TEXT)
+    twin = copy.deepcopy(small)
+    alone = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    wide = llama(32, 4)
+    Grower.from_trained(small, wide, TEXT, optimizer=optimizer, trigger={0: "small", 9: 1.0})
+    train(wide, optimizer, TEXT, 3)
+    train(twin, alone, TEXT, 3)
+    assert same(twin, wide, TEXT) < 1e-12
+
+
+@pytest.mark.parametrize(("layers", "kept"), [([0, 3], [0, 3]), pytest.param("end", [0, 1], marks=pytest.mark.slow)])
+def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -> None:
+    small, _ = trained(llama, TEXT)
+    wide = llama(16, 4)
+    grower = Grower.from_trained(small, wide, TEXT, layers=layers)
+    (event,) = grower.step()
+    new = [place for place in range(4) if place not in kept]
+    assert sorted(one["block"] for one in event.notes["inserted"]) == [f"model.layers.{place}" for place in new]
+    for place, old in zip(kept, small.model.layers, strict=True):
+        assert torch.equal(wide.model.layers[place].mlp.up_proj.weight, old.mlp.up_proj.weight)
+    for place in new:
+        original = small.model.layers[max(i for i, p in enumerate(kept) if p < place)]
+        assert torch.equal(wide.model.layers[place].mlp.up_proj.weight, original.mlp.up_proj.weight)
+    assert same(small, wide, TEXT) < 1e-12
+
+
+def test_old_layers_stay_while_new_ones_train() -> None:
+    """LLaMA-Pro (Wu et al. 2024): new layers are copies with zero branches, and only they train."""
+    small, _ = trained(llama, TEXT)
+    wide = llama(16, 4)
+    grower = Grower.from_trained(small, wide, TEXT, layers="interleave")
+    grower.step()
+    new = grower.newborn()
+    assert not new.masks
+    assert new.num_entries == sum(p.numel() for layer in (1, 3) for p in wide.model.layers[layer].parameters())
+    for name, parameter in wide.named_parameters():
+        parameter.requires_grad_(name in new.parameters)
+    grower.finish()
+    before = copy.deepcopy(wide.state_dict())
+    train(wide, torch.optim.AdamW(new.parameters.values(), lr=1e-2), TEXT, 3)
+    moved = {name for name, tensor in wide.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == set(new.parameters)
+
+
+def test_new_entries_are_masked() -> None:
+    small, _ = trained(residual, IMAGES)
+    wide = residual(32, 2)
+    grower = Grower.from_trained(small, wide, IMAGES)
+    grower.step()
+    new = grower.newborn()
+    mask = new.masks["layers.0.first.weight"]
+    assert mask.shape == (64, 32, 3, 3)
+    assert not mask[:32, :16].any() and mask[32:].all() and mask[:, 16:].all()
+    before, after = (sum(p.numel() for p in n.parameters()) for n in (small, wide))
+    assert new.num_entries == after - before
+
+
+@pytest.mark.slow  # tests/unit/widen has it of files
+def test_copies_with_noise_separate() -> None:
+    distances = []
+    for noise in (0.0, 0.1):
+        small, optimizer = trained(llama, TEXT)
+        method = HyperCloning(noise_std=noise)
+        wide, optimizer = growlab.enlarge(small, 2, 1, optimizer, example=TEXT, method=method)
+        assert optimizer is not None
+        train(wide, optimizer, TEXT, 3)
+        weight = wide.state_dict()["model.layers.0.mlp.up_proj.weight"]
+        distances.append(float((weight[:48] - weight[48:]).norm() / weight.norm()))
+    assert distances[0] < 1e-12 and distances[1] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "width", "warns"),
+    [(HyperCloning(), 32, True), (Net2Net(), 32, True), (HyperCloning(), 16, False), (None, 32, False)],
+)
+def test_copies_that_stay_equal_are_warned_of(method: Any, width: int, warns: bool, caplog: Any) -> None:
+    Grower.from_trained(residual(16, 2), residual(width, 2), IMAGES, method=method)
+    assert ("stay equal throughout training" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("method", [VarianceTransfer(), pytest.param(Net2Net(), marks=pytest.mark.slow)])
+def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any) -> None:
+    small, optimizer = trained(llama, TEXT)
+    # Not a whole factor for Net2Net.
+    wide = llama(24 if isinstance(method, Net2Net) else 32, 2)
+    grower = Grower.from_trained(small, wide, TEXT, method=method, optimizer=optimizer)
+    before = copy.deepcopy(wide.state_dict())
+    with pytest.raises(UserError, match="HyperCloning"):
+        grower.step()
+    assert grower.events == [] and same(small, wide, TEXT) < 1e-12
+    assert all(torch.equal(tensor, before[name]) for name, tensor in wide.state_dict().items())
+
+
+def test_what_fits_by_shape_and_computes_something_else_is_refused() -> None:
+    small, _ = trained(llama, TEXT)
+    with pytest.raises(UserError, match="computes something else"):
+        Grower.from_trained(small, llama(16, 2, head=4), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("wide", "arguments", "message"),
+    [
+        (lambda: llama(32, 4), {"layers": "middle"}, "layers='middle' must be \"interleave\""),
+        (lambda: llama(32, 4), {"layers": [1, 2]}, "the first at 0"),
+        (lambda: llama(32, 2), {"trigger": {0: 0.25, 5: 1.0}}, "let it begin with"),
+        pytest.param(*(lambda: gpt2(32, 2), {}, "which no widths of GPT2LMHeadModel give"), marks=pytest.mark.slow),
+    ],
+)
+def test_bad_arguments_are_refused(wide: Any, arguments: dict[str, Any], message: str) -> None:
+    small, _ = trained(llama, TEXT)
+    with pytest.raises(UserError) as error:
+        Grower.from_trained(small, wide(), TEXT, **arguments)
+    assert message in str(error.value)
+
+
+def test_an_optimizer_of_another_network_is_refused() -> None:
+    small, _ = trained(residual, IMAGES)
+    other = torch.optim.AdamW(residual(16, 2).parameters())
+    with pytest.raises(UserError, match="AdamW has no parameter of the trained network"):
+        Grower.from_trained(small, residual(32, 2), IMAGES, optimizer=other)
+
+
+def test_a_wider_network_is_refused() -> None:
+    small, _ = trained(residual, IMAGES)
+    with pytest.raises(UserError, match="wider than Residual"):
+        Grower.from_trained(small, residual(8, 2), IMAGES)
+
+
+@pytest.mark.parametrize("from_checkpoint", [False, True])
+def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, from_checkpoint: bool) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, width: int, layers: int) -> None:
+            super().__init__()
+            self.network = residual(width, layers)
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    data = torch.utils.data.TensorDataset(IMAGES["pixel_values"], LABELS)
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    torch.manual_seed(0)
+    small = Module(16, 2)
+    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **settings)
+    trainer.fit(small, loader)
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    start = tmp_path / "small.ckpt" if from_checkpoint else small.network
+    growth = growlab.Growth("network", trigger={0: "small", 1: 1.0}, start=start)
+    seen = []
+
+    class First(lightning.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if not seen:
+                seen.append(same(small.network, module.network, IMAGES))
+                seen.append(len(trainer.optimizers[0].state))
+
+    wide = Module(32, 3)
+    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, callbacks=[growth, First()], **settings)
+    trainer.fit(wide, loader)
+    assert seen[0] < 1e-12
+    assert bool(seen[1]) == from_checkpoint
+    (event,) = growth.events
+    assert event.num_params == sum(p.numel() for p in wide.parameters())
+    residual(32, 3).load_state_dict(wide.network.state_dict())
+
+
+@pytest.mark.slow
+def test_enlarge_returns_an_ordinary_model(tmp_path: Path) -> None:
+    small, optimizer = trained(gpt2, TEXT)
+    wide, same_optimizer = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    assert same_optimizer is optimizer and same(small, wide, TEXT) < 1e-10
+    assert (wide.config.n_embd, wide.config.n_layer) == (32, 4)
+    wide.save_pretrained(tmp_path / "wide")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "wide", dtype=torch.float64)
+    assert same(wide, loaded, TEXT) < 1e-12
+
+
+def test_enlarge_fills_the_large_network_that_it_is_given() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    larger = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    result, _ = growlab.enlarge(network, wide=larger, example=torch.randn(5, 4))
+    x = torch.randn(6, 4)
+    assert result is larger and torch.allclose(network(x), larger(x), atol=1e-6)
+    with pytest.raises(UserError, match="give the large network as wide="):
+        growlab.enlarge(network, 2)
+
+
+def test_parameters_of_absent_blocks_leave_an_optimizer_made_before() -> None:
+    wide = residual(32, 3)
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
+    full = copy.deepcopy(optimizer.state_dict())
+    grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
+    grower.follow(optimizer)
+    assert members(optimizer) == {id(p) for p in wide.parameters()}
+    train(wide, optimizer, IMAGES, 1)
+    grower.step(epoch=1)
+    assert members(optimizer) == {id(p) for p in wide.parameters()}
+    train(wide, optimizer, IMAGES, 1)
+    optimizer.load_state_dict(full)
+    grower.finish()
+
+
+def test_a_state_that_was_never_loaded_is_an_error_at_the_end() -> None:
+    wide = residual(32, 3)
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
+    full = copy.deepcopy(optimizer.state_dict())
+    grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
+    grower.follow(optimizer)
+    optimizer.load_state_dict(full)
+    with pytest.raises(UserError, match="was given the state of 22 parameters, and has 10"):
+        grower.finish(at_any_stage=True)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -> None:
+    """A loaded state without ages: the first step of new entries is one rate, not 0.1 / sqrt(0.001) of it."""
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def perceptron(width: int) -> Any:
+        torch.manual_seed(width)
+        return nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 3)).double()
+
+    def step(network: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        network(x).square().mean().backward()
+        optimizer.step()
+
+    small = perceptron(8)
+    optimizer = torch.optim.AdamW(small.parameters())
+    for _ in range(50):
+        step(small, optimizer)
+    own = growlab.optim.AdamW(small.parameters(), rule=BaseRate(), weight_decay=0.0)
+    own.load_state_dict(optimizer.state_dict())
+    own.param_groups[0]["weight_decay"] = 0.0
+    wide = perceptron(16)
+    grower = Grower.from_trained(small, wide, x, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0})
+    for _ in range(steps):
+        step(wide, own)
+    grower.step(epoch=1)
+    before = wide[0].weight.detach().clone()
+    step(wide, own)
+    moved = (wide[0].weight - before).abs()[8:]
+    assert torch.allclose(moved, torch.full_like(moved, 1e-3), rtol=1e-2)
+
+
+def test_a_vocabulary_that_is_resized_under_the_grower_is_refused() -> None:
+    small, optimizer = trained(llama, TEXT)
+    wide = llama(32, 2)
+    grower = Grower.from_trained(small, wide, TEXT, optimizer=optimizer)
+    wide.resize_token_embeddings(80, mean_resizing=False)
+    actions = (lambda: train(wide, optimizer, TEXT, 1), grower.step, lambda: grower.finish(at_any_stage=True))
+    for act in actions:
+        with pytest.raises(UserError, match="resized from 64 to 80 tokens under the Grower"):
+            act()
+
+
+class Scaled(nn.Module):
+    """Embeddings times the root of their width, as Gemma has them, and a head tied to the table."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.scale = nn.Buffer(torch.tensor(width**0.5), persistent=False)
+        self.hidden, self.back = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids) * self.scale
+        x = x + self.back(self.hidden(x).relu())
+        return self.head(self.norm(x))
+
+
+def test_a_factor_that_code_computes_from_the_width_moves_into_weights_and_moments() -> None:
+    torch.manual_seed(0)
+    small, inputs = Scaled(16).double(), {"input_ids": TOKENS}
+    optimizer = torch.optim.AdamW(small.parameters(), lr=0.0, weight_decay=0.0)
+    train(small, optimizer, inputs, 1)
+    wide = Scaled(32).double()
+    grower = Grower.from_trained(small, wide, inputs, optimizer=optimizer, method=HyperCloning())
+    for _ in range(2):
+        assert same(small, wide, inputs) < 1e-12
+        wide.zero_grad()
+        loss_of(wide, inputs).backward()
+        for name, parameter in wide.named_parameters():
+            assert parameter.grad is not None
+            assert torch.allclose(optimizer.state[parameter]["exp_avg"], 0.1 * parameter.grad, rtol=1e-6), name
+        grower.step()
+    assert len(grower.events) == 1
+
+
+def test_width_and_depth_grow_apart() -> None:
+    small, optimizer = trained(residual, IMAGES)
+    wide = residual(32, 4)
+    trigger = {1: {"width": 1.0}, 2: {"depth": 0.5}, 3: {"depth": 1.0}}
+    grower = Grower.from_trained(small, wide, IMAGES, optimizer=optimizer, trigger=trigger)
+    seen = []
+    for epoch in range(4):
+        for event in grower.step(epoch=epoch):
+            inserted = [one["block"] for one in event.notes.get("inserted", ())]
+            seen.append((event.epoch, event.widths_before != event.widths_after, inserted))
+    assert seen == [(1, True, []), (2, False, ["layers.1"]), (3, False, ["layers.3"])]
+    assert same(small, grower.finish(), IMAGES) < 1e-12
+
+
+def test_depth_grows_without_width_and_refuses_to_shrink() -> None:
+    trigger = At({0: {"width": 0.5}, 4: {"depth": 0.5}, 6: 1.0})
+    assert [trigger.fraction_grown(stage, {}) for stage in range(3)] == [0.0, 0.5, 1.0]
+    for depths in ((1.0, 0.5), (0.0, 1.5), (0.0, "all")):
+        with pytest.raises(UserError, match="is no fraction of the blocks from"):
+            At({epoch: {"depth": depth} for epoch, depth in enumerate(depths)})
+
+
+def test_growth_ends_at_once_where_normalisations_count_all_channels_equally() -> None:
+    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for method in (HyperCloning(), VarianceTransfer()):
+        network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+        grower = Grower(network, x, method=method, trigger={0: 0.25, 1: 1.0})
+        grower.step(epoch=1)
+        before = evaluate(network, (x,))
+        if isinstance(method, HyperCloning):
+            grower.finish()
+        else:
+            with pytest.raises(UserError, match="need 100 more optimizer steps"):
+                grower.finish()
+        assert relative_error(before, evaluate(network, (x,))) < 1e-12
+
+
+class Unusual(nn.Module):
+    """Fused projections of attention, stacked experts, a tied table, and a block that comes in later with a scalar."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.heads = width // 4
+        self.embed = nn.Embedding(64, 16)
+        self.qkv, self.out = nn.Linear(16, 3 * width), nn.Linear(width, 16)
+        self.gate_up = nn.Parameter(0.1 * torch.randn(3, 16, 4 * width))
+        self.down = nn.Parameter(0.1 * torch.randn(3, 2 * width, 16))
+        self.layers = nn.ModuleList(_Scaled(width) for _ in range(layers))
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, 4)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = torch.einsum("bti,eih->beth", x, self.gate_up).chunk(2, -1)
+        x = x + torch.einsum("beth,eho->bto", F.silu(gate) * up, self.down)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down((self.scale * self.up(x)).relu())
+
+
+def test_masks_of_newborn_entries_cover_what_unusual_tensors_gained() -> None:
+    small, _ = trained(lambda width, layers: Unusual(width // 2, layers).double(), TEXT_ALONE)
+    wide = Unusual(16, 3).double()
+    grower = Grower.from_trained(small, wide, TEXT_ALONE, layers="end")
+    old = {name: p.numel() for name, p in small.named_parameters()}
+    grower.step()
+    new = grower.newborn()
+    assert set(new.parameters) == {
+        f"layers.2.{n}" for n in ("scale", "up.weight", "up.bias", "down.weight", "down.bias")
+    }
+    gained = {name: p.numel() - old.get(name, 0) for name, p in wide.named_parameters()}
+    found = {name: int(mask.sum()) for name, mask in new.masks.items()}
+    assert found == {name: n for name, n in gained.items() if n and name not in new.parameters}
+    assert new.num_entries == sum(gained.values())
+    # The heads 2 and 3 of each third are new, and the second half of gate and of up.
+    assert new.masks["qkv.weight"][:, 0].view(3, 4, 4).any(-1).tolist() == [[False, False, True, True]] * 3
+    halves = new.masks["gate_up"].view(3, 16, 2, 2, 16)
+    assert not halves[:, :, :, 0].any() and halves[:, :, :, 1].all()
+
+
+@pytest.mark.parametrize("as_number", [False, True])
+def test_tensors_alone_are_told_of_and_refused_where_code_computes_from_a_width(
+    as_number: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Gemma's factor is a buffer that is not saved; other code keeps it as a number."""
+
+    class Scaled(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(64, width), nn.Linear(width, 5)
+            self.scale = width**0.5
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.scale * self.table(input_ids))
+
+    make: Any = Scaled if as_number else lambda width: gemma3(width, 1)
+    with pytest.raises(UserError, match="the root of a width that grows"):
+        Grower.from_trained(make(16).state_dict(), make(32), TEXT_ALONE)
+    assert "as tensors alone" not in caplog.text
+    Grower.from_trained(residual(16, 1).state_dict(), residual(32, 1), IMAGES)
+    assert "as tensors alone" in caplog.text

@@ -1,0 +1,147 @@
+"""Auxiliary passes: what they measure, what they leave behind, what they count."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
+
+from growlab.base.errors import UserError
+from growlab.growth import GradMax, Measurement
+from growlab.growth.fans import ChannelView, TensorDim, group_tensors
+from growlab.widths import tensors_of
+from tests.cases import NETWORKS, graph_of
+from tests.unit.growth.measured import started
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 3))
+    )
+
+
+def test_gradients_are_means_over_batches_and_the_network_stays_as_it_is() -> None:
+    run = started(network(), (2, 6, 6), GradMax(), part=1.0)
+    run.network[0].requires_grad_(False)
+    before, modes = copy.deepcopy(run.network.state_dict()), [m.training for m in run.network.modules()]
+    held = dict(run.network.named_parameters())
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    found = data.gradients(tensors_of(run.network, run.graph), ["0.weight"])
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
+    assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
+    assert [m.training for m in run.network.modules()] == modes
+    assert all(p.grad is None for p in run.network.parameters()) and not run.network[0].weight.requires_grad
+    run.network[0].requires_grad_(True)
+    run.network[3] = nn.Identity()
+    (expected,) = torch.autograd.grad(run.loss(), run.network[0].weight)
+    torch.testing.assert_close(found["0.weight"], expected)
+    assert float(found[""]) == pytest.approx(float(run.loss().detach()))
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def test_unused_parameters_have_a_gradient_of_zero() -> None:
+    run = started(Spare(), (4,), GradMax(), part=1.0)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    found = data.gradients(tensors_of(run.network, run.graph), ["first.weight", "spare.weight"])
+    assert found["first.weight"].all()
+    assert torch.equal(found["spare.weight"], torch.zeros(2, 2, dtype=torch.float64))
+
+
+def test_products_are_those_of_the_hessian() -> None:
+    run = started(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,), GradMax(), part=1.0)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    direction = torch.randn(5, 4, dtype=torch.float64)
+    found = data.products(tensors_of(run.network, run.graph), {"0.weight": direction}, ["0.weight"])
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        z = [
+            F.cross_entropy(torch.func.functional_call(run.network, {"0.weight": weight}, (x,)), y)
+            for x, y in run.batches
+        ]
+        return torch.stack(z).mean()
+
+    hessian = torch.autograd.functional.hessian(loss, run.network[0].weight.detach())
+    torch.testing.assert_close(found["0.weight"], torch.einsum("abcd,cd->ab", hessian, direction))
+
+
+def test_flops_are_torchs_and_its_table_of_formulas_is_where_it_is_read() -> None:
+    assert isinstance(flop_counter.flop_registry, dict)
+    run = started(network(), (2, 6, 6), GradMax(), part=1.0, num_batches=1)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    names = [name for name, _ in run.network.named_parameters()]
+    data.gradients({}, names)
+    (x, y), counter = run.batches[0], FlopCounterMode(display=False)
+    run.network.train()
+    with counter:
+        torch.autograd.grad(F.cross_entropy(run.network(x), y), list(run.network.parameters()))
+    assert data.cost.flops == counter.get_total_flops() > 0
+    assert data.cost.samples == len(x) and data.cost.held_bytes >= x.nbytes
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    run = started(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), (4,), GradMax())
+    run.batches[1][0][0] = float("nan")
+    with pytest.raises(UserError, match="NaN or infinite; lower the learning rate"):
+        run.grow({"0": 4})
+
+
+def test_missing_second_derivatives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.Sequential(nn.Linear(4, 5), nn.SyncBatchNorm(5), nn.ReLU(), nn.Linear(5, 3))
+    run = started(network, (4,), GradMax(), num_batches=1)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"):
+        data.products({}, {}, [])
+
+
+@pytest.mark.parametrize("name", ["resnet A", "flatten", "dense", "shared", "decoder"])
+def test_reading_back_what_was_written(name: str) -> None:
+    """Entries of a channel, over flattening, concatenation, transposition and shared weights."""
+    case, graph = NETWORKS[name], graph_of(name)
+    tensors = tensors_of(case.make(), graph)
+    widths = graph.full_widths
+    among = {group: max(1, width - 2) for group, width in widths.items()}
+    view = ChannelView(graph, widths, among)
+    for group, width in widths.items():
+        fans = group_tensors(graph, group)
+        channels = torch.tensor([0, width - 1])
+        for slots in (fans.incoming, fans.outgoing):
+            values = torch.randn(2, view.size(slots, group), dtype=torch.float64)
+            written = dict(tensors)
+            if len({slot.name for slot in slots}) == len(slots):
+                view.write(written, slots, group, channels, values)
+                assert torch.equal(view.read(written, slots, group, channels), values)
+    assert group_tensors(graph, next(iter(widths))).incoming[0] == TensorDim(graph.layers[0].weight, 0)
+
+
+def test_passes_leave_nothing_behind() -> None:
+    """Not even those after which the graph is kept (autograd's own cycles are none that Python's collector finds)."""
+    run = started(network(), (2, 6, 6), GradMax(), part=1.0)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    alive = []
+
+    def visit(one):
+        for name in ("0", "2"):
+            node = one.seen[name].output.grad_fn
+            node.metadata["alive"] = alive_one = torch.nn.Module()
+            alive.append(weakref.ref(alive_one))
+        torch.autograd.grad(one.loss, one.seen["2"].output, retain_graph=True)
+        return {}
+
+    data.run(tensors_of(run.network, run.graph), visit, watched=["0", "2"])
+    gc.collect()
+    assert len(alive) == 4 and not any(one() for one in alive)

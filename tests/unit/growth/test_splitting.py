@@ -1,0 +1,116 @@
+"""Splitting: eigenvalues against the Hessian of the splitting loss, brute force (Liu et al. 2019, Theorem 2.2)."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from growlab.base.errors import UserError
+from growlab.growth import GrowthContext, Measurement, Splitting
+from growlab.growth.fans import group_tensors
+from growlab.growth.methods.splitting import splitting_eigen
+from growlab.widths import tensors_of
+from tests.unit.growth.measured import Started, started
+
+BETA = 3.0
+
+
+def mlp(activation: nn.Module | None = None) -> nn.Sequential:
+    first, second = (activation or nn.Tanh() for _ in range(2))
+    return nn.Sequential(nn.Linear(3, 8), first, nn.Linear(8, 6), second, nn.Linear(6, 3))
+
+
+class Residual(nn.Module):
+    """A stream that two layers put out, batch normalisation, a depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.inner, self.back = nn.Conv2d(6, 4, 3, padding=1), nn.Conv2d(4, 6, 1)
+        self.depthwise, self.head = nn.Conv2d(6, 6, 3, groups=6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.stem(x)))
+        x = torch.tanh(x + self.back(torch.tanh(self.inner(x))))
+        return self.head(torch.tanh(self.depthwise(x)).mean((2, 3)))
+
+
+def eigen(run: Started, iterations: int | None) -> dict[str, tuple[Tensor, Tensor]]:
+    widths = run.state.widths
+    context = GrowthContext(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    groups = [group_tensors(run.graph, group) for group in run.graph.groups]
+    return splitting_eigen(context, data, groups, iterations, BETA)
+
+
+def hessian_of_the_splitting_loss(run: Started, activation) -> Tensor:
+    """By all moves of both layers, [all, all], of a split network that is written out."""
+    (w1, b1), (w2, b2), (w3, b3) = (
+        (run.network[place].weight.detach(), run.network[place].bias.detach()) for place in (0, 2, 4)
+    )
+    theta1, theta2 = torch.cat([w1, b1[:, None]], 1), torch.cat([w2, b2[:, None]], 1)
+
+    def with_one(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+
+    def loss(moves: Tensor) -> Tensor:
+        u1, u2 = moves[: theta1.numel()].view_as(theta1), moves[theta1.numel() :].view_as(theta2)
+        total = torch.zeros((), dtype=moves.dtype)
+        for x, y in run.batches:
+            for u, theta in ((u1, theta1), (u2, theta2)):
+                x = sum(activation(with_one(x) @ (theta + sign * u).T) for sign in (1, -1)) / 2
+            total = total + F.cross_entropy(x @ w3.T + b3, y) / len(run.batches)
+        return total
+
+    zero = torch.zeros(theta1.numel() + theta2.numel(), dtype=torch.float64)
+    return torch.autograd.functional.hessian(loss, zero)
+
+
+@pytest.mark.parametrize("kind", ["tanh", "relu"])
+def test_eigenvalues_are_those_of_the_splitting_loss(kind: str) -> None:
+    smooth = (lambda x: F.softplus(x, beta=BETA)) if kind == "relu" else torch.tanh
+    run = started(mlp(nn.ReLU() if kind == "relu" else None), (3,), Splitting(), num_classes=3)
+    hessian = hessian_of_the_splitting_loss(run, smooth)
+    whole, fast = eigen(run, None), eigen(run, 5)
+    start = 0
+    for group in ("0", "2"):
+        values, vectors = whole[group]
+        size = vectors.shape[1]
+        for neuron in range(len(values)):
+            rows = slice(start, start + size)
+            block = hessian[rows, rows]
+            assert float(values[neuron]) == pytest.approx(float(torch.linalg.eigvalsh(block)[0]), rel=1e-8)
+            v = vectors[neuron]
+            torch.testing.assert_close(block @ v, values[neuron] * v, atol=1e-10, rtol=0)
+            # No neuron's move is seen by another's, to second order.
+            others = torch.cat([hessian[rows, :start], hessian[rows, start + size :]], 1)
+            assert float(others.abs().max()) < 1e-12
+            start += size
+        # Five products span the whole space of five entries.
+        torch.testing.assert_close(fast[group][0], values)
+    few = eigen(run, 2)
+    for group, (values, vectors) in few.items():
+        assert bool((values >= whole[group][0] - 1e-12).all())
+        torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(values), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("build", [mlp, Residual])
+def test_the_loss_falls_as_predicted_over_streams_norms_and_depthwise_filters(build) -> None:
+    shape = (3,) if build is mlp else (2, 5, 5)
+    run = started(build(), shape, Splitting(epsilon=0.02, iterations=6))
+    before = float(run.loss().detach())
+    event, _ = run.grow({group: width + 1 for group, width in run.state.widths.items()})
+    predicted = sum(group["predicted_change"] for group in event.report["groups"].values())
+    assert predicted < 0
+    assert float(run.loss().detach()) - before == pytest.approx(predicted, rel=0.02)
+    for group, report in event.report["groups"].items():
+        values = torch.tensor(report["eigenvalues"])
+        assert report["split"] == [int(values.argmin())]
+        # Whose copy lies behind the old channels.
+        assert event.carry.sources[group].tolist() == [*range(len(values)), int(values.argmin())]
+
+
+def test_more_copies_than_originals_are_refused() -> None:
+    run = started(mlp(), (3,), Splitting())
+    with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many channels"):
+        run.grow({"0": 9})

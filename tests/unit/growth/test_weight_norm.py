@@ -1,0 +1,251 @@
+"""Weights g v / |v|, in both of torch's spellings: stored and applied, drawn, grown, measured, followed and removed."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+
+from growlab.grower import Grower
+from growlab.grower.prune import prune
+from growlab.growth import GradMax, HyperCloning, Measurement, PairGrowth, Tiny, VarianceTransfer
+from growlab.growth.constants import as_applied, as_stored
+from growlab.parts import Averages
+from growlab.widths import tensors_of, trace
+from tests.unit.growth.measured import started
+
+X = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def by_hooks(layer: nn.Module, dim: int | None = 0) -> nn.Module:
+    with warnings.catch_warnings():
+        # Deprecated, and in use.
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer, dim=dim)
+
+
+SPELLINGS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], object]]] = {
+    "hooks": (by_hooks, nn.utils.remove_weight_norm),
+    "parametrization": (
+        parametrizations.weight_norm,
+        lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+    ),
+}
+
+
+def vocoder(norm: Callable[..., nn.Module], dim: int | None = 0) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Conv1d(3, 8, 3, padding=1), nn.ConvTranspose1d(8, 6, 4, 2, padding=1), nn.Conv1d(6, 10, 3)
+    one, up, two = (norm(layer, dim=dim) for layer in layers)
+    last = norm(nn.Linear(10, 4), dim=dim)
+    rest = nn.LeakyReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten()
+    return nn.Sequential(one, nn.LeakyReLU(), up, nn.LeakyReLU(), two, *rest, last).double()
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        (network(X) - 1).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_network_grows_exactly_and_ends_as_an_ordinary_one(spelling: str, dim: int | None) -> None:
+    norm, remove = SPELLINGS[spelling]
+    network = vocoder(norm, dim)
+    full = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 1 / 4, 1: 1 / 2, 2: 1.0})
+    assert grower.graph.full_widths == {"0": 8, "2": 6, "4": 10}
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    grower.follow(optimizer, state="inherit")
+    for epoch in range(3):
+        before = network(X).detach()
+        for event in grower.step(epoch):
+            assert max(event.parity_error_eval, event.parity_error_train) <= 1e-12
+            torch.testing.assert_close(network(X) * grower.state.output_factor, before, rtol=1e-12, atol=1e-12)
+        train(network, optimizer)
+    grower.finish()
+    expected, state = network(X).detach(), network.state_dict()
+    assert {name: tensor.shape for name, tensor in state.items()} == full
+    fresh = vocoder(norm, dim)
+    fresh.load_state_dict(state, strict=True)
+    assert torch.equal(fresh(X), expected) and repr(fresh) == repr(network)
+    for layer in (network[0], network[2], network[4], network[-1]):
+        remove(layer)
+        assert isinstance(layer.weight, nn.Parameter)
+    torch.testing.assert_close(network(X), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_noise_is_that_of_the_weights_themselves(spelling: str, dim: int | None) -> None:
+    """Whatever the lengths of their directions: noise that cancels changes no output."""
+    norm, _ = SPELLINGS[spelling]
+    small, wide = (
+        nn.Sequential(norm(nn.Linear(5, n), dim=dim), nn.ReLU(), norm(nn.Linear(n, 3), dim=dim)).double()
+        for n in (4, 8)
+    )
+    with torch.no_grad():
+        for name, parameter in small.named_parameters():
+            if name.endswith(("weight_v", "original1")):
+                parameter.mul_(20.0)
+    x, method = torch.randn(6, 5).double(), HyperCloning(noise_std=0.1)
+    expected, grower = small(x), Grower.from_trained(small, wide, x, method=method, verbose=False)
+    (event,) = grower.step()
+    torch.testing.assert_close(wide(x), expected, rtol=1e-12, atol=1e-12)
+    assert event.noise_error_eval <= 1e-12
+    weight = wide[2].weight.detach()
+    assert 0.01 < (weight[:, :4] - weight[:, 4:]).std() / weight.std() < 1
+
+
+def test_weights_are_restored_from_storage_whatever_their_lengths() -> None:
+    network = vocoder(parametrizations.weight_norm)
+    graph, stored = trace(network, X), dict(network.named_parameters())
+    length, direction = (stored[f"0.parametrizations.weight.original{i}"] for i in (0, 1))
+    with torch.no_grad():
+        direction.mul_(torch.arange(1.0, 9.0).view(8, 1, 1))
+        length.mul_(torch.linspace(-2, 2, 8).view(8, 1, 1))
+        length[3] = 1e-120
+    old = {name: tensor.detach().clone() for name, tensor in tensors_of(network, graph).items()}
+    applied = as_applied(graph, old)
+    torch.testing.assert_close(applied["0.parametrizations.weight.original1"], network[0].weight)
+    for name, tensor in as_stored(graph, applied).items():
+        torch.testing.assert_close(tensor, old[name], rtol=1e-14, atol=0)
+
+
+def test_zero_rows_are_stored_with_zero_length_and_a_direction() -> None:
+    network = vocoder(parametrizations.weight_norm)
+    graph = trace(network, X)
+    applied = dict(as_applied(graph, tensors_of(network, graph)))
+    length, direction = (f"0.parametrizations.weight.original{i}" for i in (0, 1))
+    applied[direction] = applied[direction].index_fill(0, torch.tensor([2, 5]), 0.0)
+    # GradMax's new rows: the square of their length would vanish in float32.
+    applied[direction][3] *= 1e-30
+    stored = as_stored(graph, applied)
+    assert float(stored[direction][3].norm()) == pytest.approx(1) and 0 < float(stored[length][3]) < 1e-29
+    assert not stored[length][[2, 5]].any() and stored[length].count_nonzero() == 6
+    assert (torch.linalg.vector_norm(stored[direction].flatten(1), dim=1) > 0.1).all()
+    assert not torch.equal(stored[direction][2], stored[direction][5])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_passes_over_data_measure_the_weight_itself(spelling: str) -> None:
+    """This includes zero weights, such as GradMax's new rows."""
+    norm, remove = SPELLINGS[spelling]
+    run = started(nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 3))), (5,), GradMax(), part=1.0)
+    (weight,) = (name for name in run.graph.weight_norms if name.startswith("0."))
+    tensors = dict(as_applied(run.graph, tensors_of(run.network, run.graph)))
+    tensors[weight] = tensors[weight].index_fill(0, torch.tensor([1]), 0.0)
+    names, keys = set(dict(run.network[0].named_parameters())), set(run.network.state_dict())
+    found = Measurement(run.network, run.graph, run.batches, F.cross_entropy).gradients(tensors, [weight])
+    assert set(dict(run.network[0].named_parameters())) == names and set(run.network.state_dict()) == keys
+    for layer in (run.network[0], run.network[2]):
+        remove(layer)
+    with torch.no_grad():
+        run.network[0].weight[1] = 0.0
+    (expected,) = torch.autograd.grad(run.loss(), run.network[0].weight)
+    assert expected[1].any()
+    torch.testing.assert_close(found[weight], expected)
+    assert float(found[""]) == pytest.approx(float(run.loss().detach()))
+
+
+@pytest.mark.parametrize("method", [GradMax(), Tiny(fallback="pairs")])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_methods_that_look_at_data_grow_it(spelling: str, method: GradMax | Tiny) -> None:
+    norm, _ = SPELLINGS[spelling]
+    run = started(nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 3))), (5,), method)
+    before, width = run.network(run.batches[0][0]), run.state.widths["0"]
+    event, _ = run.grow({"0": width + 2})
+    after = run.network(run.batches[0][0])
+    assert after.isfinite().all() and event.widths_after["0"] == width + 2
+    if method.preserves:
+        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+
+
+def test_gains_that_the_forward_adds_one_to_are_measured_with_it() -> None:
+    class Gains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.gain, self.last = nn.Linear(5, 8), nn.Parameter(torch.randn(8)), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x)) * (1.0 + self.gain))
+
+    run = started(Gains(), (5,), GradMax(), part=1.0)
+    assert run.graph.offsets == {"gain": 1.0}
+    tensors = as_applied(run.graph, tensors_of(run.network, run.graph))
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    assert data.loss(tensors) == pytest.approx(float(run.loss().detach()))
+
+
+def test_channels_of_weight_normalised_layers_are_pruned() -> None:
+    network = vocoder(parametrizations.weight_norm)
+    graph, whole = trace(network, X), vocoder(parametrizations.weight_norm)
+    kept = prune(network, graph, {"0": 5, "2": 4}, example=X)
+    for layer in (whole[0], whole[2]):
+        parametrize.remove_parametrizations(layer, "weight")
+    mask = torch.ones(8, dtype=torch.float64).index_fill(0, kept["0"], 0.0) == 0
+    masked = whole[0].weight.detach() * mask.view(8, 1, 1), whole[0].bias.detach() * mask
+    half = torch.ones(6, dtype=torch.float64).index_fill(0, kept["2"], 0.0) == 0
+    with torch.no_grad():
+        whole[0].weight.copy_(masked[0]), whole[0].bias.copy_(masked[1])
+        whole[2].weight.mul_(half.view(1, 6, 1)), whole[2].bias.mul_(half)
+    torch.testing.assert_close(network(X), whole(X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("score", ["l1", "taylor"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_trained_networks_are_pruned_as_without_it(spelling: str, score: Any) -> None:
+    norm, remove = SPELLINGS[spelling]
+    normed, plain = vocoder(norm), vocoder(norm)
+    for layer in (plain[0], plain[2], plain[4], plain[-1]):
+        remove(layer)
+    kept = []
+    for network in (normed, plain):
+        graph = trace(network, X)
+        (network(X) - 1).square().mean().backward()
+        kept.append(prune(network, graph, {"0": 5, "2": 4}, score, example=X))
+    assert {name: each.tolist() for name, each in kept[0].items()} == {n: each.tolist() for n, each in kept[1].items()}
+    torch.testing.assert_close(normed(X), plain(X), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_growers_are_copied_between_two_steps(spelling: str) -> None:
+    network = vocoder(SPELLINGS[spelling][0])
+    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1 / 2, 1: 1.0}, parts=[Averages(0.9)])
+    train(network, torch.optim.SGD(network.parameters(), lr=0.1))
+    network(X).sum().backward()
+    twin = copy.deepcopy(grower)
+    assert grower.step(1) and twin.step(1)
+    assert torch.equal(twin.network(X), network(X))
+    assert not {*map(id, twin.network.parameters())} & {*map(id, network.parameters())}
+
+
+def test_an_average_of_the_network_grows_with_it() -> None:
+    network = vocoder(parametrizations.weight_norm)
+    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1 / 2, 1: 1.0})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    grower.follow(optimizer)
+    average = torch.optim.swa_utils.AveragedModel(network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    grower.follow(average)
+    for _ in range(2):
+        train(network, optimizer)
+        average.update_parameters(network)
+    before = average(X).detach()
+    assert grower.step(1)
+    torch.testing.assert_close(average(X), before, rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_length_or_direction_keeps_the_width() -> None:
+    """DINO's last layer has a frozen g of 1."""
+    norm = parametrizations.weight_norm
+    network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), norm(nn.Linear(8, 6, bias=False)))
+    network[2].parametrizations.weight.original0.requires_grad_(False)
+    graph = trace(network, torch.randn(4, 5))
+    assert not graph.groups and "is frozen" in graph.fixed["2.parametrizations.weight"], graph.fixed

@@ -1,0 +1,293 @@
+"""Isotropic layers that decide their own widths between layers that grow by a schedule and any method."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from growlab import parts
+from growlab.base.errors import UserError
+from growlab.grower import Grower
+from growlab.grower.triggers import At, ByMethod
+from growlab.growth import GradMax, GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
+from growlab.optim import SGD
+from growlab.parts.isotropic import Isotropic, IsotropicLayers, IsotropicMLP, deepen, isotropic_mlp, spectra
+from growlab.parts.isotropic.method import adaptable
+from growlab.widths import tensors_of, trace
+from tests.unit.parts.isotropic.mixed import Mixed
+from tests.whole_runs import same, without_times
+
+METHODS = {
+    "ours": VarianceTransfer,
+    "ours by constraint": lambda: VarianceTransfer("constraint"),
+    "net2net": Net2Net,
+    "pairs": PairGrowth,
+    "gradmax": lambda: GradMax(steps=1, fallback="pairs"),
+}
+SCHEDULE = {0: 0.5, 2: 0.75, 4: 1.0}
+# Neurons come and go.
+SETTINGS: dict[str, Any] = {"reserve_neurons": 2, "threshold": 0.5, "neurons_per_event": 2}
+
+
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(100 + number)
+    return torch.randn(16, 5, generator=source, dtype=torch.float64), torch.randint(3, (16,), generator=source)
+
+
+class Loop:
+    """Epochs of three steps on a mixed network."""
+
+    def __init__(self, method: Any, norm: str = "none", adam: bool = False, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.network = Mixed(5, 3, 8, norm).double()
+        both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
+        self.grower = Grower(self.network, batch(0)[0], method=method, trigger=SCHEDULE, parts=both, anneal_steps=2)
+        parameters = list(self.network.parameters())
+        self.optimizer = torch.optim.Adam(parameters, 0.01) if adam else SGD(parameters, 0.1, momentum=0.9)
+        self.grower.follow(self.optimizer)
+        self.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+
+    def run(self, *epochs: int) -> None:
+        for epoch in epochs:
+            self.grower.step(epoch=epoch, step=3 * epoch)
+            for step in range(3):
+                x, y = batch(3 * epoch + step)
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.network(x), y).backward()
+                self.optimizer.step()
+
+    def saved(self) -> dict[str, Any]:
+        content = {
+            "network": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "grower": self.grower.state_dict(),
+        }
+        return copy.deepcopy(content)
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.grower.load_state_dict(saved["grower"])
+        self.network.load_state_dict(saved["network"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        ("ours", "batch"),
+        ("ours", "layer"),
+        ("ours by constraint", "batch"),
+        ("net2net", "layer"),
+        ("pairs", "none"),
+        ("gradmax", "none"),
+    ],
+)
+def test_each_event_keeps_its_promise_and_leaves_the_others_groups_alone(name: str, norm: str) -> None:
+    loop = Loop(METHODS[name](), norm)
+    own = set(loop.grower.parts[1].groups)
+    assert own == {"hidden.0", "hidden.3"}
+    full = {g: w for g, w in loop.grower.full_graph.full_widths.items() if g not in own}
+    loop.run(*range(6))
+    asked = [event for event in loop.grower.events if event.notes.get("asked_by") == "isotropic"]
+    scheduled = [event for event in loop.grower.events if "asked_by" not in event.notes]
+    assert len(scheduled) == 2 and len(asked) >= 2
+    assert {event.method for event in asked} == {"Isotropic"}
+    for event in loop.grower.events:
+        changed = {g for g, w in event.widths_after.items() if w != event.widths_before[g]}
+        assert changed <= own if event in asked else not changed & own
+        grew = all(w >= event.widths_before[g] for g, w in event.widths_after.items())
+        promised = event.parity_tolerance_eval
+        assert promised is None or event.parity_error_eval <= promised
+        if grew:
+            assert event.parity_error_eval < 1e-9 and event.notes["ema_parity_error_eval"] < 1e-9
+    assert {g: loop.grower.state.widths[g] for g in full} == full
+    before = loop.network.eval()(batch(0)[0])
+    network = loop.grower.finish()
+    assert torch.allclose(network(batch(0)[0]), before, rtol=1e-10, atol=1e-12)
+    plain = nn.ModuleDict({"network": network}).state_dict()
+    assert not [key for key in plain if "unfinished" in key]
+
+
+@pytest.mark.parametrize(("epoch", "adam"), [(2, True), (3, False)])
+def test_a_resumed_loop_equals_one_that_was_not_interrupted(epoch: int, adam: bool) -> None:
+    whole = Loop(VarianceTransfer(), "layer", adam)
+    whole.run(*range(6))
+    first = Loop(VarianceTransfer(), "layer", adam)
+    first.run(*range(epoch))
+    second = Loop(VarianceTransfer(), "layer", adam)
+    second.load(first.saved())
+    second.run(*range(epoch, 6))
+    assert same(without_times(whole.saved()), without_times(second.saved()))
+
+
+def test_a_method_that_decides_by_itself_is_asked() -> None:
+    torch.manual_seed(0)
+    network = IsotropicMLP(5, [8], 3).double()
+    method = Isotropic()
+    grower = Grower(network, batch(0)[0], method=method, trigger=ByMethod(0.5))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    grower.follow(optimizer)
+    for epoch in range(3):
+        grower.step(epoch=epoch, step=epoch)
+        optimizer.zero_grad()
+        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
+        optimizer.step()
+    assert grower.state.asked >= 1
+    assert {id(p) for p in optimizer.state} == {id(p) for p in network.parameters()}
+
+
+def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights() -> None:
+    """The first isotropic layer reads channels that grow, so its rows are multiplied; a turn mixes them."""
+    loop = Loop(VarianceTransfer(), mode="scheduled", target_width=8, every_n_epochs=3)
+    loop.run(0, 1)
+    loop.grower.step(epoch=2, step=6)
+    known = dict(loop.grower.state.multipliers)
+    assert "hidden.0.weight" in known
+    x, y = batch(50)
+
+    def gradients() -> dict[str, Tensor]:
+        loop.network.zero_grad()
+        F.cross_entropy(loop.network.eval()(x), y).backward()
+        return {name: p.grad.clone() for name, p in loop.network.named_parameters()}
+
+    before, widths = gradients(), dict(loop.grower.state.widths)
+    (event,) = loop.grower.step(epoch=3, step=9)
+    assert "hidden.0.weight" not in loop.grower.state.multipliers
+    after, graph = gradients(), loop.grower.graph
+    assert event.widths_after["hidden.0"] > widths["hidden.0"]
+    for name in event.replaced:
+        if name in before and "log_length" not in name:
+            moved = event.carry.carried(before[name], name, graph, widths, event.widths_after)
+            # New neurons have a gradient of their own, which the old network does not determine.
+            old = tuple(slice(0, n) for n in before[name].shape)
+            assert torch.allclose(after[name][old], moved[old], rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": Isotropic(), "trigger": ByMethod()}, "decides the widths of isotropic layers already"),
+        ({"network": nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))}, "isotropic growth needs a layer"),
+    ],
+)
+def test_impossible_combinations_are_refused(arguments: dict[str, Any], message: str) -> None:
+    given = {"network": IsotropicMLP(5, [4], 3), "method": PairGrowth(), "trigger": SCHEDULE, **arguments}
+    with pytest.raises(UserError, match=message):
+        Grower(given.pop("network").double(), batch(0)[0], parts=[IsotropicLayers()], **given)
+    with pytest.raises(ValueError, match="target_width goes with mode='scheduled'"):
+        IsotropicLayers("scheduled")
+
+
+# Averages ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{}, {"removal_compensation": "batch", "least_squares": True}, {"columns": "random", "rotate": False}],
+    ids=["default", "observed", "random"],
+)
+def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dict) -> None:
+    """Weights of the average remain the average of weights, though bases are decided by what one network does."""
+    method = Isotropic(mode="scheduled", target_width=8, **choices)
+    probe = torch.randn(16, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    networks = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        networks.append(isotropic_mlp((1, 4, 4), 5, width=6, depth=3).double())
+    early, late = networks
+    graph = trace(early, probe[:2], follow_norms=True)
+    hidden = adaptable(graph)
+    average = AveragedModel(early, multi_avg_fn=get_ema_multi_avg_fn(0.25), use_buffers=True)
+    for network in networks:
+        average.update_parameters(network)
+    state = make_seed(late, graph, method, graph.full_widths, 0)
+    for widths in ((8, 9, 7), (4, 9, 6), (5, 7, 3)):
+        wanted = {**state.widths, **dict(zip(hidden, widths, strict=True))}
+        leader, before = tensors_of(late, graph), state.as_dict()
+        leading = grow(late, graph, method, state, wanted, 0, (probe,))
+        for network in (early, average.module):
+            own = GrowthState.from_dict(before)
+            event = grow(network, graph, method, own, wanted, 0, (probe,), averaged=leader, averaged_event=leading)
+            assert event.carry.bases.keys() == leading.carry.bases.keys() != set()
+            for group, basis in leading.carry.bases.items():
+                assert torch.equal(event.carry.bases[group], basis), group
+        for name, weight in average.module.named_parameters():
+            if weight.dim() == 2:
+                expected = 0.25 * early.get_parameter(name) + 0.75 * late.get_parameter(name)
+                torch.testing.assert_close(weight, expected, rtol=1e-9, atol=1e-12)
+
+
+# Depth -------------------------------------------------------------------------------------------------------
+
+
+def test_a_network_is_deepened_and_trained_on() -> None:
+    torch.manual_seed(0)
+    network, x, y = IsotropicMLP(6, [5, 4], 3), torch.randn(32, 6), torch.arange(32) % 3
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+    before = network(x)
+    new = deepen(network.hidden, 1)
+    assert torch.allclose(network(x), before, rtol=1e-6)
+    optimizer.add_param_group({"params": new})
+    assert {id(p) for p in network.parameters()} == {id(p) for g in optimizer.param_groups for p in g["params"]}
+    old = [p.detach().clone() for p in new]
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(network(x), y)
+        loss.backward()
+        optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(old, new, strict=True)), "a part of the new layer does not learn"
+    assert loss < nn.functional.cross_entropy(before, y)
+    # The deeper network is an isotropic one, of three layers.
+    graph = trace(network, x[:2], follow_norms=True)
+    assert list(spectra(graph, tensors_of(network, graph), graph.full_widths)) == ["hidden.0", "hidden.2", "hidden.4"]
+
+
+def deeper(blend: bool = True, gain: bool = False, *more: parts.Part) -> Grower:
+    """Three of four layers come in one after the other, as the identity."""
+    torch.manual_seed(0)
+    network = isotropic_mlp((1, 1, 5), 3, width=6, depth=4, blend=blend, gain_channel=gain)
+    blocks = parts.Depth(["hidden.2:4", "hidden.4:6", "hidden.6:8"], "identity")
+    trigger = At(dict.fromkeys(range(4), 1.0))
+    return Grower(network, batch(0)[0].float(), method=PairGrowth(), trigger=trigger, parts=[blocks, *more])
+
+
+def test_layers_come_in_as_the_identity_and_learn_from_there() -> None:
+    grower = deeper()
+    optimizer = torch.optim.AdamW(grower.network.parameters(), 0.01)
+    grower.follow(optimizer)
+    for epoch in range(6):
+        grower.step(epoch=epoch)
+        x, y = batch(epoch)
+        optimizer.zero_grad()
+        F.cross_entropy(grower.network(x.float()), y).backward()
+        optimizer.step()
+    inserted = [one for event in grower.events for one in event.notes["inserted"]]
+    assert [one["block"] for one in inserted] == ["hidden.2:4", "hidden.4:6", "hidden.6:8"]
+    assert all(one["parity_error_eval"] < 1e-6 for one in inserted)
+    weights = grower.finish().state_dict().items()
+    blends = [float(tensor.detach()) for name, tensor in weights if name.endswith(".blend")]
+    assert len(blends) == 3 and all(0.5 < blend < 1.5 and blend != 1 for blend in blends)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((False,), "hidden.2:4 of blocks cannot be left out with start='identity'"),
+        ((True, True), "needs an activation without a gain channel"),
+        ((True, False, IsotropicLayers()), "leave IsotropicLayers out, or let no layer come in"),
+    ],
+)
+def test_layers_that_cannot_come_in_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        # The parts check the seed once training is known.
+        deeper(*arguments).provide(lambda number: [], F.cross_entropy)
+
+
+@pytest.mark.parametrize("position", [-1, 4, 9])
+def test_a_wrong_place_is_told(position: int) -> None:
+    layers = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) if position == -1 else IsotropicMLP(6, [5, 4], 3).hidden
+    with pytest.raises(ValueError, match="no linear layer at or before position"):
+        deepen(layers, position)

@@ -1,0 +1,240 @@
+"""`python -m growlab widths`: reports and refusals."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from growlab.inspect import METHODS, USUAL, Report, examine, matrix_table
+from growlab.inspect.__main__ import describe, main
+from growlab.widths import trace
+
+
+def test_report_of_a_network(capsys):
+    assert main(["growlab/resnet20", "--input-shape", "3,8,8", "--methods", "ours,random", "--json"]) == 0
+    report = Report(**json.loads(capsys.readouterr().out))
+    assert report.full_params == 269722
+    assert report.seed_params == 17326
+    assert report.growing_share > 0.99
+    assert report.groups["layers.1.0.conv2"] == 16
+    assert set(report.parity) == {"ours", "random"}
+    assert report.grows
+    exact = [errors for method, errors in report.parity.items() if METHODS[method].preserves]
+    assert all(errors["eval"] <= 1e-10 and errors["loaded"] <= 1e-10 for errors in exact)
+    assert report.parity["random"]["eval"] > 1e-3
+
+
+def test_text_names_what_grows_and_what_stays(capsys):
+    assert main(["tests.unit.widths.test_command_line:small", "--input-shape", "4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"grows .*\n    0: 8\n", text)
+    assert re.search(r"stays .*\n    2: the network's output\n", text)
+    for method in USUAL:
+        assert re.search(rf"{method}: \S+ in eval mode, \S+ in train mode", text)
+
+
+def test_similar_layers_share_a_line():
+    report = Report("a", groups={f"layers.{i}.conv": 8 for i in range(9)} | {"stem": 8}, full_params=1)
+    assert "layers.*.conv (9 times): 8\n    stem: 8" in describe(report)
+
+
+def broken() -> None:
+    raise ValueError("no such size")
+
+
+def leaving() -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["resnet20"], "is no network's name"),
+        (["growlab/resnet21"], "growlab has no network 'resnet21'"),
+        (["torchvision/resnet180"], "Unknown model resnet180; did you mean resnet18"),
+        (["tests.unit.widths.test_command_line:small"], "add --input-shape"),
+        (["tests.unit.widths.test_command_line:nothing"], "cannot make"),
+        (["tests.unit.widths.test_command_line:broken"], "no such size (" + __file__),
+        (["json:dumps"], "missing 1 required positional argument"),
+        (["math:pi"], "is not a callable object"),
+        (["os:getcwd"], "returned no network but str"),
+        (["growlab/resnet20", "--methods", "theirs"], "no growth method theirs"),
+        (
+            ["tests.unit.widths.test_command_line:leaving"],
+            "cannot make tests.unit.widths.test_command_line:leaving: SystemExit",
+        ),
+        *(
+            (["growlab/resnet20", "--input-shape", shape], "is not of the form 3,32,32")
+            for shape in ("3,-8,8", "0", "3,,8", "1.5", "9" * 30, "\u00b2")
+        ),
+        (["growlab/resnet20", "--input-shape", "99999,99999"], "larger than 268,435,456 numbers"),
+        (["growlab/resnet20", "--matrix", "m", "--jobs", "0"], "argument --jobs: '0' is no number above 0"),
+        (["growlab/resnet20", "--matrix", "m", "--time-limit", "nan"], "'nan' is no number above 0"),
+        (["growlab/resnet20", "--matrix", "m", "--memory-limit", "-1"], "'-1' is no number above 0"),
+        (["growlab/resnet20", "--matrix", "m", "--json"], "leave --json, --keep-full out"),
+        (["growlab/resnet20", "--matrix", "m", "--keep-full", "x"], "leave --json, --keep-full out"),
+    ],
+)
+def test_bad_names_are_one_sentence(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_matrix_table_names_refusals():
+    refused, grown = Report("a", error="no channel rule for x|y"), Report("a/b", growing_share=0.8)
+    grown.parity = {"ours": {"eval": 1e-15, "train": 1e-5, "loaded": 0.0}}
+    wrong = Report("a/c", growing_share=0.8, parity={"ours": {"eval": 1e-3, "train": 1e-5, "loaded": 0.0}})
+    table = matrix_table([refused, grown, wrong])
+    assert re.search(r"\| a \| no \|.* no channel rule for x/y \|", table)
+    assert "| a | 3 | 1 (33.3%) |" in table
+    assert "| a/b | yes |" in table and "| a/c | no |" in table
+
+
+def test_a_matrix_resumes_where_it_ended(tmp_path, capsys, monkeypatch):
+    """Each network in its own process: one that takes too long is a row, and so is one that cannot be made."""
+    # The function of that name hides its module.
+    monkeypatch.setattr(sys.modules["growlab.inspect.examine"], "_PRELOAD", ["growlab.inspect.examine"])
+    here = "tests.unit.widths.test_command_line"
+    names = [f"{here}:with_inputs", f"{here}:endless", f"{here}:nothing"]
+    arguments = ["--matrix", str(tmp_path / "m"), "--methods", "net2net", "--time-limit"]
+    assert main([names[0], *arguments, "60"]) == 0
+    first = json.loads((tmp_path / "m.json").read_text())["networks"]
+    first[0]["trace_sec"] = 123.0
+    (tmp_path / "m.json").write_text(json.dumps({"networks": first}))
+    assert main([*names, *arguments, "1"]) == 0
+    rows = json.loads((tmp_path / "m.json").read_text())["networks"]
+    assert [row["model"] for row in rows] == names
+    assert rows[0]["trace_sec"] == 123.0
+    assert rows[1]["error"] == "took longer than 1 s of CPU time"
+    assert "cannot make" in rows[2]["error"]
+    assert "| yes |" in (tmp_path / "m.md").read_text()
+
+
+def test_what_is_no_matrix_is_left_alone(tmp_path, capsys):
+    (tmp_path / "m.json").write_text("[]")
+    assert main(["growlab/resnet20", "--matrix", str(tmp_path / "m")]) == 2
+    assert "contains no matrix" in capsys.readouterr().err
+    assert (tmp_path / "m.json").read_text() == "[]"
+
+
+def endless() -> nn.Module:
+    while True:
+        torch.ones(10).sum()
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_factories_may_return_their_inputs(capsys):
+    assert main(["tests.unit.widths.test_command_line:with_inputs"]) == 0
+    assert "1 width group (" in capsys.readouterr().out
+
+
+def with_inputs() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return small(), (torch.randn(2, 4),)
+
+
+def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
+    """Edges [2, E] of a graph: neither they nor its nodes have a row for each sample."""
+    for keep in ([], ["--keep-full", "index_add_"]):
+        assert main(["tests.unit.widths.test_command_line:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
+        report = Report(**json.loads(capsys.readouterr().out))
+        assert report.samples == 1 and report.probe == [[6, 4], [2, 8]]
+        assert report.groups == ({"nodes": 8} if keep else {"nodes": 8, "messages": 10})
+        assert report.parity["net2net"]["eval"] <= 1e-10
+
+
+class OnAGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes, self.messages, self.head = nn.Linear(4, 8), nn.Linear(8, 10), nn.Linear(10, 2)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        sent = self.messages(self.nodes(x).relu())[edges[0]]
+        return self.head(torch.zeros(len(x), sent.shape[1], dtype=x.dtype).index_add_(0, edges[1], sent).tanh())
+
+
+def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
+    return OnAGraph(), (torch.randn(6, 4), edges)
+
+
+@pytest.mark.parametrize(
+    ("make", "lines"),
+    [
+        (lambda: spatial(), ["0: 8"]),
+        (lambda: recurrent(), ["0: 8", "1.lstm: 6"]),
+        (lambda: Attentive(), ["inside: 12 = 4 x 3 (heads or groups of channels)"]),
+    ],
+)
+def test_a_graph_prints_the_report_in_short(make, lines):
+    graph = trace(make(), torch.randn(2, 5, 6, 6))
+    for line in lines:
+        assert re.search(rf"^    .*{re.escape(line)}$", str(graph), re.MULTILINE)
+    assert re.search(r"^  stays .*\n    \S+: the network's output$", str(graph), re.MULTILINE)
+    assert repr(graph).startswith(f"WidthGraph({len(graph.groups)} groups {{")
+    assert len(repr(graph)) < 300 and repr(graph).count("\n") < 5
+
+
+@pytest.mark.parametrize("factory", ["of_a_dictionary", "a_list_for_each", "one_for_all"])
+def test_inputs_and_outputs_of_any_structure(factory):
+    report = examine(f"tests.unit.widths.test_command_line:{factory}", methods=["net2net"], parts=False)
+    assert report.parity["net2net"]["eval"] <= 1e-10
+    assert report.samples == (2 if factory == "of_a_dictionary" else 1)
+
+
+class Structured(nn.Sequential):
+    """Layers around functions of what goes in and comes out."""
+
+    def __init__(self, before, after) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.before, self.after = before, after
+
+    def forward(self, x):
+        return self.after(super().forward(self.before(x)))
+
+
+def of_a_dictionary() -> tuple[nn.Module, tuple]:
+    return Structured(lambda given: given["x"], lambda y: {"loss": None, "y": y}), ({"x": torch.randn(2, 4)},)
+
+
+def a_list_for_each() -> tuple[nn.Module, torch.Tensor]:
+    return Structured(lambda x: x, lambda y: [{"boxes": row} for row in y.unbind()]), torch.randn(2, 4)
+
+
+def one_for_all() -> tuple[nn.Module, torch.Tensor]:
+    return Structured(lambda x: x, lambda y: y.mean()), torch.randn(2, 4)
+
+
+def spatial() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(5, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x.flatten(2).transpose(1, 2))[0].mean(1)
+
+
+def recurrent() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(5, 8, 1), Recurrent(), nn.Linear(6, 3))
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 4, 16, batch_first=True)
+        self.inside, self.head = nn.Linear(5, 12), nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.inside(x.flatten(2).transpose(1, 2))).mean(1))
