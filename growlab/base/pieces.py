@@ -1,7 +1,10 @@
 """Tensors that processes share out in pieces (torch's DTensor), and tensors that are computed one at a time."""
 
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,16 @@ def nobody_else_has(tensor: Tensor) -> bool:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, without gradient; the processes that share it out call this together."""
-    return tensor.detach().full_tensor() if is_piece(tensor) else tensor  # type: ignore[attr-defined]
+    if not is_piece(tensor):
+        return tensor
+    piece = _local(tensor).untyped_storage()
+    away = _aside is not None and _aside.bring_back(piece)
+    full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+    if away:
+        # A process that has all of a tensor returns its own.
+        full = full.clone() if full.untyped_storage() is piece else full
+        set_aside(tensor)
+    return full
 
 
 def device_of_pieces(network: nn.Module) -> torch.device | None:
@@ -66,6 +78,81 @@ def _beside(content: Tensor, like: Tensor) -> Tensor:
     """Bring a tensor to another one's device and dtype; next to one on meta it keeps its values."""
     device = content.device if like.is_meta else like.device
     return content.detach().to(device=device, dtype=like.dtype)
+
+
+class _Aside:
+    """Bytes of old pieces: an accelerator's in the host's memory, the host's in a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        # Number of bytes, and a copy or a place in the file.
+        self._kept, self._file = dict[torch.UntypedStorage, tuple[int, Tensor | int]](), file
+
+    def take(self, piece: torch.UntypedStorage) -> None:
+        if piece not in self._kept:
+            # A copy also where it goes to the file: memory that numpy has seen cannot be resized.
+            copied = _bytes(piece).to("cpu", copy=True)
+            place: Tensor | int = copied
+            if piece.device.type == "cpu":
+                self._file.seek(0, os.SEEK_END)
+                place = self._file.tell()
+                self._file.write(copied.numpy().data)
+            self._kept[piece] = piece.nbytes(), place
+        piece.resize_(0)
+
+    def bring_back(self, piece: torch.UntypedStorage) -> bool:
+        """Return True if a piece's bytes were away, and are back now."""
+        if piece not in self._kept:
+            return False
+        size, place = self._kept[piece]
+        piece.resize_(size)
+        if isinstance(place, int):
+            self._file.seek(place)
+            place = torch.frombuffer(bytearray(self._file.read(size)), dtype=torch.uint8)
+        _bytes(piece).copy_(place)
+        return True
+
+    def bring_all_back(self) -> None:
+        for piece in self._kept:
+            self.bring_back(piece)
+
+
+_aside: _Aside | None = None
+
+
+@contextmanager
+def old_pieces_aside() -> Iterator[None]:
+    """Context in which `set_aside` frees memory of old pieces; an error brings them back."""
+    global _aside
+    # The file exists from the first piece on.
+    with tempfile.SpooledTemporaryFile(max_size=1) as file:
+        aside = _aside = _Aside(file)
+        try:
+            yield
+        except BaseException:
+            aside.bring_all_back()
+            raise
+        finally:
+            _aside = None
+
+
+def set_aside(old: Tensor) -> None:
+    """Free a piece's memory during an event, if the piece can be brought back; until its end `whole` still reads it."""
+    if _aside is None or not is_piece(old):
+        return
+    local = _local(old)
+    piece = local.untyped_storage()
+    alone = type(local) is Tensor and not local.is_meta and piece.resizable() and local.nbytes > 0
+    if alone and piece.nbytes() in (0, local.nbytes):
+        _aside.take(piece)
+
+
+def _local(piece: Tensor) -> Tensor:
+    with torch.no_grad():
+        return piece.detach().to_local()  # type: ignore[attr-defined]
+
+
+def _bytes(memory: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 class OneByOne(Mapping[str, Tensor]):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from growlab.base.pieces import old_pieces_aside
 from growlab.grower.part import Part
 from growlab.grower.sharding import known_sharding
 from growlab.grower.triggers import GrowingNetwork
@@ -42,8 +43,9 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
     """Restore a grower and its followers if anything is raised.
 
     Covers the network and its averages (modules, parameters and buffers by identity and value, gradients, hooks),
-    optimizers, parts, trigger and method with their attributes, and random generators. Replaced tensors are put back;
-    only tensors written to in place are copied, just before.
+    optimizers, parts, trigger and method with their attributes, and random generators. Replaced tensors are put back,
+    those of sharded networks from a place outside of the device's memory; only tensors written to in place are copied,
+    just before.
     """
     networks = [grower.network, *grower.copies().values()]
     # Parts may set attributes of a model's config, whose class is of another library.
@@ -52,7 +54,7 @@ def transaction(grower: GrowingNetwork, parts: Sequence[Part]) -> Iterator[None]
     snapshot = _Snapshot([grower, *grower.optimizers, *networks], libraries)
     draws, sharded = states_of_draws(grower.network), known_sharding(networks)
     try:
-        with snapshot.watching():
+        with old_pieces_aside(), snapshot.watching():
             yield
     except BaseException:
         grown = [dict(network.named_parameters()) for network in networks]

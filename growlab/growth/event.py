@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
-from growlab.base.pieces import device_of_pieces, gathered
+from growlab.base.pieces import device_of_pieces, gathered, set_aside
 from growlab.growth import constants
 from growlab.growth.constants import add, as_applied, as_stored, padding_kept
 from growlab.growth.measurement import Measurement
@@ -316,8 +316,15 @@ def _replaced(
     rebuilding: Rebuilding,
 ) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Put new tensors in the network, and after an error what it had, with the state's norms and multipliers."""
+    old = tensors_of(model, graph)
+
+    def new() -> Iterator[tuple[str, Tensor]]:
+        for name, content in tensors:
+            yield name, content
+            set_aside(old[name])
+
     with rebuilding():
-        replaced = replace_tensors(model, graph, tensors)
+        replaced = replace_tensors(model, graph, new())
     try:
         yield replaced
     except BaseException:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base.devices import on_cpu
-from growlab.base.pieces import is_piece, placed, replicated, whole
+from growlab.base.pieces import is_piece, placed, replicated, set_aside, whole
 from growlab.base.settings import one_of
 from growlab.optim.avagrad import AvaGrad
 from growlab.optim.lars import LARS
@@ -140,7 +140,8 @@ def follow_once(
             states[places[id(param)][1] if id(param) in places else param] = done[id(old)][1]
     if inheritance == "reset" and not shares and not made_once:
         for param in own:
-            del state[param]
+            for tensor in tensors_within(state.pop(param)):
+                set_aside(tensor)
         for group in getattr(optimizer, "param_groups", ()):
             # Some count steps here, and create their state in the first.
             if "step" not in getattr(optimizer, "defaults", ()):
@@ -184,6 +185,11 @@ class _Moving:
         return _mapped(value, param.shape, new.shape, partial(self._carried, param), key)
 
     def _carried(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        new = self._new(param, key, value)
+        set_aside(value)
+        return new
+
+    def _new(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         name, new = self._places[id(param)]
         value, power = whole(value), _power(self._optimizer, key)
         chosen = self.rule if power is not None else Carry()

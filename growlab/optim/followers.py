@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import UserError
-from growlab.base.pieces import placed, replicated, whole
+from growlab.base.pieces import placed, replicated, set_aside, whole
 from growlab.optim.carry import (
     Inheritance,
     cannot_replace,
@@ -145,6 +145,7 @@ class Followers:
                 new.grad = (
                     _rows_of(gradient, old.grad) if sparse else torch.empty_like(new).copy_(placed(gradient, new))
                 )
+                set_aside(old.grad)
         for name, parameter in network.named_parameters():
             if carry.every != 1.0 and name not in replaced and parameter.grad is not None:
                 parameter.grad.mul_(carry.every)

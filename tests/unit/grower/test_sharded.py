@@ -1,6 +1,7 @@
 """Networks that processes share out: growth of those that `shard=` cuts equals one process's; others are refused."""
 
 import copy
+import gc
 import os
 import re
 import signal
@@ -539,6 +540,45 @@ def test_optimizers_with_regions_and_averages_are_refused(mesh: Any) -> None:
     zero = type("DeepSpeedZeroOptimizer", (torch.optim.SGD,), {"__module__": "deepspeed.runtime.zero.stage3"})
     with pytest.raises(UserError, match="shares parameters out"):
         grower.follow(zero(network.parameters(), lr=0.1))
+
+
+def bytes_of_tensors() -> int:
+    """Memory of all tensors in this process."""
+    tensors = [
+        each for each in gc.get_objects() if isinstance(each, Tensor) and not is_piece(each) and not each.is_meta
+    ]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+@pytest.mark.parametrize("state", ["inherit", "reset"])
+def test_an_event_needs_memory_for_a_few_tensors_at_any_depth(state: Any, mesh: Any) -> None:
+    """With weights, moments and gradients in pieces, and old pieces that return after an error."""
+    network = nn.Sequential(*(nn.Linear(32, 32) for _ in range(40)))
+    x, then = torch.randn(2, 32), list[int]()
+    trigger = {0: 0.5, 1: 0.75, 2: 1.0}
+    grower = Grower(network, x, method=PairGrowth(), trigger=trigger, shard=fully_shard, verbose=False)
+    optimizer = torch.optim.AdamW(network.parameters())
+    grower.follow(optimizer, state=state)
+    grower.step(epoch=0)
+    network(x).square().mean().backward()
+    optimizer.step()
+    reshard(network)
+    output = network(x)
+    reshard(network)
+
+    def fail() -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        grower.step(epoch=1, then=fail)
+    assert torch.equal(network(x), output)
+    reshard(network)
+    gc.collect()
+    before = bytes_of_tensors()
+    grower.step(epoch=1, then=lambda: then.append(bytes_of_tensors()))
+    gc.collect()
+    assert then[0] - max(before, bytes_of_tensors()) < 4 * 32 * 32 * 4
+    optimizer.step()
 
 
 @pytest.mark.parametrize("wrapper", [None, checkpoint_wrapper])
