@@ -38,6 +38,7 @@ class OfflineRun:
     config: dict[str, str] = field(default_factory=dict)
     summaries: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
+    resumes: bool = False
 
     @classmethod
     def parse(cls, path: Path) -> "OfflineRun":
@@ -56,6 +57,7 @@ class OfflineRun:
                 assert run.id == record.run.run_id
                 run.name = record.run.display_name
                 run.group, run.job_type = record.run.run_group, record.run.job_type
+                run.resumes = bool(getattr(record.run, "resume", ""))  # a field since 0.31
             elif kind == "metric" and record.metric.summary.ByteSize():
                 chosen = record.metric.summary
                 run.summaries[record.metric.name] = "max" if chosen.max else "min" if chosen.min else "other"
@@ -160,23 +162,29 @@ def test_figures_are_images_and_files(sweep: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_id_its_steps_and_tables(cli: CommandLine, tmp_path: Path) -> None:
-    command = (*SHORT, "logger=wandb", "hydra.run.dir=run")
-    assert cli(*command, cwd=tmp_path, fault=("at_step", 4, int(signal.SIGKILL))).code < 0
+@pytest.mark.parametrize("fault", [("at_step", 5), ("at_checkpoint", 2, "after")], ids=["step", "checkpoint"])
+def test_the_last_folder_of_a_killed_offline_run_has_its_whole_history(
+    cli: CommandLine, tmp_path: Path, fault: tuple[Any, ...]
+) -> None:
+    """W&B had written nothing of the run when it was killed: within an epoch, or between a checkpoint and the event."""
+    command = (*SHORT, "logger=wandb", "log_every_n_steps=1", "checkpoint.every_n_steps=2", "hydra.run.dir=run")
+    assert cli(*command, cwd=tmp_path, fault=(*fault, int(signal.SIGKILL))).code < 0
     assert cli(*command, "ckpt_path=last", cwd=tmp_path).code == 0
     broken, resumed = runs_below(tmp_path / "run")
-    assert broken.id == resumed.id
-    assert broken.exit_code is None and resumed.exit_code == 0
+    assert broken.id == resumed.id and (broken.exit_code, resumed.exit_code) == (None, 0)
+    assert resumed.group == ""
+    # `wandb sync` takes the folders in order, and without `resume` each replaces what came before.
+    assert not resumed.resumes
+    assert resumed.column("_step") == list(range(len(resumed.history)))
+    for file, prefix, names in (("steps", "step/", ("loss", "lr")), ("metrics", "", ("train_loss", "val_accuracy"))):
+        rows = table(tmp_path / "run" / f"{file}.csv")
+        for name in names:
+            logged = [row for row in resumed.history if f"{prefix}{name}" in row]
+            assert [json.loads(row["trainer/global_step"]) for row in logged] == [int(row["step"]) for row in rows]
+            assert [json.loads(row[f"{prefix}{name}"]) for row in logged] == pytest.approx([float(r[name]) for r in rows])
+    assert resumed.column("growth/stage") == [1]
     assert len(resumed.table("growth_events")["data"]) == 1
     assert sorted({row[0] for row in resumed.table("spectra")["data"]}) == [0, 1]
-    assert resumed.group == ""
-    # One history: the second file's steps continue those at the checkpoint.
-    first = resumed.column("_step")[0]
-    kept = [row for row in broken.history if json.loads(row["_step"]) < first]
-    done = [json.loads(row["trainer/global_step"]) for row in kept if "trainer/global_step" in row]
-    assert resumed.column("_step") == sorted(set(resumed.column("_step"))) and first > 0
-    # A killed run may have written nothing yet.
-    assert max(done, default=0) <= min(resumed.column("trainer/global_step"))
 
 
 class OnlineRun:
@@ -194,7 +202,8 @@ class OnlineRun:
 @pytest.mark.parametrize("offline", [False, True])
 def test_checkpoint_and_weights_are_an_artifact_where_the_run_is_online(tmp_path: Path, offline: bool) -> None:
     from lightning import Trainer
-    from lightning.pytorch.loggers import WandbLogger
+
+    from growlab.lab.training import WandbLogger
 
     (tmp_path / "checkpoints").mkdir()
     for name in ("checkpoints/last.ckpt", "model.pt", "results.json"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from growlab.lab.training.checkpoints import SavePolicy
     from growlab.lab.training.learning_rate import LearningRate, RateAdaptation
+    from growlab.lab.training.loggers import WandbLogger
     from growlab.lab.training.objectives import (
         CharacterPrediction,
         Classification,
@@ -37,14 +38,14 @@ __all__ = [
     "SubwordPrediction",
     "Task",
     "TokenPrediction",
+    "WandbLogger",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # Imported when used: composing a configuration, help and error messages need not wait for torch and Lightning.
-    for home in (
-        ("objectives", "progress", "learning_rate", "recorder", "checkpoints", "task") if name in __all__ else ()
-    ):
+    homes = ("objectives", "progress", "learning_rate", "recorder", "checkpoints", "task", "loggers")
+    for home in homes if name in __all__ else ():
         if hasattr(module := importlib.import_module(f"{__name__}.{home}"), name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

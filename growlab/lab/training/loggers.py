@@ -1,6 +1,7 @@
 """Send tables, images and checkpoints of a run to its loggers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import numpy as np
 import PIL.Image
 import torch
 from lightning import Callback, Trainer
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch import loggers as lightning_loggers
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from growlab.lab.analysis.identity import FREE
@@ -27,6 +30,30 @@ _RANKS = 9
 _NOT_IN_NAMES = (*(f"{name}{end}" for name in (*FREE, "data.root") for end in ".="), "hydra")
 
 
+class WandbLogger(lightning_loggers.WandbLogger):
+    """Lightning's logger for Weights & Biases, with the whole history in the last folder of an offline run.
+
+    W&B writes offline runs in large blocks, so a killed process loses rows. A resumed run therefore logs the rows up to
+    its checkpoint again, and, without W&B's `resume`, `wandb sync` replaces what earlier folders have of the run.
+
+    Args:
+        offline: write the run to a folder, for `wandb sync`.
+        settings: other arguments of Lightning's `WandbLogger`.
+    """
+
+    def __init__(self, offline: bool = False, **settings: Any) -> None:
+        super().__init__(offline=offline, **{"resume": None if offline else "allow", **settings})
+        self.history: list[tuple[dict[str, Any], int | None]] = []
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers or media; numbers of an offline run are kept, to be logged again by a resumed one."""
+        super().log_metrics(metrics, step)
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+        if self._offline and numbers:
+            self.history.append((numbers, step))
+
+
 class WandbRecords(Callback):
     """Logs growth events and spectra (as tables), figures and the checkpoint to Weights & Biases.
 
@@ -35,26 +62,24 @@ class WandbRecords(Callback):
     """
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
-        self._all = loggers
+        self._boards = [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
         self._loggers = [logger for logger in loggers if isinstance(logger, WandbLogger)]
         self._spectra: list[list[Any]] = []
-        self._steps: list[int] = []
+        self._history: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the table and the steps of W&B's history so far, so that a resumed run continues them."""
-        steps = [logger.experiment.step for logger in self._loggers if is_first()]
-        return {"spectra": self._spectra, "steps": steps}
+        """Return the table and the histories so far; TensorBoard writes its points down, which are not in it."""
+        for board in self._boards:
+            board.save()
+        return {"spectra": self._spectra, "history": [logger.history for logger in self._loggers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the table and the history of the checkpoint."""
-        self._spectra, self._steps = list(state_dict["spectra"]), state_dict["steps"]
+        """Continue the table and the histories of the checkpoint."""
+        self._spectra, self._history = list(state_dict["spectra"]), state_dict["history"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Continue offline histories; define the value of each curve that summarises the run."""
+        """Define the value of each curve that summarises the run."""
         if trainer.is_global_zero:
-            for logger, step in zip(self._loggers, self._steps, strict=False):
-                if logger.experiment.offline:
-                    logger.experiment.log({}, step=step)
             for logger in self._loggers:
                 for name, summary in _SUMMARIES.items():
                     # As Lightning defines all metrics: a definition by name replaces its `*`.
@@ -63,12 +88,20 @@ class WandbRecords(Callback):
                     )
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Let TensorBoard drop the points after the checkpoint, which come again."""
-        for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
-            if trainer.is_global_zero and trainer.global_step:
-                # The writer opens its next file with the step from which on it replaces earlier ones.
-                board.experiment.close()
-                board.experiment.purge_step = trainer.global_step + 1
+        """Log offline histories again; let TensorBoard drop the points after the checkpoint, which come again."""
+        if not trainer.is_global_zero or not trainer.global_step:
+            return
+        for board in self._boards:
+            # The writer opens its next file with the step from which on it replaces earlier ones.
+            board.experiment.close()
+            board.experiment.purge_step = trainer.global_step + 1
+        # Loggers may be added when a run is resumed.
+        for logger, history in zip(self._loggers, self._history, strict=False):
+            for metrics, step in history:
+                logger.log_metrics(metrics, step)
+        if any(self._history):
+            self.on_growth(trainer, pl_module)
+            self._log_spectra(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Add the stage's spectra after its last epoch."""
@@ -79,10 +112,11 @@ class WandbRecords(Callback):
             return
         if is_last or schedule.stage_at(epoch + 1) != stage:
             self._spectra += [[stage, epoch, *row] for row in spectra(pl_module.network)]
-            for logger in self._loggers:
-                logger.log_table(
-                    "spectra", columns=list(SPECTRUM_COLUMNS), data=self._spectra, step=trainer.global_step
-                )
+            self._log_spectra(trainer)
+
+    def _log_spectra(self, trainer: Trainer) -> None:
+        for logger in self._loggers:
+            logger.log_table("spectra", columns=list(SPECTRUM_COLUMNS), data=self._spectra, step=trainer.global_step)
 
     def on_growth(self, trainer: Trainer, task: Task) -> None:
         """Update the table of growth events."""
@@ -101,7 +135,7 @@ class WandbRecords(Callback):
                 logger.log_image(f"figures/{path.stem}", [str(path)], step=trainer.global_step)
             if not logger.experiment.offline:
                 _upload(logger, run_dir)
-        for board in (logger for logger in self._all if isinstance(logger, TensorBoardLogger)):
+        for board in self._boards:
             for path in figures:
                 pixels = np.asarray(PIL.Image.open(path).convert("RGB"))
                 board.experiment.add_image(f"figures/{path.stem}", pixels, trainer.global_step, dataformats="HWC")
