@@ -465,12 +465,17 @@ def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> Non
     off = composed(["lr_adapt=none"])
     assert "divide_output_lr_by_fan_in: false" in in_short(off, default)
     assert difference(cfg, default).splitlines()[0] == "depth.blocks=auto  # null"
-    choices = HydraConfig.get().runtime.choices
-    for name, _ in leaves(OmegaConf.to_container(cfg)):
-        if not name.startswith(("hydra", "parts.")) and not name.endswith("_"):
-            assert explanation(cfg, name, choices).count("\n") and "see the documentation" not in (
-                explanation(cfg, name, choices)
-            ), name
+    other = ["optimizer=muon", "model=isotropic_mlp"]
+    for chosen in ([], ["depth.blocks=auto"], [*other, "isotropic.mode=reserve"], ["logger=wandb"]):
+        cfg = composed(chosen)
+        choices = HydraConfig.get().runtime.choices
+        for name, _ in leaves(OmegaConf.to_container(cfg)):
+            if not name.startswith(("hydra", "parts")) and not name.endswith("_"):
+                said = explanation(cfg, name, choices)
+                assert said.count("\n") and "see the documentation" not in said, name
+                assert not name.startswith("isotropic.") or re.search(
+                    r"^ +[\w |]*(int|float|bool|Literal)", said, re.M
+                ), name
     assert explanation(cfg, "growth", choices).startswith("growth: bert2bert, ")
     assert explanation(cfg, "method=ours", choices).startswith("method=ours: The full method of Yuan et al. 2023")
     with pytest.raises(UserError, match="near it: progress_unit"):

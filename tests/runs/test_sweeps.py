@@ -15,7 +15,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.analysis import load_runs
 from growlab.lab.cli.sweeps import check_selection, conclude, objective
-from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import PRIMARY, config_dir, naming_override, set_plugin_defaults
 from tests.command_line import CommandLine
 from tests.runs.test_experiment import SHORT
 
@@ -60,6 +60,24 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     reported: list[str] = []
     assert len(load_runs(sweep, reported.append)) == 2
     assert reported == [f"{failure.parent} failed: {content['reason']}"]
+
+
+def test_an_extended_sweep_finds_its_finished_jobs_whose_numbers_have_changed(cli: CommandLine, tmp_path: Path) -> None:
+    sweep = ("-m", *SHORT, "hydra.sweep.dir=sweep")
+    assert cli(*sweep, "seed=1", "growth=pairs,net2net", cwd=tmp_path).code == 0
+    again = cli(*sweep, "seed=1", "growth=ours,pairs,net2net", cwd=tmp_path)
+    assert again.code == 0
+    assert named(again.out, "finished before: ") == [
+        f"finished before: {tmp_path / 'sweep' / name}" for name in ("0_growth=pairs", "1_growth=net2net")
+    ]
+    assert sorted(path.parent.name for path in (tmp_path / "sweep").rglob("results.json")) == [
+        *("0_growth=ours", "0_growth=pairs", "1_growth=net2net")
+    ]
+
+
+def test_jobs_over_several_experiments_are_named_by_them() -> None:
+    assert "experiment" in naming_override(["experiment=digits", "seed=0,1"])
+    assert "experiment" not in naming_override(["experiment=digits,gpt_char", "seed=0,1"])
 
 
 def test_nothing_is_concluded_where_no_sweep_has_run(capsys: pytest.CaptureFixture[str]) -> None:

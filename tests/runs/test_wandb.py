@@ -181,7 +181,9 @@ def test_the_last_folder_of_a_killed_offline_run_has_its_whole_history(
         for name in names:
             logged = [row for row in resumed.history if f"{prefix}{name}" in row]
             assert [json.loads(row["trainer/global_step"]) for row in logged] == [int(row["step"]) for row in rows]
-            assert [json.loads(row[f"{prefix}{name}"]) for row in logged] == pytest.approx([float(r[name]) for r in rows])
+            assert [json.loads(row[f"{prefix}{name}"]) for row in logged] == pytest.approx(
+                [float(r[name]) for r in rows]
+            )
     assert resumed.column("growth/stage") == [1]
     assert len(resumed.table("growth_events")["data"]) == 1
     assert sorted({row[0] for row in resumed.table("spectra")["data"]}) == [0, 1]

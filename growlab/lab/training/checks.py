@@ -143,9 +143,9 @@ def _hints(made: Any) -> dict[str, Any]:
     if not isinstance(made, type):
         return typing.get_type_hints(made)
     # A constructor that hands on `**kwargs` takes the arguments of those above it, such as torch's optimizers.
-    owners = [owner for kind in (*getattr(made, "SETTINGS", ()), made) for owner in reversed(kind.__mro__)]
-    constructors = [vars(owner)["__init__"] for owner in owners if "__init__" in vars(owner)]
-    return {name: hint for one in constructors for name, hint in typing.get_type_hints(one).items()}
+    constructors = [vars(owner)["__init__"] for owner in reversed(made.__mro__) if "__init__" in vars(owner)]
+    found = [_hints(kind) for kind in getattr(made, "SETTINGS", ())] + [*map(typing.get_type_hints, constructors)]
+    return {name: hint for hints in found for name, hint in hints.items()}
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +127,27 @@ def _job_folder(which: str = "") -> str:
     named = job.job.override_dirname
     if which == "all":
         named = ",".join(sorted(one for one in job.overrides.task if name_of(one) not in _NOT_IN_FOLDERS))
-    elif "BasicSweeper" in str(job.sweeper.get("_target_")):
-        # A search that is continued numbers its trials from 0 again.
-        named = f"{job.job.num}_{named}".rstrip("_")
     name = named.replace("/", "_").encode()
     digest = hashlib.sha256(name).hexdigest()[:8]
-    return (name if len(name) <= _LONGEST else name[: _LONGEST - 9] + f"_{digest}".encode()).decode(errors="ignore")
+    short = name if len(name) <= _LONGEST else name[: _LONGEST - 9] + f"_{digest}".encode()
+    name = short.decode(errors="ignore")
+    # A search that is continued numbers its trials from 0 again.
+    if which == "all" or "BasicSweeper" not in str(job.sweeper.get("_target_")):
+        return name
+    # A sweep that has been extended numbers its finished jobs differently.
+    places = [path.name for path in Path(job.sweep.dir).glob(f"*_{escape(name)}")] if name else []
+    before = sorted(one for one in places if one.partition("_")[0].isdecimal() and one.partition("_")[2] == name)
+    numbered = f"{job.job.num}_{name}".rstrip("_")
+    return before[0] if before and numbered not in before else numbered
 
 
 def naming_override(overrides: Sequence[str]) -> str:
     """Return the override that leaves what all jobs of a sweep share out of their folders' names."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
+    swept = [one.get_key_element() for one in parsed if one.is_sweep_override()]
     shared = [one.get_key_element().lstrip("+~") for one in parsed if not one.is_sweep_override()]
-    return f"{_NAMING}=[{','.join(map(quoted, [*_NOT_IN_FOLDERS, *shared]))}]"
+    left_out = [*(name for name in _NOT_IN_FOLDERS if name not in swept), *shared]
+    return f"{_NAMING}=[{','.join(map(quoted, left_out))}]"
 
 
 # `${growlab.name:}` is this run's name and `${growlab.sweep:}` that of the sweep which it is a job of, worked out once:
