@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
 from growlab.lab.analysis.identity import FREE
-from growlab.lab.training.processes import is_first
 from growlab.lab.training.task import Task
 
 EVENT_COLUMNS = (
