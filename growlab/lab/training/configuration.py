@@ -127,9 +127,9 @@ def _job_folder(which: str = "") -> str:
     named = job.job.override_dirname
     if which == "all":
         named = ",".join(sorted(one for one in job.overrides.task if name_of(one) not in _NOT_IN_FOLDERS))
-    name = named.replace("/", "_").encode()
-    digest = hashlib.sha256(name).hexdigest()[:8]
-    short = name if len(name) <= _LONGEST else name[: _LONGEST - 9] + f"_{digest}".encode()
+    full = named.replace("/", "_").encode()
+    digest = hashlib.sha256(full).hexdigest()[:8]
+    short = full if len(full) <= _LONGEST else full[: _LONGEST - 9] + f"_{digest}".encode()
     name = short.decode(errors="ignore")
     # A search that is continued numbers its trials from 0 again.
     if which == "all" or "BasicSweeper" not in str(job.sweeper.get("_target_")):
