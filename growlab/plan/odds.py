@@ -7,13 +7,14 @@ with weights that fall with the distance between their ln r and the asked one (a
 """
 
 import csv
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from math import exp, expm1, isfinite, log
+from math import expm1, isfinite, isnan, log, nan
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from torch import nn
 
 from growlab.base.errors import UserError
@@ -57,16 +58,6 @@ class Case:
     def ratio(self) -> float:
         """Samples per parameter of the full network."""
         return self.samples / self.params
-
-    def error(self, arm: Arm) -> float | None:
-        """Test error of a network, above 0; None: not trained."""
-        value: float | None = getattr(self, arm)
-        return None if value is None else max(value, 1e-4)
-
-    def lost(self, arms: Iterable[Arm]) -> dict[Arm, float]:
-        """Logarithm of each trained network's error over that of the best among `arms`."""
-        found = {arm: error for arm in arms if (error := self.error(arm)) is not None}
-        return {arm: log(error / min(found.values())) for arm, error in found.items()}
 
 
 @dataclass(frozen=True)
@@ -119,9 +110,10 @@ class Advice:
 
     @property
     def line(self) -> str:
-        """The advice in one line."""
-        odds = " and ".join(f"{_NAMES[arm]} ({100 * value:.0f} %)" for arm, value in self.odds.items())
-        return f"{_NAMES[self.choice]} is likely to end better than {odds}; {self.ratio:.2g} samples a parameter"
+        """The choice and its odds in one line."""
+        return f"{_NAMES[self.choice]}: " + ", ".join(
+            f"{100 * value:.0f} % against {_NAMES[arm]}" for arm, value in self.odds.items()
+        )
 
     def __str__(self) -> str:
         title = {"smaller": "Train a smaller network", "grown": "Grow it", "full": "Train the full network"}
@@ -130,7 +122,7 @@ class Advice:
             points = "" if self.points is None else f" ({self.points[arm]:.1f} points)"
             odds = f"; {100 * self.odds[arm]:.0f} % likely to be worse" if arm in self.odds else " than the best"
             lines.append(f"  {_NAMES[arm]:<18}{100 * self.regret[arm]:3.0f} % more test error{points}{odds}")
-        smaller = f"Smaller: {100 * self.smaller_params / self.params:.0f} % of the parameters, trained for longer."
+        smaller = f"Smaller: {100 * self.smaller_params / self.params:.0f} % of the parameters, for longer."
         lines.append(f"{smaller} Grow at 20 to 40 % of the cost.")
         cost = f"choices cost {100 * self.check.realised:.1f} % (expected: {100 * self.check.expected:.1f} %)"
         lines.append(f"{self.check.cases} cases: with their families left out, {cost}.")
@@ -200,8 +192,8 @@ def advise(
         >>> from growlab.plan import advise
         >>> advise(270_000, samples=60_000).choice
         'smaller'
-        >>> advise(10_000, samples=1_000_000).choice
-        'full'
+        >>> advise(100_000, samples=500_000).choice
+        'grown'
     """
     params, smaller_params = _count(network), _count(smaller, network)
     if not (isfinite(samples) and samples > 0):
@@ -211,26 +203,29 @@ def advise(
     if kind is None:
         embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
         kind = "language" if embeds else "classes"
-    arms: tuple[Arm, ...] = ("grown", "full") if size == "full" else ("smaller", "grown", "full")
-    known = [case for case in (read_cases() if cases is None else cases) if len(case.lost(arms)) > 1]
+    arms = _arms(size)
+    known = [case for case in (read_cases() if cases is None else cases) if _trained(case, arms) > 1]
     if len(known) < 2:
         raise UserError("advice needs at least two cases to learn from.")
-    ratio, classes = samples / params, [case for case in known if case.kind == "classes"]
-    regret, points = _regret(known, arms, ratio), None
-    choice = min(regret, key=lambda arm: regret[arm])
-    if kind == "classes" and classes:
-        points = _mean_by_arm(classes, ratio, lambda case: _points(case, arms))
-    ratios = [case.ratio for case in known]
+    table, ratios = _Table(known, arms), [case.ratio for case in known]
+    regret = table.mean(table.lost, samples / params)
+    best = int(np.nanargmin(regret))
+    odds = table.odds(best, samples / params)
+    trained = [index for index, value in enumerate(regret) if not isnan(value)]
+    classes = [case for case in known if case.kind == "classes"] if kind == "classes" else []
+    if classes:
+        likes = _Table(classes, arms)
+        points = likes.mean(100 * likes.behind, samples / params)
     return Advice(
-        choice,
-        _odds(known, arms, choice, ratio),
-        {arm: expm1(lost) for arm, lost in regret.items()},
-        points,
-        ratio,
-        params,
-        smaller_params,
-        (min(ratios), max(ratios)),
-        check(known, size),
+        choice=arms[best],
+        odds={arms[index]: float(odds[index]) for index in trained if index != best},
+        regret={arms[index]: expm1(regret[index]) for index in trained},
+        points={arms[index]: float(points[index]) for index in trained} if classes else None,
+        ratio=samples / params,
+        params=params,
+        smaller_params=smaller_params,
+        seen=(min(ratios), max(ratios)),
+        check=check(known, size),
     )
 
 
@@ -238,64 +233,71 @@ def check(cases: Sequence[Case], size: Size = "any") -> Check:
     """Advice for each case by the cases of other families.
 
     Args:
-        cases: with the errors of at least two networks.
+        cases: those with the error of one network are left out.
         size: see `advise`.
     """
-    arms: tuple[Arm, ...] = ("grown", "full") if size == "full" else ("smaller", "grown", "full")
-    expected, realised, squares, right, choices = 0.0, 0.0, list[float](), 0, list[Arm]()
-    cases = [case for case in cases if len(case.lost(arms)) > 1]
-    for case in cases:
-        lost, others = case.lost(arms), [one for one in cases if one.family != case.family] or cases
-        regret = {arm: value for arm, value in _regret(others, arms, case.ratio).items() if arm in lost}
-        choices.append(choice := min(regret, key=lambda arm: regret[arm]))
-        expected, realised, right = expected + regret[choice], realised + lost[choice], right + (lost[choice] == 0)
-        odds = _odds(others, arms, choice, case.ratio)
-        squares += [(odds[arm] - _better(lost, choice, arm)) ** 2 for arm in lost if arm in odds]
-    number = len(cases)
-    brier = sum(squares) / max(1, len(squares))
-    return Check(right, number, brier, expm1(expected / number), expm1(realised / number), choices)
+    arms = _arms(size)
+    cases = [case for case in cases if _trained(case, arms) > 1]
+    expected, realised, squares, choices = list[float](), list[float](), list[float](), list[Arm]()
+    whole = _Table(cases, arms)
+    for case, lost in zip(cases, whole.lost, strict=True):
+        table = _Table([one for one in cases if one.family != case.family] or cases, arms)
+        regret = np.where(np.isnan(lost), nan, table.mean(table.lost, case.ratio))
+        best = int(np.nanargmin(regret))
+        choices.append(arms[best])
+        expected.append(regret[best])
+        realised.append(lost[best])
+        missed = (table.odds(best, case.ratio) - _better(lost[None], best)[0]) ** 2
+        squares += [one for index, one in enumerate(missed) if index != best and not isnan(one)]
+    right, brier = sum(lost < 1e-12 for lost in realised), float(np.mean(squares))
+    return Check(int(right), len(cases), brier, expm1(np.mean(expected)), expm1(np.mean(realised)), choices)
 
 
-def _regret(cases: Sequence[Case], arms: tuple[Arm, ...], ratio: float) -> dict[Arm, float]:
-    return _mean_by_arm(cases, ratio, lambda case: case.lost(arms))
+class _Table:
+    """Errors of cases, as arrays [cases, networks] with nan where a network was not trained.
+
+    Attributes:
+        lost: logarithm of a network's error over the best one's.
+        behind: error above the best one's.
+    """
+
+    def __init__(self, cases: Sequence[Case], arms: Sequence[Arm]) -> None:
+        self._logs = np.log([case.ratio for case in cases])
+        errors = np.array([[getattr(case, arm) for arm in arms] for case in cases], dtype=float)
+        self.behind = errors - np.nanmin(errors, 1, keepdims=True)
+        logs = np.log(np.maximum(errors, 1e-4))
+        self.lost = logs - np.nanmin(logs, 1, keepdims=True)
+
+    def mean(self, values: np.ndarray, ratio: float) -> np.ndarray:
+        """Mean of each network's values, weighted by the distance in ln r, and of all with the weight of the prior.
+
+        Ratios beyond those of all cases count as the farthest case's.
+        """
+        at = np.clip(log(ratio), self._logs.min(), self._logs.max())
+        known = ~np.isnan(values)
+        near = np.exp(-(((self._logs - at) / _WIDTH) ** 2) / 2)[:, None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            weights = known * (near + _PRIOR / known.sum(0))
+            mean: np.ndarray = (weights * np.nan_to_num(values)).sum(0) / weights.sum(0)
+        return mean
+
+    def odds(self, best: int, ratio: float) -> np.ndarray:
+        """Probability that a network ends better than each other one, never surer than the number of cases allows."""
+        least = 1 / (len(self.lost) + 2)
+        return np.clip(self.mean(_better(self.lost, best), ratio), least, 1 - least)
 
 
-def _odds(cases: Sequence[Case], arms: tuple[Arm, ...], choice: Arm, ratio: float) -> dict[Arm, float]:
-    """Probability that the choice ends better than each other network, never surer than the number of cases allows."""
-
-    def better(case: Case) -> dict[Arm, float]:
-        lost = case.lost(arms)
-        return {arm: _better(lost, choice, arm) for arm in lost if arm != choice} if choice in lost else {}
-
-    least = 1 / (len(cases) + 2)
-    return {arm: min(max(p, least), 1 - least) for arm, p in _mean_by_arm(cases, ratio, better).items()}
+def _better(lost: np.ndarray, best: int) -> np.ndarray:
+    """1 where network `best` lost less than another one, 1/2 where as much, 0 where more; nan where unknown."""
+    return (np.sign(lost - lost[:, [best]]) + 1) / 2
 
 
-def _better(lost: Mapping[Arm, float], one: Arm, other: Arm) -> float:
-    return 0.5 if lost[one] == lost[other] else float(lost[one] < lost[other])
+def _arms(size: Size) -> tuple[Arm, ...]:
+    return ("grown", "full") if size == "full" else ("smaller", "grown", "full")
 
 
-def _points(case: Case, arms: tuple[Arm, ...]) -> dict[Arm, float]:
-    errors = {arm: error for arm in arms if (error := case.error(arm)) is not None}
-    return {arm: 100 * (error - min(errors.values())) for arm, error in errors.items()}
-
-
-def _mean_by_arm(
-    cases: Sequence[Case], ratio: float, values: Callable[[Case], Mapping[Arm, float]]
-) -> dict[Arm, float]:
-    """Mean over the cases that have a value, by their distance in ln r, and over all with the weight of the prior."""
-    ratios = [case.ratio for case in cases]
-    ratio = min(max(ratio, min(ratios)), max(ratios))
-    found: dict[Arm, list[tuple[float, float]]] = {}
-    for case in cases:
-        weight = exp(-((log(case.ratio / ratio) / _WIDTH) ** 2) / 2)
-        for arm, value in values(case).items():
-            found.setdefault(arm, []).append((weight, value))
-    return {
-        arm: sum((weight + _PRIOR / len(pairs)) * value for weight, value in pairs)
-        / (sum(weight for weight, _ in pairs) + _PRIOR)
-        for arm, pairs in found.items()
-    }
+def _trained(case: Case, arms: Iterable[Arm]) -> int:
+    return sum(getattr(case, arm) is not None for arm in arms)
 
 
 def _count(network: nn.Module | int | float, whole: nn.Module | int | None = None) -> int:
