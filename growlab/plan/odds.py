@@ -1,31 +1,30 @@
 """Odds of a smaller, a grown and a full network from one number that is known before training.
 
-With r = training samples (tokens of text) for each parameter of the full network, as many as it would see for the whole
-budget, and f = its parameters over the smaller network's, the logarithm of the odds that another network ends better
-than the full one is taken to be `a + b ln r + c ln f`, fitted to finished runs: `cases.csv`, and the user's own.
+That number is r, the training samples (tokens of text) for each parameter of the full network in the whole budget.
+*Cases* are finished runs of the three networks at equal cost: `cases.csv`, and the user's own. What each network is
+expected to lose against the best of the three, and the odds that one ends better than another, are means over cases
+with weights that fall with the distance between their ln r and the asked one (a Nadaraya-Watson estimate).
 """
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from math import exp, isfinite, log, log1p
+from math import exp, expm1, isfinite, log
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from torch import nn
 
 from growlab.base.errors import UserError
 
 Size = Literal["any", "full"]
-Arm = Literal["smaller", "grown"]
-# Log-odds of a case.
-Odds = Callable[["Case"], float]
+Arm = Literal["smaller", "grown", "full"]
 # Parameters of the smaller network relative to the full one's where nothing else is known: half the width.
 _SMALLER = 0.25
-# Squared weights are worth so many logarithms of likelihood: with some twenty cases a fit without it is too sure.
-_RIDGE = (0.0, 0.3, 1.0)
+# Standard deviation of the weights over ln r, and the weight of the mean over all cases.
+_WIDTH, _PRIOR = 0.7, 1.0
+_NAMES: dict[Arm, str] = {"smaller": "a smaller network", "grown": "growing", "full": "the full network"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Case:
 
     Attributes:
         case: name of the runs.
-        family: network and data; cases of one family are left out together where a fit is checked.
+        family: network and data; cases of one family are left out together where advice is checked.
         kind: "classes" (images and the like, one label a sample) or "language".
         params: parameters of the full network.
         smaller_params: of the smaller one.
@@ -59,23 +58,29 @@ class Case:
         """Samples per parameter of the full network."""
         return self.samples / self.params
 
-    def gain(self, arm: str) -> float | None:
-        """Logarithm of the full network's error over another's: above 0 if the other one was better."""
-        error = getattr(self, arm)
-        return None if error is None else log(max(self.full, 1e-4) / max(error, 1e-4))
+    def error(self, arm: Arm) -> float | None:
+        """Test error of a network, above 0; None: not trained."""
+        value: float | None = getattr(self, arm)
+        return None if value is None else max(value, 1e-4)
+
+    def lost(self, arms: Iterable[Arm]) -> dict[Arm, float]:
+        """Logarithm of each trained network's error over that of the best among `arms`."""
+        found = {arm: error for arm in arms if (error := self.error(arm)) is not None}
+        return {arm: log(error / min(found.values())) for arm, error in found.items()}
 
 
 @dataclass(frozen=True)
 class Check:
-    """Agreement of the odds with cases, each judged by a fit without its family.
+    """Agreement of advice with cases, each judged by the cases of other families.
 
     Attributes:
-        right: cases whose likelier network was the better one.
+        right: cases whose chosen network was the best one.
         cases: number of cases.
-        brier: mean squared difference between odds and outcome; 0.25 is a coin's.
-        expected: mean relative error that wrong choices were expected to cost.
-        realised: what they cost.
-        odds: of the other network in each case, in order.
+        brier: mean squared difference between the odds of the choice against each other network and the outcome;
+            0.25 is a coin's.
+        expected: test error above the best network's, relative to it, that the choices were expected to have.
+        realised: that they had.
+        choices: the network chosen in each case, in order.
     """
 
     right: int
@@ -83,68 +88,56 @@ class Check:
     brier: float
     expected: float
     realised: float
-    odds: Sequence[float]
+    choices: Sequence[Arm]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Odds for a network and a budget; `str` prints them in at most eight lines.
+    """The network to train for a budget, and odds; `str` prints them in at most seven lines.
 
     Attributes:
-        choice: "smaller", "grow" or "full".
-        odds: probability that the choice ends no worse than the alternative.
-        instead: the alternative.
+        choice: network with the least expected error: "smaller", "grown" or "full".
+        odds: probability that the choice ends better than each other network.
+        regret: expected test error of each network above the best one's, relative to it.
+        points: the same in percentage points of accuracy, in cases of images like these; None for text.
         ratio: training samples, of text tokens, per parameter of the full network.
         params: parameters of the full network.
         smaller_params: parameters of the smaller one.
-        if_wrong: test error above the alternative's, relative to it, where the choice is wrong.
-        points: the same in percentage points of accuracy, in cases of images like these; None for text.
-        regret: expected relative error above the better of the two, `(1 - odds) * if_wrong`.
         seen: range of ratios in the cases.
-        check: the odds of the cases themselves.
+        check: the same advice for the cases themselves.
     """
 
-    choice: Literal["smaller", "grow", "full"]
-    odds: float
-    instead: str
+    choice: Arm
+    odds: Mapping[Arm, float]
+    regret: Mapping[Arm, float]
+    points: Mapping[Arm, float] | None
     ratio: float
     params: int
     smaller_params: int
-    if_wrong: float
-    points: float | None
-    regret: float
     seen: tuple[float, float]
     check: Check
 
     @property
     def line(self) -> str:
-        """The odds in one line."""
-        name, other = _NAMES[self.choice], _NAMES[self.instead]
-        odds = f"{100 * self.odds:.0f} % likely to end better than {other}"
-        return f"{name} is {odds} ({self.ratio:.2g} samples a parameter)"
+        """The advice in one line."""
+        odds = " and ".join(f"{_NAMES[arm]} ({100 * value:.0f} %)" for arm, value in self.odds.items())
+        return f"{_NAMES[self.choice]} is likely to end better than {odds}; {self.ratio:.2g} samples a parameter"
 
     def __str__(self) -> str:
-        name, other = _NAMES[self.choice].capitalize(), _NAMES[self.instead]
-        points = "" if self.points is None else f", {self.points:.1f} points in such cases"
-        lines = [
-            f"{name} is {100 * self.odds:.0f} % likely to end better than {other}.",
-            f"If wrong: {100 * self.if_wrong:.0f} % more test error{points}; expected: {100 * self.regret:.1f} %.",
-            f"The full network: {self.params:,} parameters; it sees {self.ratio:.3g} samples for each.",
-        ]
-        if "smaller" in (self.choice, self.instead):
-            part = 100 * self.smaller_params / self.params
-            lines.append(f"The smaller one has {part:.0f} % of these and trains for longer, at equal cost.")
-        if self.choice == "grow":
-            lines.append("Grow in depth between 20 and 40 % of the cost, before the rate decays.")
-        right = f"{self.check.right} right with their family left out"
-        lines.append(f"{self.check.cases} cases: {right}, Brier score {self.check.brier:.2f} (a coin: 0.25).")
+        title = {"smaller": "Train a smaller network", "grown": "Grow it", "full": "Train the full network"}
+        lines = [f"{title[self.choice]}: {self.ratio:.3g} samples for each of {self.params:,} parameters."]
+        for arm in sorted(self.regret, key=lambda arm: (arm != self.choice, self.regret[arm])):
+            points = "" if self.points is None else f" ({self.points[arm]:.1f} points)"
+            odds = f"; {100 * self.odds[arm]:.0f} % likely to be worse" if arm in self.odds else " than the best"
+            lines.append(f"  {_NAMES[arm]:<18}{100 * self.regret[arm]:3.0f} % more test error{points}{odds}")
+        smaller = f"Smaller: {100 * self.smaller_params / self.params:.0f} % of the parameters, trained for longer."
+        lines.append(f"{smaller} Grow at 20 to 40 % of the cost.")
+        cost = f"choices cost {100 * self.check.realised:.1f} % (expected: {100 * self.check.expected:.1f} %)"
+        lines.append(f"{self.check.cases} cases: with their families left out, {cost}.")
         low, high = self.seen
         if not low / 2 <= self.ratio <= 2 * high:
             lines.append(f"No case is near: they have {low:.2g} to {high:.2g} samples a parameter.")
         return "\n".join(lines)
-
-
-_NAMES = {"smaller": "a smaller network", "grow": "growing", "full": "the full network"}
 
 
 def read_cases(*paths: Path | str) -> list[Case]:
@@ -189,12 +182,13 @@ def advise(
     kind: str | None = None,
     cases: Sequence[Case] | None = None,
 ) -> Advice:
-    """Odds that a smaller network ends better than the full one at equal cost, and what being wrong costs.
+    """Which of a smaller, a grown and the full network ends best at equal cost, with odds and what each is behind.
 
     Args:
         network: at full size, or its number of parameters.
         samples: training samples that the full network would see for the whole budget; of text, tokens.
-        smaller: the network to compare with, its parameters, or these as a fraction of the full network's.
+        smaller: the network to compare with, its parameters, or these as a fraction of the full network's. The cases'
+            smaller networks have between an eighth and a half of the parameters.
         size: "full": the full network is wanted in any case, and the question is to grow it or not.
         kind: "classes" or "language"; None: language if the network has an embedding.
         cases: to learn from; None: those of the package, see `read_cases`.
@@ -217,106 +211,91 @@ def advise(
     if kind is None:
         embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
         kind = "language" if embeds else "classes"
-    known = read_cases() if cases is None else list(cases)
-    arm: Arm = "grown" if size == "full" else "smaller"
-    known = [case for case in known if case.gain(arm) is not None]
+    arms: tuple[Arm, ...] = ("grown", "full") if size == "full" else ("smaller", "grown", "full")
+    known = [case for case in (read_cases() if cases is None else cases) if len(case.lost(arms)) > 1]
     if len(known) < 2:
-        raise UserError("odds need at least two cases to learn from.")
-    asked = Case("", "", kind, params, smaller_params, round(samples) or 1, 1.0, 1.0)
-    log_odds = _fitted(known, arm)
-    asked_odds = log_odds(asked)
-    other: Literal["grow", "smaller"] = "grow" if size == "full" else "smaller"
-    choice, instead = (other, "full") if asked_odds >= 0 else ("full", other)
-    wrong = 1 / (1 + exp(abs(asked_odds)))
-    if_wrong = _softplus(-abs(asked_odds)) / wrong
-    classes = [case for case in known if case.kind == "classes"]
-    points = None
+        raise UserError("advice needs at least two cases to learn from.")
+    ratio, classes = samples / params, [case for case in known if case.kind == "classes"]
+    regret, points = _regret(known, arms, ratio), None
+    choice = min(regret, key=lambda arm: regret[arm])
     if kind == "classes" and classes:
-        points = if_wrong * _scale(classes, lambda case: 100 * abs(case.full - getattr(case, arm)), log_odds)
-    if_wrong *= _scale(known, _relative(arm), log_odds)
+        points = _mean_by_arm(classes, ratio, lambda case: _points(case, arms))
     ratios = [case.ratio for case in known]
     return Advice(
         choice,
-        1 - wrong,
-        instead,
-        asked.ratio,
+        _odds(known, arms, choice, ratio),
+        {arm: expm1(lost) for arm, lost in regret.items()},
+        points,
+        ratio,
         params,
         smaller_params,
-        if_wrong,
-        points,
-        wrong * if_wrong,
         (min(ratios), max(ratios)),
-        check(known, arm),
+        check(known, size),
     )
 
 
-def check(cases: Sequence[Case], arm: Arm = "smaller") -> Check:
-    """Odds of each case by a fit to all families but its own.
+def check(cases: Sequence[Case], size: Size = "any") -> Check:
+    """Advice for each case by the cases of other families.
 
     Args:
-        cases: with the errors of both networks.
-        arm: compared with the full network.
+        cases: with the errors of at least two networks.
+        size: see `advise`.
     """
-    odds, expected, realised, right, brier = list[float](), 0.0, 0.0, 0, 0.0
-    cases = [case for case in cases if case.gain(arm) is not None]
+    arms: tuple[Arm, ...] = ("grown", "full") if size == "full" else ("smaller", "grown", "full")
+    expected, realised, squares, right, choices = 0.0, 0.0, list[float](), 0, list[Arm]()
+    cases = [case for case in cases if len(case.lost(arms)) > 1]
     for case in cases:
-        others = [one for one in cases if one.family != case.family]
-        log_odds = _fitted(others, arm) if others else lambda case: 0.0
-        asked, gain = log_odds(case), _gain(case, arm)
-        odds.append(1 / (1 + exp(-asked)))
-        if others:
-            expected += _softplus(-abs(asked)) * _scale(others, _relative(arm), log_odds)
-        agrees = (asked >= 0) == (gain > 0)
-        realised += 0.0 if agrees else _relative(arm)(case)
-        right += agrees
-        brier += (odds[-1] - (gain > 0)) ** 2
+        lost, others = case.lost(arms), [one for one in cases if one.family != case.family] or cases
+        regret = {arm: value for arm, value in _regret(others, arms, case.ratio).items() if arm in lost}
+        choices.append(choice := min(regret, key=lambda arm: regret[arm]))
+        expected, realised, right = expected + regret[choice], realised + lost[choice], right + (lost[choice] == 0)
+        odds = _odds(others, arms, choice, case.ratio)
+        squares += [(odds[arm] - _better(lost, choice, arm)) ** 2 for arm in lost if arm in odds]
     number = len(cases)
-    return Check(right, number, brier / number, expected / number, realised / number, odds)
+    brier = sum(squares) / max(1, len(squares))
+    return Check(right, number, brier, expm1(expected / number), expm1(realised / number), choices)
 
 
-def _gain(case: Case, arm: str) -> float:
-    gain = case.gain(arm)
-    assert gain is not None
-    return gain
+def _regret(cases: Sequence[Case], arms: tuple[Arm, ...], ratio: float) -> dict[Arm, float]:
+    return _mean_by_arm(cases, ratio, lambda case: case.lost(arms))
 
 
-def _features(case: Case) -> np.ndarray:
-    return np.array([1.0, log(case.ratio), log(case.params / case.smaller_params / 4)])
+def _odds(cases: Sequence[Case], arms: tuple[Arm, ...], choice: Arm, ratio: float) -> dict[Arm, float]:
+    """Probability that the choice ends better than each other network, never surer than the number of cases allows."""
+
+    def better(case: Case) -> dict[Arm, float]:
+        lost = case.lost(arms)
+        return {arm: _better(lost, choice, arm) for arm in lost if arm != choice} if choice in lost else {}
+
+    least = 1 / (len(cases) + 2)
+    return {arm: min(max(p, least), 1 - least) for arm, p in _mean_by_arm(cases, ratio, better).items()}
 
 
-def _fitted(cases: Sequence[Case], arm: str) -> Odds:
-    """Log-odds by logistic regression by Newton's method, with a weak Gaussian prior on the slopes."""
-    x = np.array([_features(case) for case in cases])
-    y = np.array([float(_gain(case, arm) > 0) for case in cases])
-    ridge, weights = np.array(_RIDGE) + 1e-3, np.zeros(x.shape[1])
-    for _ in range(30):
-        p = 1 / (1 + np.exp(-x @ weights))
-        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.diag(ridge)
-        step = np.linalg.solve(hessian, x.T @ (y - p) - ridge * weights)
-        weights = weights + np.clip(step, -2, 2)
-        if np.abs(step).max() < 1e-9:
-            break
-    least = 1 / (len(cases) + 2)  # So many cases allow no surer odds.
-    limit = log((1 - least) / least)
-    return lambda case: float(np.clip(_features(case) @ weights, -limit, limit))
+def _better(lost: Mapping[Arm, float], one: Arm, other: Arm) -> float:
+    return 0.5 if lost[one] == lost[other] else float(lost[one] < lost[other])
 
 
-def _scale(cases: Sequence[Case], sizes: Callable[[Case], float], odds: Odds) -> float:
-    """Size of a gain for each unit of log-odds.
-
-    The odds are those of a gain `scale * (l + e)` above 0, with `l` the log-odds and `e` of a standard logistic
-    distribution, whose mean absolute value is `softplus(l) + softplus(-l)` scales.
-    """
-    both = sum(_softplus(odds(case)) + _softplus(-odds(case)) for case in cases)
-    return sum(map(sizes, cases)) / both
+def _points(case: Case, arms: tuple[Arm, ...]) -> dict[Arm, float]:
+    errors = {arm: error for arm in arms if (error := case.error(arm)) is not None}
+    return {arm: 100 * (error - min(errors.values())) for arm, error in errors.items()}
 
 
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + log1p(exp(-abs(x)))
-
-
-def _relative(arm: str) -> Callable[[Case], float]:
-    return lambda case: exp(abs(_gain(case, arm))) - 1
+def _mean_by_arm(
+    cases: Sequence[Case], ratio: float, values: Callable[[Case], Mapping[Arm, float]]
+) -> dict[Arm, float]:
+    """Mean over the cases that have a value, by their distance in ln r, and over all with the weight of the prior."""
+    ratios = [case.ratio for case in cases]
+    ratio = min(max(ratio, min(ratios)), max(ratios))
+    found: dict[Arm, list[tuple[float, float]]] = {}
+    for case in cases:
+        weight = exp(-((log(case.ratio / ratio) / _WIDTH) ** 2) / 2)
+        for arm, value in values(case).items():
+            found.setdefault(arm, []).append((weight, value))
+    return {
+        arm: sum((weight + _PRIOR / len(pairs)) * value for weight, value in pairs)
+        / (sum(weight for weight, _ in pairs) + _PRIOR)
+        for arm, pairs in found.items()
+    }
 
 
 def _count(network: nn.Module | int | float, whole: nn.Module | int | None = None) -> int:

@@ -1,12 +1,14 @@
-"""Train twelve pairs of a network and a budget that were written down before any of them was trained.
+"""Train pairs of a network and a budget that were written down before any of them was trained, in two rounds.
 
-`python notebooks/docs/blind_rows.py --write` writes `notebooks/results/blind/pairs.csv`: networks, budgets, and the
-odds that `growlab.plan` gives. `python notebooks/docs/blind_rows.py --data ../shared/data` then trains all runs missing
-from `rates.csv` (validation data, one seed) and `arms.csv` (test data), at equal cost in FLOPs, in about an hour on one
-CPU core. Learning rates are chosen on validation data, for each pair and each kind of run.
+`python notebooks/docs/blind_rows.py second --write` writes `notebooks/results/blind_second/pairs.csv`: networks,
+budgets, and the advice of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
+missing from `rates.csv` (validation data, one seed) and `arms.csv` (test data), at equal cost in FLOPs, in about half
+an hour on one CPU core. `first` is the round of `notebooks/results/blind`; its pairs.csv has the odds of the version
+that wrote it. Learning rates are chosen on validation data, for each pair and each kind of run.
 """
 
 import argparse
+import ast
 import csv
 import gzip
 import io
@@ -23,7 +25,7 @@ import datasets
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from timm.models import VisionTransformer
+from timm.models import MlpMixer, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,7 +38,9 @@ from growlab.lab.training.run import git_commit
 from growlab.parts import Depth, Resolution
 from growlab.plan import advise
 
-FOLDER = Path(__file__).resolve().parents[1] / "results" / "blind"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+FOLDERS = {"first": RESULTS / "blind", "second": RESULTS / "blind_second"}
+SIZES = ("full", "smaller", "grown")
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays", "shallow", "drawn")
 # The last rate is tried if the first is better than the second.
 RATES, RATE_SEED, SEEDS = (0.005, 0.015, 0.0015), 100, range(2)
@@ -104,6 +108,91 @@ def decoder(width: int) -> nn.Module:
     )
 
 
+def separable(width: int, channels: int) -> nn.Module:
+    """Three depthwise-separable convolutions behind a stem."""
+    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    for into, out, stride in ((width, 2 * width, 1), (2 * width, 2 * width, 2), (2 * width, 4 * width, 1)):
+        layers += [nn.Conv2d(into, into, 3, stride, 1, groups=into, bias=False), nn.BatchNorm2d(into), nn.ReLU()]
+        layers += [nn.Conv2d(into, out, 1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, CLASSES))
+
+
+def vgg(width: int, channels: int) -> nn.Module:
+    """Two convolutions and a maximum, twice, then two linear layers with dropout."""
+    layers: list[nn.Module] = []
+    for into, out in ((channels, width), (width, width), (width, 2 * width), (2 * width, 2 * width)):
+        layers += [nn.Conv2d(into, out, 3, 1, 1), nn.ReLU(), *([nn.MaxPool2d(2)] if into in (width, 2 * width) else [])]
+    head = [nn.Linear(2 * width, 4 * width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4 * width, CLASSES)]
+    return nn.Sequential(*layers[:-1], nn.AdaptiveMaxPool2d(1), nn.Flatten(), *head)
+
+
+class Causal(nn.Module):
+    """Next character by dilated causal convolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.layers = nn.ModuleList([nn.Conv1d(width, width, 3, dilation=2**index) for index in range(4)])
+        self.head = nn.Linear(width, CHARACTERS)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        x_BCT = self.embedding(tokens_BT).transpose(1, 2)
+        for layer in self.layers:
+            x_BCT = F.gelu(layer(F.pad(x_BCT, (2 * layer.dilation[0], 0))))
+        return self.head(x_BCT.transpose(1, 2))
+
+
+class Rows(nn.Module):
+    """Class of an image from its rows, one after the other, by a GRU."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.layers = nn.GRU(size, width, 2, batch_first=True)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        return self.head(self.layers(images_BCHW[:, 0])[0][:, -1])
+
+
+class Branch(nn.Module):
+    """Layers beside a skip connection."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features of the input's shape."""
+        return x + self.branch(x)
+
+
+def resmlp(width: int, features: int) -> nn.Module:
+    """Four residual blocks of two linear layers."""
+    C = width
+    blocks = [Branch(nn.LayerNorm(C), nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C)) for _ in range(4)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, C), *blocks, nn.LayerNorm(C), nn.Linear(C, CLASSES))
+
+
+def convnext(width: int, channels: int) -> nn.Module:
+    """Four residual blocks of a depthwise and two pointwise convolutions, on patches of 2x2."""
+    C = width
+    blocks = [
+        Branch(
+            nn.Conv2d(C, C, 5, padding=2, groups=C), nn.BatchNorm2d(C), nn.Conv2d(C, 2 * C, 1), nn.GELU(),
+            nn.Conv2d(2 * C, C, 1),
+        ) for _ in range(4)
+    ]  # fmt: skip
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(C, CLASSES)]
+    return nn.Sequential(nn.Conv2d(channels, C, 2, 2), *blocks, *head)
+
+
+def mixer(width: int, channels: int, size: int) -> nn.Module:
+    """MLP-Mixer of four layers on patches of 4x4."""
+    return MlpMixer(CLASSES, size, channels, patch_size=4, num_blocks=4, embed_dim=width, mlp_ratio=(0.5, 2.0))
+
+
 @dataclass(frozen=True)
 class Pair:
     """A network and a budget.
@@ -112,7 +201,7 @@ class Pair:
         name: name of the pair.
         family: network and data.
         make: builds the network of a width.
-        widths: widths of the full network, and of those with half and with an eighth of its parameters.
+        widths: widths of the full network, and of those with half and, in the first round, an eighth of its parameters.
         data: name of the images or text.
         size: side of an image in pixels; 0 for text.
         ratio: training samples (for text, characters) per parameter of the full network.
@@ -123,7 +212,7 @@ class Pair:
     name: str
     family: str
     make: Callable[[int], nn.Module]
-    widths: tuple[int, int, int]
+    widths: tuple[int, ...]
     data: str
     size: int
     ratio: float
@@ -164,16 +253,21 @@ class Pair:
     @property
     def arms(self) -> tuple[str, ...]:
         """Names of the runs to train."""
+        if len(self.widths) == 2:
+            return SIZES
         without = {"drawn"} if self.depth else {"shallow"}
         return tuple(arm for arm in ARMS if arm not in without and (self.small or not arm.endswith("input")))
 
 
 DIGITS, MNIST, CIFAR, SMALL_MNIST = ("digits", 8), ("mnist10k", 20), ("cifar10", 16), ("mnist10k", 14)
-ENGLISH, GERMAN = ("en", 0), ("de", 0)
+ENGLISH, GERMAN, PYTHON = ("en", 0), ("de", 0), ("py", 0)
 _OF = {
     "resnet14": resnet, "convnet": convnet, "vit": vit, "mlp": mlp, "decoder": decoder,
     "lstm": partial(Recurrent, nn.LSTM), "gru": partial(Recurrent, nn.GRU),
+    "separable": separable, "vgg": vgg, "causal": Causal, "rows": Rows, "resmlp": resmlp, "mixer": mixer,
+    "convnext": convnext,
 }  # fmt: skip
+_IN_DEPTH = ("resnet14", "vit", "decoder", "resmlp", "mixer", "convnext")
 
 
 def _pair(
@@ -181,16 +275,16 @@ def _pair(
     ratio: float,
     kind: str,
     data: tuple[str, int],
-    widths: tuple[int, int, int],
+    widths: tuple[int, ...],
     small: int | None,
     batch: int = 64,
     **settings: int,
 ) -> Pair:
-    make, depth = partial(_OF[kind], **settings), kind in ("resnet14", "vit", "decoder")
+    make, depth = partial(_OF[kind], **settings), kind in _IN_DEPTH
     return Pair(f"w{number}", f"{kind} on {data[0]}", make, widths, *data, ratio, small, depth, batch)
 
 
-PAIRS = [
+FIRST = [
     _pair(1, 1.0, "resnet14", MNIST, (6, 4, 2), 14, 128, channels=1),
     _pair(2, 1.2, "resnet14", CIFAR, (6, 4, 2), 12, 128, channels=3),
     _pair(3, 1.5, "convnet", CIFAR, (12, 8, 4), 12, channels=3),
@@ -204,6 +298,25 @@ PAIRS = [
     _pair(11, 8.1, "decoder", ENGLISH, (24, 16, 8), 32, 16),
     _pair(12, 10.0, "gru", GERMAN, (24, 16, 5), 32, 16),
 ]
+SECOND = [
+    _pair(13, 1.0, "mixer", CIFAR, (32, 21), None, channels=3, size=16),
+    _pair(14, 1.3, "vgg", MNIST, (12, 8), None, 128, channels=1),
+    _pair(15, 1.6, "decoder", PYTHON, (28, 19), None, 8),
+    _pair(16, 2.0, "separable", CIFAR, (16, 11), None, channels=3),
+    _pair(17, 2.5, "resmlp", SMALL_MNIST, (24, 14), None, features=196),
+    _pair(18, 3.2, "causal", ENGLISH, (48, 32), None, 16),
+    _pair(19, 4.0, "convnext", MNIST, (12, 8), None, 128, channels=1),
+    _pair(20, 5.0, "rows", SMALL_MNIST, (40, 27), None, size=14),
+    _pair(21, 6.3, "lstm", PYTHON, (48, 32), None, 16),
+    _pair(22, 7.6, "vit", DIGITS, (16, 10), None, channels=1, size=8),
+    _pair(23, 8.8, "resmlp", CIFAR, (16, 8), None, features=768),
+    _pair(24, 10.0, "mixer", ("mnist10k", 12), (16, 10), None, channels=1, size=12),
+    _pair(25, 14.0, "gru", ENGLISH, (24, 16), None, 16),
+    _pair(26, 20.0, "separable", DIGITS, (8, 5), None, channels=1),
+    _pair(27, 28.0, "resmlp", DIGITS, (12, 8), None, features=64),
+    _pair(28, 40.0, "mlp", CIFAR, (12, 6), None, features=768),
+]
+PAIRS = {"first": FIRST, "second": SECOND}
 
 
 # Data --------------------------------------------------------------------------------------------------------
@@ -252,6 +365,11 @@ def _characters(root: Path, part: str, language: str) -> Tensor:
     """Characters by their frequency in the training captions; rare ones share the last number."""
 
     def text(part: str) -> str:
+        if language == "py":
+            # The standard library; every sixth module each is for validation and for tests.
+            modules = sorted(Path(ast.__file__).parent.glob("*.py"))
+            number = {"train": (0, 1), "val": (2,), "test": (5,)}[part]
+            return "".join(path.read_text() for at, path in enumerate(modules) if at % 6 in number)[:2_000_000]
         (path,) = (root / "multi30k").glob(f"{part}*.{language}.gz")
         return gzip.decompress(path.read_bytes()).decode()
 
@@ -345,7 +463,7 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
     began = time.process_time()
     torch.manual_seed(seed)
     size = pair.small if arm == "small_input" else pair.whole
-    width = dict(zip(("smaller", "eighth"), pair.widths[1:], strict=True)).get(arm, pair.widths[0])
+    width = dict(zip(("smaller", "eighth"), pair.widths[1:], strict=False)).get(arm, pair.widths[0])
     network, budget = pair.make(width), pair.budget
     steps = int(budget / pair.batch / pair.flops(pair.make(pair.widths[1]), pair.whole))
     growing = grower(pair, arm, network, seed, steps)
@@ -395,15 +513,14 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
 # Files -------------------------------------------------------------------------------------------------------
 
 
-def rows_of(name: str) -> list[dict[str, str]]:
-    """Rows of a file of the folder, none if there is no such file."""
-    path = FOLDER / name
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """Rows of a file, none if there is no such file."""
     return list(csv.DictReader(path.open(encoding="utf-8"))) if path.exists() else []
 
 
-def append(name: str, rows: Sequence[dict[str, Any]]) -> None:
+def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Add rows to a file."""
-    path = FOLDER / name
+    path.parent.mkdir(exist_ok=True)
     new = not path.exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -413,68 +530,66 @@ def append(name: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def written(pair: Pair) -> dict[str, Any]:
-    """A pair, and the odds that each network ends better than another at equal cost."""
-    full, half, eighth = pair.params
+    """A pair, and the advice for it."""
+    full, half = pair.params[:2]
     kind = "language" if pair.text else "classes"
-    costs = [pair.flops(pair.make(width), pair.whole) for width in pair.widths]
-    samples = round(pair.budget / costs[0]) * (LENGTH if pair.text else 1)
-    questions = {
-        "smaller_full": advise(full, samples, smaller=half, kind=kind),
-        "eighth_full": advise(full, samples, smaller=eighth, kind=kind),
-        "eighth_smaller": advise(half, samples * costs[0] / costs[1], smaller=eighth, kind=kind),
-        "grown_full": advise(full, samples, smaller=half, kind=kind, size="full"),
-    }
-    row = {"pair": pair.name, "blind": "yes", "family": pair.family, "kind": kind, "params": full}
-    row |= {"smaller_params": half, "eighth_params": eighth, "samples": samples, "ratio": f"{samples / full:.3g}"}
-    row |= {"budget_gflops": round(3 * pair.budget / 1e9, 1), "small": pair.small or ""}
-    for name, advice in questions.items():
-        odds = 1 - advice.odds if advice.choice == "full" else advice.odds
-        row |= {f"odds_{name}": round(odds, 3), f"regret_{name}": round(advice.regret, 4)}
-        row[f"points_{name}"] = "" if advice.points is None else round((1 - advice.odds) * advice.points, 3)
+    samples = round(pair.budget / pair.flops(pair.make(pair.widths[0]), pair.whole)) * (LENGTH if pair.text else 1)
+    advice = advise(full, samples, smaller=half, kind=kind)
+    row = {"pair": pair.name, "family": pair.family, "kind": kind, "params": full, "smaller_params": half}
+    row |= {"samples": samples, "ratio": f"{samples / full:.3g}", "budget_gflops": round(3 * pair.budget / 1e9, 1)}
+    row |= {"depth": int(pair.depth), "choice": advice.choice}
+    for arm in SIZES:
+        row[f"odds_{arm}"] = round(advice.odds[arm], 3) if arm in advice.odds else ""
+        row[f"regret_{arm}"] = round(advice.regret[arm], 4)
+        row[f"points_{arm}"] = "" if advice.points is None else round(advice.points[arm], 3)
     return row
 
 
-def missing(pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
+def missing(folder: Path, pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
     """Runs that the files lack: arm, rate, seed and file."""
     for arm in pair.arms:
         for rate in RATES if arm not in RATE_OF else ():
-            known = [float(row["rate"]) for row in rates_of(pair, arm)]
-            if rate not in known and (rate != RATES[-1] or chosen(pair, arm) == RATES[0]):
+            known = [float(row["rate"]) for row in rates_of(folder, pair, arm)]
+            if rate not in known and (rate != RATES[-1] or chosen(folder, pair, arm) == RATES[0]):
                 yield arm, rate, RATE_SEED, "rates.csv"
-        ends = [int(row["seed"]) for row in rows_of("arms.csv") if (row["pair"], row["arm"]) == (pair.name, arm)]
+        ends = [
+            int(row["seed"]) for row in rows_of(folder / "arms.csv") if (row["pair"], row["arm"]) == (pair.name, arm)
+        ]
         for seed in set(seeds) - set(ends):
-            yield arm, chosen(pair, arm), seed, "arms.csv"
+            yield arm, chosen(folder, pair, arm), seed, "arms.csv"
 
 
-def rates_of(pair: Pair, arm: str) -> list[dict[str, str]]:
+def rates_of(folder: Path, pair: Pair, arm: str) -> list[dict[str, str]]:
     """Validation runs that decide an arm's rate."""
     tried = RATE_OF.get(arm, arm)
-    return [row for row in rows_of("rates.csv") if (row["pair"], row["arm"]) == (pair.name, tried)]
+    return [row for row in rows_of(folder / "rates.csv") if (row["pair"], row["arm"]) == (pair.name, tried)]
 
 
-def chosen(pair: Pair, arm: str) -> float:
+def chosen(folder: Path, pair: Pair, arm: str) -> float:
     """Rate of the best validation run."""
     error = (lambda row: float(row["val_loss"])) if pair.text else (lambda row: -float(row["val_accuracy"]))
-    return float(min(rates_of(pair, arm), key=error)["rate"])
+    return float(min(rates_of(folder, pair, arm), key=error)["rate"])
 
 
 def main() -> None:
     """Write the pairs, or train them."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("round", choices=FOLDERS)
     parser.add_argument("--write", action="store_true", help="write the pairs, and train none")
     parser.add_argument("--data", type=Path, metavar="FOLDER")
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("growlab").setLevel(logging.ERROR)
+    folder = FOLDERS[given.round]
     if given.write:
-        append("pairs.csv", [written(pair) for pair in PAIRS])
+        append(folder / "pairs.csv", [written(pair) for pair in PAIRS[given.round]])
         return
     for seeds in (SEEDS[:1], SEEDS):
-        for pair in PAIRS:
+        for pair in PAIRS[given.round]:
             data = load(given.data, pair.data, pair.size)
-            for arm, rate, seed, name in missing(pair, seeds):
+            for arm, rate, seed, name in missing(folder, pair, seeds):
                 row = train(pair, arm, rate, seed, data, "val" if name == "rates.csv" else "test")
-                append(name, [row])
+                append(folder / name, [row])
                 print(row, flush=True)
 
 
