@@ -1,19 +1,23 @@
 """Compare ways to continue from a small trained Llama at equal FLOPs, among them enlarging it.
 
-`python notebooks/docs/trained_rows.py` trains all runs missing from notebooks/results/trained/results.json, in about
-an hour on one CPU core, and keeps the small networks in runs/trained_rows. Text: the source of Python's standard
-library (30 MB), as bytes, split by file. The rate of each kind of run, the small one's too, is the one of `RATES` that
-has the lowest loss on validation files with seed 0; losses are those of the test files.
+`python notebooks/docs/trained_rows.py` trains all runs missing from notebooks/results/trained, in half an hour on one
+CPU core, and keeps the small networks in runs/trained_rows; with a pattern, such as "300_*", only those that it fits,
+so several processes can share the work. Text: the source of Python's standard library (30 MB), as bytes, split by file.
+The rate of each kind of run, the small one's too, is the one of `RATES` that has the lowest loss on validation files
+with seed 0; losses are those of the test files.
 """
 
+import argparse
 import hashlib
 import json
 import logging
 import math
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,7 @@ from growlab.lab.training.run import provenance
 from growlab.parts import Warmup
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "notebooks" / "results" / "trained" / "results.json"
+ROWS = ROOT / "notebooks" / "results" / "trained"
 KEPT = ROOT / "runs" / "trained_rows"
 SEEDS, RATES = range(3), (1e-3, 3e-3, 1e-2)
 #: Steps of the small network before, and FLOPs afterwards as steps of the small network.
@@ -53,6 +57,9 @@ class Arm:
     start: str
     size: str
     state: str = "inherit"
+
+    def __str__(self) -> str:
+        return f"{self.start}_{self.size}" + f"_{self.state}" * (self.start == "small" != self.size)
 
 
 ARMS = (
@@ -137,7 +144,7 @@ def small(seed: int, lr: float) -> tuple[Any, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def run(arm: Arm, seed: int, budget: int, lr: float, small_lr: float) -> dict[str, Any]:
+def run(arm: Arm, budget: int, small_lr: float, seed: int, lr: float) -> dict[str, Any]:
     """Train on within a budget."""
     spent = budget + SMALL_STEPS * (arm.start == "scratch")
     steps = round(spent * flops("small") / flops(arm.size))
@@ -161,51 +168,39 @@ def run(arm: Arm, seed: int, budget: int, lr: float, small_lr: float) -> dict[st
     return {"steps": steps, "flops": 3 * BATCH * steps * flops(arm.size), **scores(model)}
 
 
-def keys(small_lr: float, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Settings of all runs: with seed 0 at each rate, with others at the best one; `rows` grows in the meantime."""
-    for budget in BUDGETS:
-        for arm in ARMS:
-            settings = {**asdict(arm), "budget": budget, "small_lr": small_lr}
-            for lr in RATES:
-                yield {**settings, "seed": 0, "lr": lr}
-            tried = [row for row in rows if settings.items() <= row.items() and row["seed"] == 0]
-            best = min(tried, key=lambda row: row["validation"])["lr"]
-            for seed in SEEDS[1:]:
-                yield {**settings, "seed": seed, "lr": best}
+def rows(name: str, run: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a kind of run in its file: with seed 0 at each rate, with others at the best one."""
+    path = ROWS / f"{name}.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    settings = {
+        "command": "python notebooks/docs/trained_rows.py", "small_steps": SMALL_STEPS, "batch": BATCH,
+        "length": LENGTH, "bytes": {split: len(each) for split, each in text().items()},
+        **provenance(torch.device("cpu")),
+    }  # fmt: skip
+
+    def add(seed: int, lr: float) -> None:
+        if not any((row["seed"], row["lr"]) == (seed, lr) for row in found):
+            found.append({"seed": seed, "lr": lr, **run(seed, lr)})
+            write_json(path, {**settings, "rows": found})
+            print(name, found[-1], flush=True)
+
+    for lr in RATES:
+        add(0, lr)
+    best = min((row for row in found if row["seed"] == 0), key=itemgetter("validation"))["lr"]
+    for seed in SEEDS[1:]:
+        add(seed, best)
+    return [row for row in found if row["lr"] == best]
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="*", metavar="PATTERN")
+    pattern = parser.parse_args().pattern
     torch.set_num_threads(1)
     logging.getLogger("growlab").setLevel(logging.WARNING)
-    rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"] if ROWS.exists() else []
-    settings = {
-        "command": "python notebooks/docs/trained_rows.py", "small_steps": SMALL_STEPS, "batch": BATCH,
-        "length": LENGTH, "rates": RATES, "bytes": {split: len(each) for split, each in text().items()},
-        **provenance(torch.device("cpu")),
-    }  # fmt: skip
-    ROWS.parent.mkdir(parents=True, exist_ok=True)
-
-    def keep(key: dict[str, Any], row: dict[str, Any]) -> None:
-        rows.append({**key, **row})
-        write_json(ROWS, {**settings, "rows": rows})
-        print(rows[-1], flush=True)
-
-    def known(key: dict[str, Any]) -> bool:
-        return any(key.items() <= row.items() for row in rows)
-
-    def train_small(seed: int, lr: float) -> None:
-        key = {"start": "none", "size": "small", "seed": seed, "lr": lr}
-        if not known(key):
-            keep(key, {"flops": 3 * BATCH * SMALL_STEPS * flops("small"), **scores(small(seed, lr)[0])})
-
-    for lr in RATES:
-        train_small(0, lr)
-    first = [row for row in rows if row["start"] == "none" and row["seed"] == 0]
-    small_lr = min(first, key=lambda row: row["validation"])["lr"]
-    for seed in SEEDS[1:]:
-        train_small(seed, small_lr)
-    for key in keys(small_lr, rows):
-        if not known(key):
-            arm = Arm(key["start"], key["size"], key["state"])
-            keep(key, run(arm, key["seed"], key["budget"], key["lr"], small_lr))
-    print(ROWS)
+    ROWS.mkdir(parents=True, exist_ok=True)
+    small_lr = rows("small", lambda seed, lr: scores(small(seed, lr)[0]))[0]["lr"]
+    for budget in BUDGETS:
+        for arm in ARMS:
+            if fnmatch(name := f"{budget}_{arm}", pattern):
+                rows(name, partial(run, arm, budget, small_lr))
