@@ -34,7 +34,7 @@ from growlab.parts import Warmup
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "notebooks" / "results" / "trained"
 KEPT = ROOT / "runs" / "trained_rows"
-SEEDS, RATES = range(3), (1e-3, 3e-3, 1e-2)
+SEEDS, RATES = range(3), (3e-3, 1e-2, 3e-2)
 #: Steps of the small network before, and FLOPs afterwards as steps of the small network.
 SMALL_STEPS, BUDGETS = 800, (300, 900)
 BATCH, LENGTH = 8, 128
