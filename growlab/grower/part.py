@@ -192,7 +192,7 @@ def remove_pre_hooks(network: nn.Module, kind: type) -> None:
 def numbers_of_stages(counts: Any, num_stages: int, most: int, what: str) -> Sequence[int]:
     """Return the number of channels at each stage; raise a UserError unless all are ascending, from 1 to `most`."""
     found = list(counts) if isinstance(counts, Iterable) else []
-    numbers = all(isinstance(one, Integral) and not isinstance(one, bool) and 1 <= one <= most for one in found)
+    numbers = all(isinstance(one, Integral) and not isinstance(one, bool) and 1 <= int(one) <= most for one in found)
     if len(found) != num_stages or not numbers or sorted(found) != found:
         raise UserError(
             f"counts must give {num_stages} ascending numbers of {what} from 1 to {most}, one for each stage, not "
