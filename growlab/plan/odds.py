@@ -7,7 +7,7 @@ than the full one is taken to be `a + b ln r + c ln f`, fitted to finished runs:
 
 import csv
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from math import exp, isfinite, log, log1p
 from pathlib import Path
@@ -88,7 +88,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Advice:
-    """Odds for a network and a budget; `str` prints them in at most eight lines.
+    """Odds for a network and a budget; `str` prints them in at most nine lines.
 
     Attributes:
         choice: "smaller", "grow" or "full".
@@ -100,6 +100,7 @@ class Advice:
         if_wrong: test error above the alternative's, relative to it, where the choice is wrong.
         points: the same in percentage points of accuracy, in cases of images like these; None for text.
         regret: expected relative error above the better of the two, `(1 - odds) * if_wrong`.
+        even: ratio at which the two are as likely to end better; None where no budget changes the choice.
         seen: range of ratios in the cases.
         check: the odds of the cases themselves.
     """
@@ -113,6 +114,7 @@ class Advice:
     if_wrong: float
     points: float | None
     regret: float
+    even: float | None
     seen: tuple[float, float]
     check: Check
 
@@ -121,7 +123,8 @@ class Advice:
         """The odds in one line."""
         name, other = _NAMES[self.choice], _NAMES[self.instead]
         odds = f"{100 * self.odds:.0f} % likely to end better than {other}"
-        return f"{name} is {odds} ({self.ratio:.2g} samples a parameter)"
+        turns = "" if self.even is None else f", even at {self.even:.2g}"
+        return f"{name} is {odds} ({self.ratio:.2g} samples a parameter{turns})"
 
     def __str__(self) -> str:
         name, other = _NAMES[self.choice].capitalize(), _NAMES[self.instead]
@@ -131,6 +134,10 @@ class Advice:
             f"If wrong: {100 * self.if_wrong:.0f} % more test error{points}; expected: {100 * self.regret:.1f} %.",
             f"The full network: {self.params:,} parameters; it sees {self.ratio:.3g} samples for each.",
         ]
+        if self.even is not None:
+            times = self.even / self.ratio
+            budget = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
+            lines.append(f"Even odds: at {self.even:.2g} samples a parameter, {budget} times this budget.")
         if "smaller" in (self.choice, self.instead):
             part = 100 * self.smaller_params / self.params
             lines.append(f"The smaller one has {part:.0f} % of these and trains for longer, at equal cost.")
@@ -245,6 +252,7 @@ def advise(
         if_wrong,
         points,
         wrong * if_wrong,
+        _even(asked, log_odds),
         (min(ratios), max(ratios)),
         check(known, arm),
     )
@@ -299,6 +307,21 @@ def _fitted(cases: Sequence[Case], arm: str) -> Odds:
     least = 1 / (len(cases) + 2)  # So many cases allow no surer odds.
     limit = log((1 - least) / least)
     return lambda case: float(np.clip(_features(case) @ weights, -limit, limit))
+
+
+def _even(case: Case, odds: Odds) -> float | None:
+    """Samples a parameter at which the odds of a case turn, by bisection; None outside of a millionth to a million."""
+    low, high = -6.0, 6.0
+
+    def at(power: float) -> float:
+        return odds(replace(case, samples=round(10**power * case.params) or 1))
+
+    if at(low) * at(high) >= 0:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(low) * at(middle) > 0 else (low, middle)
+    return float(10**low)
 
 
 def _scale(cases: Sequence[Case], sizes: Callable[[Case], float], odds: Odds) -> float:

@@ -1,11 +1,16 @@
 """The command line on a small configuration tree: sentences, exit codes, help, sweeps."""
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +27,7 @@ from omegaconf import OmegaConf
 
 import growlab.lab.cli.app as command_line
 from growlab import __version__
+from growlab.base.command_parser import whole_words
 from growlab.base.errors import UserError, how_to_install
 from growlab.lab.analysis.identity import leaves
 from growlab.lab.cli.commands import COMMANDS, run_command
@@ -73,6 +79,7 @@ FILES = {
     "part/wandb.yaml": "_target_: constructors.wants_wandb",
 }
 CONSTRUCTORS = """
+from growlab.base.command_parser import whole_words
 from growlab.base.errors import UserError, how_to_install
 def refuse(): raise UserError("the initial width must be at least 1")
 def negative(): raise ValueError("Invalid learning rate: -1")
@@ -215,21 +222,22 @@ def test_a_job_gets_the_composed_configuration(growlab: Callable[..., Outcome]) 
     assert (cfg.growth.noise_std, cfg.schedule.total_epochs, cfg.schedule.shape) == (0.3, 7, Shape.COSINE)
 
 
-def test_a_sweep_continues_after_a_failure_and_ends_with_its_sentence(growlab: Callable[..., Outcome]) -> None:
+def test_a_sweep_continues_after_failures_and_says_each_reason_once(growlab: Callable[..., Outcome]) -> None:
     ran = []
 
     def job(cfg: Any) -> float:
         ran.append(cfg.seed)
-        if cfg.seed == 1:
+        if cfg.seed > 0:
             raise UserError("the data is gone")
         return 0.5
 
-    outcome = growlab("-m", "+name=try", "seed=0,1,2", job=job)
-    assert ran == [0, 1, 2]
-    assert outcome.code == 2
-    lines = outcome.err.splitlines()
-    assert lines[0] == "job 1 (seed=1) failed: the data is gone."
-    assert lines[-1] == "error: the data is gone."
+    for _ in range(2):
+        outcome = growlab("-m", "+name=try", "seed=0,1,2", job=job)
+        assert outcome.code == 2
+        lines = outcome.err.splitlines()
+        assert lines[:2] == ["job 1 (seed=1) failed: the data is gone.", "job 2 (seed=2) failed: as job 1 did."]
+        assert lines[-1] == "error: 2 jobs of the sweep failed."
+    assert ran == [0, 1, 2] * 2
 
 
 @pytest.mark.parametrize("by_lightning", [False, True])
@@ -453,6 +461,59 @@ def test_help_begins_with_commands_and_experiments_and_lists_groups(growlab: Cal
     assert "$" not in outcome.out.replace('"$(growlab -sc install=bash)"', "")
     assert "hydra.cc" not in outcome.out
     assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """A terminal of 80 columns as standard output and error; returns its lines."""
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    monkeypatch.setenv("COLUMNS", "80")
+    with os.fdopen(writer, "w") as stream:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, stream)
+
+        def lines() -> list[str]:
+            print("END", flush=True)
+            text = b""
+            while not text.endswith(b"END\r\n"):
+                text += os.read(reader, 4096)
+            return text.decode().replace("\r\n", "\n").splitlines()[:-1]
+
+        yield lines
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([name, "--help"] for name in COMMANDS if name != "plan"),
+        ["figure", "nothing", str(ROOT / "notebooks" / "results" / "digits"), "-o", "a.png"],
+        *([name, str(ROOT / "notebooks" / "results" / "digits")] for name in ("table", "paired", "time", "paper")),
+        ["reproduce", "--list"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2] if arguments[-1] == "--help" else arguments[:1]),
+)
+def test_lines_on_a_terminal_have_eighty_columns(
+    arguments: list[str], terminal: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["growlab", *arguments])
+    with contextlib.suppress(SystemExit):
+        command_line.main()
+    lines = terminal()
+    assert len(lines) > 3 and max(map(len, lines)) <= 80
+    assert not any(re.search(r"\w-$", line) for line in lines)
+
+
+def test_long_lines_break_between_words_on_a_terminal_alone(terminal: Callable[[], list[str]]) -> None:
+    words = " ".join(f"word{number:03}" for number in range(40))
+    with whole_words():
+        print(f"error: {words}", file=sys.stderr)
+        print(f"  {'x' * 100}")
+        print("\x1b[1m" + words)
+    short, *_ = lines = terminal()
+    assert len(short) <= 80 and " ".join(lines[:5]).split() == ["error:", *words.split()]
+    assert lines[5].strip() == "x" * 100 and lines[6] == f"\x1b[1m{words}"
 
 
 def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> None:

@@ -60,10 +60,23 @@ def test_a_family_is_judged_without_its_own_cases() -> None:
 def test_advice_is_eight_lines_of_eighty_columns_with_odds_and_costs(size: str, ratio: float) -> None:
     advice = advise(123_456_789_012, samples=ratio * 123_456_789_012, size=size)
     lines = str(advice).splitlines()
-    assert len(lines) <= 8 and max(map(len, lines)) <= 80 and len(advice.line) <= 100
+    assert len(lines) <= 8 and max(map(len, lines)) <= 80 and len(advice.line) <= 110
     assert f"{100 * advice.odds:.0f} % likely" in lines[0] and "If wrong:" in lines[1]
     assert advice.odds >= 0.5 and advice.if_wrong > 0
     assert ("No case is near" in str(advice)) == (ratio in (1e-3, 1e3))
+
+
+@pytest.mark.parametrize("size", ["any", "full"])
+def test_odds_turn_at_the_budget_that_the_advice_names(size: str) -> None:
+    short = advise(10_000, samples=10, size=size)
+    assert short.even is not None and f"{short.even / short.ratio:,.0f} times this budget" in str(short)
+    for factor, choice in ((0.98, short.choice), (1.02, "full")):
+        assert advise(10_000, samples=factor * short.even * 10_000, size=size).choice == choice
+    # Budgets at which the odds are as sure as the cases allow still read differently.
+    longer = advise(10_000, samples=30, size=size)
+    assert str(longer) != str(short) and longer.line != short.line
+    always = [replace(one, smaller=one.full / 2, grown=one.full / 2) for one in made()]
+    assert advise(10_000, samples=10, size=size, cases=always).even is None
 
 
 def test_networks_are_counted_and_embeddings_mean_text() -> None:
