@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -463,57 +464,67 @@ def test_help_begins_with_commands_and_experiments_and_lists_groups(growlab: Cal
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
-    """A terminal of 80 columns as standard output and error; returns its lines."""
+def on_a_terminal(run: Callable[[], object]) -> list[str]:
+    """Lines that a function prints, with a terminal of 80 columns as standard output and error."""
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    monkeypatch.setenv("COLUMNS", "80")
-    with os.fdopen(writer, "w") as stream:
-        for name in ("stdout", "stderr"):
-            monkeypatch.setattr(sys, name, stream)
+    text = bytearray()
 
-        def lines() -> list[str]:
-            print("END", flush=True)
-            text = b""
-            while not text.endswith(b"END\r\n"):
-                text += os.read(reader, 4096)
-            return text.decode().replace("\r\n", "\n").splitlines()[:-1]
+    def read() -> None:
+        with contextlib.suppress(OSError):
+            while chunk := os.read(reader, 4096):
+                text.extend(chunk)
 
-        yield lines
+    # While the function writes: a terminal takes little ahead.
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    with os.fdopen(writer, "w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        run()
+    reading.join(60)
     os.close(reader)
+    return text.decode().replace("\r\n", "\n").splitlines()
+
+
+DIGITS = str(ROOT / "notebooks" / "results" / "digits")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         *([name, "--help"] for name in COMMANDS if name != "plan"),
-        ["figure", "nothing", str(ROOT / "notebooks" / "results" / "digits"), "-o", "a.png"],
-        *([name, str(ROOT / "notebooks" / "results" / "digits")] for name in ("table", "paired", "time", "paper")),
+        ["figure", "nothing", DIGITS, "-o", "a.png"],
+        *([name, DIGITS] for name in ("table", "paired", "time", "paper")),
         ["reproduce", "--list"],
     ],
     ids=lambda arguments: " ".join(arguments[:2] if arguments[-1] == "--help" else arguments[:1]),
 )
-def test_lines_on_a_terminal_have_eighty_columns(
-    arguments: list[str], terminal: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_on_a_terminal_have_eighty_columns(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", ["growlab", *arguments])
-    with contextlib.suppress(SystemExit):
-        command_line.main()
-    lines = terminal()
+
+    def run() -> None:
+        with contextlib.suppress(SystemExit):
+            command_line.main()
+
+    lines = on_a_terminal(run)
     assert len(lines) > 3 and max(map(len, lines)) <= 80
     assert not any(re.search(r"\w-$", line) for line in lines)
 
 
-def test_long_lines_break_between_words_on_a_terminal_alone(terminal: Callable[[], list[str]]) -> None:
+def test_long_lines_break_between_words_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(f"word{number:03}" for number in range(40))
-    with whole_words():
-        print(f"error: {words}", file=sys.stderr)
-        print(f"  {'x' * 100}")
-        print("\x1b[1m" + words)
-    short, *_ = lines = terminal()
-    assert len(short) <= 80 and " ".join(lines[:5]).split() == ["error:", *words.split()]
-    assert lines[5].strip() == "x" * 100 and lines[6] == f"\x1b[1m{words}"
+
+    def run() -> None:
+        with whole_words():
+            print(f"error: {words}", file=sys.stderr)
+            print(f"  {'x' * 100}")
+            print("\x1b[1m" + words)
+
+    lines = on_a_terminal(run)
+    assert max(map(len, lines[:-2])) <= 80 and " ".join(lines[:-2]).split() == ["error:", *words.split()]
+    assert lines[-2].strip() == "x" * 100 and lines[-1] == f"\x1b[1m{words}"
+    run()
+    assert capsys.readouterr() == (f"  {'x' * 100}\n\x1b[1m{words}\n", f"error: {words}\n")
 
 
 def test_the_default_run_is_shown_in_few_settings_and_each_is_explained() -> None:
