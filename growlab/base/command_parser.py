@@ -91,7 +91,7 @@ def shell_lines(words: Sequence[str], columns: int = 79, first: str = "") -> str
 
 
 def columns_of(stream: Any) -> int | None:
-    """Columns of the terminal that a stream writes to; None where it is none, or has no size."""
+    """Columns of the terminal that a stream writes to; None for a pipe or a file."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (AttributeError, OSError, ValueError):
