@@ -1,12 +1,15 @@
 """Command-line parser that reports a wrong command line in one sentence."""
 
 import argparse
+import contextlib
+import os
+import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from math import inf, prod
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from growlab.base.errors import UserError
 
@@ -15,8 +18,25 @@ _DIGITS = 10
 _LARGEST = 2**28
 
 
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Help whose paragraphs are wrapped at spaces alone."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, **_WHOLE_WORDS)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = partial(textwrap.fill, width=width, initial_indent=indent, subsequent_indent=indent, **_WHOLE_WORDS)
+        return "\n\n".join(map(fill, text.strip().split("\n\n")))
+
+
 class CommandParser(argparse.ArgumentParser):
-    """Raises `UserError` where argparse prints the usage and ends the program."""
+    """Raises `UserError` where argparse prints the usage and ends the program; wraps help at spaces."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Paragraphs, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message and where help is."""
@@ -39,7 +59,7 @@ def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
     return main
 
 
-def in_columns(text: str, columns: int = 79) -> str:
+def in_columns(text: str, columns: int = 79, hanging: int = 4) -> str:
     """Wrap the lines of a text at spaces, each with its indent, for a terminal.
 
     Examples:
@@ -49,12 +69,58 @@ def in_columns(text: str, columns: int = 79) -> str:
     """
     lines = []
     for line in text.splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        wrapped = textwrap.wrap(
-            line, columns, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False
-        )
-        lines += wrapped or [""]
+        indent = line[: len(line) - len(line.lstrip())] + " " * hanging
+        lines += textwrap.wrap(line, columns, subsequent_indent=indent, **_WHOLE_WORDS) or [""]
     return "\n".join(lines)
+
+
+def shell_lines(words: Sequence[str], columns: int = 79, first: str = "") -> str:
+    r"""Quote a command's words, and break it between them with a backslash: it can be copied from a terminal.
+
+    Examples:
+        >>> print(shell_lines(["growlab", "method=ours", "seed=1"], 24))
+        growlab method=ours \
+          seed=1
+    """
+    lines = [first]
+    for word in map(shlex.quote, words):
+        if len(lines[-1]) + len(word) + 3 > columns and lines[-1].strip():
+            lines.append(" ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def columns_of(stream: Any) -> int | None:
+    """Columns of the terminal that a stream writes to; None for a pipe or a file."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+class _Wrapped:
+    """A terminal's stream that breaks long lines at spaces, where the terminal would break words."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        columns = columns_of(self._stream)
+        # Lines with a terminal's codes are those of programs that wrap by themselves.
+        if columns and "\x1b" not in text and max(map(len, text.splitlines()), default=0) > columns:
+            text = in_columns(text, columns, hanging=0) + "\n" * text.endswith("\n")
+        self._stream.write(text)
+        return len(text)
+
+
+@contextlib.contextmanager
+def whole_words() -> Iterator[None]:
+    """Within the context, lines that are printed on a terminal break between words."""
+    with contextlib.redirect_stdout(_Wrapped(sys.stdout)), contextlib.redirect_stderr(_Wrapped(sys.stderr)):
+        yield
 
 
 def sizes(text: str) -> list[int]:

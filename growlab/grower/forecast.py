@@ -99,13 +99,14 @@ class Forecast:
             "network will end narrower than it was made"
         )
 
-    def unreached(self, stage: int) -> str:
-        """Return a warning if stages after this one are scheduled, else ""."""
+    def unreached(self, stage: int, stepped: bool) -> str:
+        """Return a warning if stages after this one are scheduled, else ""; it says if the loop never called `step`."""
         if self.stages is None or stage >= len(self.stages) - 1:
             return ""
+        why = "" if stepped else ", and the loop never called Grower.step"
         return (
-            f"training has ended in stage {stage} of {len(self.stages) - 1}: the network is narrower than in its last "
-            "stage, which its trigger would have grown it to later"
+            f"training has ended in stage {stage} of {len(self.stages) - 1}{why}: the network is narrower than in its "
+            "last stage, which its trigger would have grown it to later"
         )
 
     def check_state(self, state: Mapping[str, Any]) -> None:

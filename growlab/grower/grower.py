@@ -411,7 +411,7 @@ class Grower(LoadingNetwork):
         """
         self.followers.check_loaded()
         check_vocabulary(self.network, self._vocabulary)
-        if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage)):
+        if not at_any_stage and (warning := self.forecast.unreached(self.state.scheduled_stage, bool(self._units))):
             log.warning("%s", warning)
         if not anneal_if_uniform(self):
             left = round((1 - self.state.norm_progress) * self.anneal_steps)

@@ -1,7 +1,7 @@
 """The interface of parts: hooks that do nothing by default."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
@@ -189,16 +189,16 @@ def remove_pre_hooks(network: nn.Module, kind: type) -> None:
             network._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def numbers_of_stages(counts: Sequence[Any], num_stages: int, most: int, what: str) -> Sequence[int]:
+def numbers_of_stages(counts: Any, num_stages: int, most: int, what: str) -> Sequence[int]:
     """Return the number of channels at each stage; raise a UserError unless all are ascending, from 1 to `most`."""
-    counts = list(counts)
-    whole = all(isinstance(one, Integral) and 1 <= int(one) <= most for one in counts)
-    if len(counts) != num_stages or not whole or sorted(counts) != counts:
+    found = list(counts) if isinstance(counts, Iterable) else []
+    numbers = all(isinstance(one, Integral) and not isinstance(one, bool) and 1 <= int(one) <= most for one in found)
+    if len(found) != num_stages or not numbers or sorted(found) != found:
         raise UserError(
             f"counts must give {num_stages} ascending numbers of {what} from 1 to {most}, one for each stage, not "
-            f"{counts}."
+            f"{found or counts!r}."
         )
-    return counts
+    return found
 
 
 _Value = TypeVar("_Value")

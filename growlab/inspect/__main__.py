@@ -6,7 +6,6 @@ Exit code 1: a network was refused or did not grow exactly; 2: there is no such 
 A matrix also takes `torchvision/*` and `timm/*` (the smallest network of each family) and `transformers/*`.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -56,7 +55,6 @@ def main(arguments: Sequence[str]) -> int:
         prog="growlab widths",
         description=__doc__,
         epilog="Example: growlab widths my_package.my_module:factory --input-shape 3,32,32",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
-from growlab.base.settings import one_of
+from growlab.base.settings import one_of, whole
 from growlab.grower.part import Replaced, WidthPart, numbers_of_stages, open_channels, remove_pre_hooks
 from growlab.grower.triggers import GrowingNetwork, Never, Trigger, Widths
 from growlab.growth import GrowthEvent, GrowthState, ParityError
@@ -71,6 +71,8 @@ class Features(WidthPart):
             )
         with as_user_errors():
             one_of(("zero", "drawn"), columns=columns)
+            if dim is not None:
+                whole(-(2**64), dim=dim)
         self._counts, self._columns, self._dim, self._argument = counts, columns, dim, argument
         self._number = 0
         self._hook: FirstFeatures | None = None
@@ -283,8 +285,8 @@ def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...
     names = {name: name.removeprefix(f"{_NETWORK}.") for name in traced.axes if name != f"{_SOURCE}.weight"}
     reading = [name for name in names if any(_SOURCE in axis.groups for axis in traced.axes[name])]
     norms = [norm.name.removeprefix(f"{_NETWORK}.") for norm in traced.channel_norms if _SOURCE in norm.axis.groups]
-    whole = bool(reading) and traced.groups[_SOURCE].full_width == fed.source.out_features
-    if norms or not whole:
+    complete = bool(reading) and traced.groups[_SOURCE].full_width == fed.source.out_features
+    if norms or not complete:
         otherwise = "the code distinguishes some of them" if reading else "no weight reads them"
         reason = f"{norms[0]} normalises over them" if norms else traced.fixed.get(_SOURCE, otherwise)
         raise UserError(f"{cannot}{reason}.")

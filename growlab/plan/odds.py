@@ -111,9 +111,8 @@ class Advice:
     @property
     def line(self) -> str:
         """The choice and its odds in one line."""
-        return f"{_NAMES[self.choice]}: " + ", ".join(
-            f"{100 * value:.0f} % against {_NAMES[arm]}" for arm, value in self.odds.items()
-        )
+        odds = ", ".join(f"{100 * value:.0f} % against {_NAMES[arm]}" for arm, value in self.odds.items())
+        return f"{_NAMES[self.choice]}: {odds} ({self.ratio:.2g} samples a parameter)"
 
     def __str__(self) -> str:
         title = {"smaller": "Train a smaller network", "grown": "Grow it", "full": "Train the full network"}

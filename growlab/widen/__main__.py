@@ -29,7 +29,6 @@ def main(arguments: Sequence[str]) -> int:
         prog="growlab widen",
         description=__doc__,
         epilog="Example: growlab widen ./my_model --width 1.5 --depth 2 -o wider",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="FOLDER", help="or torchvision/NAME or timm/NAME with WEIGHTS")
     parser.add_argument("weights", nargs="?", type=Path, metavar="WEIGHTS", help="a state_dict's file")

@@ -57,11 +57,7 @@ def enlarge(
         base = small if adapted is None else adapted.get_base_model()
         wide = type(base)(larger).to(first.device, first.dtype)
         if adapted is not None:
-            chosen = copy(adapted.active_peft_config)
-            if depth != 1 and not isinstance(chosen.target_modules, str):
-                # peft has expanded "all-linear" to the small network's layer names; use those of all layers.
-                chosen.target_modules = {re.split(r"\.\d+\.", name)[-1] for name in chosen.target_modules}
-            wide = type(adapted)(wide, chosen, adapted.active_adapter)
+            wide = _adapted(wide, adapted, depth)
         wide.train(small.training)
     if example is None:
         if not hasattr(config, "to_dict"):
@@ -74,6 +70,29 @@ def enlarge(
     for name, parameter in wide.named_parameters() if built else ():
         parameter.requires_grad_(_kind(name) in trains)
     return grower.finish(), optimizer
+
+
+def _adapted(wide: nn.Module, small: Any, depth: float) -> nn.Module:
+    """Give a network the adapters of a small one, with the same ones active."""
+    result: Any = None
+    for name, known in small.peft_config.items():
+        chosen = copy(known)
+        if depth != 1 and not isinstance(chosen.target_modules, str):
+            # peft has expanded "all-linear" to the small network's layer names; use those of all layers.
+            chosen.target_modules = {re.split(r"\.\d+\.", target)[-1] for target in chosen.target_modules}
+        if result is None:
+            result = type(small)(wide, chosen, name)
+        else:
+            result.add_adapter(name, chosen)
+    active = small.active_adapters
+    if idle := next((name for name in small.peft_config if name not in active), None):
+        raise UserError(
+            f"the adapter {idle} is not active, so the forward does not run it: activate all while the model grows, "
+            f"model.base_model.set_adapter({[*small.peft_config]})."
+        )
+    result.base_model.set_adapter(active)
+    grown: nn.Module = result
+    return grown
 
 
 def _kind(name: str) -> str:

@@ -4,7 +4,6 @@ FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_
 FOLDER with the removed heads and channels masked. Exit code 2: the model cannot be read, or cannot be pruned so.
 """
 
-import argparse
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -113,7 +112,6 @@ def main(arguments: Sequence[str]) -> int:
         prog="growlab prune",
         description=__doc__,
         epilog="Example: growlab prune ./my_llama --keep 0.75 -o smaller",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")

@@ -7,7 +7,6 @@ experts of a mixture, and the number chosen per token with them. Exit code 2: th
 changed so.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -281,7 +280,6 @@ def main(arguments: Sequence[str]) -> int:
         prog="growlab upcycle",
         description=__doc__,
         epilog="Example: growlab upcycle ./my_llama -o my_mixtral --experts 8 --top-k 2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")

@@ -242,7 +242,9 @@ class Record:
 
         Its columns are the stream's channels, its rows a multiple of them.
         """
-        path, multiple = module_of(node), self.atoms.length(rows) % self.atoms.length(columns) == 0
+        # Adapters of peft stand around the layer.
+        path = module_of(node).removesuffix(".base_layer")
+        multiple = self.atoms.length(rows) % self.atoms.length(columns) == 0
         if multiple and not {path, path.rpartition(".")[0]}.isdisjoint(self._tied):
             self._as_wide.append((rows, columns))
 

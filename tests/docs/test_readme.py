@@ -209,8 +209,9 @@ def test_an_example_prints_what_the_readme_says(program: str, printed: str, tmp_
     assert done.returncode == 0, done.stderr
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(("growth", "test acc"))]
     assert without_rounding("\n".join(lines)) == without_rounding(printed.strip())
-    accuracies = re.findall(r"accuracy (\d+)%", done.stdout)
-    assert all(int(accuracy) > 85 for accuracy in accuracies)
+    found, said = ([int(one) for one in re.findall(r"accuracy (\d+)%", text)] for text in (done.stdout, printed))
+    # Seeded: what differs is the machine's arithmetic.
+    assert all(abs(one - other) <= 2 for one, other in zip(found, said, strict=True))
     assert all(float(error) < 1e-5 for error in re.findall(r"error (\S+)", done.stderr))
 
 

@@ -14,6 +14,7 @@ from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.query import answer
 from growlab.lab.analysis.results import load_runs
 from growlab.lab.analysis.tables import Row, summarise, write_table
+from growlab.lab.analysis.tables import table as grid_of
 
 _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}
 _AGAINST = {
@@ -66,6 +67,8 @@ def put(table: Grid | Sequence[Row], arguments: argparse.Namespace) -> None:
         text = write_table(table, form)
     if arguments.output:
         write_text(arguments.output, text)
+    elif form == "markdown":
+        sys.stdout.write((table if isinstance(table, Grid) else grid_of(table)).shown())
     else:
         sys.stdout.write(text)
 

@@ -2,12 +2,21 @@
 
 import csv
 import io
+import itertools
 import re
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from growlab.base.command_parser import columns_of
+
 # Also what turns the direction of writing around.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# Lines of a cell may end here.
+_BREAKS = re.compile(r"(\s+|(?<=[.=,_])(?=[a-z]))")
+# Columns that a long name needs at least.
+_NAME = 15
 _FORMULAS = tuple("=+-@＝＋－＠")
 # Perhaps with a deviation, a unit and a number of runs: signs and digits, which call nothing.
 _NUMBER = re.compile(r"[+-]?(\d|\.\d|inf|nan)[\d.,eE±%x() +-]*")
@@ -36,15 +45,60 @@ class Grid:
 
     def markdown(self) -> str:
         """A Markdown table, padded so that it reads well as plain text too; `groups` go into the header."""
-        lines = [[visible(cell).replace("|", "\\|") for cell in line] for line in (self._names(), *self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return self._drawn([[[cell] for cell in line] for line in self._lines()])
 
-        def padded(line: Sequence[str]) -> str:
-            cells = [
-                cell.ljust(width) if i < self.num_text else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+    def shown(self) -> str:
+        """Markdown for standard output: fitted to the terminal if it is one."""
+        columns = columns_of(sys.stdout)
+        return self.fitted(columns) if columns else self.markdown()
+
+    def fitted(self, columns: int) -> str:
+        """The table within so many columns of a terminal: names wrap, further numbers come in a further table."""
+        text = self.markdown()
+        if max(map(len, text.partition("\n\n")[0].splitlines())) <= columns:
+            return text
+        lines, first = self._lines(), self.num_text
+        heads = [max(map(len, name.split())) for name in lines[0]]
+        widths = [
+            max(head, *map(len, column)) for head, column in zip(heads, zip(*lines[1:], strict=True), strict=True)
+        ]
+        room = columns - 1 - sum(width + 3 for width in widths[first:])
+        if room < sum(min(width, _NAME) + 3 for width in widths[:first]) and len(widths) - first > 1:
+            half = (first + len(widths) + 1) // 2
+            parts = [
+                [[*line[:first], *line[part]] for line in (self._names(), *self.rows)]
+                for part in (slice(first, half), slice(half, None))
             ]
-            return f"| {' | '.join(cells)} |\n"
+            captions = ("", self.caption)
+            return "\n".join(
+                Grid(part[0], part[1:], first, caption).fitted(columns)
+                for part, caption in zip(parts, captions, strict=True)
+            )
+        # The narrowest first, so that the others share what it leaves.
+        for left, i in enumerate(sorted(range(first), key=widths.__getitem__), -first):
+            widths[i] = min(widths[i], room // -left - 3)
+            room -= widths[i] + 3
+        return self._drawn(
+            [[_wrapped(cell, width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+        )
+
+    def _lines(self) -> list[list[str]]:
+        """Header and rows, escaped for Markdown."""
+        return [[visible(cell).replace("|", "\\|") for cell in line] for line in (self._names(), *self.rows)]
+
+    def _drawn(self, lines: Sequence[Sequence[Sequence[str]]]) -> str:
+        """Markdown of cells that may have several lines each."""
+        widths = [max(len(part) for cell in column for part in cell) for column in zip(*lines, strict=True)]
+
+        def padded(line: Sequence[Sequence[str]]) -> str:
+            text = ""
+            for parts in itertools.zip_longest(*line, fillvalue=""):
+                cells = [
+                    part.ljust(width) if i < self.num_text else part.rjust(width)
+                    for i, (part, width) in enumerate(zip(parts, widths, strict=True))
+                ]
+                text += f"| {' | '.join(cells)} |\n"
+            return text
 
         ends = ["-"] * self.num_text + [":"] * (len(widths) - self.num_text)
         rule = "|".join("-" * (width + 1) + end for width, end in zip(widths, ends, strict=True))
@@ -84,6 +138,14 @@ class Grid:
 def visible(text: str) -> str:
     r"""Escape control characters in text, such as a terminal's escape codes: `\x1b`."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    """Lines of a cell, broken at spaces; a setting's name that is longer than a line, behind a dot or underscore."""
+    whole = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    parts = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    parts.wordsep_simple_re = _BREAKS
+    return [part for line in whole.wrap(cell) for part in parts.wrap(line)] or [""]
 
 
 def inert(cell: str) -> str:

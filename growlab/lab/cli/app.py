@@ -32,6 +32,7 @@ except ModuleNotFoundError as missing:
     # After `pip install --no-deps growlab` where torch is installed already.
     sys.exit(commands.run_without(missing))
 
+from growlab.base.command_parser import whole_words
 from growlab.base.errors import FolderLocked, Stopped, UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.cli import settings, sweeps
@@ -48,6 +49,8 @@ from growlab.lab.training.configuration import (
 )
 
 _HELP_COLUMNS = 79
+# Numbers of a sweep's jobs that failed in this process, by the reason.
+_FAILED: dict[str, list[int]] = {}
 
 
 class JobFailed(BaseException):
@@ -91,7 +94,10 @@ def _job(cfg: DictConfig) -> Any:
         # In a sweep Hydra runs the other jobs and raises the first failure after the last one.
         overrides = list(job.overrides.task)
         reason = explain(error, overrides) or repr(error)
-        print(f"job {job.job.num} ({job.job.override_dirname}) failed: {reason}", file=sys.stderr)
+        same = _FAILED.setdefault(reason, [])
+        text = f"as job {same[0]} did." if same else reason
+        same.append(job.job.num)
+        print(f"job {job.job.num} ({job.job.override_dirname}) failed: {text}", file=sys.stderr)
         if not isinstance(error, FolderLocked):
             trace = "".join(traceback.format_exception(error))
             write_json(failure, {"reason": reason, "overrides": overrides, "traceback": trace})
@@ -172,6 +178,10 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
         traceback.print_exception(error)
     if sentence is None:
         return 1
+    if sentence in _FAILED:
+        # Each job has said why.
+        number = sum(map(len, _FAILED.values()))
+        sentence = f"{number} job{'s' if number > 1 else ''} of the sweep failed."
     print(f"error: {sentence}", file=sys.stderr)
     return 2
 
@@ -207,10 +217,11 @@ def _complete_commands() -> bool:
 def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> int:
     """Run a command line and return the exit code."""
     try:
-        try:
-            return _main(job, more)
-        finally:
-            sys.stdout.flush()
+        with whole_words():
+            try:
+                return _main(job, more)
+            finally:
+                sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output has gone, as in `growlab --cfg job | head`; Python would complain as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -219,6 +230,7 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
 
 def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
     commands.import_from_here()
+    _FAILED.clear()
     if not _complete_commands():
         return 0
     if sys.argv[1:2] == ["run"]:

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from growlab.base.command_parser import whole_words
 from growlab.base.errors import how_to_install
 
 
@@ -104,6 +105,11 @@ def import_from_here() -> None:
 
 def run_without(missing: ModuleNotFoundError) -> int:
     """Run a command that does not need the packages of experiments, which are not installed; return the exit code."""
+    with whole_words():
+        return _without(missing)
+
+
+def _without(missing: ModuleNotFoundError) -> int:
     import_from_here()
     if sys.argv[1:] == ["--version"]:
         print(f"growlab {version('growlab')}")

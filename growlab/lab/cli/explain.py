@@ -127,6 +127,8 @@ def _of_value(error: OmegaConfBaseException) -> str:
         # First those that have a value, such as schedule.total_epochs.
         nested = sorted((inside[one] for one in get_close_matches(error.key, inside)), key=lambda place: place[0])
         near = near or [place for _, place in nested]
+        if "is not in struct" in text:
+            name, text = "", f"there is no setting '{error.full_key}'"
     where = f"{name}: " if name and name not in text else ""
     return f"{where}{text}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from growlab.base.command_parser import CommandParser, command
+from growlab.base.command_parser import CommandParser, command, shell_lines
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.lab.training.configuration import LAST, PRIMARY, composed
@@ -91,7 +91,7 @@ def show(argv: Sequence[str]) -> None:
         sizes = f"{event['num_params_before']:,} -> {event['num_params']:,} parameters"
         print(f"stage {event['stage']} at step {event['step']}: {sizes}, output error {event['parity_error_eval']:.1e}")
     options, overrides = _command(folder / ".hydra" / "hydra.yaml")
-    print(" ".join(["growlab", *options, *overrides]))
+    print(shell_lines(["growlab", *options, *overrides]))
 
 
 def evaluate(argv: Sequence[str]) -> None:

@@ -192,7 +192,7 @@ def conclude() -> None:
         return
     from growlab.lab.analysis.__main__ import warn
     from growlab.lab.analysis.results import load_runs
-    from growlab.lab.analysis.tables import summarise, write_table
+    from growlab.lab.analysis.tables import summarise, table
 
-    sys.stdout.write("\n" + write_table(summarise(load_runs([str(folder)], warn), warn), "markdown"))
+    sys.stdout.write("\n" + table(summarise(load_runs([str(folder)], warn), warn)).shown())
     print(f"everything about these runs: {folder}")

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import Field
 from torch import Tensor, nn
 
+from growlab.base.command_parser import shell_lines
 from growlab.base.errors import UserError
 from growlab.base.files import CHECKPOINT_FOLDER, write_json, write_text
 from growlab.grower import Grower
@@ -61,7 +62,6 @@ _OF_THE_PLAN = (
     *("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate"),
     *("steps", "total_steps", "total_tokens", "eval_every_n_steps"),
 )
-_COLUMNS = 80
 # Minimum number of steps at each rate, since fewer do not show which is better; and the relative improvement of the
 # loss for which another rate replaces the first one.
 _LEAST_STEPS, _MARGIN = 8, 0.01
@@ -168,9 +168,8 @@ def run(cfg: DictConfig) -> None:
         found = {"advice": asdict(advice), "settings": build.plain(cfg.plan), "spent": spent, "command": command}
         arms_found = {name: asdict(arm) for name, arm in arms.items()}
         write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
-        start, _, name = command.replace("python -m growlab", program(), 1).rpartition(" ")
-        whole = f"Run it with: {start} {name}"
-        print(whole if len(whole) <= _COLUMNS else f"Run it with: {start} \\\n  {name}")
+        words = shlex.split(command.replace("python -m growlab", program(), 1))
+        print(shell_lines(words, first="Run it with:"))
 
 
 def settings_of(cfg: DictConfig) -> Settings:

@@ -389,8 +389,8 @@ class Depth(BlockPart):
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Find the blocks; the network is not changed yet."""
         for path, module in network.named_modules():
-            computed = module.parametrizations if is_parametrized(module) else ()
-            if any(f"{path}.parametrizations.{name}.original" not in graph.axes for name in computed):
+            computed: Any = module.parametrizations.named_parameters() if is_parametrized(module) else ()
+            if any(f"{path}.parametrizations.{name}".lstrip(".") not in graph.axes for name, _ in computed):
                 raise UserError(
                     f"blocks that come in later need weights that are no functions of others, which those of {path} "
                     "are: choose another growth method or model."

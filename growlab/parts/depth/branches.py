@@ -103,9 +103,13 @@ class Branches:
         inputs = inputs_of(node)
         if _AFFINE.fullmatch(name):
             return self._affine(name, inputs)
+        if name == "WeightNormInterface":
+            return self.silenced(inputs[1])
         if _PRODUCTS.fullmatch(name):
             # Prefer a scale or a weight to the factor that it multiplies.
             factors = [x for x in (inputs if name != "Baddbmm" else inputs[1:]) if x is not None]
+            # In g / |v| v, another spelling of weight normalisation, v must not be zero.
+            factors = [x for x in factors if not any(_divisor_depends(other, x) for other in factors)]
             for factor in sorted(factors, key=lambda x: not self._is_parameter(x)):
                 if (zeroed := self.silenced(factor)) is not None:
                     return zeroed
@@ -144,6 +148,12 @@ class Branches:
                 return False
             edge = before
         return hasattr(edge[0], "variable")
+
+
+def _divisor_depends(edge: Edge, other: Edge) -> bool:
+    """Return True if a value is a quotient with a divisor that depends on another value."""
+    divisor = inputs_of(edge[0])[1] if operation(edge[0]) == "Div" else None
+    return divisor is not None and other[0] in ancestors(divisor[0])
 
 
 class Consumers:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from growlab.base.command_parser import CommandParser, amount, count
+from growlab.base.command_parser import CommandParser, amount, count, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_text
 from growlab.lab.analysis.results import open_run
@@ -209,10 +209,11 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
     items = [known.find(arguments.name)] if arguments.name else list(known.items.values())
     if arguments.list:
         place = Place(arguments.runs)
+        print(f"finished runs in {place.runs}:")
         for item in items:
             jobs = item.jobs(arguments.seeds)
-            there = f"{sum(map(place.done, jobs)):3d} of {len(jobs):3d} in {place.runs}"
-            print(f"{item.name:30s} {there}; {item.title}")
+            there = f"{item.name:30s} {sum(map(place.done, jobs)):3d} of {len(jobs):3d}  "
+            print(in_columns(f"{there}{item.title}", hanging=len(there)))
         return
     try:
         # Fail before training for a folder that cannot be written.
@@ -308,7 +309,7 @@ def _write_results(item: Item, place: Place, seeds: Sequence[int] | None = None)
     """
     from growlab.lab.analysis import figures
     from growlab.lab.analysis.results import load_runs
-    from growlab.lab.analysis.tables import summarise, write_table
+    from growlab.lab.analysis.tables import summarise, table
     from growlab.recipes.papers.paper_table import paper_table
 
     jobs = dict.fromkeys([*item.jobs(), *item.jobs(seeds)])
@@ -316,10 +317,10 @@ def _write_results(item: Item, place: Place, seeds: Sequence[int] | None = None)
     if not done:
         return
     rows = summarise(load_runs([place.runs / job.folder for job in done]))
-    text = paper_table(rows, unmeasured=True).markdown() if item.table else write_table(rows, "markdown")
+    grid = paper_table(rows, unmeasured=True) if item.table else table(rows)
     path = place.runs / f"{item.name}.md"
-    write_text(path, text)
-    print(f"{text}\n{path}")
+    write_text(path, grid.markdown())
+    print(f"{grid.shown()}\n{path}")
     for figure in item.figures:
         name, overrides = drawn(figure)
         shown = [place.runs / job.folder for job in done if set(overrides) <= set(job.overrides)]

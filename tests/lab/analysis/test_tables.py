@@ -10,6 +10,7 @@ import pytest
 from growlab.base.errors import UserError
 from growlab.lab.analysis import load_runs, markdown, summarise
 from growlab.lab.analysis.comparison import frontier, frontier_seconds
+from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.paired import compare_pairs, paired_table
 from growlab.lab.analysis.schedules import series_over_budgets, times_to_scores
 from growlab.lab.analysis.tables import csv_text, table, unique_names, write_table
@@ -295,3 +296,18 @@ def test_with_a_budget_its_epochs_are_the_hundred_percent(tmp_path):
     write_run(tmp_path / "grown", stage_epochs=[8, 7], **budget)
     rows = rows_of(tmp_path)
     assert [(row.reference_epochs, row.cost_percent) for row in rows] == [(10, 100.0), (10, 100.0)]
+
+
+def test_a_table_fits_a_terminal_with_whole_words() -> None:
+    names = ["ours + stagewise_norm, schedule.learning_rate.progress_unit=cost", "fixed-size"]
+    rows = [["40", name, "28.8", "**78.02 ± 0.61 (3)**", "135", "0.78x"] for name in names]
+    grid = Grid(["epochs", "method", "cost %", "accuracy % (n)", "seconds", "speed-up"], rows, 2, "Cost.")
+    assert grid.fitted(130) == grid.markdown()
+    for columns, tables in ((80, 1), (60, 2)):
+        text = grid.fitted(columns)
+        assert max(map(len, text.splitlines())) <= columns and text.endswith("\n\nCost.\n")
+        assert text.count("| method ") == tables and text.count("**78.02 ± 0.61 (3)**") == 2
+        body = [line.split("|") for line in text.split("\n\n")[0].splitlines()]
+        words = [cells[2].strip() for cells in body if cells[2].strip("- ")][1:]
+        assert "".join(words).replace(" ", "") == "".join(names).replace(" ", "")
+        assert words[0].startswith("ours +") and "stagewise_norm," in " ".join(words)

@@ -168,9 +168,9 @@ def test_the_list_counts_the_runs_that_are_there(tmp_path: Path, capsys: pytest.
         (tmp_path / "runs" / job.folder / "results.json").touch()
     assert main(["--list", "table7", "--runs", str(tmp_path / "runs")]) == 0
     out = capsys.readouterr().out
-    assert "2 of   9 in " in out and out.endswith(f"; {REGISTRY.items['table7'].title}\n")
+    assert "2 of   9  Table 7" in out and " ".join(out.split()).endswith(REGISTRY.items["table7"].title)
     assert main(["--list", "table7", "--seeds", "7", "--runs", str(tmp_path / "runs")]) == 0
-    assert "0 of   3 in " in capsys.readouterr().out
+    assert "0 of   3  Table 7" in capsys.readouterr().out
 
 
 def test_a_dry_run_estimates_from_finished_runs(

@@ -1018,14 +1018,17 @@ def test_a_state_goes_on_with_a_trigger_of_its_widths(other: dict[float, float],
 
 
 def test_growth_that_ends_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    for epoch, at_any_stage, told in ((1, False, True), (1, True, False), (2, False, False)):
+    for epoch, at_any_stage, told in ((1, False, True), (1, True, False), (2, False, False), (0, False, True)):
         grower = Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
-        grower.step(epoch=epoch)
+        if epoch:
+            grower.step(epoch=epoch)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             grower.finish(at_any_stage)
         assert (f"training has ended in stage {epoch} of 2" in caplog.text) == told
-    assert repr(grower) == "Grower(stage 2, PairGrowth, widths {0: 32})"
+        assert ("never called Grower.step" in caplog.text) == (not epoch)
+        if epoch == 2:
+            assert repr(grower) == "Grower(stage 2, PairGrowth, widths {0: 32})"
 
 
 class _Asks(Trigger):

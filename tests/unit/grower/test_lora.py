@@ -35,6 +35,13 @@ def llama(width: int = 8, layers: int = 2) -> Any:
     return transformers.LlamaForCausalLM(config).double()
 
 
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 32}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens, use_cache=False)).double()
+
+
 def adapted(model: Any, **settings: Any) -> Any:
     usual = {"r": 2, "lora_alpha": 4, "target_modules": TRAINED_PART, "lora_dropout": 0.1}
     model = peft.get_peft_model(model, peft.LoraConfig(**{**usual, **settings})).double()
@@ -246,6 +253,40 @@ def test_layers_come_in_beside_frozen_ones() -> None:
     assert not names["model.embed_tokens.weight"].requires_grad
     layers = {n for n in range(4) if id(names[f"model.layers.{n}.mlp.up_proj.weight"]) in own}
     assert len(layers) == 3 and 0 not in layers
+
+
+def test_adapters_on_several_kinds_of_projection_of_gpt2_grow() -> None:
+    small = adapted(gpt2(), target_modules="all-linear", fan_in_fan_out=True)
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
+    train(small, optimizer, 2)
+    expected = output(small)
+    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    adapters = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert adapters == {"c_attn", "c_proj", "c_fc"}
+    assert relative_error(expected, output(model)) < EXACT
+    assert relative_error(expected, output(model.merge_and_unload())) < EXACT
+
+
+def test_several_adapters_grow_while_all_are_active() -> None:
+    small = llama()
+    small = peft.get_peft_model(small, peft.LoraConfig(r=2, target_modules=TRAINED_PART))
+    small.add_adapter("other", peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    small.double()
+    with pytest.raises(UserError, match=r"the adapter other is not active.*set_adapter\(\['default', 'other'\]\)"):
+        growlab.enlarge(small, width=2)
+    small.base_model.set_adapter(["default", "other"])
+    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
+    train(small, optimizer, 3)
+    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    assert model.active_adapters == ["default", "other"]
+    own = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert own == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+    assert relative_error(output(small), output(model)) < EXACT
+    for name in ("default", "other"):
+        small.set_adapter(name)
+        model.set_adapter(name)
+        assert relative_error(output(small), output(model)) < EXACT
+        assert relative_error(output(small), output(copy.deepcopy(model).merge_and_unload())) < EXACT
 
 
 def test_enlarging_takes_adapters_along() -> None:

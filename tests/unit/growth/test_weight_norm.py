@@ -15,7 +15,7 @@ from growlab.grower import Grower
 from growlab.grower.prune import prune
 from growlab.growth import GradMax, HyperCloning, Measurement, PairGrowth, Tiny, VarianceTransfer
 from growlab.growth.constants import as_applied, as_stored
-from growlab.parts import Averages
+from growlab.parts import Averages, Depth
 from growlab.widths import tensors_of, trace
 from tests.unit.growth.measured import started
 
@@ -249,3 +249,36 @@ def test_a_frozen_length_or_direction_keeps_the_width() -> None:
     network[2].parametrizations.weight.original0.requires_grad_(False)
     graph = trace(network, torch.randn(4, 5))
     assert not graph.groups and "is frozen" in graph.fixed["2.parametrizations.weight"], graph.fixed
+
+
+class Residual(nn.Module):
+    """A block of vocoders: its branch ends in a weight-normalised layer."""
+
+    def __init__(self, norm: Callable[..., nn.Module], dim: int | None) -> None:
+        super().__init__()
+        self.one, self.two = (norm(nn.Conv1d(8, 8, 3, padding=1), dim=dim) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(F.leaky_relu(self.one(F.leaky_relu(x))))
+        return x + y
+
+
+@pytest.mark.parametrize("start", ["zero", "stack"])
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_blocks_come_in_exactly_and_learn(spelling: str, dim: int | None, start: Any) -> None:
+    torch.manual_seed(0)
+    norm, _ = SPELLINGS[spelling]
+    ends = nn.Conv1d(3, 8, 3), (nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 4))
+    network = nn.Sequential(ends[0], *(Residual(norm, dim) for _ in range(3)), *ends[1]).double()
+    grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, parts=[Depth(start=start)])
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    grower.follow(optimizer)
+    train(network, optimizer)
+    before = network(X).detach()
+    (event,) = grower.step(1)
+    assert [each["block"] for each in event.notes["inserted"]] == ["2", "3"]
+    torch.testing.assert_close(network(X) * grower.state.output_factor, before, rtol=1e-12, atol=1e-12)
+    starts = {name: p.clone() for name, p in network.named_parameters()}
+    train(network, optimizer)
+    assert all(bool(p.isfinite().all()) and not torch.equal(p, starts[name]) for name, p in network.named_parameters())

@@ -235,6 +235,6 @@ def test_blocks_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
 
 def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:
     network = nn.Sequential(nn.Linear(20, 8), *(Residual(8) for _ in range(3)), nn.Linear(8, 3)).double()
-    nn.utils.parametrizations.weight_norm(network[2].up)
+    nn.utils.parametrizations.orthogonal(network[2].up)
     with pytest.raises(UserError, match=r"no functions of others, which those of 2\.up are"):
         Depth("auto").prepare(network, trace(network, SAMPLES[:2]), 0, (SAMPLES[:2],))

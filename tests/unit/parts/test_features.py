@@ -559,12 +559,21 @@ def test_features_read_by_more_than_weights_are_refused(also: Any, reason: str) 
 
 def test_impossible_settings_are_refused() -> None:
     x = columns().float()
-    for counts in ([4, 10], [4, 3, 10], [0, 4, 10], [4, 7, 11], lambda stages: [10] * (stages - 1)):
+    for counts in (
+        [4, 10],
+        [4, 3, 10],
+        [0, 4, 10],
+        [4, 7, 11],
+        lambda stages: [10] * (stages - 1),
+        lambda _: 4,
+        [True, 7, 10],
+    ):
         with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
             Grower(mlp(), x, trigger=STAGES, parts=[Features(counts)])
     for settings, message in (
         ({"dim": 3}, r"dim=3 is not a feature dimension of an input of shape \[8, 10\]"),
         ({"dim": 0}, r"dim=0 is not a feature dimension"),
+        ({"dim": "x"}, "dim must be an integer, not 'x'"),
         ({"argument": "y"}, r"no floating-point tensor named 'y': \[8, 10\]"),
     ):
         with pytest.raises(UserError, match=message):
