@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from growlab import (
     Bert2Bert,
@@ -276,6 +280,28 @@ def wrapped(network: Any, blocks: list[nn.Module]) -> None:
     fully_shard(network)
 
 
+def by_policies(network: Any, blocks: list[nn.Module]) -> None:
+    """Selective checkpointing of blocks, which keep whole weights between forward and backward."""
+
+    def policy(_: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+        keeps = operation is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = partial(create_selective_checkpoint_contexts, policy)
+    apply_activation_checkpointing(network, partial(checkpoint_wrapper, context_fn=context), lambda m: m in blocks)
+    for block in network.blocks:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(network, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def by_halves(network: nn.Module, blocks: list[nn.Module]) -> None:
+    """Forwards and backwards in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(network, mp_policy=policy)
+
+
 @cache
 def mesh_of(sizes: tuple[int, int]) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
@@ -288,6 +314,9 @@ WAYS_TO_SHARD: dict[str, Callable[[Any, list[nn.Module]], None]] = {
     "both, cut by tensors": lambda net, blocks: by_both(net, blocks, (1, 2)),
     "both, cut by fsdp": lambda net, blocks: by_both(net, blocks, (2, 1)),
     "wrapped": wrapped,
+    "policies": by_policies,
+    "accumulated": by_fsdp,
+    "halves": by_halves,
 }
 WAYS_OF_TWO = list(WAYS_TO_SHARD)
 WAYS_TO_SHARD["both on four"] = lambda net, blocks: by_both(net, blocks, (2, 2))
@@ -297,7 +326,7 @@ class Run:
     """A network that trains for two steps in each of three stages, over processes or whole."""
 
     def __init__(self, case: str, sharded: bool, way: str = "fsdp", **settings: Any) -> None:
-        self.way, self.split = way, way in ("fsdp", "replicated", "wrapped")
+        self.way, self.split = way, "tensors" not in way and "both" not in way
         name, method, optimizers, parts = CASES[case]
         make, self.data, self.blocks = NETWORKS[name]
         torch.manual_seed(0)
@@ -328,7 +357,11 @@ class Run:
             if self.sharded and self.split and not any(isinstance(m, nn.BatchNorm2d) for m in self.network.modules()):
                 batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
             self.network.zero_grad()
-            self.output(batch).square().mean().backward()
+            parts = batch.chunk(2) if self.way == "accumulated" else (batch,)
+            for part in parts:
+                if self.sharded and self.split:
+                    self.network.set_requires_gradient_sync(part is parts[-1])  # type: ignore[operator]
+                (self.output(part).square().mean() / len(parts)).backward()
             for optimizer in self.optimizers:
                 optimizer.step()
             self.steps += 1
@@ -369,7 +402,7 @@ def equals_one_process(case: str, way: str = "fsdp") -> None:
     """At events to 1e-12 and in training to rounding, which is bfloat16's where Muon orthogonalises in that."""
     run, plain = Run(case, True, way), Run(case, False)
     identities = (run.network, *run.optimizers, run.optimizers[0].param_groups[0])
-    rough, found = CASES[case][2] is muon, dict[str, Tensor]()
+    rough, found = CASES[case][2] is muon or way == "halves", dict[str, Tensor]()
     for epoch in range(3):
         if rough and epoch:
             plain.take(found)
@@ -377,9 +410,10 @@ def equals_one_process(case: str, way: str = "fsdp") -> None:
         at_events = [{k: t for k, t in all.items() if k.endswith(" at first")} for all in (found, expected)]
         assert differences(at_events[0], at_events[1], 1e-12) == [], case
         assert differences(found, expected, 2e-2 if rough else 1e-12) == [], case
-    assert [e.parity_error_eval < 1e-12 for e in run.grower.events] == [
-        e.parity_error_eval < 1e-12 for e in plain.grower.events
-    ]
+    if way != "halves":
+        assert [e.parity_error_eval < 1e-12 for e in run.grower.events] == [
+            e.parity_error_eval < 1e-12 for e in plain.grower.events
+        ]
     assert any(map(is_piece, run.network.parameters()))
     assert identities == (run.network, *run.optimizers, run.optimizers[0].param_groups[0])
     if rough:
@@ -488,8 +522,10 @@ def test_growth_on_two_ranks_equals_that_of_one_process(cli: CommandLine, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_methods_roll_back_and_checkpoints_on_two_ranks(cli: CommandLine, tmp_path: Path) -> None:
-    cli.on_two_ranks(checked, tmp_path, [*ROWS, *WAYS_OF_TWO, "then"])
+    outcome = cli.on_ranks(2, checked, tmp_path, [*ROWS, *WAYS_OF_TWO, "then"], limit_sec=900.0)
+    assert outcome.code == 0, outcome.err
 
 
 @pytest.mark.slow
