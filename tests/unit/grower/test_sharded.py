@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -548,6 +549,89 @@ def test_four_ranks_and_a_killed_run_resumed_by_one_two_and_four(cli: CommandLin
         assert outcome.code == 0, outcome.err
 
 
+ELASTIC = """
+import os, signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from growlab import Grower, VarianceTransfer
+from growlab.base.pieces import reshard, whole
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(4, 12), nn.LayerNorm(12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 2)).double()
+data = torch.randn(3, 2, 8, 4, dtype=torch.float64)  # stage, step, sample
+settings = {"method": VarianceTransfer(multipliers="compensate"), "trigger": {0: 0.25, 1: 0.5, 2: 1.0}}
+grower = Grower(network, data[0, 0], shard=fully_shard, anneal_steps=1, **settings)
+optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, eps=1e-5)
+grower.follow(optimizer)
+
+
+def perhaps_die(moment):
+    mark = Path(moment)
+    if dist.get_rank() == 1 and moment in os.environ.get("DIES", "") and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def state():
+    model_state, optimizer_state = get_state_dict(network, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+first = sum(Path(f"checkpoint-{stage}/grower.pt").exists() for stage in range(3))
+if first:
+    grower.load_state_dict(torch.load(f"checkpoint-{first - 1}/grower.pt"))
+    known = state()
+    dcp.load(known, checkpoint_id=f"checkpoint-{first - 1}")
+    set_state_dict(network, optimizer, model_state_dict=known["model"], optim_state_dict=known["optimizer"])
+for epoch in range(first, 3):
+    grower.step(epoch=epoch, then=lambda: perhaps_die(f"event to stage {epoch}"))
+    for batch in data[epoch]:
+        optimizer.zero_grad()
+        network(batch.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+        optimizer.step()
+        perhaps_die(f"training in stage {epoch}")
+    dcp.save(state(), checkpoint_id=f"checkpoint-{epoch}")
+    if dist.get_rank() == 0:
+        torch.save(grower.state_dict(), f"checkpoint-{epoch}/grower.pt")
+    dist.barrier()
+reshard(network)
+states = [entries[key] for entries in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+found = [whole(tensor.detach()) for tensor in (*network.parameters(), *states)]
+if dist.get_rank() == 0:
+    torch.save(found, "end.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_elastic_restarts_after_a_rank_is_killed_in_any_stage(tmp_path: Path) -> None:
+    """Equal to an undisturbed run: bit for bit on two ranks, to rounding where four continue from each checkpoint."""
+    moments = [f"training in stage {stage}" for stage in range(3)] + ["event to stage 1", "event to stage 2"]
+    for name in ("undisturbed", "killed", "from 0", "from 1"):
+        (tmp_path / name).mkdir()
+    in_processes(ELASTIC, tmp_path / "undisturbed")
+    options = ("--standalone", f"--max-restarts={len(moments)}", "--monitor-interval=0.1")
+    in_processes(ELASTIC, tmp_path / "killed", *options, DIES=", ".join(moments))
+    assert all((tmp_path / "killed" / moment).exists() for moment in moments)
+    wanted, found = (torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "killed"))
+    assert all(map(torch.equal, wanted, found))
+    for stage in (0, 1):
+        folder = tmp_path / f"from {stage}"
+        for before in range(stage + 1):
+            shutil.copytree(tmp_path / "killed" / f"checkpoint-{before}", folder / f"checkpoint-{before}")
+        in_processes(ELASTIC, folder, ranks=4)
+        torch.testing.assert_close(torch.load(folder / "end.pt"), wanted, rtol=0, atol=1e-12)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "data": ("GradMax computes new weights from data", {"method": GradMax()}),
     "averages": ("ema changes or copies whole tensors", {"parts": [Averages(0.9)]}),
@@ -679,12 +763,12 @@ def test_a_trained_network_grows_into_a_sharded_one(mesh: Any) -> None:
     torch.testing.assert_close(*grown)
 
 
-def in_two_processes(program: str, folder: Path) -> None:
+def in_processes(program: str, folder: Path, *options: str, ranks: int = 2, **environment: str) -> None:
     """Run a program with torchrun."""
     (folder / "sharded.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "sharded.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, "sharded.py"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -698,7 +782,7 @@ def in_guide(words: str) -> str:
 @pytest.mark.slow
 def test_the_guides_program_runs(tmp_path: Path) -> None:
     end = "assert 1.4e6 < sum(p.numel() for p in network.parameters()) < 1.5e6\n"
-    in_two_processes(in_guide("dist.init_process_group") + end, tmp_path)
+    in_processes(in_guide("dist.init_process_group") + end, tmp_path)
     assert (tmp_path / "checkpoint-2" / ".metadata").is_file()
 
 
@@ -747,7 +831,7 @@ assert {str(p.device) for p in model.parameters()} == {"cpu"} and growers[0].net
 @pytest.mark.slow
 def test_a_model_of_torchtitan_grows(tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
-    in_two_processes(ON_CPU + in_guide("def growing") + AS_ITS_TRAINER, tmp_path)
+    in_processes(ON_CPU + in_guide("def growing") + AS_ITS_TRAINER, tmp_path)
 
 
 @pytest.mark.parametrize(("placement", "compared"), [(Shard(0), False), (Replicate(), True)])
