@@ -685,9 +685,9 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         invariance,
     ),
     (ROWS, "growing changes the output by at most {});", growth_error),
-    (ROWS, "for their seconds (which drift: {}, {} and {} s for the same work)", drift),
+    (ROWS, "to measure seconds (which drift: {}, {} and {} s for the same work)", drift),
     (ROWS, "All {} rows are here,", surveyed),
-    (ROWS, "from 4 after {} epochs and from 64 after {} or {} (other work", found_after),
+    (ROWS, "from 4 after {} epochs and from 64 after {} or {}. A weight decay", found_after),
     (
         ROWS,
         "end with {} to {} channels together from 8, 16 and 32, with {} to {} from 32, 64 and 128, at {} to {} %; all "
@@ -715,15 +715,15 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (MEASURED, "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.", windows),
     (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
     (MEASURED, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
-    (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %)", collapsed),
+    (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %.)", collapsed),
     (
         ROWS,
-        "On one core larger batches give up to {} % in the first stages and nothing in all: a core is as little "
-        "busy with wide batches of few channels. A quarter of the width needs {} % of the FLOPs and runs only "
-        "twice as fast as the whole, so that {} % of the FLOPs become a factor of {} in time.",
+        "On one core larger batches give up to {} % in the first stages and nothing in all: a core is just as "
+        "poorly used by large batches of few channels. A quarter of the width needs {} % of the FLOPs and runs only "
+        "twice as fast as the full network, so that {} % of the FLOPs become a factor of {} in time.",
         batches,
     ),
-    (ROWS, "runs with SGD spread by {} points over seeds.", spread_of_seeds),
+    (ROWS, "with SGD, seeds differ by {} points.", spread_of_seeds),
     (ROWS, "One seed: runs spread by {} points.", spread_of_seeds),
     (ROWS, "in the paper OSGD gains {} and {} points and ends above fixed size", by_osgd),
     (
@@ -740,8 +740,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         ROWS,
-        "A hypernetwork took {} to {} minutes on a core that it shared with other work, the classical network {} "
-        "to {}.",
+        "A hypernetwork took {} to {} minutes on a shared core, the classical network {} to {}.",
         lambda: (*minutes(*(f"{MNIST}_full/{name}_s*" for name in HYPER[1:])), *minutes(f"{MNIST}_full/classical_s*")),
     ),
     (
@@ -810,8 +809,8 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "All arms cost the same to {} %, but at 1.2 epochs the one grown in width ({} % less) and the smaller one "
-        "({} % less).",
+        "All runs of a budget cost the same to within {} %, except growth in width ({} % less) and the smaller network "
+        "({} % less) at 1.2 epochs.",
         less_than_asked,
     ),
     (
@@ -822,7 +821,7 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "It does not in seconds ({}, {} and {}):",
+        "It does not pay in seconds ({}, {} and {}):",
         lambda: tuple(seconds(f"digits/{arm}_s*") for arm in ("ours", "equal_flops", "fixed")),
     ),
     (MEASURED, "Looking at data adds {} to {} % of cost.", looking),
