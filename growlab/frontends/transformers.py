@@ -18,6 +18,7 @@ from growlab.frontends.common import GrowthCallback, continue_optimizer, metrics
 from growlab.grower import Grower, renew
 from growlab.grower.network import put_back, wrapper_of
 from growlab.grower.part import Part
+from growlab.grower.sharding import Shard, ShardWithin
 from growlab.grower.trained import is_adapted
 from growlab.grower.triggers import Clock, Trigger
 from growlab.growth import GrowthMethod, Schedule
@@ -84,6 +85,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         self._network, self._example = network, example
         self._set("the Trainer", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
         self._wrapper: DistributedDataParallel | None = None
+        self._shard: Shard | None = None
         self._mark = ""
 
     def on_init_end(
@@ -100,18 +102,20 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                 f"batch; start one process for each: torchrun --nproc_per_node={args.n_gpu} your_program.py, or let it "
                 "see one GPU: CUDA_VISIBLE_DEVICES=0."
             )
-        if args.fsdp or args.deepspeed:
+        if model is None:
+            raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
+        if args.deepspeed:
             raise UserError(
-                "FSDP and DeepSpeed shard parameters inside the Trainer, which growth does not support; train with "
-                "DistributedDataParallel (torchrun without them), or in your own loop with Grower(shard=...)."
+                "DeepSpeed shares parameters out in flat buffers, which growth cannot resize: shard the model with "
+                "FSDP2 (fsdp=True), or train with DistributedDataParallel (torchrun alone)."
             )
+        if args.fsdp:
+            self._shard = _sharding(args, model)
         if args.restore_callback_states_from_checkpoint:
             raise UserError(
                 "restore_callback_states_from_checkpoint recreates callbacks from plain arguments, which a growth "
                 "method is not; leave it out, as Growth restores itself."
             )
-        if model is None:
-            raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
         network = model.get_submodule(self._network)
         example = self._example
         if example is None:
@@ -119,7 +123,11 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             if inputs is None:
                 raise UserError(f"{type(network).__name__} has no dummy_inputs; give Growth an example of its input.")
             example = as_example(network, (), inputs)
-        self.grower = self._make(network, example, self._trigger, self._network and f"{self._network}.")
+        prefix = self._network and f"{self._network}."
+        self.grower = self._make(network, example, self._trigger, prefix, shard=self._shard)
+        if self._shard is not None and args.resume_from_checkpoint:
+            # A sharded network has to have a checkpoint's widths before the Trainer loads it.
+            self._resume_from(Path(args.resume_from_checkpoint))
         if is_adapted(model):
             self._load_base_first(model, self.grower.network)
 
@@ -158,7 +166,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         if model is not None:
             whole = getattr(model, "module", model)
             self._provide_steps(self.grower, lambda: train_dataloader, lambda batch: whole(**batch)["loss"])
-        if args.world_size > 1 and model is not None:
+        if args.world_size > 1 and model is not None and self._shard is None:
             self._wrapper = wrapper_of(model)
             if self._wrapper is None:
                 raise UserError(
@@ -193,7 +201,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         folder, kept = _folder(args, state), dict[str, Tensor]()
         plain: dict[str, Tensor] | None = None
         try:
-            plain, kept = self.grower.plain_tensors(self.grower.network)
+            if self._shard is None:
+                plain, kept = self.grower.plain_tensors(self.grower.network)
         except UserError as error:
             log.warning("%s is for resuming alone: %s", folder, error)
         if is_adapted(model):
@@ -230,14 +239,11 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         vars(model or self.grower.network).pop("load_adapter", None)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             folder = Path(state.best_model_checkpoint)
-            written = folder / TRAINER_STATE_NAME
-            saved = self._saved_in(TrainerState.load_from_json(str(written))) if written.is_file() else {}
-            if not saved:
+            if not self._resume_from(folder):
                 raise UserError(
                     f"load_best_model_at_end took {folder}, which was written without Growth or is gone: the model may "
                     "be of no stage; resume from the last checkpoint without load_best_model_at_end."
                 )
-            self._resume(self.grower, saved, folder)
         self._finish(self.grower)
 
     def state(self) -> dict[str, Any]:
@@ -253,6 +259,14 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         return saved
 
+    def _resume_from(self, folder: Path) -> bool:
+        """Restore the state of growth that a checkpoint has, and return True if it has one."""
+        written = folder / TRAINER_STATE_NAME
+        saved = self._saved_in(TrainerState.load_from_json(str(written))) if written.is_file() else {}
+        if saved:
+            self._resume(self.grower, saved, folder)
+        return bool(saved)
+
     def _resume(self, grower: Grower, saved: Mapping[str, Any], folder: Path) -> None:
         extra, mark = _extra(folder), saved.get("mark")
         if mark is not None and extra.get("mark", mark) != mark:
@@ -260,7 +274,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         parts = extra.get("parts", {part.name: part.state_dict() for part in grower.parts})
         growth = {**saved["growth"], "constants": extra.get("constants", {})}
         grower.load_state_dict({**saved, "growth": growth, "parts": parts})
-        if not extra and (grower.parts or _multiplied(grower)):
+        # Sharded checkpoints have the weights that training continues with.
+        if not extra and (grower.parts or (self._shard is None and _multiplied(grower))):
             raise UserError(
                 f"{folder / _FILE} is missing or of another run, and training cannot be resumed without it: resume "
                 "from a checkpoint in the Trainer's output_dir, or give its folder as "
@@ -271,6 +286,39 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     def _step(self, state: TrainerState) -> None:
         then = None if self._wrapper is None else partial(renew, self._wrapper)
         self.grower.step(int(state.epoch or 0), step=state.global_step, then=then)
+
+
+def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:
+    """Function by which accelerate shards the Trainer's model.
+
+    Raises:
+        UserError: accelerate would not shard it by FSDP2, or a setting of the Trainer does not go with that and growth.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import fsdp2_prepare_model
+
+    state = AcceleratorState()
+    if not getattr(state, "is_fsdp2", False):
+        raise UserError(
+            "fsdp= shards the model by FSDP1, or not at all as on the CPU, which growth does not support: set "
+            "version 2 in fsdp_config, with an accelerator."
+        )
+    plugin = state.fsdp_plugin
+    unsupported = {
+        "state_dict_type FULL_STATE_DICT in fsdp_config, which loses growth's entries as it is loaded: set "
+        "SHARDED_STATE_DICT": "FULL" in str(plugin.state_dict_type),
+        "activation_checkpointing in fsdp_config: set gradient_checkpointing=True": plugin.activation_checkpointing,
+        "cpu_ram_efficient_loading in fsdp_config": plugin.cpu_ram_efficient_loading,
+        "load_best_model_at_end": args.load_best_model_at_end,
+        "adapters of PEFT": is_adapted(model),
+    }
+    if given := [name for name, setting in unsupported.items() if setting]:
+        raise UserError(f"growth of a model that fsdp= shards does not support {given[0]}.")
+    # The constructor would replace the Trainer's settings for accumulated gradients.
+    accelerator = Accelerator.__new__(Accelerator)
+    accelerator.state = state
+    return ShardWithin(model, partial(fsdp2_prepare_model, accelerator, model))
 
 
 def _extra(folder: Path) -> dict[str, Any]:

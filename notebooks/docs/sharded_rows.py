@@ -4,12 +4,14 @@
 Each size is an event from half to full width in float32 with AdamW's moments. A thread reads each process's resident
 memory every millisecond; the peak is counted above the larger of the memory before and after the event. A second event
 counts the bytes of collectives and of all operations. Llama 2 7B and 70B are traced on device meta, to count their
-parameters before and after an event.
+parameters before and after an event; and a seed of a quarter of 7B's width is traced, sharded and drawn, as by one of
+8 processes.
 """
 
 import ctypes
 import gc
 import json
+import resource
 import tempfile
 import threading
 import time
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -96,6 +99,11 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def give_memory_back() -> None:
+    """Let the C library return freed tensors to the system at once, as MALLOC_MMAP_THRESHOLD_=262144 does."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 18)
+
+
 def shard(network: Any) -> None:
     """Shard a Llama by layers."""
     for layer in network.model.layers:
@@ -127,7 +135,7 @@ def begin(rank: int, folder: str, width: int, layers: int) -> tuple[Any, Grower,
 
 def measure(rank: int, folder: str, width: int, layers: int) -> None:
     """Measure the memory of an event; each process writes its row."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 18)  # freed tensors go back to the system
+    give_memory_back()
     network, grower, _optimizer = begin(rank, folder, width, layers)
     gc.collect()
     before, peak, done = resident(), [0], threading.Event()
@@ -189,21 +197,41 @@ def large(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_processes(job: Any, width: int, layers: int) -> list[Any]:
+def seed(rank: int, folder: str, name: str) -> None:
+    """Measure time and memory of making a Llama's seed on device meta, in one of its processes."""
+    give_memory_back()
+    processes, sizes = LARGE[name]
+    dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
+    began, used = time.perf_counter(), time.process_time()
+    with torch.device("meta"):
+        network = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes))
+    tokens, method = torch.zeros(2, 8, dtype=torch.long), HyperCloning(noise_std=0.1)
+    Grower(network, tokens, method=method, trigger={0: 0.25, 1: 1.0}, seed=SEED, shard=shard, verbose=False)
+    row = {
+        "network": name, "processes": processes, "parameters": sum(p.numel() for p in network.parameters()),
+        "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - used,
+        "peak_GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+    }  # fmt: skip
+    write_json(Path(folder) / f"{rank}.json", row)
+    dist.destroy_process_group()
+
+
+def in_processes(job: Any, *about: Any, processes: int = RANKS) -> list[Any]:
     """Rows of a job, one of each process."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(job, (folder, width, layers), nprocs=RANKS)
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+        mp.spawn(job, (folder, *about), nprocs=processes)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 def main() -> None:
     """Measure all sizes, and write their rows."""
-    rows: dict[str, list[Any]] = {"rows": [], "counts": [], "large": []}
+    rows: dict[str, list[Any]] = {"rows": [], "counts": []}
     for width, layers in SIZES:
         rows["rows"] += in_processes(measure, width, layers)
     for width, layers in SIZES[:3]:
         rows["counts"] += in_processes(count, width, layers)
     rows["large"] = [large(name) for name in LARGE]
+    rows["seed"] = in_processes(seed, "7B", processes=1)
     about = {"command": "python notebooks/docs/sharded_rows.py", "ranks": RANKS, "seed": SEED}
     ROWS.parent.mkdir(exist_ok=True)
     write_json(ROWS, {**about, **provenance(torch.device("cpu")), **rows})

@@ -232,9 +232,8 @@ EQUAL_COST: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "Growing in width gains {} points ({}) at 1.2 epochs, nothing that three seeds could show at "
-        "3.6 ({}), and at 10 "
-        "nothing that two could ({}), nor in both ({}).",
+        "Growing in width gains {} points ({}) at 1.2 epochs; there is no significant effect at 3.6 "
+        "({}, three seeds) or at 10 ({}, two seeds), nor for growth in both at 10 ({}).",
         lambda: (
             *over(TEST, "1.2", "grown_width"),
             over(TEST, "3.6", "grown_width")[1],
@@ -509,8 +508,8 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         ROWS,
-        "What grew ends at {} % for {} % of the FLOPs, fixed-size stopped at {} % of them at {}, in full at {}. "
-        "In seconds it saves nothing: {} against {} and {},",
+        "The grown network ends at {} % for {} % of the FLOPs, fixed-size stopped at {} % of them at {}, in full at "
+        "{}. In seconds it saves nothing: {} against {} and {},",
         lambda: (
             *(mean(f"{DIGITS}/ours_s*"), cost(f"{DIGITS}/ours_s*", 0), cost(f"{DIGITS}/equal_flops_s*", 0)),
             *(mean(f"{DIGITS}/{arm}_s*") for arm in ("equal_flops", "fixed")),
@@ -539,18 +538,18 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     (
         MEASURED,
         "all with a first stage of 5 % of the training: {} to {} points below, which is within the spread over "
-        "seeds. With longer first stages it is more: {} points for three stages from half the width, {} to {} "
-        "for two, {} for two from a quarter.",
+        "seeds. With longer first stages the difference is larger: {} points for three stages from half the width, "
+        "{} to {} for two, {} for two from a quarter.",
         distances,
     ),
     (
         MEASURED,
-        "GradMax, not in that table, reaches {}, and TINY, which lets shared channels grow by pairs, at {}.",
+        "GradMax, not in that table, reaches {}, and TINY, which grows shared channels by pairs, reaches {}.",
         lambda: (mean(f"{NINE}/gradmax_s0", 1), mean(f"{NINE}/tiny_s0", 1)),
     ),
     (
         MEASURED,
-        "Variance transfer (by the rule of now, see below) gives {} points over growing by pairs "
+        "Variance transfer (by the current rule, see below) gives {} points over growing by pairs "
         "({}), rate adaptation {} on "
         "top ({})",
         lambda: (*gain(f"{RATE}/ours_nora_s*", f"{NINE}/pairs_s*"), *gain(f"{NINE}/ours_s*", f"{RATE}/ours_nora_s*")),
@@ -741,7 +740,7 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         ROWS,
-        "State that is inherited gives {} and {} points, as in the paper (0.17 and 0.56); rate "
+        "Inheriting the optimizer's state gives {} and {} points, as in the paper (0.17 and 0.56); rate "
         "adaptation costs {} and {} here",
         lambda: tuple(
             gap(f"{ADAPTIVE}/{optimizer}_{first}", f"{ADAPTIVE}/{optimizer}_{second}", 2)

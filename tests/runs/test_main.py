@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import logging
 import os
@@ -595,6 +596,15 @@ def test_a_sentence_is_one_line_and_ends() -> None:
     assert explain(UserError("is that so?")) == "is that so?"
     assert explain(OSError(28, "No space left", "/data/x")) == "cannot use /data/x: No space left."
     assert explain(MemoryError("9 TiB")) == "there is not enough memory: 9 TiB."
+
+
+@pytest.mark.parametrize(("logger", "package"), [("mlflow", "mlflow"), ("aim", "aim"), ("comet", "comet-ml")])
+def test_a_logger_without_its_package_names_the_package(logger: str, package: str) -> None:
+    if importlib.util.find_spec(package.replace("-", "_")):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(hydra.errors.InstantiationException) as raised:
+        hydra.utils.instantiate(composed([f"logger={logger}"]).logger)
+    assert explain(raised.value) == f"logger.{logger} needs a package that is not installed: pip install {package}."
 
 
 def test_the_user_error_is_found_behind_what_it_caused() -> None:

@@ -71,6 +71,8 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
     assert_one_table(outcome, 2)
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml").best_value
     assert best == max(r["val_accuracy"] for r in results_below(tmp_path / "sweep"))
+    assert cli("resume", "sweep", cwd=tmp_path).code == 0
+    assert len(results_below(tmp_path / "sweep")) == 2
     both = ("hydra.sweeper.direction=[maximize,minimize]", "hydra.sweep.dir=both", "trainer=cpu")
     outcome = cli(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
     assert outcome.code == 0, outcome.err

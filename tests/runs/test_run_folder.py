@@ -8,11 +8,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import PIL.Image
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE
+from growlab.lab.data.arrival import first_balanced
+from growlab.lab.data.image_files import load_digits
 from growlab.lab.training.configuration import resume_override, set_plugin_defaults
 from growlab.lab.training.processes import in_folder, name_of
 from growlab.lab.training.run_folder import forget_results, is_locked, lock_folder
@@ -74,6 +77,18 @@ def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     assert tested.code == 0 and numbers["accuracy"] == pytest.approx(done.results["test_accuracy"])
     assert numbers["loss"] == pytest.approx(done.results["test_loss"]) and 0 <= numbers["calibration_error"] <= 1
+    # The same images in a folder without parts: all of them are tested, standardised as the run's training images.
+    test = load_digits()["test"]
+    for place in first_balanced(test.labels, 40):
+        file = tmp_path / "copies" / test.classes[test.labels[place]] / f"{place}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        PIL.Image.fromarray(test.images_NHWC[place, :, :, 0].numpy()).save(file)
+    copies = cli("eval", "run", "data=folder", "data.root=copies", "-o", "copies.json", cwd=tmp_path)
+    assert copies.code == 0, copies.err
+    assert json.loads((tmp_path / "copies.json").read_text()) == pytest.approx(numbers)
+    (tmp_path / "copies" / "9").rename(tmp_path / "copies" / "nine")
+    refused = cli("eval", "run", "data=folder", "data.root=copies", cwd=tmp_path)
+    assert refused.code == 2 and "these images are of 10 classes (0, 1, 2, 3, 4 ...)" in refused.err
     (run / "results.json").unlink()
     assert cli("resume", "run", cwd=tmp_path).code == 0 and (run / "results.json").exists()
     assert cli("resume", ".", cwd=tmp_path).code == 2

@@ -9,13 +9,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, flag_override
 
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.analysis import load_runs
-from growlab.lab.cli.sweeps import check_selection, conclude, objective
-from growlab.lab.training.configuration import PRIMARY, config_dir, naming_override, set_plugin_defaults
+from growlab.lab.cli.runs import resumed
+from growlab.lab.cli.sweeps import SweepTable, check_selection, conclude, objective
+from growlab.lab.training.configuration import PRIMARY, composed, config_dir, naming_override, set_plugin_defaults
 from tests.command_line import CommandLine
 from tests.runs.test_experiment import SHORT
 
@@ -78,6 +79,18 @@ def test_an_extended_sweep_finds_its_finished_jobs_whose_numbers_have_changed(cl
 def test_jobs_over_several_experiments_are_named_by_them() -> None:
     assert "experiment" in naming_override(["experiment=digits", "seed=0,1"])
     assert "experiment" not in naming_override(["experiment=digits,gpt_char", "seed=0,1"])
+
+
+def test_a_search_by_another_sweeper_can_be_resumed_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra's own sweeper writes the command of a sweep into its folder, Optuna's does not."""
+    monkeypatch.setattr(SweepTable, "unfinished", None)
+    config = composed([f"hydra.sweep.dir={tmp_path / 'search'}", "seed=1"])
+    with flag_override(config.hydra, "readonly", False):
+        config.hydra.sweeper._target_ = "theirs.Sweeper"
+    SweepTable().on_multirun_start(config)
+    assert resumed([str(tmp_path / "search")])[:2] == ["-m", "seed=1"]
 
 
 def test_nothing_is_concluded_where_no_sweep_has_run(capsys: pytest.CaptureFixture[str]) -> None:

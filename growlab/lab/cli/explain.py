@@ -143,6 +143,8 @@ def _of_constructor(error: InstantiationException, overrides: Sequence[str]) -> 
     said = _first_lines(cause)
     if isinstance(cause, ImportError) and (missing := re.search(rf"\b({'|'.join(_EXTRAS)})\b", said)):
         return f"{name} needs a package that is not installed: {how_to_install(_EXTRAS[missing[1]])}"
+    if isinstance(cause, ImportError) and (missing := re.search(r"\b(mlflow|aim|comet[-_]ml)\b", said)):
+        return f"{name} needs a package that is not installed: pip install {missing[1].replace('_', '-')}"
     if str(error).startswith("Error locating target"):
         return f"{name}: {_first_lines(error)}: {said}"
     if isinstance(cause, ValueError):

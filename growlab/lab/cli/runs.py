@@ -14,6 +14,8 @@ from growlab.base.files import write_json
 from growlab.lab.training.configuration import LAST, PRIMARY, composed
 from growlab.lab.training.processes import in_folder, name_of, quoted
 
+# Settings that say where data are.
+_PLACES = ("data.root.", "data.path.", "data.name.", "data.source.")
 _FOLDER = {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode", "ckpt_path"}
 
 
@@ -115,29 +117,39 @@ def evaluate(argv: Sequence[str]) -> None:
     found = dict(zip(options[::2], options[1::2], strict=True))
     where = (found.get("--config-dir"), found.get("--config-name", PRIMARY))
     given = [one for one in given if not one.startswith("hydra")]
+    own = composed(given, *where)
+    if "data" in map(name_of, arguments.overrides):
+        # Another data set is not where the run's was; how images are prepared stays.
+        given = [one for one in given if not f"{name_of(one)}.".startswith(_PLACES) and name_of(one) != "data"]
     cfg = composed([*given, *arguments.overrides], *where)
-
-    numbers = _tested(cfg, file)
+    numbers = _tested(own, cfg, file)
     if arguments.output:
         write_json(arguments.output, numbers)
     print(json.dumps(numbers, indent=2))
 
 
-def _tested(cfg: DictConfig, weights: Path) -> dict[str, float]:
+def _tested(own: DictConfig, cfg: DictConfig, weights: Path) -> dict[str, float]:
     """Metrics of weights on the test set of a configuration; of a classifier its expected calibration error too.
 
-    The calibration error is over 15 bins of confidence (Guo et al. 2017), by torchmetrics.
+    Other images are standardised as those that the run (`own`) trained on. The calibration error is over 15 bins of
+    confidence (Guo et al. 2017), by torchmetrics.
     """
     import torch
     from torchmetrics.classification import MulticlassCalibrationError
 
     from growlab.inspect.hub import read_saved
+    from growlab.lab.data import ImageData
     from growlab.lab.training.build import make_data, make_network, make_objective
     from growlab.lab.training.objectives import Classification
 
-    data = make_data(cfg.data, cfg.seed)
+    data, other = (make_data(one.data, one.seed) for one in (own, cfg))
     try:
-        data.setup()
+        if own.data != cfg.data and isinstance(data, ImageData) and isinstance(other, ImageData):
+            data.setup()
+            data.test_on(other)
+        else:
+            data = other
+            data.setup()
         network, objective = make_network(cfg.model, data), make_objective(cfg.objective, data)
         try:
             network.load_state_dict(read_saved(str(weights), str(weights)))

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from growlab.base.errors import UserError
-from growlab.base.files import CHECKPOINT_FOLDER
+from growlab.base.files import CHECKPOINT_FOLDER, write_text
 from growlab.lab.training.processes import is_first
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
@@ -158,8 +158,11 @@ class SweepTable(Callback):
         # Interpolations such as the experiment's name are resolved from here before the first job begins.
         HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
-        if "optuna" in str(config.hydra.sweeper.get("_target_")) and config.hydra.sweeper.storage:
-            SweepTable.unfinished.mkdir(parents=True, exist_ok=True)
+        sweeper = str(config.hydra.sweeper.get("_target_"))
+        if "BasicSweeper" not in sweeper:
+            # As Hydra's own sweeper leaves it, for `growlab resume`.
+            write_text(SweepTable.unfinished / "multirun.yaml", OmegaConf.to_yaml(config))
+        if "optuna" in sweeper and config.hydra.sweeper.storage:
             _continue_search(config.hydra.sweeper)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

@@ -184,6 +184,30 @@ class ImageData(RunData):
         self._normalisation = self._normalisation_by(train, channels)
         self._images = images
 
+    def test_on(self, other: "ImageData") -> None:
+        """Take another data set's test images, or all images of a folder without parts, as the test set.
+
+        They are standardised as the training images of this one.
+
+        Raises:
+            UserError: they have other classes or another size.
+        """
+        found = open_images(other.name, other.root, other.download, other.fit, other.on_error == "skip", True)
+        test = found.get("test", found["train"])
+        train = self._images["train"]
+        if tuple(test.classes) != tuple(train.classes):
+            named = [", ".join(one.classes[:5]) for one in (test, train)]
+            raise UserError(
+                f"these images are of {len(test.classes)} classes ({named[0]} ...), not the run's ({named[1]} ...)."
+            )
+        test = other._prepared(test.select(first_balanced(test.labels, other.limit_test or len(test))))
+        if test.frame != train.frame:
+            raise UserError(
+                f"these images have the shape {tuple(test.frame)} (height, width, channels), the run's "
+                f"{tuple(train.frame)}; bring them to its size with data.image_size=N."
+            )
+        self._images["test"], self.num_test = test, len(test)
+
     def _prepared(self, images: Images) -> Images:
         """Images of one size, decoded if they are to be kept in memory."""
         if isinstance(images, ImageArray):

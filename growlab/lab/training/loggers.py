@@ -74,7 +74,7 @@ class WandbRecords(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the table and the histories of the checkpoint."""
-        self._spectra, self._history = list(state_dict["spectra"]), state_dict["history"]
+        self._spectra, self._history = list(state_dict["spectra"]), state_dict.get("history", [])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Define the value of each curve that summarises the run."""

@@ -16,7 +16,7 @@ from tests.command_line import CommandLine, join, offer_port
 from tests.parts_here import averages
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 from growlab.frontends.transformers import Growth  # noqa: E402
 
@@ -156,12 +156,13 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
     ("devices", "told"),
     [
         ({"n_gpu": 2}, r"one process would train on 2 GPUs .* torchrun --nproc_per_node=2"),
-        ({"fsdp": ["full_shard"]}, "FSDP and DeepSpeed shard parameters"),
-        ({"deepspeed": "zero.json"}, "FSDP and DeepSpeed shard parameters"),
+        ({"fsdp": ["full_shard"]}, "by FSDP1, or not at all as on the CPU"),
+        ({"deepspeed": "zero.json"}, "DeepSpeed shares parameters out in flat buffers"),
     ],
 )
 def test_devices_that_it_cannot_train_on_are_told(devices: dict[str, Any], told: str) -> None:
     """The Trainer would ask for these devices before."""
+    accelerate.Accelerator(cpu=True)
     arguments = SimpleNamespace(**{"n_gpu": 1, "fsdp": None, "deepspeed": None, **devices})
     growth = Growth(method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     with pytest.raises(UserError, match=told):
