@@ -1,16 +1,15 @@
 """Odds of a smaller, a grown and a full network from one number that is known before training.
 
-That number is r, the training samples (tokens of text) for each parameter of the full network in the whole budget.
-*Cases* are finished runs of the three networks at equal cost: `cases.csv`, and the user's own. What each network is
-expected to lose against the best of the three, and the odds that one ends better than another, are means over cases
-with weights that fall with the distance between their ln r and the asked one (a Nadaraya-Watson estimate).
+With r = training samples (tokens of text) for each parameter of the full network, as many as it would see for the whole
+budget, and f = its parameters over the smaller network's, the logarithm of the odds that another network ends better
+than the full one is taken to be `a + b ln r + c ln f`, fitted to finished runs: `cases.csv`, and the user's own.
 """
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
-from math import expm1, isfinite, isnan, log, nan
+from math import exp, isfinite, log, log1p
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +19,13 @@ from torch import nn
 from growlab.base.errors import UserError
 
 Size = Literal["any", "full"]
-Arm = Literal["smaller", "grown", "full"]
+Arm = Literal["smaller", "grown"]
+# Log-odds of a case.
+Odds = Callable[["Case"], float]
 # Parameters of the smaller network relative to the full one's where nothing else is known: half the width.
 _SMALLER = 0.25
-# Standard deviation of the weights over ln r, and the weight of the mean over all cases.
-_WIDTH, _PRIOR = 0.7, 1.0
-_NAMES: dict[Arm, str] = {"smaller": "a smaller network", "grown": "growing", "full": "the full network"}
+# Squared weights are worth so many logarithms of likelihood: with some twenty cases a fit without it is too sure.
+_RIDGE = (0.0, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         case: name of the runs.
-        family: network and data; cases of one family are left out together where advice is checked.
+        family: network and data; cases of one family are left out together where a fit is checked.
         kind: "classes" (images and the like, one label a sample) or "language".
         params: parameters of the full network.
         smaller_params: of the smaller one.
@@ -59,19 +59,23 @@ class Case:
         """Samples per parameter of the full network."""
         return self.samples / self.params
 
+    def gain(self, arm: str) -> float | None:
+        """Logarithm of the full network's error over another's: above 0 if the other one was better."""
+        error = getattr(self, arm)
+        return None if error is None else log(max(self.full, 1e-4) / max(error, 1e-4))
+
 
 @dataclass(frozen=True)
 class Check:
-    """Agreement of advice with cases, each judged by the cases of other families.
+    """Agreement of the odds with cases, each judged by a fit without its family.
 
     Attributes:
-        right: cases whose chosen network was the best one.
+        right: cases whose likelier network was the better one.
         cases: number of cases.
-        brier: mean squared difference between the odds of the choice against each other network and the outcome;
-            0.25 is a coin's.
-        expected: test error above the best network's, relative to it, that the choices were expected to have.
-        realised: that they had.
-        choices: the network chosen in each case, in order.
+        brier: mean squared difference between odds and outcome; 0.25 is a coin's.
+        expected: mean relative error that wrong choices were expected to cost.
+        realised: what they cost.
+        odds: of the other network in each case, in order.
     """
 
     right: int
@@ -79,56 +83,75 @@ class Check:
     brier: float
     expected: float
     realised: float
-    choices: Sequence[Arm]
+    odds: Sequence[float]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The network to train for a budget, and odds; `str` prints them in at most seven lines.
+    """Odds for a network and a budget; `str` prints them in at most nine lines.
 
     Attributes:
-        choice: network with the least expected error: "smaller", "grown" or "full".
-        odds: probability that the choice ends better than each other network.
-        regret: expected test error of each network above the best one's, relative to it.
-        points: the same in percentage points of accuracy, in cases of images like these; None for text.
+        choice: "smaller", "grow" or "full".
+        odds: probability that the choice ends no worse than the alternative.
+        instead: the alternative.
         ratio: training samples, of text tokens, per parameter of the full network.
         params: parameters of the full network.
         smaller_params: parameters of the smaller one.
+        if_wrong: test error above the alternative's, relative to it, where the choice is wrong.
+        points: the same in percentage points of accuracy, in cases of images like these; None for text.
+        regret: expected relative error above the better of the two, `(1 - odds) * if_wrong`.
+        even: ratio at which the two are as likely to end better; None where no budget changes the choice.
         seen: range of ratios in the cases.
-        check: the same advice for the cases themselves.
+        check: the odds of the cases themselves.
     """
 
-    choice: Arm
-    odds: Mapping[Arm, float]
-    regret: Mapping[Arm, float]
-    points: Mapping[Arm, float] | None
+    choice: Literal["smaller", "grow", "full"]
+    odds: float
+    instead: str
     ratio: float
     params: int
     smaller_params: int
+    if_wrong: float
+    points: float | None
+    regret: float
+    even: float | None
     seen: tuple[float, float]
     check: Check
 
     @property
     def line(self) -> str:
-        """The choice and its odds in one line."""
-        odds = ", ".join(f"{100 * value:.0f} % against {_NAMES[arm]}" for arm, value in self.odds.items())
-        return f"{_NAMES[self.choice]}: {odds} ({self.ratio:.2g} samples a parameter)"
+        """The odds in one line."""
+        name, other = _NAMES[self.choice], _NAMES[self.instead]
+        odds = f"{100 * self.odds:.0f} % likely to end better than {other}"
+        turns = "" if self.even is None else f", even at {self.even:.2g}"
+        return f"{name} is {odds} ({self.ratio:.2g} samples a parameter{turns})"
 
     def __str__(self) -> str:
-        title = {"smaller": "Train a smaller network", "grown": "Grow it", "full": "Train the full network"}
-        lines = [f"{title[self.choice]}: {self.ratio:.3g} samples for each of {self.params:,} parameters."]
-        for arm in sorted(self.regret, key=lambda arm: (arm != self.choice, self.regret[arm])):
-            points = "" if self.points is None else f" ({self.points[arm]:.1f} points)"
-            odds = f"; {100 * self.odds[arm]:.0f} % likely to be worse" if arm in self.odds else " than the best"
-            lines.append(f"  {_NAMES[arm]:<18}{100 * self.regret[arm]:3.0f} % more test error{points}{odds}")
-        smaller = f"Smaller: {100 * self.smaller_params / self.params:.0f} % of the parameters, for longer."
-        lines.append(f"{smaller} Grow at 20 to 40 % of the cost.")
-        cost = f"choices cost {100 * self.check.realised:.1f} % (expected: {100 * self.check.expected:.1f} %)"
-        lines.append(f"{self.check.cases} cases: with their families left out, {cost}.")
+        name, other = _NAMES[self.choice].capitalize(), _NAMES[self.instead]
+        points = "" if self.points is None else f", {self.points:.1f} points in such cases"
+        lines = [
+            f"{name} is {100 * self.odds:.0f} % likely to end better than {other}.",
+            f"If wrong: {100 * self.if_wrong:.0f} % more test error{points}; expected: {100 * self.regret:.1f} %.",
+            f"The full network: {self.params:,} parameters; it sees {self.ratio:.3g} samples for each.",
+        ]
+        if self.even is not None:
+            times = self.even / self.ratio
+            budget = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
+            lines.append(f"Even odds: at {self.even:.2g} samples a parameter, {budget} times this budget.")
+        if "smaller" in (self.choice, self.instead):
+            part = 100 * self.smaller_params / self.params
+            lines.append(f"The smaller one has {part:.0f} % of these and trains for longer, at equal cost.")
+        if self.choice == "grow":
+            lines.append("Grow in depth between 20 and 40 % of the cost, before the rate decays.")
+        right = f"{self.check.right} right with their family left out"
+        lines.append(f"{self.check.cases} cases: {right}, Brier score {self.check.brier:.2f} (a coin: 0.25).")
         low, high = self.seen
         if not low / 2 <= self.ratio <= 2 * high:
             lines.append(f"No case is near: they have {low:.2g} to {high:.2g} samples a parameter.")
         return "\n".join(lines)
+
+
+_NAMES = {"smaller": "a smaller network", "grow": "growing", "full": "the full network"}
 
 
 def read_cases(*paths: Path | str) -> list[Case]:
@@ -173,13 +196,12 @@ def advise(
     kind: str | None = None,
     cases: Sequence[Case] | None = None,
 ) -> Advice:
-    """Which of a smaller, a grown and the full network ends best at equal cost, with odds and what each is behind.
+    """Odds that a smaller network ends better than the full one at equal cost, and what being wrong costs.
 
     Args:
         network: at full size, or its number of parameters.
         samples: training samples that the full network would see for the whole budget; of text, tokens.
-        smaller: the network to compare with, its parameters, or these as a fraction of the full network's. The cases'
-            smaller networks have between an eighth and a half of the parameters.
+        smaller: the network to compare with, its parameters, or these as a fraction of the full network's.
         size: "full": the full network is wanted in any case, and the question is to grow it or not.
         kind: "classes" or "language"; None: language if the network has an embedding.
         cases: to learn from; None: those of the package, see `read_cases`.
@@ -191,8 +213,8 @@ def advise(
         >>> from growlab.plan import advise
         >>> advise(270_000, samples=60_000).choice
         'smaller'
-        >>> advise(100_000, samples=500_000).choice
-        'grown'
+        >>> advise(10_000, samples=1_000_000).choice
+        'full'
     """
     params, smaller_params = _count(network), _count(smaller, network)
     if not (isfinite(samples) and samples > 0):
@@ -202,101 +224,122 @@ def advise(
     if kind is None:
         embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
         kind = "language" if embeds else "classes"
-    arms = _arms(size)
-    known = [case for case in (read_cases() if cases is None else cases) if _trained(case, arms) > 1]
+    known = read_cases() if cases is None else list(cases)
+    arm: Arm = "grown" if size == "full" else "smaller"
+    known = [case for case in known if case.gain(arm) is not None]
     if len(known) < 2:
-        raise UserError("advice needs at least two cases to learn from.")
-    table, ratios = _Table(known, arms), [case.ratio for case in known]
-    regret = table.mean(table.lost, samples / params)
-    best = int(np.nanargmin(regret))
-    odds = table.odds(best, samples / params)
-    trained = [index for index, value in enumerate(regret) if not isnan(value)]
-    classes = [case for case in known if case.kind == "classes"] if kind == "classes" else []
-    if classes:
-        likes = _Table(classes, arms)
-        points = likes.mean(100 * likes.behind, samples / params)
+        raise UserError("odds need at least two cases to learn from.")
+    asked = Case("", "", kind, params, smaller_params, round(samples) or 1, 1.0, 1.0)
+    log_odds = _fitted(known, arm)
+    asked_odds = log_odds(asked)
+    other: Literal["grow", "smaller"] = "grow" if size == "full" else "smaller"
+    choice, instead = (other, "full") if asked_odds >= 0 else ("full", other)
+    wrong = 1 / (1 + exp(abs(asked_odds)))
+    if_wrong = _softplus(-abs(asked_odds)) / wrong
+    classes = [case for case in known if case.kind == "classes"]
+    points = None
+    if kind == "classes" and classes:
+        points = if_wrong * _scale(classes, lambda case: 100 * abs(case.full - getattr(case, arm)), log_odds)
+    if_wrong *= _scale(known, _relative(arm), log_odds)
+    ratios = [case.ratio for case in known]
     return Advice(
-        choice=arms[best],
-        odds={arms[index]: float(odds[index]) for index in trained if index != best},
-        regret={arms[index]: expm1(regret[index]) for index in trained},
-        points={arms[index]: float(points[index]) for index in trained} if classes else None,
-        ratio=samples / params,
-        params=params,
-        smaller_params=smaller_params,
-        seen=(min(ratios), max(ratios)),
-        check=check(known, size),
+        choice,
+        1 - wrong,
+        instead,
+        asked.ratio,
+        params,
+        smaller_params,
+        if_wrong,
+        points,
+        wrong * if_wrong,
+        _even(asked, log_odds),
+        (min(ratios), max(ratios)),
+        check(known, arm),
     )
 
 
-def check(cases: Sequence[Case], size: Size = "any") -> Check:
-    """Advice for each case by the cases of other families.
+def check(cases: Sequence[Case], arm: Arm = "smaller") -> Check:
+    """Odds of each case by a fit to all families but its own.
 
     Args:
-        cases: those with the error of one network are left out.
-        size: see `advise`.
+        cases: with the errors of both networks.
+        arm: compared with the full network.
     """
-    arms = _arms(size)
-    cases = [case for case in cases if _trained(case, arms) > 1]
-    expected, realised, squares, choices = list[float](), list[float](), list[float](), list[Arm]()
-    whole = _Table(cases, arms)
-    for case, lost in zip(cases, whole.lost, strict=True):
-        table = _Table([one for one in cases if one.family != case.family] or cases, arms)
-        regret = np.where(np.isnan(lost), nan, table.mean(table.lost, case.ratio))
-        best = int(np.nanargmin(regret))
-        choices.append(arms[best])
-        expected.append(regret[best])
-        realised.append(lost[best])
-        missed = (table.odds(best, case.ratio) - _better(lost[None], best)[0]) ** 2
-        squares += [one for index, one in enumerate(missed) if index != best and not isnan(one)]
-    right, brier = sum(lost < 1e-12 for lost in realised), float(np.mean(squares))
-    return Check(int(right), len(cases), brier, expm1(np.mean(expected)), expm1(np.mean(realised)), choices)
+    odds, expected, realised, right, brier = list[float](), 0.0, 0.0, 0, 0.0
+    cases = [case for case in cases if case.gain(arm) is not None]
+    for case in cases:
+        others = [one for one in cases if one.family != case.family]
+        log_odds = _fitted(others, arm) if others else lambda case: 0.0
+        asked, gain = log_odds(case), _gain(case, arm)
+        odds.append(1 / (1 + exp(-asked)))
+        if others:
+            expected += _softplus(-abs(asked)) * _scale(others, _relative(arm), log_odds)
+        agrees = (asked >= 0) == (gain > 0)
+        realised += 0.0 if agrees else _relative(arm)(case)
+        right += agrees
+        brier += (odds[-1] - (gain > 0)) ** 2
+    number = len(cases)
+    return Check(right, number, brier / number, expected / number, realised / number, odds)
 
 
-class _Table:
-    """Errors of cases, as arrays [cases, networks] with nan where a network was not trained.
+def _gain(case: Case, arm: str) -> float:
+    gain = case.gain(arm)
+    assert gain is not None
+    return gain
 
-    Attributes:
-        lost: logarithm of a network's error over the best one's.
-        behind: error above the best one's.
+
+def _features(case: Case) -> np.ndarray:
+    return np.array([1.0, log(case.ratio), log(case.params / case.smaller_params / 4)])
+
+
+def _fitted(cases: Sequence[Case], arm: str) -> Odds:
+    """Log-odds by logistic regression by Newton's method, with a weak Gaussian prior on the slopes."""
+    x = np.array([_features(case) for case in cases])
+    y = np.array([float(_gain(case, arm) > 0) for case in cases])
+    ridge, weights = np.array(_RIDGE) + 1e-3, np.zeros(x.shape[1])
+    for _ in range(30):
+        p = 1 / (1 + np.exp(-x @ weights))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.diag(ridge)
+        step = np.linalg.solve(hessian, x.T @ (y - p) - ridge * weights)
+        weights = weights + np.clip(step, -2, 2)
+        if np.abs(step).max() < 1e-9:
+            break
+    least = 1 / (len(cases) + 2)  # So many cases allow no surer odds.
+    limit = log((1 - least) / least)
+    return lambda case: float(np.clip(_features(case) @ weights, -limit, limit))
+
+
+def _even(case: Case, odds: Odds) -> float | None:
+    """Samples a parameter at which the odds of a case turn, by bisection; None outside of a millionth to a million."""
+    low, high = -6.0, 6.0
+
+    def at(power: float) -> float:
+        return odds(replace(case, samples=round(10**power * case.params) or 1))
+
+    if at(low) * at(high) >= 0:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(low) * at(middle) > 0 else (low, middle)
+    return float(10**low)
+
+
+def _scale(cases: Sequence[Case], sizes: Callable[[Case], float], odds: Odds) -> float:
+    """Size of a gain for each unit of log-odds.
+
+    The odds are those of a gain `scale * (l + e)` above 0, with `l` the log-odds and `e` of a standard logistic
+    distribution, whose mean absolute value is `softplus(l) + softplus(-l)` scales.
     """
-
-    def __init__(self, cases: Sequence[Case], arms: Sequence[Arm]) -> None:
-        self._logs = np.log([case.ratio for case in cases])
-        errors = np.array([[getattr(case, arm) for arm in arms] for case in cases], dtype=float)
-        self.behind = errors - np.nanmin(errors, 1, keepdims=True)
-        logs = np.log(np.maximum(errors, 1e-4))
-        self.lost = logs - np.nanmin(logs, 1, keepdims=True)
-
-    def mean(self, values: np.ndarray, ratio: float) -> np.ndarray:
-        """Mean of each network's values, weighted by the distance in ln r, and of all with the weight of the prior.
-
-        Ratios beyond those of all cases count as the farthest case's.
-        """
-        at = np.clip(log(ratio), self._logs.min(), self._logs.max())
-        known = ~np.isnan(values)
-        near = np.exp(-(((self._logs - at) / _WIDTH) ** 2) / 2)[:, None]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            weights = known * (near + _PRIOR / known.sum(0))
-            mean: np.ndarray = (weights * np.nan_to_num(values)).sum(0) / weights.sum(0)
-        return mean
-
-    def odds(self, best: int, ratio: float) -> np.ndarray:
-        """Probability that a network ends better than each other one, never surer than the number of cases allows."""
-        least = 1 / (len(self.lost) + 2)
-        return np.clip(self.mean(_better(self.lost, best), ratio), least, 1 - least)
+    both = sum(_softplus(odds(case)) + _softplus(-odds(case)) for case in cases)
+    return sum(map(sizes, cases)) / both
 
 
-def _better(lost: np.ndarray, best: int) -> np.ndarray:
-    """1 where network `best` lost less than another one, 1/2 where as much, 0 where more; nan where unknown."""
-    return (np.sign(lost - lost[:, [best]]) + 1) / 2
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + log1p(exp(-abs(x)))
 
 
-def _arms(size: Size) -> tuple[Arm, ...]:
-    return ("grown", "full") if size == "full" else ("smaller", "grown", "full")
-
-
-def _trained(case: Case, arms: Iterable[Arm]) -> int:
-    return sum(getattr(case, arm) is not None for arm in arms)
+def _relative(arm: str) -> Callable[[Case], float]:
+    return lambda case: exp(abs(_gain(case, arm))) - 1
 
 
 def _count(network: nn.Module | int | float, whole: nn.Module | int | None = None) -> int:

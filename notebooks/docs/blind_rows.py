@@ -1,10 +1,10 @@
 """Train pairs of a network and a budget that were written down before any of them was trained, in two rounds.
 
 `python notebooks/docs/blind_rows.py second --write` writes `notebooks/results/blind_second/pairs.csv`: networks,
-budgets, and the advice of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
+budgets, and the odds of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
 missing from `rates.csv` (validation data, one seed) and `arms.csv` (test data), at equal cost in FLOPs, in about half
-an hour on one CPU core. `first` is the round of `notebooks/results/blind`; its pairs.csv has the odds of the version
-that wrote it. Learning rates are chosen on validation data, for each pair and each kind of run.
+an hour on one CPU core. `first` is the round of `notebooks/results/blind`. The kept pairs.csv of each round has the
+columns of the version that wrote it. Learning rates are chosen on validation data, for each pair and each kind of run.
 """
 
 import argparse
@@ -530,18 +530,16 @@ def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def written(pair: Pair) -> dict[str, Any]:
-    """A pair, and the advice for it."""
+    """A pair, and the odds that a smaller and a grown network end better than the full one at equal cost."""
     full, half = pair.params[:2]
     kind = "language" if pair.text else "classes"
     samples = round(pair.budget / pair.flops(pair.make(pair.widths[0]), pair.whole)) * (LENGTH if pair.text else 1)
-    advice = advise(full, samples, smaller=half, kind=kind)
     row = {"pair": pair.name, "family": pair.family, "kind": kind, "params": full, "smaller_params": half}
     row |= {"samples": samples, "ratio": f"{samples / full:.3g}", "budget_gflops": round(3 * pair.budget / 1e9, 1)}
-    row |= {"depth": int(pair.depth), "choice": advice.choice}
-    for arm in SIZES:
-        row[f"odds_{arm}"] = round(advice.odds[arm], 3) if arm in advice.odds else ""
-        row[f"regret_{arm}"] = round(advice.regret[arm], 4)
-        row[f"points_{arm}"] = "" if advice.points is None else round(advice.points[arm], 3)
+    for name, size in (("smaller_full", "any"), ("grown_full", "full")):
+        advice = advise(full, samples, smaller=half, kind=kind, size=size)
+        row[f"odds_{name}"] = round(1 - advice.odds if advice.choice == "full" else advice.odds, 3)
+        row[f"regret_{name}"] = round(advice.regret, 4)
     return row
 
 

@@ -214,8 +214,7 @@ ODDS = (
     "**The odds did poorly.** For half the network against the full one they were right in {} of 12 pairs, with a "
     "Brier score of {} (a coin: 0.25). Wrong choices were expected to add {} % to the error on average, and added {} "
     "%. The Brier scores for an eighth, and for growing, against the full network are {} and {}. Between 1 and 10 "
-    "samples per parameter, small networks and grown ones do better than the older cases suggested. These pairs became "
-    "cases, and `growlab plan` was changed to weigh all three networks: see the second round."
+    "samples per parameter, small networks did better than the older cases suggested. These pairs became cases."
 )
 REGRETS = (
     "Regret of each rule, in points of accuracy below the best of the four sizes (full, half, eighth, grown) and below "
@@ -276,16 +275,16 @@ def _lost(first: str, second: str) -> tuple[str, ...]:
     return mean, reach, str(len(across(first, second)) - int(better))
 
 
+def as_table(head: str, lines: list[tuple[str, ...]], left: int) -> str:
+    """A table of Markdown."""
+    columns = head.count("|") - 1
+    rule = "|".join(["", *["---"] * left, *["---:"] * (columns - left), ""])
+    return "\n".join([head, rule, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
 if __name__ == "__main__":
     introduction, odds, inputs, grown, controlled = (
         fill(one.template.format(*one.values()), 120) for one in stated()[:5]
     )
-
-    def rows(head: str, lines: list[tuple[str, ...]], left: int) -> str:
-        """A table of Markdown."""
-        columns = head.count("|") - 1
-        rule = "|".join(["", *["---"] * left, *["---:"] * (columns - left), ""])
-        return "\n".join([head, rule, *(f"| {' | '.join(line)} |" for line in lines)])
-
-    tables = rows(HEAD, pair_lines(), 1), rows(RULE_HEAD, rule_lines(), 1)
+    tables = as_table(HEAD, pair_lines(), 1), as_table(RULE_HEAD, rule_lines(), 1)
     print(introduction, tables[0], odds, fill(REGRETS, 120), tables[1], inputs, grown, controlled, sep="\n\n")

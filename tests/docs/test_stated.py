@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
-from tests.docs import blind
+from tests.docs import blind, blind_second
 from tests.docs.stated import ISOTROPIC, MEASURED, OVERABUNDANCE, README, ROWS, Stated, plain, stated
 from tests.docs.stated_rows import more
 from tests.docs.test_numbers import COSTS, PAGES, prose
 from tests.parts_here import needs
 
-STATED = [*stated(), *more(), *blind.stated()]
+STATED = [*stated(), *more(), *blind.stated(), *blind_second.stated()]
 
 
 def text_of(page: str) -> str:

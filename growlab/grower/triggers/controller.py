@@ -50,8 +50,8 @@ class Controller(Trigger):
 
     Attributes:
         decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network less that of the
-            grown one) and its standard error "gap_error", both losses, "steps" of both branches, "advice" of
-            `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took.
+            grown one) and its standard error "gap_error", both losses, "steps" of both branches, "odds" of the full
+            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took.
 
     Raises:
         UserError: a value is impossible.
@@ -161,7 +161,7 @@ class Controller(Trigger):
             "loss_continued": fmean(trial["losses"]),
             "loss_grown": fmean(losses),
             "steps": [steps, grown_steps],
-            "advice": _advice(event.num_params, event.num_params_before, total * samples * small / flops),
+            "odds": _odds(event.num_params, event.num_params_before, total * samples * small / flops),
             "paid": (steps * small + grown_steps * flops) / (total * small),
         }
         entries = {
@@ -250,6 +250,9 @@ def _samples(batch: Any) -> int:
     return len(tensors[0]) if tensors else 1
 
 
-def _advice(params: int, smaller: int, samples: float) -> str | None:
-    """Network that the cases favour, without a measurement."""
-    return advise(params, samples, smaller=smaller).choice if 0 < smaller < params else None
+def _odds(params: int, smaller: int, samples: float) -> float | None:
+    """Probability that the full network ends better than the smaller one, before anything was measured."""
+    if not 0 < smaller < params:
+        return None
+    advice = advise(params, samples, smaller=smaller)
+    return advice.odds if advice.choice == "full" else 1 - advice.odds

@@ -65,6 +65,8 @@ _OF_THE_PLAN = (
 # Minimum number of steps at each rate, since fewer do not show which is better; and the relative improvement of the
 # loss for which another rate replaces the first one.
 _LEAST_STEPS, _MARGIN = 8, 0.01
+# Experiment of each choice.
+_EXPERIMENT = {"grow": "grown", "smaller": "smaller", "full": "full"}
 
 # Settings of another type or out of their range raise pydantic.ValidationError, a ValueError.
 _checked = pydantic.dataclasses.dataclass(
@@ -158,7 +160,7 @@ def run(cfg: DictConfig) -> None:
             cases=read(settings.cases),
         )
         print(advice, flush=True)
-        chosen, probe, spent = advice.choice, None, 0.0
+        chosen, probe, spent = _EXPERIMENT[advice.choice], None, 0.0
         if settings.probe:
             probe, spent = _probe(cfg, data, settings, arms, chosen, samples)
             seconds = (1 - spent) / spent * probe.steps * len(settings.rates) * probe.seconds_per_step

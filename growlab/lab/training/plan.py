@@ -478,7 +478,7 @@ def tokens_of(data: RunData) -> int | None:
 
 
 def odds(plan: Plan, cost: StageCost, data: RunData) -> str:
-    """Network that is likely to end best for the run's budget, in a line."""
+    """Odds that a smaller network would end better for the run's budget, in a line."""
     tokens = tokens_of(data)
     samples = plan.reference_flops / max(1, plan.full_flops) * (tokens or 1)
     return f"odds: {advise(cost.num_params, samples, kind='language' if tokens else 'classes').line}"
