@@ -154,6 +154,9 @@ def check_whole(network: nn.Module) -> None:
         parameters = module._parameters.values()
         if not reason and any(map(is_piece, parameters)):
             reason = _SHARDED
+        # The wrapper itself is around the network.
+        if not reason and _MARK in vars(module):
+            reason = _FSDP1
         if any(hasattr(p, "ds_id") for p in parameters):
             reason = _ZERO
         if reason:
@@ -164,14 +167,18 @@ _SHARDED = (
     "is sharded: give Grower the network before, and the function that calls fully_shard or parallelize_module as "
     "shard=, since growth has to cut parameters again"
 )
+# FSDP leaves this in all modules inside of those that it shards.
+_MARK = "_is_fsdp_managed_module"
+_FSDP1 = (
+    "is sharded by FSDP1, whose flat parameters growth cannot resize: use torch's fully_shard, see shard= of Grower"
+)
 _ZERO = (
     "is of DeepSpeed, whose ZeRO stages share parameters out in flat buffers, which growth cannot resize: shard it "
     "with torch's fully_shard, see shard= of Grower"
 )
 # What modules of classes with such names are.
 _REFUSED = {
-    "fully_sharded_data_parallel.FullyShardedDataParallel": "is sharded by FSDP1, whose flat parameters growth cannot "
-    "resize: use torch's fully_shard, see shard= of Grower",
+    "fully_sharded_data_parallel.FullyShardedDataParallel": _FSDP1,
     "fsdp.FSDPModule": _SHARDED,
     "_fully_shard.FSDPModule": _SHARDED,
     "torch.distributed._composable.replicate": "is replicated by torch.distributed._composable.replicate, which keeps "
@@ -189,8 +196,8 @@ def same_classes(known: list[tuple[nn.Module, type, list[type]]]) -> bool:
 
 
 def _kinds(module: nn.Module) -> list[type]:
-    """Classes of a module's parameters, and of their dictionary, which DeepSpeed replaces."""
-    return [type(module._parameters), *map(type, module._parameters.values())]
+    """Classes of a module's parameters, of their dictionary, which DeepSpeed replaces, and of FSDP's mark."""
+    return [type(module._parameters), type(vars(module).get(_MARK)), *map(type, module._parameters.values())]
 
 
 @cache

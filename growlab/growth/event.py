@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -462,8 +463,8 @@ def _checked(
     return {
         "parity_error_eval": error_eval,
         "parity_error_train": error_train,
-        "parity_tolerance_eval": tolerance_eval,
-        "parity_tolerance_train": tolerance_train,
+        "parity_tolerance_eval": tolerance_eval if tolerance_eval != math.inf else None,
+        "parity_tolerance_train": tolerance_train if tolerance_train != math.inf else None,
         "eps_error_train": eps_error,
         "noise_error_eval": noise_error,
         "output_factor": growth.output_factor,

@@ -1,6 +1,7 @@
 """Parity: compare a network's outputs before and after a growth event."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,8 +153,9 @@ def rounding_measured(
     # NaN, which is no excuse, is not above 0.
     errors = [error if (error := relative_error(*pair)) > 0 else 0.0 for pair in pairs]
     most = _AT_MOST * usual
-    if min(errors) * _TIMES_ROUNDED <= most:
-        # If the other mode is exact, rounding may change this one by more than its outputs.
-        most = _TIMES_ROUNDED
-    by_eval, by_train = (max(usual, min(_TIMES_ROUNDED * error, most)) for error in errors)
+    by_eval, by_train = (max(usual, _TIMES_ROUNDED * error) for error in errors)
+    if min(by_eval, by_train) > most:
+        return most, most
+    # Where rounding changes one mode by as much as its outputs, they prove nothing; the other mode is exact.
+    by_eval, by_train = (math.inf if allowed >= 1 else allowed for allowed in (by_eval, by_train))
     return by_eval, by_train

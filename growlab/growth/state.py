@@ -83,7 +83,8 @@ class GrowthEvent:
         num_params: number of parameters after it.
         parity_error_eval: relative output error on the probe batch in eval mode, before noise.
         parity_error_train: the same in train mode, with batch normalisation's eps rescaled with its input.
-        parity_tolerance_eval: error that the method allows in eval mode; None if it promises nothing.
+        parity_tolerance_eval: error that the method allows in eval mode; None if it promises nothing, or if rounding
+            alone changes these outputs by as much as they are.
         parity_tolerance_train: the same in train mode.
         eps_error_train: relative output error in train mode with eps unchanged; not checked.
         noise_error_eval: relative change of the output by symmetry-breaking noise.

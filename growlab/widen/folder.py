@@ -27,7 +27,7 @@ from growlab.widen.layers import Deeper
 from growlab.widen.sizes import PARTS, changed, deepened, divides_its_stream, widened
 from growlab.widen.skeletons import output_of, skeleton
 from growlab.widen.tensors import Rows, read_folder, write_folder
-from growlab.widen.weights import DEFAULT, NOISE_STD, Way, Widening, blocks_of, method_of, read_off
+from growlab.widen.weights import DEFAULT, NOISE_STD, Way, Widening, blocks_of, method_of, read_off, with_unused
 from growlab.widths import UnsupportedOperation, layouts
 
 #: Name of the receipt in the folder that is written.
@@ -245,6 +245,7 @@ class Plan:
                 "layers are of several kinds, which take turns by a rule of the code; leave --depth out."
             )
         full = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        graph = with_unused(graph, shapes, full)
         widths = read_off(graph, shapes, full)
         self._widening = Widening(graph, self._old, widths, seed, method)
         self._own = target.state_dict(keep_vars=True)

@@ -128,7 +128,11 @@ class Widening:
 
     def blocks(self, name: str, way: Way) -> Iterator[Tensor]:
         """Yield a tensor at full width in blocks of rows; float64 if it changes."""
-        axes = self.graph.axes[name]
+        direction, axes = self.graph.lengths.get(name), self.graph.axes[name]
+        if direction is not None and self._changes(direction, way):
+            weight = torch.cat([*self.blocks(direction, way)])
+            yield torch.norm_except_dim(weight, 2, self.graph.weight_norms[direction][1])
+            return
         make = partial(self._made, name, way=way)
         if not axes or axes[0].groups:
             yield make(...)
@@ -136,10 +140,10 @@ class Widening:
             yield from blocks_of(make, self.graph.shape(name, self.graph.full_widths))
 
     def _made(self, name: str, rows: Rows, way: Way) -> Tensor:
-        old, factor = self.old(name, rows), way.factors.get(name, 1.0)
+        if not self._changes(name, way):
+            return self.old(name, rows)
+        old, factor = self._weight(name, rows), way.factors.get(name, 1.0)
         changes = self.graph.changes(name, self.widths, self.graph.full_widths)
-        if not changes and factor == 1.0:
-            return old
         offset = self.graph.offsets.get(name, 0.0)
         tensor = (old.to(torch.complex128) if old.is_complex() else old.double()) + offset
         if changes:
@@ -157,6 +161,16 @@ class Widening:
                     tensor = self._streamed(name, key, tensor, graph, between, group, way)
                     between = {**between, group: self.graph.full_widths[group]}
         return tensor if factor == 1.0 and offset == 0.0 else tensor * factor - offset
+
+    def _changes(self, name: str, way: Way) -> bool:
+        return name in way.factors or self.graph.changes(name, self.widths, self.graph.full_widths)
+
+    def _weight(self, name: str, rows: Rows) -> Tensor:
+        """A saved tensor; in place of the direction of a normalised weight, the weight."""
+        if name not in self.graph.weight_norms:
+            return self.old(name, rows)
+        length, dim = self.graph.weight_norms[name]
+        return torch._weight_norm(self.old(name, ...).double(), self.old(length, ...).double(), dim)[rows]
 
     def _attending(self, name: str, key: str, tensor: Tensor, context: GrowthContext, way: Way) -> Tensor:
         """Widen queries and keys: new channels of keys are zero; queries compensate the scale 1 / sqrt(d)."""
@@ -270,6 +284,24 @@ def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterato
     step = max(1, _BLOCK // torch.Size(shape[1:]).numel())
     for start in range(0, shape[0], step):
         yield make(slice(start, min(start + step, shape[0])))
+
+
+def with_unused(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]) -> WidthGraph:
+    """Add tensors that the example's forward does not use and that change in one dimension as a stream does.
+
+    Mask tokens, for which trained models keep a place, are such. Arguments as in `read_off`.
+    """
+    widths = graph.widths_of({name: shapes[name] for name in graph.axes})
+    widths = {name: widths.get(name, group.full_width) for name, group in graph.groups.items()}
+    streams = {(x.axis.length(widths), x.axis.length(graph.full_widths)): x.axis.parts for x in graph.channel_norms}
+    axes = dict(graph.axes)
+    for name, tensor in full.items():
+        sizes = [*zip(shapes.get(name, ()), tensor.shape, strict=False)]
+        changing = [pair for pair in sizes if pair[0] != pair[1]]
+        if name not in axes and len(changing) == 1 and changing[0] in streams:
+            channels, fixed = Axis(streams[changing[0]], "out"), (Axis((Part(None, n),), "fixed") for _, n in sizes)
+            axes[name] = tuple(channels if pair in changing else axis for pair, axis in zip(sizes, fixed, strict=True))
+    return replace(graph, axes=axes)
 
 
 def read_off(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]) -> dict[str, int]:

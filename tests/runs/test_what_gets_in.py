@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_reports_and_tables_hold_any_name(name: str, tmp_path: Path) -> None:
     rows = summarise(runs)
     for text in (markdown(rows), write_table(rows, "latex"), csv_text(rows)):
         assert text.replace("\n", "").isprintable()
+    assert not re.search(r"(?<!\\)<[A-Za-z/!?]", markdown(rows))
     (record,) = csv.DictReader(io.StringIO(csv_text(rows)))
     assert not record["model"].startswith(("=", "+", "-", "@"))
 
@@ -89,6 +91,8 @@ def test_latex_prints_every_sign() -> None:
     assert r"a\textbackslash{}b" in table and r"\caption{\textbackslash{}end\{table\}}" in table
     row = r"50\% \& \$x\_1\textasciicircum{}2\$ \{\}\textasciitilde{}\#\textless{}\textgreater{} $\pm$ \textbf{c} $-$1"
     assert row in table
+    rows = Grid(["[a]"], [["[0.1] x"], ["*"], ["**best**"], ["a [b]"]]).latex().splitlines()[4:-3]
+    assert rows == [r"{}[a] \\", r"\midrule", r"{}[0.1] x \\", r"{}* \\", r"\textbf{best} \\", r"a [b] \\"]
 
 
 def test_formulas_are_text_in_csv_and_nothing_else_changes() -> None:

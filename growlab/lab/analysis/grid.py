@@ -17,6 +17,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u20
 _BREAKS = re.compile(r"(\s+|(?<=[.=,_])(?=[a-z]))")
 # Columns that a long name needs at least.
 _NAME = 15
+_TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _FORMULAS = tuple("=+-@＝＋－＠")
 # Perhaps with a deviation, a unit and a number of runs: signs and digits, which call nothing.
 _NUMBER = re.compile(r"[+-]?(\d|\.\d|inf|nan)[\d.,eE±%x() +-]*")
@@ -84,7 +85,7 @@ class Grid:
 
     def _lines(self) -> list[list[str]]:
         """Header and rows, escaped for Markdown."""
-        return [[visible(cell).replace("|", "\\|") for cell in line] for line in (self._names(), *self.rows)]
+        return [[_markdown(cell).replace("|", "\\|") for cell in line] for line in (self._names(), *self.rows)]
 
     def _drawn(self, lines: Sequence[Sequence[Sequence[str]]]) -> str:
         """Markdown of cells that may have several lines each."""
@@ -103,7 +104,7 @@ class Grid:
         ends = ["-"] * self.num_text + [":"] * (len(widths) - self.num_text)
         rule = "|".join("-" * (width + 1) + end for width, end in zip(widths, ends, strict=True))
         text = padded(lines[0]) + f"|{rule}|\n" + "".join(map(padded, lines[1:]))
-        return text + (f"\n{visible(self.caption)}\n" if self.caption else "")
+        return text + (f"\n{_markdown(self.caption)}\n" if self.caption else "")
 
     def latex(self) -> str:
         """A LaTeX `table` with rules of the package booktabs."""
@@ -114,7 +115,7 @@ class Grid:
                 rf"\multicolumn{{{n}}}{{c}}{{{_latex(name)}}}" if name else " & " * (n - 1) for name, n in self.groups
             ]
             lines.append(" & ".join(spans) + r" \\")
-        head, *body = (" & ".join(map(_latex, row)) + r" \\" for row in (self.header, *self.rows))
+        head, *body = (_latex_row(row) for row in (self.header, *self.rows))
         lines += [head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
         if self.caption:
             lines.append(rf"\caption{{{_latex(self.caption)}}}")
@@ -152,6 +153,17 @@ def inert(cell: str) -> str:
     """Prefix a CSV cell with an apostrophe if a spreadsheet could read it as a formula."""
     cell = visible(cell)
     return f"'{cell}" if cell.lstrip()[:1] in _FORMULAS and not _NUMBER.fullmatch(cell) else cell
+
+
+def _markdown(text: str) -> str:
+    """Text for Markdown, in which tags of HTML are text."""
+    return _TAG.sub(r"\\<", visible(text))
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    row = " & ".join(map(_latex, cells)) + r" \\"
+    # Behind a row's end or a rule LaTeX takes [ and * for an argument.
+    return "{}" + row if row.startswith(("[", "*")) else row
 
 
 def _latex(text: str) -> str:

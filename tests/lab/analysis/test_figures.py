@@ -284,7 +284,8 @@ def test_rows_that_differ_by_their_rate_make_one_curve_of_means_with_deviations(
     assert {tuple(line.get_xdata()) for line in ours} == {(0.1,)}
     assert [text.get_text() for text in score.get_xticklabels()] == ["0.05", "0.1", "0.2"]
     assert loss.get_yscale() == "linear"
-    at_rate(rates / "far", 0.4, train_loss=100.0, overrides=["optimizer.weight_decay=0.1"])
+    # Between six times the smallest loss and six more than it.
+    at_rate(rates / "far", 0.4, train_loss=5.0, overrides=["optimizer.weight_decay=0.1"])
     assert learning_rates(load_runs(rates)).axes[0].get_yscale() == "log"
     assert "ours + stagewise_norm, optimizer.weight_decay=0.1" in over_rates(rows_of(rates))
 

@@ -55,13 +55,17 @@ def test_a_number_of_the_codes_own_is_taken_off_the_table(kind: type, by_code: f
     wide = kind(width, 3.0 * by_code).double().eval()
     graph = layouts(wide, (ids,))
     widths = {group: 8 for group in graph.groups}
-    errors = []
+    exact, inexact = set[tuple[str, float | None]](), 0
     state = narrow.state_dict()
     widening = Widening(graph, lambda name, rows: state[name][rows], widths, 0, HyperCloning())
     for way in widening.ways([by_code]):
         wide.load_state_dict(widening.tensors(way))
-        errors.append(relative_error(evaluate(narrow, (ids,)), evaluate(wide, (ids,))))
-    assert min(errors) < 1e-12 and sum(error < 1e-12 for error in errors) < len(errors)
+        if relative_error(evaluate(narrow, (ids,)), evaluate(wide, (ids,))) < 1e-12:
+            exact.add((way.fill, way.by_code))
+        else:
+            inexact += 1
+    wanted = {("zero", by_code), ("copies", by_code)} if width == 16 else {("zero", by_code)}
+    assert wanted <= exact and inexact
 
 
 class Fused(nn.Module):
