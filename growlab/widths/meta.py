@@ -138,7 +138,7 @@ def _autocasts() -> bool:
     return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
-# The next ones leave to torch what does not fit, for its message.
+# These leave what does not fit to torch, for its message.
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -195,10 +195,10 @@ def _multi_head_attention(
     if in_weight is None or add_zero or any(x is not None and x is not False for x in rest) or _autocasts():
         return NotImplemented
     (length, *rows), width, out = query.shape[:-1], query.shape[-1], len(out_weight)
-    shapes = [query.shape[1:], value.shape, *(x.shape for x in (in_weight, out_weight, in_bias, out_bias) if x is not None)]
-    expected = [key.shape[1:], key.shape, (3 * width, width), (out, width)]
-    expected += [n for n, x in (((3 * width,), in_bias), ((out,), out_bias)) if x is not None]
-    if query.dim() != 3 or width != embed_dim or width % num_heads or shapes != expected:
+    pairs = [(in_weight, (3 * width, width)), (in_bias, (3 * width,)), (out_weight, (out, width)), (out_bias, (out,))]
+    fits = query.dim() == 3 and width == embed_dim and not width % num_heads
+    fits = fits and query.shape[1:] == key.shape[1:] and key.shape == value.shape
+    if not fits or any(x is not None and (x.shape != shape or x.dtype != query.dtype) for x, shape in pairs):
         return NotImplemented
     heads = [] if average_attn_weights else [num_heads]
     weights = query.new_empty((*rows, *heads, length, len(key))) if need_weights else None
@@ -206,7 +206,8 @@ def _multi_head_attention(
 
 
 def _own_shape(input: Tensor, *others: Any, **__: Any) -> Any:
-    return NotImplemented if any(isinstance(x, Tensor) for x in others) else torch.empty_like(input)
+    alone = input.is_floating_point() and not any(isinstance(x, (Tensor, complex)) for x in others)
+    return torch.empty_like(input) if alone and not _autocasts() else NotImplemented
 
 
 def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Any:
