@@ -291,7 +291,7 @@ class Content:
 
 
 def watching(contents: Sequence[Content]) -> AbstractContextManager[Any]:
-    """Return a context in which tensors are copied before an operation writes to them; small ones are copied at once."""
+    """Return a context in which tensors are copied before they are written to; small ones are copied at once."""
     if sum(content.size for content in contents) > _SMALL:
         return _Writes(contents)
     for content in contents:
