@@ -197,8 +197,7 @@ class Measurement:
                         if number:
                             quiet.snapshot.restore()
                         self.model.train()
-                        sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
-                    done = None if work is None else (work, shapes, sizes, gradients)
+                        done = None if work is None else (work, shapes, *map(_shape, tensors_in(inputs)), gradients)
                     with self._counted(done):
                         with as_given():
                             loss = self._loss(main_output(call_on(self.model, inputs)), target)
