@@ -369,6 +369,18 @@ def test_enlarge_returns_an_ordinary_model(tmp_path: Path) -> None:
     assert same(wide, loaded, TEXT) < 1e-12
 
 
+def test_a_state_dict_may_have_the_names_of_torch_s_wrappers() -> None:
+    small = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(5, 4)
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+        wide = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+        state = {f"{prefix}{name}": tensor for name, tensor in small.state_dict().items()}
+        Grower.from_trained(state, wide, x).step()
+        assert torch.allclose(small(x), wide(x), atol=1e-6)
+    with pytest.raises(UserError, match="'model' of the trained network's state_dict is no tensor"):
+        Grower.from_trained({"model": small.state_dict()}, wide, x)
+
+
 def test_networks_of_stages_become_deeper_in_each_of_them() -> None:
     sizes: dict[str, Any] = {"image_size": 16, "depths": [1, 2], "num_labels": 3}
     convnext = transformers.ConvNextForImageClassification(
