@@ -135,6 +135,8 @@ class Growth(GrowthCallback, Callback):
                 f"network={names!r} must be different names: of the submodule that grows, and of the copies of it."
             )
         (self._network, *self._copies), self._example = names, example
+        # Lightning asks for it at every hook.
+        self._state_key = self._generate_state_key(network=self._network)
         self._set("Lightning", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
         self._is_seed, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
@@ -145,7 +147,7 @@ class Growth(GrowthCallback, Callback):
     @property
     def state_key(self) -> str:
         """Key of this callback's state in checkpoints; different for each submodule."""
-        return self._generate_state_key(network=self._network)
+        return self._state_key
 
     # Beginning and end -------------------------------------------------------------------------------------
 

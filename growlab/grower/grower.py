@@ -41,6 +41,7 @@ from growlab.grower.trained import (
     prepared,
     renamed,
     trigger_from,
+    unwrapped,
     warn_of_equal_copies,
 )
 from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction
@@ -238,6 +239,8 @@ class Grower(LoadingNetwork):
                 weights, or the outputs would change once normalisations are plain.
         """
         chosen = HyperCloning(noise_std=0.1) if method is None else as_method(method)
+        if isinstance(small, Mapping):
+            small = unwrapped(small, wide)
         names, missing = renamed(small if isinstance(small, Mapping) else small.state_dict(), wide, layers)
         if missing and not any(isinstance(part, BlockPart) for part in parts):
             parts = (*parts, layers_to_come(missing, state))

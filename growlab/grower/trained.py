@@ -71,6 +71,22 @@ def newborn(grower: Any, since: int) -> Newborn:
     return Newborn(whole, masks, number)
 
 
+# Names that DistributedDataParallel and torch.compile put before those of the network inside of them.
+_WRAPPED = re.compile(r"^((module|_orig_mod)\.)+|_orig_mod\.")
+
+
+def unwrapped(state: Mapping[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Return a state_dict without the names of torch's wrappers, which a network does not have itself.
+
+    Raises:
+        UserError: a value is no tensor.
+    """
+    if nested := next((name for name, tensor in state.items() if not isinstance(tensor, Tensor)), None):
+        raise UserError(f"{nested!r} of the trained network's state_dict is no tensor: give the state_dict itself.")
+    own = network.state_dict()
+    return {name if name in own else _WRAPPED.sub("", name): tensor for name, tensor in state.items()}
+
+
 #: Order of the layers of a deeper network: copies follow their originals, or stand at the end; or, for each layer of
 #: the small network, its index in the deeper one.
 Layers = str | Sequence[int]

@@ -5,13 +5,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from fractions import Fraction
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from growlab.base.pieces import old_pieces_aside
 from growlab.grower.part import Part
@@ -23,12 +22,12 @@ from growlab.widths.unchanged import (
     STATES,
     TENSOR_HOOKS,
     Content,
-    Writes,
     restore_dict,
     restore_filled,
     restore_leaf,
     restore_list,
     states_of_draws,
+    watching,
 )
 
 _ATOMS = frozenset({str, bytes, bool, int, float, complex, type(None), type, Fraction})
@@ -105,8 +104,8 @@ class _Snapshot:
                 if not _ATOMS.issuperset(map(type, inside)):
                     waiting.extend(inside)
 
-    def watching(self) -> TorchDispatchMode:
-        return Writes(self._contents)
+    def watching(self) -> AbstractContextManager[Any]:
+        return watching(self._contents)
 
     def restore(self) -> None:
         for undo, thing, state in self._undo:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base import ranks
@@ -31,7 +32,6 @@ from growlab.growth.outputs import arithmetic, main_output, network_inputs, with
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
-from growlab.widths.unchanged import Listener
 
 #: The network's positional inputs, or a mapping of inputs by name, followed by the target.
 Batch = tuple[Tensor, ...]
@@ -185,11 +185,11 @@ class Measurement:
                 # Frozen layers too: methods need the derivatives by them.
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
-                stack.enter_context(plain)
                 seen = stack.enter_context(_watching(self.model, watched))
                 quiet = stack.enter_context(without_side_effects(self.model))
-                stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
-                for mode in modes:
+                stack.enter_context(torch.set_grad_enabled(gradients))
+                # Behind `without_side_effects`, whose reads of tensors would pass through these modes.
+                for mode in (*plain, *modes):
                     stack.enter_context(mode)
                 for number, (*inputs, target) in enumerate(self._batches):
                     seen.clear()
@@ -197,9 +197,8 @@ class Measurement:
                         if number:
                             quiet.snapshot.restore()
                         self.model.train()
-                    sizes = tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
-                    done = None if work is None else (work, shapes, sizes, gradients)
-                    with self._counted(done, quiet.snapshot.listeners):
+                        done = None if work is None else (work, shapes, *map(_shape, tensors_in(inputs)), gradients)
+                    with self._counted(done):
                         with as_given():
                             loss = self._loss(main_output(call_on(self.model, inputs)), target)
                         if loss.numel() != 1:
@@ -209,9 +208,10 @@ class Measurement:
                             )
                         parameters = dict(self.model.named_parameters(remove_duplicate=False))
                         found = {**visit(Pass(parameters, loss, seen)), _LOSS: loss.detach().double()}
-                    for name, tensor in found.items():
-                        sums[name] = sums[name] + tensor.detach() if name in sums else tensor.detach()
-                    self.cost.samples += len(target)
+                    with arithmetic():
+                        for name, tensor in found.items():
+                            sums[name] = sums[name] + tensor.detach() if name in sums else tensor.detach()
+                        self.cost.samples += len(target)
         finally:
             restore_tensors(self.model, self.graph, replaced)
             self._weigh(before)
@@ -227,15 +227,18 @@ class Measurement:
         self.cost.seconds += time.perf_counter() - began
         return result
 
-    def _replaced(self, tensors: Mapping[str, Tensor]) -> tuple[TorchFunctionMode, dict[str, tuple[Tensor, Tensor]]]:
-        """Put tensors in the network; also return the mode in which it has to run, for weight normalisation."""
+    def _replaced(
+        self, tensors: Mapping[str, Tensor]
+    ) -> tuple[list[TorchFunctionMode], dict[str, tuple[Tensor, Tensor]]]:
+        """Put tensors in the network; also return the mode in which it has to run if it normalises weights."""
         stored, computed = as_stored(self.graph, tensors), self.graph.weight_norms
         given = ((name, tensors[name] if name in computed else stored[name]) for name in tensors)
         replaced = replace_tensors(self.model, self.graph, given)
-        return _plain_weights([new for name, (_, new) in replaced.items() if name in computed]), replaced
+        weights = [new for name, (_, new) in replaced.items() if name in computed]
+        return [_plain_weights(weights)] if weights else [], replaced
 
     @contextlib.contextmanager
-    def _counted(self, work: Hashable, listeners: list[Listener]) -> Iterator[None]:
+    def _counted(self, work: Hashable) -> Iterator[None]:
         """Count FLOPs and saved memory of a pass; FLOPs of the same `work` are counted once and reused."""
         if work is not None and work in self._flops:
             yield
@@ -248,10 +251,8 @@ class Measurement:
                 # Detached: an operation that saves its own output would keep itself alive. Autograd attaches it again.
                 return tensor.detach()
 
-            listeners.append(counter.count)
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
                 yield
-            listeners.remove(counter.count)
             self._flops[work] = counter.flops
             self.cost.held_bytes = max(self.cost.held_bytes, saved)
         self.cost.flops += self._flops[work]
@@ -365,24 +366,35 @@ def _plain_weights(weights: Sequence[Tensor]) -> TorchFunctionMode:
     return _InPlaceOf({torch._weight_norm: weight_norm})
 
 
-class _FlopCounter:
+class _FlopCounter(TorchDispatchMode):
     """Counts FLOPs by torch's formulas (`flop_registry`).
 
     `FlopCounterMode` also tracks modules, by hooks that trip over a parameter that is an input of a module (a class
     token); the table of formulas is not documented, and a test fails should it be removed.
     """
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: being skipped by dynamo triples the cost of a call."""
+        return False
+
     def __init__(self) -> None:
+        super().__init__()
         self.flops = 0
 
-    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         formula, of_shapes = _formulas(func)
-        if formula is None:
-            return
-        if of_shapes is None:
-            self.flops += formula(*args, **kwargs, out_val=result)
-        else:
+        if of_shapes is not None:
             self.flops += of_shapes(*map(_shape, args), **kwargs, out_shape=_shape(result))
+        elif formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
+        return result
 
 
 @cache

@@ -177,15 +177,12 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
 def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
     """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
     devices, dtypes = _devices_and_dtypes(model)
-    in_double = _DoublesKept() if dtypes == {torch.float64} else contextlib.nullcontext()
     with (
         torch.no_grad(),
         autocast_off(devices),
         _full_precision(),
         unchanged(model, seed=0) as snapshot,
-        # Entered first: otherwise its reads of tensors would pass through the other mode.
-        in_double,
-        _Quiet(model, snapshot, devices) as quiet,
+        _Quiet(model, snapshot, devices, dtypes == {torch.float64}) as quiet,
     ):
         yield quiet
 
@@ -210,34 +207,15 @@ _ROUNDED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _PRODUCTS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.bmm, torch.matmul, torch.bmm})
 
 
-class _DoublesKept(TorchFunctionMode):
-    """Ignores casts of float64 to float32, and casts integers, such as positions, to float64 instead.
-
-    Language models compute normalisations and softmax in float32 whatever the type of their weights, which would round
-    the outputs of a float64 network to float32.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        kept = args and isinstance(args[0], Tensor) and args[0].dtype not in _ROUNDED
-        if kept and not args[0].is_complex():
-            if func is Tensor.float:
-                return args[0].double()
-            args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-            kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
-        if func in _PRODUCTS and torch.float64 in {x.dtype for x in args}:
-            # Such as float32 frequencies by positions; torch only multiplies matrices of the same dtype.
-            args = [x.double() if x.dtype == torch.float32 else x for x in args]
-        return func(*args, **kwargs)
-
-
 class _Quiet(TorchFunctionMode):
     """Disables dropout and records other random draws, whose shapes may depend on widths.
 
     `seen` is True once random numbers were drawn. With `means`, each draw is replaced by its mean. Autocast is disabled
     on `devices`.
+
+    With `in_double`, casts of float64 to float32 are ignored, and integers that are cast to float32, such as positions,
+    become float64. Language models compute normalisations and softmax in float32 whatever the type of their weights,
+    which would round the outputs of a float64 network to float32.
     """
 
     _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
@@ -245,9 +223,10 @@ class _Quiet(TorchFunctionMode):
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
     _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
 
-    def __init__(self, model: nn.Module, snapshot: Snapshot, devices: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, snapshot: Snapshot, devices: Collection[str], in_double: bool) -> None:
         super().__init__()
         self._model, self.snapshot, self._devices = model, snapshot, devices
+        self._call = _in_double if in_double else _plainly
         self.seen = self.means = False
 
     def again(self) -> None:
@@ -263,11 +242,12 @@ class _Quiet(TorchFunctionMode):
         for device in self._devices:
             if torch.is_autocast_enabled(device):
                 return self._without_autocast(device, func, types, args, kwargs)
-        initialises = getattr(func, "__module__", "") == "torch.nn.init"
-        mean = None if initialises else _MEANS.get(getattr(func, "__name__", ""))
+        mean = _MEANS.get(getattr(func, "__name__", ""))
+        if mean is not None and getattr(func, "__module__", "") == "torch.nn.init":
+            mean = None
         # Reading a tensor's shape is dispatched here too.
         if mean is None and func not in self._CHANGED:
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         if func in self._KINDS:
             return args[0] if args else kwargs["input"]
         if func in self._RECURRENT:
@@ -283,9 +263,9 @@ class _Quiet(TorchFunctionMode):
             kwargs = {**signature(func).bind(*args, **kwargs).arguments, "training": False}
             args = ()
         if mean is None:
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
         self.seen = True
-        drawn = func(*args, **kwargs)
+        drawn = self._call(func, args, kwargs)
         return mean(drawn, *args, **kwargs) if self.means else drawn
 
     def _without_autocast(
@@ -297,7 +277,23 @@ class _Quiet(TorchFunctionMode):
                 return self.__torch_function__(func, types, args, kwargs)
         except RuntimeError:
             # Its arguments are of several types, which autocast would make one.
-            return func(*args, **kwargs)
+            return self._call(func, args, kwargs)
+
+
+def _plainly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _in_double(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if args and isinstance(args[0], Tensor) and args[0].dtype not in _ROUNDED and not args[0].is_complex():
+        if func is Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {n: torch.float64 if arg is torch.float32 else arg for n, arg in kwargs.items()}
+    if func in _PRODUCTS and torch.float64 in {x.dtype for x in args}:
+        # Such as float32 frequencies by positions; torch only multiplies matrices of the same dtype.
+        args = [x.double() if x.dtype == torch.float32 else x for x in args]
+    return func(*args, **kwargs)
 
 
 def _filled(mean: Callable[..., float]) -> Callable[..., Tensor]:
@@ -365,7 +361,7 @@ def _full_precision() -> Iterator[None]:
     matmul = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.compiler.set_stance("force_eager"), torch.backends.cudnn.flags(allow_tf32=False):
+        with torch.backends.cudnn.flags(allow_tf32=False):
             yield
     finally:
         torch.set_float32_matmul_precision(matmul)

@@ -58,6 +58,11 @@ def enlarge(
         wide = type(base)(larger).to(first.device, first.dtype)
         if adapted is not None:
             wide = _adapted(wide, adapted, depth)
+        if width != 1 and {p.shape for p in small.parameters()} == {p.shape for p in wide.parameters()}:
+            raise UserError(
+                f"{type(base).__name__} does not become wider with its configuration's sizes: give the large network "
+                "as wide=."
+            )
         wide.train(small.training)
     if example is None:
         if not hasattr(config, "to_dict"):

@@ -122,6 +122,10 @@ def deepened(config: Any, depth: float) -> Any:
     if depth < 1:
         raise UserError(f"--depth {depth:g} would take layers away; it must be 1 or more.")
     target = copy.deepcopy(config)
+    if isinstance(stages := config.to_dict().get("depths"), (list, tuple)):
+        # Layers of each stage (Swin, ConvNeXt); the number of layers is that of stages.
+        target.depths = list(_times({f"depths[{n}]": each for n, each in enumerate(stages)}, depth, "depths").values())
+        return target
     before = sizes(config, LAYERS)
     if not before:
         raise UserError(f"the configuration of {config.model_type} has no number of layers{_inside(config)}.")

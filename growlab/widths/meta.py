@@ -134,11 +134,80 @@ def _batch_norm(x: Tensor, *args: Any, **named: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _autocasts() -> bool:
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+# These leave what does not fit to torch, for its message.
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     # On device meta torch does not compare types, while other devices raise.
-    if input.dtype != weight.dtype and not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+    if input.dtype != weight.dtype and not _autocasts():
         raise ValueError(f"a weight of {weight.dtype} for {input.dtype}")
-    return NotImplemented
+    rows = weight.shape[:1]
+    fits = weight.dim() == 2 and input.shape[-1:] == weight.shape[1:] and (bias is None or bias.shape == rows)
+    return input.new_empty((*input.shape[:-1], *rows)) if fits and not _autocasts() else NotImplemented
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, **_: Any
+) -> Any:
+    shape = tuple(normalized_shape)
+    fits = len(shape) > 0 and tuple(input.shape[-len(shape) :]) == shape and input.is_contiguous()
+    fits = fits and all(x is None or (tuple(x.shape) == shape and x.dtype == input.dtype) for x in (weight, bias))
+    return torch.empty_like(input) if fits and not _autocasts() else NotImplemented
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Any:
+    batch, (length, width) = query.shape[:-2], query.shape[-2:]
+    alike = all(x.shape[:-2] == batch and x.dtype == query.dtype for x in (key, value)) and len(batch) > 0
+    fits = alike and width == key.shape[-1] and key.shape[-2] == value.shape[-2]
+    if attn_mask is not None:
+        scores = (*batch, length, key.shape[-2])
+        fits = fits and attn_mask.dim() <= len(scores) and attn_mask.dtype in (torch.bool, query.dtype)
+        fits = fits and all(n in (1, m) for n, m in zip(attn_mask.shape[::-1], scores[::-1], strict=False))
+    return query.new_empty((*batch, length, value.shape[-1])) if fits and not _autocasts() else NotImplemented
+
+
+def _multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    in_weight: Tensor | None,
+    in_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero: bool,
+    dropout: float,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    **others: Any,
+) -> Any:
+    rest = (bias_k, bias_v, key_padding_mask, attn_mask, *others.values())
+    if in_weight is None or add_zero or any(x is not None and x is not False for x in rest) or _autocasts():
+        return NotImplemented
+    (length, *rows), width, out = query.shape[:-1], query.shape[-1], len(out_weight)
+    pairs = [(in_weight, (3 * width, width)), (in_bias, (3 * width,)), (out_weight, (out, width)), (out_bias, (out,))]
+    fits = query.dim() == 3 and width == embed_dim and not width % num_heads
+    fits = fits and query.shape[1:] == key.shape[1:] and key.shape == value.shape
+    if not fits or any(x is not None and (x.shape != shape or x.dtype != query.dtype) for x, shape in pairs):
+        return NotImplemented
+    heads = [] if average_attn_weights else [num_heads]
+    weights = query.new_empty((*rows, *heads, length, len(key))) if need_weights else None
+    return query.new_empty((length, *rows, out)), weights
+
+
+def _own_shape(input: Tensor, *others: Any, **__: Any) -> Any:
+    alone = input.is_floating_point() and not any(isinstance(x, (Tensor, complex)) for x in others)
+    return torch.empty_like(input) if alone and not _autocasts() else NotImplemented
 
 
 def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Any:
@@ -168,6 +237,10 @@ def _element_wise(input: Tensor, other: Any, **kwargs: Any) -> Tensor:
 _RULES: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: _batch_norm,
     F.linear: _linear,
+    F.layer_norm: _layer_norm,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head_attention,
+    **dict.fromkeys((F.gelu, F.silu, torch.roll, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution),
     **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _index_add),
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),

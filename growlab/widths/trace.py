@@ -1,5 +1,6 @@
 """Find the width groups of any network from its `torch.export` graph."""
 
+import gc
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -105,7 +106,7 @@ def trace(
     inputs = inputs_of(example, model)
     if submodule is not None:
         return _traced_alone(model, path_of(model, submodule), inputs, keep_full, follow_norms)
-    with unchanged(model, copied="nothing"):
+    with unchanged(model, copied="nothing"), _frozen_objects():
         graph = _traced(model, inputs, keep_full, follow_norms)
         breaks = any(reason.startswith((FAILS, OTHERWISE)) for reason in graph.fixed.values())
         for others in _other_rows(model, inputs) if breaks else ():
@@ -116,6 +117,20 @@ def trace(
                 continue
             return _most_growing(model, [graph, other])
         return graph
+
+
+@contextmanager
+def _frozen_objects() -> Iterator[None]:
+    """Leave present objects out of garbage collection: the many new ones of torch.export cause whole collections."""
+    if gc.get_freeze_count():
+        # The user's own, or an outer trace's: `unfreeze` would end it.
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _traced_alone(

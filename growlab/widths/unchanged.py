@@ -5,8 +5,9 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from math import inf
 from operator import is_
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, Literal
@@ -39,8 +40,9 @@ _ABSENT = object()
 #: writes to them.
 Copied = Literal["nothing", "buffers", "all but parameters"]
 
-#: Takes an operation, its positional and named arguments, and its result.
-Listener = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+# Tensors on a CPU that are copied at once, in bytes altogether: for such small ones it takes less time than a dispatch
+# mode, which costs several microseconds an operation.
+_SMALL = 2**20
 
 
 class Snapshot:
@@ -60,8 +62,6 @@ class Snapshot:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
         self._tensors: list[Content] = []
-        #: Called with each operation, its arguments and its result while the mode of `writes` is active.
-        self.listeners: list[Listener] = []
         # Id of each object by the id of its attribute dictionary.
         self._owners: dict[int, int] = {}
         self._network = network
@@ -86,9 +86,9 @@ class Snapshot:
         for content in self._tensors:
             content.accept()
 
-    def writes(self) -> TorchDispatchMode:
-        """Return a dispatch mode for running the network, which copies tensors before they are written to."""
-        return Writes(self._tensors, self.listeners)
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return a context for running the network, see `watching`."""
+        return watching(self._tensors)
 
     def kept(self) -> "list[Kept]":
         """Find tensors in places that were empty: attributes, buffers, and entries of containers and variables.
@@ -273,16 +273,33 @@ class Content:
 
     def restore(self) -> None:
         """Restore the values in the memory where they were."""
-        alone = torch.inference_mode() if self.tensor.is_inference() else torch.no_grad()
-        with alone:
-            if _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape:
+        moved = _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape
+        # Copying increments the version, which fails a backward pass that is still to come.
+        if not moved and (self._copy is None or torch.equal(self.tensor, self._copy)):
+            return
+        with torch.inference_mode() if self.tensor.is_inference() else torch.no_grad():
+            if moved:
                 self.tensor.data = self.alias
-            # Copying increments the version, which fails a backward pass that is still to come.
             if self._copy is not None and not torch.equal(self.tensor, self._copy):
                 self.tensor.copy_(self._copy)
 
+    @property
+    def size(self) -> float:
+        """Number of bytes; infinite where a copy may take more than to copy memory."""
+        plain = type(self.alias) is Tensor and self.alias.device.type == "cpu" and self.alias.layout is torch.strided
+        return self.alias.nbytes if plain else inf
 
-class Writes(TorchDispatchMode):
+
+def watching(contents: Sequence[Content]) -> AbstractContextManager[Any]:
+    """Return a context in which tensors are copied before they are written to; small ones are copied at once."""
+    if sum(content.size for content in contents) > _SMALL:
+        return _Writes(contents)
+    for content in contents:
+        content.keep()
+    return nullcontext()
+
+
+class _Writes(TorchDispatchMode):
     """Dispatch mode that copies tensors before an operation writes to them."""
 
     supports_higher_order_operators = True
@@ -292,9 +309,8 @@ class Writes(TorchDispatchMode):
         """Return False: nothing is compiled under this mode, and being skipped by dynamo triples the cost of a call."""
         return False
 
-    def __init__(self, contents: Sequence[Content], listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, contents: Sequence[Content]) -> None:
         super().__init__()
-        self._listeners = listeners
         self._contents: dict[int, list[Content]] = {}
         for content in contents:
             self._contents.setdefault(_memory(content.alias) or id(content.tensor), []).append(content)
@@ -310,10 +326,7 @@ class Writes(TorchDispatchMode):
                     if isinstance(each, Tensor):
                         for content in self._contents.pop(_memory(each) or id(each), ()):
                             content.keep()
-        result = func(*args, **kwargs)
-        for listener in self._listeners:
-            listener(func, args, kwargs, result)
-        return result
+        return func(*args, **kwargs)
 
 
 @contextmanager
@@ -331,8 +344,8 @@ def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buf
             if copied != "buffers":
                 yield snapshot
                 return
-            # torch does not compile under such a mode, and raises for code that has to be compiled as a whole.
-            with torch.compiler.set_stance("force_eager"), snapshot.writes():
+            # torch does not compile under a dispatch mode, and raises for code that has to be compiled as a whole.
+            with torch.compiler.set_stance("force_eager"), snapshot.watching():
                 yield snapshot
         finally:
             snapshot.restore()

@@ -503,6 +503,30 @@ def widening() -> tuple[str, ...]:
     return tuple(f"{statistics.fmean(each):.3f}" for each in losses.values())
 
 
+def trained() -> tuple[str, ...]:
+    """Mean test loss of each way to continue from a small trained network, in bits per byte, by kind and budget."""
+
+    def losses(budget: int, kind: str) -> list[float]:
+        path = RESULTS / "trained" / f"{budget}_{kind}.json"
+        kept = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        found = [row["test"] for row in kept if row["lr"] == kept[-1]["lr"]]
+        assert len(found) == 3, path
+        return found
+
+    sizes, states = ("width", "depth", "both"), ("inherit", "reset", "newborn")
+    kinds = ["small_small", *(f"small_{size}_{state}" for size in sizes for state in states)]
+    kinds += [f"scratch_{size}" for size in sizes]
+    for budget in (300, 900):
+        for size in sizes:
+            enlarged = [losses(budget, f"small_{size}_{state}") for state in states]
+            for each in enlarged:
+                ends = zip(losses(budget, "small_small"), each, losses(budget, f"scratch_{size}"), strict=True)
+                assert all(a < b < c for a, b, c in ends)
+            means = [*map(statistics.fmean, enlarged)]
+            assert max(means) - min(means) < 0.03 and means[1] < means[0] + 0.003
+    return tuple(f"{statistics.fmean(losses(budget, kind)):.3f}" for kind in kinds for budget in (300, 900))
+
+
 def new_weights() -> tuple[str, ...]:
     """Mean test result of each network with both rules of new weights, at the rate that is best on validation data."""
     kept = json.loads((RESULTS / "new_weights" / "results.json").read_text(encoding="utf-8"))["rows"]
@@ -888,6 +912,23 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "its test loss is {} bits per byte with HyperCloning, {} without noise and {} with pairs, in this order for "
         "every seed; at 1.5 times the width HyperCloning has {}, pairs {} and Net2Net {}.",
         widening,
+    ),
+    (
+        "notebooks/docs/pages/guide/trained.md",
+        "| small network, not enlarged | {} | {} | "
+        "| twice as wide, state carried | {} | {} | "
+        "| twice as wide, state reset | {} | {} | "
+        "| twice as wide, `Warmup` of new entries | {} | {} | "
+        "| twice as deep, state carried | {} | {} | "
+        "| twice as deep, state reset | {} | {} | "
+        "| twice as deep, `Warmup` of new entries | {} | {} | "
+        "| both, state carried | {} | {} | "
+        "| both, state reset | {} | {} | "
+        "| both, `Warmup` of new entries | {} | {} | "
+        "| from scratch, twice as wide | {} | {} | "
+        "| from scratch, twice as deep | {} | {} | "
+        "| from scratch, both | {} | {} |",
+        trained,
     ),
     (
         "notebooks/docs/pages/own_loop.md",

@@ -369,6 +369,34 @@ def test_enlarge_returns_an_ordinary_model(tmp_path: Path) -> None:
     assert same(wide, loaded, TEXT) < 1e-12
 
 
+def test_a_state_dict_may_have_the_names_of_torch_s_wrappers() -> None:
+    small = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(5, 4)
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+        wide = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+        state = {f"{prefix}{name}": tensor for name, tensor in small.state_dict().items()}
+        Grower.from_trained(state, wide, x).step()
+        assert torch.allclose(small(x), wide(x), atol=1e-6)
+    with pytest.raises(UserError, match="'model' of the trained network's state_dict is no tensor"):
+        Grower.from_trained({"model": small.state_dict()}, wide, x)
+
+
+def test_networks_of_stages_become_deeper_in_each_of_them() -> None:
+    sizes: dict[str, Any] = {"image_size": 16, "depths": [1, 2], "num_labels": 3}
+    convnext = transformers.ConvNextForImageClassification(
+        transformers.ConvNextConfig(hidden_sizes=[8, 16], num_stages=2, patch_size=2, **sizes)
+    )
+    swin = transformers.SwinForImageClassification(
+        transformers.SwinConfig(patch_size=2, embed_dim=8, num_heads=[2, 4], window_size=4, **sizes)
+    )
+    x = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    for small, layers in ((convnext, "interleave"), (swin, "end")):
+        deeper, _ = growlab.enlarge(small, depth=2, layers=layers, example=x)
+        assert deeper.config.depths == [2, 4] and relative_error(output(small, x), output(deeper, x)) < 1e-5
+    with pytest.raises(UserError, match="does not become wider with its configuration's sizes"):
+        growlab.enlarge(swin, width=2, example=x)
+
+
 def test_enlarge_fills_the_large_network_that_it_is_given() -> None:
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     larger = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))

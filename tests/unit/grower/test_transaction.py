@@ -223,11 +223,14 @@ FAULTS: dict[str, Callable[[Training, Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("small", [0, 2**20], ids=["large", "small"])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_each_kind_of_fault(kind: str) -> None:
+def test_each_kind_of_fault(kind: str, small: int) -> None:
     training = Training()
     before = training.everything()
     with pytest.MonkeyPatch.context() as patch:
+        # Tensors of small networks are copied at once, those of large ones before they are written to.
+        patch.setattr("growlab.widths.unchanged._SMALL", small)
         FAULTS[kind](training, patch)
         with pytest.raises(Struck):
             training.grower.step(epoch=1)

@@ -1,7 +1,9 @@
 """Groups, axes and scale classes that tracing finds, and what it refuses."""
 
+import gc
 import logging
 import random
+import sys
 import warnings
 
 import numpy as np
@@ -424,3 +426,17 @@ def test_tracing_leaves_the_generators_where_they_are() -> None:
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     assert trace(network, x).groups
     assert drawn() == expected
+
+
+def test_a_trace_leaves_present_objects_out_of_garbage_collection(monkeypatch):
+    module, counts = sys.modules["growlab.widths.trace"], list[int]()
+    traced = module._traced
+    monkeypatch.setattr(module, "_traced", lambda *given: counts.append(gc.get_freeze_count()) or traced(*given))
+    network, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(2, 4)
+    gc.unfreeze()
+    assert trace(network, x).groups and counts[0] > 1000 and gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        assert trace(network, x).groups and gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
