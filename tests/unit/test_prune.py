@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_pruned_is_left_alone(tmp_path: Path, capsys: pyt
     model: Any = small_model("gemma2")[0].network
     model.save_pretrained(tmp_path / "old")
     for arguments, message in (
-        (["--keep", "0.5", "--parts", "stream"], "its code computes numbers from one of these widths"),
+        (["--keep", "0.5", "--parts", "stream"], "its code computes numbers from these sizes"),
         (["--keep", "0.3"], "no whole number; nearest widths that fit:"),
         (["--keep", "1.5"], "must be above 0 and below 1"),
         (["--keep", "0.5", "--parts", "tails"], "there is no part 'tails'"),
