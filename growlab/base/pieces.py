@@ -74,6 +74,14 @@ def replicated(content: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(content, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def laid_out(result: Tensor, like: Tensor) -> Tensor:
+    """Share out an operation's result as another tensor is; torch leaves it in full if processes outnumber the rows."""
+    if not is_piece(like):
+        return result
+    shared: Tensor = result.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
+    return shared
+
+
 def _beside(content: Tensor, like: Tensor) -> Tensor:
     """Bring a tensor to another one's device and dtype; next to one on meta it keeps its values."""
     device = content.device if like.is_meta else like.device

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base.devices import on_cpu
-from growlab.base.pieces import is_piece, placed, replicated, set_aside, whole
+from growlab.base.pieces import is_piece, laid_out, placed, replicated, set_aside, whole
 from growlab.base.settings import one_of
 from growlab.optim.avagrad import AvaGrad
 from growlab.optim.lars import LARS
@@ -237,10 +237,10 @@ def rescale_state(optimizer: Optimizer, factors: Mapping[Tensor, tuple[Tensor, T
     def rescaled(param: Tensor, key: str, value: Tensor) -> Tensor:
         (weight, gradient), power = factors[param], _power(optimizer, key)
         if key in copies:
-            return value * replicated(weight, value)
+            return laid_out(value * replicated(weight, value), value)
         if power is None:
             return value
-        moved = value * replicated(gradient**power, value)
+        moved = laid_out(value * replicated(gradient**power, value), value)
         if isinstance(optimizer, LARS):
             moved = optimizer.inherited(param / weight, param, value, moved)
         return moved.to(value)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import UserError
-from growlab.base.pieces import placed, replicated, set_aside, whole
+from growlab.base.pieces import laid_out, placed, replicated, set_aside, whole
 from growlab.optim.carry import (
     Inheritance,
     cannot_replace,
@@ -166,7 +166,8 @@ class Followers:
         for parameter, (_, gradient) in own.items():
             if parameter.grad is not None:
                 # Sparse gradients do not broadcast.
-                parameter.grad = parameter.grad * replicated(gradient, parameter).expand_as(parameter)
+                scaled = parameter.grad * replicated(gradient, parameter).expand_as(parameter)
+                parameter.grad = laid_out(scaled, parameter)
 
     def exchange(self, past: Mapping[str, Tensor]) -> None:
         """Exchange the `past` parameters, by name, after the network was resized to load a checkpoint."""
@@ -434,7 +435,7 @@ class Compensated:
         for param, kept, multipliers in self._before:
             # A closure may have computed the gradient within the step.
             if param.grad is not None:
-                param.copy_(kept + (param - kept) / multipliers)
+                param.copy_(laid_out(kept + (param - kept) / multipliers, param))
         self._before = []
 
 
