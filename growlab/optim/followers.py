@@ -30,6 +30,7 @@ from growlab.optim.carry import (
 from growlab.optim.muon import Muon
 from growlab.optim.regional import Regional
 from growlab.widths import Carry, WidthGraph
+from growlab.widths.unchanged import is_overwritten
 
 log = logging.getLogger(__name__)
 
@@ -278,15 +279,10 @@ class Followers:
 
 
 def _drop_overwritten(parameters: Iterable[Tensor]) -> None:
-    """Remove gradients that a later run of a CUDA graph has overwritten, which torch refuses to read or add to."""
+    """Remove gradients that a later run of a CUDA graph has overwritten."""
     for parameter in parameters:
-        try:
-            if parameter.grad is not None:
-                parameter.grad.data_ptr()
-        except RuntimeError as error:
-            # Sparse gradients have no pointer either, but are not lost.
-            if "CUDAGraphs" in str(error):
-                parameter.grad = None
+        if parameter.grad is not None and is_overwritten(parameter.grad):
+            parameter.grad = None
 
 
 def _rows_of(gradient: Tensor, sparse: Tensor) -> Tensor:

@@ -262,8 +262,8 @@ class Content:
         self._copy: Tensor | None = None
 
     def keep(self) -> None:
-        """Copy the values, unless they have been copied."""
-        if self._copy is None:
+        """Copy the values, unless they have been copied or are lost."""
+        if self._copy is None and not is_overwritten(self.alias):
             self._copy = self.alias.clone()
 
     def accept(self) -> None:
@@ -288,6 +288,16 @@ class Content:
         """Number of bytes; infinite where a copy may take more than to copy memory."""
         plain = type(self.alias) is Tensor and self.alias.device.type == "cpu" and self.alias.layout is torch.strided
         return self.alias.nbytes if plain else inf
+
+
+def is_overwritten(tensor: Tensor) -> bool:
+    """Return True if a later run of a CUDA graph has overwritten a tensor, which torch refuses to read or add to."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError as error:
+        # Sparse tensors have no pointer either, but are not lost.
+        return "CUDAGraphs" in str(error)
+    return False
 
 
 def watching(contents: Sequence[Content]) -> AbstractContextManager[Any]:

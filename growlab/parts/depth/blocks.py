@@ -389,8 +389,12 @@ class Depth(BlockPart):
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Find the blocks; the network is not changed yet."""
         for path, module in network.named_modules():
-            computed: Any = module.parametrizations.named_parameters() if is_parametrized(module) else ()
-            if any(f"{path}.parametrizations.{name}".lstrip(".") not in graph.axes for name, _ in computed):
+            computed: Any = module.parametrizations if is_parametrized(module) else {}
+            # The parametrisations' own weights, below these, may be shared by all blocks.
+            originals = [
+                f"{name}.{key}" for name in computed for key, _ in computed[name].named_parameters(recurse=False)
+            ]
+            if any(f"{path}.parametrizations.{name}".lstrip(".") not in graph.axes for name in originals):
                 raise UserError(
                     f"blocks that come in later need weights that are no functions of others, which those of {path} "
                     "are: choose another growth method or model."

@@ -32,17 +32,24 @@ class Files:
 
 
 # They list the package's modules, or all settings.
-LISTING = tuple(f"tests/test_{name}.py" for name in ("configs", "configuration", "imports", "limits"))
+LISTING = (
+    "tests/lab/test_configs.py",
+    *("tests/runs/test_configuration.py", "tests/unit/test_imports.py", "tests/unit/test_limits.py"),
+)
 # Tests of parts that meet belong to each of them.
-TOGETHER = ("parts/test_depth_grower.py", "parts/hypernets/test_growth.py", "parts/isotropic/test_part.py")
+TOGETHER = (
+    "unit/parts/test_depth_grower.py",
+    "unit/parts/hypernets/test_growth.py",
+    "unit/parts/isotropic/test_part.py",
+)
 PARTS = {
     "averages": Files(
-        ("parts/averages.py",), ("parts/ema.yaml",), ("parts/test_averages.py", *TOGETHER), ("osgd.anneal=run",)
+        ("parts/averages.py",), ("parts/ema.yaml",), ("unit/parts/test_averages.py", *TOGETHER), ("osgd.anneal=run",)
     ),
     "old gradients": Files(
         ("parts/osgd.py", "recipes/papers/entries/*_osgd.yaml"),
         ("parts/osgd.yaml", "method/ours_osgd.yaml", "experiment/table14.yaml", "experiment/incremental*.yaml"),
-        ("parts/test_osgd.py", *TOGETHER),
+        ("unit/parts/test_osgd.py", *TOGETHER),
     ),
     "depth": Files(
         ("parts/depth", "recipes/papers/entries/*_depth.yaml"),
@@ -50,22 +57,22 @@ PARTS = {
             *("parts/depth.yaml", "method/grown_*.yaml", "method/smaller.yaml", "experiment/*depth.yaml"),
             *("experiment/*testbed*.yaml", "experiment/*llama_text.yaml", "experiment/frontier_*.yaml"),
         ),
-        ("parts/test_blocks.py", "parts/test_finding.py", *TOGETHER),
+        ("unit/parts/test_blocks.py", "unit/parts/test_finding.py", *TOGETHER),
         ("ema.decay=0.9", "osgd.anneal=stage"),
     ),
     "resolution": Files(
         ("parts/resolution.py",),
         ("parts/resolution.yaml", "method/grown_resolution.yaml"),
-        ("parts/test_resolution.py",),
+        ("unit/parts/test_resolution.py",),
     ),
-    "patch sizes": Files(("parts/patch_size.py",), ("parts/patch_size.yaml",), ("parts/test_patch_size.py",)),
-    "settings": Files(("parts/setting.py",), ("parts/setting.yaml",), ("parts/test_setting.py",)),
-    "arriving classes": Files(("parts/classes.py",), (), ("parts/test_classes.py",)),
-    "arriving features": Files(("parts/features.py",), ("parts/features.yaml",), ("parts/test_features.py",)),
+    "patch sizes": Files(("parts/patch_size.py",), ("parts/patch_size.yaml",), ("unit/parts/test_patch_size.py",)),
+    "settings": Files(("parts/setting.py",), ("parts/setting.yaml",), ("unit/parts/test_setting.py",)),
+    "arriving classes": Files(("parts/classes.py",), (), ("unit/parts/test_classes.py",)),
+    "arriving features": Files(("parts/features.py",), ("parts/features.yaml",), ("unit/parts/test_features.py",)),
     "isotropic layers": Files(
         ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/entries/3_bird*.yaml"),
         ("parts/isotropic.yaml", "parts/gain_weights.yaml", "*/isotropic*.yaml"),
-        ("parts/isotropic", "studies/test_isotropic*.py"),
+        ("unit/parts/isotropic", "recipes/studies/test_isotropic*.py"),
     ),
     "hypernetworks": Files(
         (
@@ -73,7 +80,7 @@ PARTS = {
             "recipes/papers/entries/2_chang.yaml",
         ),
         ("*/hyperfan*.yaml", "*/hypernet*.yaml", "experiment/*hyperfan.yaml"),
-        ("parts/hypernets", "studies/test_continual_regression.py"),
+        ("unit/parts/hypernets", "runs/test_hypernets.py", "recipes/studies/test_continual_regression.py"),
     ),
 }
 
