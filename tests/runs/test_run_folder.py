@@ -92,6 +92,10 @@ def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
     (run / "results.json").unlink()
     assert cli("resume", "run", cwd=tmp_path).code == 0 and (run / "results.json").exists()
     assert cli("resume", ".", cwd=tmp_path).code == 2
+    # Rows that are kept without the command have a result still.
+    shutil.rmtree(run / ".hydra")
+    kept = cli("show", "run", cwd=tmp_path)
+    assert kept.code == 0 and "test accuracy" in kept.out and "schedule.widths" not in kept.out and not kept.err
 
 
 def test_a_refused_run_leaves_no_folder_and_a_job_is_named_by_what_differs(cli: CommandLine, tmp_path: Path) -> None:

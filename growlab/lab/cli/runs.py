@@ -92,8 +92,10 @@ def show(argv: Sequence[str]) -> None:
     for event in run.events:
         sizes = f"{event['num_params_before']:,} -> {event['num_params']:,} parameters"
         print(f"stage {event['stage']} at step {event['step']}: {sizes}, output error {event['parity_error_eval']:.1e}")
-    options, overrides = _command(folder / ".hydra" / "hydra.yaml")
-    print(shell_lines(["growlab", *options, *overrides]))
+    # Rows that are kept may lack it.
+    if (file := folder / ".hydra" / "hydra.yaml").exists():
+        options, overrides = _command(file)
+        print(shell_lines(["growlab", *options, *overrides]))
 
 
 def evaluate(argv: Sequence[str]) -> None:
