@@ -625,8 +625,9 @@ def test_elastic_restarts_after_a_rank_is_killed_in_any_stage(tmp_path: Path) ->
     for name in ("undisturbed", "killed", "from 0", "from 1"):
         (tmp_path / name).mkdir()
     in_processes(ELASTIC, tmp_path / "undisturbed")
-    options = ("--standalone", f"--max-restarts={len(moments)}", "--monitor-interval=0.1")
-    in_processes(ELASTIC, tmp_path / "killed", *options, DIES=", ".join(moments))
+    options = (f"--max-restarts={len(moments)}", "--monitor-interval=0.1")
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    in_processes(ELASTIC, tmp_path / "killed", *options, DIES=", ".join(moments), **own_store)
     assert all((tmp_path / "killed" / moment).exists() for moment in moments)
     wanted, found = (torch.load(tmp_path / name / "end.pt") for name in ("undisturbed", "killed"))
     assert all(map(torch.equal, wanted, found))
