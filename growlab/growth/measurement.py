@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from growlab.base import ranks
@@ -32,6 +31,7 @@ from growlab.growth.outputs import arithmetic, main_output, network_inputs, with
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
+from growlab.widths.unchanged import DispatchMode
 
 #: The network's positional inputs, or a mapping of inputs by name, followed by the target.
 Batch = tuple[Tensor, ...]
@@ -366,19 +366,12 @@ def _plain_weights(weights: Sequence[Tensor]) -> TorchFunctionMode:
     return _InPlaceOf({torch._weight_norm: weight_norm})
 
 
-class _FlopCounter(TorchDispatchMode):
+class _FlopCounter(DispatchMode):
     """Counts FLOPs by torch's formulas (`flop_registry`).
 
     `FlopCounterMode` also tracks modules, by hooks that trip over a parameter that is an input of a module (a class
     token); the table of formulas is not documented, and a test fails should it be removed.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: being skipped by dynamo triples the cost of a call."""
-        return False
 
     def __init__(self) -> None:
         super().__init__()

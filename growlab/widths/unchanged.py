@@ -309,15 +309,19 @@ def watching(contents: Sequence[Content]) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class _Writes(TorchDispatchMode):
-    """Dispatch mode that copies tensors before an operation writes to them."""
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode of torch for eager operations: nothing is compiled under it."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled under this mode, and being skipped by dynamo triples the cost of a call."""
+        """Return False: being skipped by dynamo triples the cost of a call."""
         return False
+
+
+class _Writes(DispatchMode):
+    """Dispatch mode that copies tensors before an operation writes to them."""
 
     def __init__(self, contents: Sequence[Content]) -> None:
         super().__init__()
