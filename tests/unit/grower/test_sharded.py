@@ -773,9 +773,17 @@ def test_a_trained_network_grows_into_a_sharded_one(mesh: Any) -> None:
     torch.testing.assert_close(*grown)
 
 
+# Gloo's threads abort a process whose interpreter ends before they drop their tensors (pytorch pull request 179291).
+AT_ONCE = """
+import os, sys
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 def in_processes(program: str, folder: Path, *options: str, ranks: int = 2, **environment: str) -> None:
     """Run a program with torchrun."""
-    (folder / "sharded.py").write_text(program)
+    (folder / "sharded.py").write_text(program + AT_ONCE)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options, "sharded.py"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
