@@ -14,9 +14,8 @@ import pandas
 import pydantic
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.paired import interval
-from growlab.lab.analysis.results import Run, open_run
+from growlab.lab.analysis.results import Run, metric_of, open_run
 from growlab.recipes.papers.paper_table import Published, published
 from growlab.recipes.papers.registry import Item
 

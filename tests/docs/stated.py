@@ -15,9 +15,8 @@ from math import ceil
 
 from numpy import interp
 
-from growlab.lab.analysis.metrics import metric_of
 from growlab.lab.analysis.paired import interval
-from growlab.lab.analysis.results import Run, load_runs, open_run
+from growlab.lab.analysis.results import Run, load_runs, metric_of, open_run
 from growlab.lab.analysis.schedules import times_to_scores
 from growlab.lab.analysis.tables import summarise
 from growlab.recipes.papers.paper_table import published

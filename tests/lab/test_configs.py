@@ -203,6 +203,9 @@ def test_a_value_of_another_type_is_caught_before_the_run() -> None:
         **{"schedule.batch_size": "most", "schedule.learning_rate.shape": "cosin", "schedule.budget": "x"},
         **{"checkpoint.every_minutes": "x", "depth.start": 3, "checkpoint.signals": 3, "probe_size": "x"},
         **{"compile": "maybe", "optimizer_state": "keep", "keep_full": "all", "norm_anneal_fraction": "x"},
+        **{"seed": 2**32, "probe_size": 1, "num_threads": 0, "norm_anneal_fraction": 1, "log_every_n_steps": 0},
+        **{"schedule.budget": 0, "schedule.total_steps": 0, "schedule.max_memory_gib_per_device": 0.0},
+        **{"checkpoint.every_n_steps": 0, "batch_norm_samples": -1},
     }.items():
         before = OmegaConf.select(cfg, name)
         OmegaConf.update(cfg, name, value)

@@ -33,10 +33,10 @@ TABLE = {
     "hydra.run.dir=file/below": "cannot use",
     # Settings of a run.
     "osgd.anneal=[]": "osgd.anneal",
-    "-m seed=-1,-2": "seed=-1 must lie between 0 and",
+    "-m seed=-1,-2": "seed must be greater than or equal to 0, not -1",
     "ckpt_path=/nowhere.ckpt": "ckpt_path=/nowhere.ckpt is not a file",
     "data=cifar10 data.root=/nowhere data.download=false": "found no cifar10 data in /nowhere",
-    "seed=-1": "seed=-1 must lie between 0 and",
+    "seed=-1": "seed must be greater than or equal to 0, not -1",
     "data.in_memory=perhaps": "data.in_memory must be ",
     "growth=gradmax growth.batches=0": "growth.batches must be at least 1, not 0.",
     "optimizer.dampening=-1": "dampening must be at least 0, not -1",
@@ -45,14 +45,14 @@ TABLE = {
     "model.width=-3": "model cannot be made with model.width=-3",
     "schedule.total_epochs=3": "3 epochs cannot hold 5 stages",
     "~optimizer._target_": "optimizer",
-    "trainer.accelerator=gpu": "sees no GPU here",
+    "trainer.accelerator=gpu": "No supported gpu backend found",
     "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",
     "+callbacks.x._target_=torch.nn.Identity": "callbacks.x makes a Identity, not a lightning.",
     "objective=characters": "images go with objective=classification",
     "+logger.x=3": "logger.x=3 is not a logger",
     "experiment_function={}": "experiment_function={} needs a _target_",
     "objective._target_=fractions.Fraction": "is no growlab.lab.training.Objective",
-    "model=gpt": "does not take image_shape and num_classes",
+    "model=gpt": "got an unexpected keyword argument 'image_shape'",
     "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
     "schedule.batch_size=auto": "set schedule.max_memory_gib_per_device",
     "model=mlp5 schedule.batch_size=auto schedule.max_memory_gib_per_device=1e-5": "not even 2 images on each device",
@@ -74,9 +74,9 @@ TABLE = {
     "data=custom data.source._target_=mine.Odd +data.source.kind=alone model=custom model._target_=mine.Net": (
         "samples must be (inputs..., target) or a mapping with a target"
     ),
-    "data=custom data.source._target_=mine.Waves model=mlp8": "takes image_shape, which these data do not",
+    "data=custom data.source._target_=mine.Waves model=mlp8": "missing 1 required positional argument: 'image_shape'",
     "data=custom data.source._target_=mine.Waves model=custom model._target_=mine.Net": (
-        "Classification takes classes as targets, not numbers"
+        "Classification takes outputs [batch, classes] and whole numbers"
     ),
     # Commands.
     "widths --input-shape x growlab/mlp8": "'x' is not of the form 3,32,32",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from growlab.base.errors import UserError
-from growlab.lab.training.checkpoints import LAST, PREVIOUS, SavePolicy, read_header, usable_checkpoint
+from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable_checkpoint
 from growlab.lab.training.configuration import resume_override
 from tests.command_line import CommandLine
 from tests.whole_runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, resumed_from, struck, whole_run
@@ -195,20 +195,6 @@ def test_a_signal_saves_at_once_and_prints_the_command_that_resumes(
     # Runs that start within a second have different names.
     assert re.fullmatch(r"[\d-]{10}_[\d-]{8}_\d{6}", run.name)
     assert Left.by(run).differences(uninterrupted(*arguments)) == []
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"every_n_steps": 0}, "checkpoint.every_n_steps=0 must be at least 1"),
-        ({"every_minutes": -1.0}, "checkpoint.every_minutes=-1.0 must be positive"),
-        ({"signals": ["SIGKILL"]}, "SIGKILL is no signal that a run can wait for"),
-        ({"signals": ["TERM"]}, "TERM is no signal that a run can wait for"),
-    ],
-)
-def test_impossible_policies_are_refused(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        SavePolicy(**setting)
 
 
 # Which run, and from which folder -------------------------------------------------------------------------

@@ -11,9 +11,8 @@ from growlab.base.command_parser import CommandParser, command
 from growlab.base.errors import UserError
 from growlab.base.files import write_text
 from growlab.lab.analysis.grid import Grid
-from growlab.lab.analysis.query import answer
 from growlab.lab.analysis.results import load_runs
-from growlab.lab.analysis.tables import Row, summarise, write_table
+from growlab.lab.analysis.tables import Row, answer, summarise, write_table
 from growlab.lab.analysis.tables import table as grid_of
 
 _SUFFIXES = {".csv": "csv", ".json": "json", ".tex": "latex"}

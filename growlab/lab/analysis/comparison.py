@@ -18,8 +18,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis import style
-from growlab.lab.analysis.metrics import ACCURACY
-from growlab.lab.analysis.results import Run
+from growlab.lab.analysis.results import ACCURACY, Run
 from growlab.lab.analysis.schedules import Point, best_at_cost, series_over_budgets
 from growlab.lab.analysis.tables import Row, one_task, summarise, unique_names
 
@@ -347,12 +346,7 @@ def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
         kept = tuple(each for each in row.group.overrides if not each.startswith("optimizer.lr="))
         plain.append(replace(row, group=replace(row.group, overrides=kept)))
     for name, row in zip(unique_names(plain), plain, strict=True):
-        run = row.runs[0]
-        try:
-            joined[name].append((float(run.config["optimizer"]["lr"]), row))
-        except (KeyError, TypeError, ValueError) as error:
-            path = run.path / "config.yaml"
-            raise UserError(f"{path} has no optimizer.lr; restore it or leave out this run.") from error
+        joined[name].append((float(row.runs[0].config["optimizer"]["lr"]), row))
     return {name: sorted(of_rates, key=lambda one: one[0]) for name, of_rates in joined.items()}
 
 

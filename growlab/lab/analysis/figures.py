@@ -20,8 +20,7 @@ from matplotlib.patches import Patch
 from growlab.base.errors import UserError
 from growlab.lab.analysis import style
 from growlab.lab.analysis.comparison import compare, frontier, frontier_seconds, learning_rates
-from growlab.lab.analysis.metrics import ACCURACY, Metric, metric_of
-from growlab.lab.analysis.results import Run, open_run
+from growlab.lab.analysis.results import ACCURACY, Metric, Run, metric_of, open_run
 from growlab.lab.analysis.step_figures import (
     QUANTITIES,
     deviations,

@@ -14,8 +14,7 @@ from PIL import Image
 from growlab.base.errors import UserError
 from growlab.base.files import write_atomically
 from growlab.lab.analysis import style
-from growlab.lab.analysis.metrics import metric_of
-from growlab.lab.analysis.results import Run
+from growlab.lab.analysis.results import Run, metric_of
 from growlab.lab.analysis.width_figures import draw_silhouette, rows_of_groups
 
 _FRAMES, _FADE = 60, 5  # frames of the training; frames in which new channels take the colour of old ones

@@ -17,8 +17,7 @@ from growlab.base.files import write_text
 from growlab.lab.analysis import style
 from growlab.lab.analysis.__main__ import warn
 from growlab.lab.analysis.figures import write_run_figures
-from growlab.lab.analysis.metrics import metric_of
-from growlab.lab.analysis.results import Run, load_runs, open_run
+from growlab.lab.analysis.results import Run, load_runs, metric_of, open_run
 
 # FLOPs of a sample below which a table counts in thousands.
 _SMALL = 1e5

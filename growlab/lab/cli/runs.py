@@ -153,11 +153,7 @@ def _tested(own: DictConfig, cfg: DictConfig, weights: Path) -> dict[str, float]
             data = other
             data.setup()
         network, objective = make_network(cfg.model, data), make_objective(cfg.objective, data)
-        try:
-            network.load_state_dict(read_saved(str(weights), str(weights)))
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{weights} does not fit these data's network: {reason:.200}") from error
+        network.load_state_dict(read_saved(str(weights), str(weights)))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         network.to(device).eval()
         total, calibration = None, None

@@ -108,7 +108,7 @@ def resumes(cfg: DictConfig, run_dir: Path) -> bool:
 
 
 def _other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
-    from growlab.lab.training.identity import other_settings
+    from growlab.lab.analysis.identity import other_settings
 
     config: Any = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
     return other_settings(config, run_dir)

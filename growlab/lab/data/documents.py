@@ -26,7 +26,6 @@ _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 _TOKENIZER = "tokenizer.json"
 # Next to tokenizer.json these may say which token ends a text.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-_BYTES = 256
 # Files that `datasets.save_to_disk` leaves in a folder of splits and in one of a single split.
 _SAVED = ("dataset_dict.json", "state.json")
 _HTML = (".html", ".htm")
@@ -257,10 +256,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     The 256 bytes and the end of a text are among the tokens; there are fewer where the text has no more to merge.
     """
     library = _library()
-    if vocab_size <= _BYTES:
-        raise UserError(
-            f"data.vocab_size={vocab_size} must be above {_BYTES}: each byte has a token, and so has the end of a text."
-        )
     core = library.Tokenizer(library.models.BPE())
     core.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = library.decoders.ByteLevel()
@@ -277,19 +272,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
     """A tokenizer from a `tokenizer.json` or its folder, which says what ends a text unless `end_of_text` does."""
     file = tokenizer_file(path)
-    try:
-        core = _library().Tokenizer.from_file(str(file))
-        named = end_of_text or _end_in(file.parent)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises plain Exceptions
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise UserError(f"data.tokenizer={path} cannot be read: {reason}.") from error
+    core = _library().Tokenizer.from_file(str(file))
     # Truncation and padding are settings of whoever saved it.
     core.no_truncation()
     core.no_padding()
     known = core.get_vocab(with_added_tokens=True)
-    named = named or next((token for token in _ENDS if token in known), None)
+    named = end_of_text or _end_in(file.parent) or next((token for token in _ENDS if token in known), None)
     if named is None or named not in known:
         raise UserError(
             f"data.tokenizer={path}: the end of a text ({named or 'none of the usual names'}) is not among its "

@@ -126,9 +126,9 @@ class ImageData(RunData):
         self.validation_fraction, self.test_fraction = validation_fraction, test_fraction
         self.limit_train, self.limit_test = limit_train, limit_test
         self.fit = Fit(image_size, resize_size, interpolation)
-        # Always made, so that wrong numbers are refused; used if there is a scale.
-        crop = RandomCrop(tuple(crop_scale or (1.0, 1.0)), tuple(crop_ratio), interpolation)
-        self.crop = None if crop_scale is None else crop
+        self.crop = None
+        if crop_scale is not None:
+            self.crop = RandomCrop(tuple(crop_scale), tuple(crop_ratio), interpolation)
         self.augmentation = Augmentation(shift, mirror)
         self.mean, self.std, self.standardise = mean, std, standardise
         self._arrival = Arrival(class_schedule, incremental, epochs_per_pass)
@@ -163,11 +163,6 @@ class ImageData(RunData):
         for name, part in images.items():
             chosen = first_balanced(part.labels, self.limit_test or len(part))
             images[name] = self._prepared(part.select(chosen))
-            if train.frame != images[name].frame:
-                raise UserError(
-                    f"{name} images have the shape {tuple(images[name].frame)}, training images "
-                    f"{tuple(train.frame)} (height, width, channels); bring them to one size with data.image_size=N."
-                )
         if self.validation == "split" and "val" not in images:
             train, images["val"] = self._split(train, "validation_fraction", self.validation_fraction)
         images["train"] = train

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -63,14 +62,6 @@ class RandomCrop:
     scale: tuple[float, ...] = (0.08, 1.0)
     ratio: tuple[float, ...] = (3 / 4, 4 / 3)
     interpolation: Interpolation = "bilinear"
-
-    def __post_init__(self) -> None:
-        for key, values, most in (("crop_scale", self.scale, 1.0), ("crop_ratio", self.ratio, inf)):
-            if len(values) != 2 or not 0 < values[0] <= values[1] <= most:
-                raise UserError(
-                    f"data.{key}={list(values)} must be the least and the largest value, above 0"
-                    f"{' and at most 1' if most == 1 else ''}."
-                )
 
     def views(self, indices_B: np.ndarray, seed: int, epoch: int, size: tuple[int, int]) -> list[View]:
         """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""

@@ -218,8 +218,4 @@ class TextData(WindowData):
     def _text(self) -> str:
         if self.path is None:
             return "\n\n".join(topics[name] for name in sorted(topics))
-        try:
-            return Path(self.path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text in UTF-8"
-            raise UserError(f"data.path={self.path} cannot be read: {reason}.") from error
+        return Path(self.path).expanduser().read_text(encoding="utf-8")

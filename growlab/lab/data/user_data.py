@@ -160,13 +160,7 @@ class SamplePart:
                     _seed_all(seed)
                     samples.append(self.dataset[position])
             _seed_all(int(draws(positions[:1], COLLATE, *key)[0]))
-            try:
-                return self.collate(samples)
-            except (TypeError, RuntimeError) as error:
-                if self.collate is not default_collate:
-                    raise
-                reason = str(error).strip().partition("\n")[0].rstrip(".")
-                raise UserError(f"samples cannot be put together to a batch: {reason}.") from error
+            return self.collate(samples)
 
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
         """A batch as (inputs..., target): numbers in float32, images of bytes ([C, H, W]) in 0..1, classes in int64."""
@@ -230,8 +224,6 @@ def open_source(source: Any, columns: Columns, seed: int) -> dict[str, SamplePar
         if unknown := ", ".join(str(name) for name in found if name not in parts):
             raise UserError(f"data.source has the parts {unknown}, but train, val and test are wanted.")
         found = {parts[name]: one for name, one in found.items() if one is not None}
-    if "train" not in found:
-        raise UserError("data.source has no part to train on: name one train, or give it a train_dataloader.")
     return {part: _part(one, columns, seed, part) for part, one in found.items()}
 
 
@@ -273,8 +265,6 @@ def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
         # A Hugging Face data set, in torch's format unless it has another; one with a transform may draw.
         format = (getattr(dataset, "format", None) or {}).get("type")
         dataset, in_rows = dataset.with_format("torch") if format is None else dataset, format != "custom"
-    if not len(dataset):
-        raise UserError(f"data.source: {named} is empty.")
     part = SamplePart(dataset, np.arange(len(dataset)), seed, columns, in_rows=in_rows)
     if loader is None:
         return part

@@ -188,9 +188,6 @@ def settings_of(cfg: DictConfig) -> Settings:
 def check(cfg: DictConfig) -> None:
     """Refuse a run that cannot be planned for."""
     check_trainer_options(cfg.trainer)
-    budget = cfg.schedule.budget
-    if budget is not None and not 0 < budget < inf:
-        raise UserError(f"schedule.budget={budget} must be a number above 0.")
     build.check_settings(cfg)
     made = hydra.utils.instantiate(cfg.growth)
     pretrained = [f"model.{key}={cfg.model[key]}" for key in ("pretrained", "weights") if cfg.model.get(key)]

@@ -137,8 +137,6 @@ class TrialSteps:
                 f"schedule.batch_size=auto cannot know how much memory a run on the {run.device.type} may take: set "
                 "schedule.max_memory_gib_per_device, or leave schedule.batch_size out."
             )
-        if given is not None and not given > 0:
-            raise UserError(f"schedule.max_memory_gib_per_device={given} must be positive.")
         free = torch.cuda.mem_get_info(run.device)[0] * _FREE_PART if cuda else 0.0
         self.limit_bytes = round(free if given is None else given * _GIB)
 

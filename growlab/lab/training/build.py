@@ -4,8 +4,7 @@ import contextlib
 import secrets
 import shlex
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,17 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
 from growlab.base.errors import Stopped, UserError, as_user_errors
 from growlab.base.files import remove_unfinished, write_json, write_text
 from growlab.base.ranks import gather
-from growlab.base.settings import left_out, parameters
+from growlab.base.settings import left_out, not_none, parameters
 from growlab.grower import Grower, no_widths, trace_for_growth
 from growlab.grower.triggers import Never, Trigger
 from growlab.growth import GrowthMethod
-from growlab.lab.analysis.identity import resume_settings, row_settings
+from growlab.lab.analysis.identity import Identity, resume_settings, row_settings, settings_in
 from growlab.lab.data import CustomData, ImageData, RunData
 from growlab.lab.training import processes
 from growlab.lab.training.batch_fit import TrialRun, TrialSteps, fit_batch_sizes
@@ -38,7 +36,6 @@ from growlab.lab.training.checkpoints import last_checkpoint, read_header, start
 from growlab.lab.training.checks import check_effects, check_trainer_options, check_types
 from growlab.lab.training.configuration import LAST, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
-from growlab.lab.training.identity import Identity, settings_in
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
@@ -53,7 +50,6 @@ from growlab.widths import WidthGraph
 _NUM_THREADS = torch.get_num_threads()
 # Of `conf/schedule` what is not about stages.
 _OTHERS = ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device")
-_MAX_SEED, _MOST_THREADS = 2**32 - 1, 1024
 # Groups whose numbers are floats where their annotations say so, as config.yaml and tables name them.
 _WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", "checkpoint")
 
@@ -137,8 +133,6 @@ def _check(cfg: DictConfig) -> None:
     check_settings(cfg)
     job, settings = HydraConfig.get(), plain(cfg)
     check_effects(settings, job.overrides.task, is_sweep=job.mode == RunMode.MULTIRUN)
-    if not 0 <= cfg.norm_anneal_fraction < 1:
-        raise UserError(f"norm_anneal_fraction={cfg.norm_anneal_fraction} must be at least 0 and below 1.")
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -152,19 +146,6 @@ def check_settings(cfg: DictConfig) -> None:
     for name, value in floats.items():
         if name.rpartition(".")[0] in (*_WITH_FLOATS, *parts) and OmegaConf.select(cfg, name) is not None:
             OmegaConf.update(cfg, name, value)
-    if not 0 <= cfg.seed <= _MAX_SEED:
-        raise UserError(f"seed={cfg.seed} must lie between 0 and {_MAX_SEED}.")
-    if cfg.num_threads is not None and not 1 <= cfg.num_threads <= _MOST_THREADS:
-        raise UserError(f"num_threads={cfg.num_threads} must be from 1 to {_MOST_THREADS}, or null: all cores.")
-    if cfg.probe_size is not None and cfg.probe_size < 2:
-        raise UserError(f"probe_size={cfg.probe_size} must be at least 2, for batch normalisation.")
-    wanted = cfg.trainer.accelerator
-    there = torch.cuda.is_available() or (wanted == "gpu" and torch.backends.mps.is_available())
-    if wanted in ("gpu", "cuda") and not there:
-        raise UserError(
-            f"trainer.accelerator={wanted}, but torch {torch.__version__} sees no GPU here; use trainer=cpu or install "
-            "a driver that fits this torch."
-        )
 
 
 def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Identity:
@@ -226,33 +207,18 @@ def make_data(settings: DictConfig, seed: int) -> RunData:
 
 
 def make_network(model: DictConfig, data: RunData) -> nn.Module:
-    """Make the network at full width."""
+    """Make the network at full width, with the arguments that can be inferred from the data."""
     given = data.network_arguments
-    unknown = [name for name in given if not _takes(model._target_, name)]
-    if unknown:
-        raise UserError(
-            f"model._target_={model._target_} does not take {' and '.join(unknown)}, which the data give"
-            + _advice(data)
-        )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        network = instantiate(model, **given, **_offered(model, data))
+    offered = {name: data.offer(name) for name in _parameters(model._target_) if name not in (*model, *given)}
+    network = instantiate(model, **given, **not_none(**offered))
     if not isinstance(network, nn.Module):
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
-    if empty := [name for name, p in network.named_parameters() if not is_lazy(p) and not p.numel()]:
-        shape = list(network.get_parameter(empty[0]).shape)
-        zeros = [f"model.{name!s}=0" for name, value in model.items() if value == 0 and value is not False]
-        raise UserError(
-            f"the network's {empty[0]} is of the shape {shape}, without entries"
-            + (f", with {' and '.join(zeros)}" if zeros else "")
-            + ": sizes of layers must be at least 1."
-        )
     return network
 
 
 def make_objective(objective: DictConfig, data: RunData) -> Objective:
     """Make the objective and bind it to the data."""
-    if "label_smoothing" in objective and not _takes(objective._target_, "label_smoothing"):
+    if "label_smoothing" in objective and "label_smoothing" not in _parameters(objective._target_):
         # The default file's, where another loss is put in the place of its `_target_`.
         objective = OmegaConf.masked_copy(objective, [str(key) for key in objective if key != "label_smoothing"])
     made = instantiate(objective)
@@ -261,42 +227,18 @@ def make_objective(objective: DictConfig, data: RunData) -> Objective:
     if not isinstance(made, Objective):
         raise UserError(
             f"objective._target_={objective._target_} is no growlab.lab.training.Objective and no "
-            f"loss of torch.nn; any other loss goes into objective=custom{_advice(data)}"
+            "loss of torch.nn; any other loss goes into objective=custom."
         )
     made.bind(data)
     return made
 
 
-def _offered(model: DictConfig, data: RunData) -> dict[str, Any]:
-    """Arguments of the network that are inferred from the data."""
+def _parameters(target: str) -> Collection[str]:
+    """Names of a callable's parameters; none if it cannot be imported or inspected."""
     try:
-        taken = parameters(get_object(model._target_))
-    except Exception:  # Raised again when the network is made.
-        return {}
-    known = (*model, *data.network_arguments)
-    found = {name: data.offer(name) for name in taken if name not in known}
-    for name, value in found.items():
-        parameter = taken[name]
-        open_ended = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if value is None and parameter.default is parameter.empty and not open_ended:
-            raise UserError(
-                f"model._target_={model._target_} takes {name}, which these data do not tell: set +model.{name}=VALUE, "
-                f"or take another network{_advice(data)}"
-            )
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _takes(target: str, name: str) -> bool:
-    """True if a callable has a parameter of this name, or cannot be imported or inspected."""
-    try:
-        taken = parameters(get_object(target))
-    except Exception:  # Raised again when the network is made.
-        return True
-    return name in taken or any(p.kind == p.VAR_KEYWORD for p in taken.values())
-
-
-def _advice(data: RunData) -> str:
-    return f": {data.goes_with}." if data.goes_with else "."
+        return parameters(get_object(target))
+    except Exception:  # Raised again when it is called.
+        return ()
 
 
 def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
@@ -306,14 +248,8 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
         raise UserError("optimizer makes no function of parameters: give it a _target_ and _partial_=true.")
 
     def make_optimizer(parameters: Any) -> Optimizer:
-        try:
+        with as_user_errors():
             optimizer = make(parameters)
-        except (TypeError, ValueError) as error:
-            given = {key: value for key, value in cfg.optimizer.items() if not key.startswith("_")}
-            settings = ", ".join(f"{key}={value}" for key, value in given.items())
-            raise UserError(
-                f"optimizer cannot be made with {settings}: {str(error).rstrip('.')} (HYDRA_FULL_ERROR=1 shows where)."
-            ) from error
         adaptation.apply(optimizer)
         return optimizer
 
@@ -397,12 +333,7 @@ def _graph(
 
 def probe_size(given: int | None, data: RunData) -> int:
     """Number of training samples to check parity on; by default the data's choice, or 32."""
-    if given is not None and given > data.num_train:
-        raise UserError(
-            f"probe_size={given} is more than the {data.num_train} training samples that there are; set "
-            f"probe_size={data.num_train} or less."
-        )
-    return max(2, min(data.probe_size, data.num_train)) if given is None else given
+    return max(2, min(given or data.probe_size, data.num_train))
 
 
 def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Part]:

@@ -13,19 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from pydantic import Field
 from torch.optim import Optimizer
 
 from growlab.base.errors import Stopped, UserError, WriteError
 from growlab.base.files import CHECKPOINT_FOLDER, write_atomically
 from growlab.grower import Grower
 from growlab.inspect.hub import read_saved, weights_in
-from growlab.lab.training.identity import differences
+from growlab.lab.analysis.identity import differences
 from growlab.optim import load_named_state
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 HEADER = "growlab"
 # Wishes of a rank between two steps, the stronger one the larger number.
 _SAVE, _STOP = 1, 2
-_FORBIDDEN = {"SIGKILL", "SIGSTOP", "SIGINT"}
 # Key of `growlab.optim.named_state` in a file that a run starts from, next to "state_dict".
 OPTIMIZER = "optimizer"
 
@@ -160,21 +160,9 @@ class SavePolicy:
         signals: names of the signals (besides Ctrl-C) after which a run saves and ends.
     """
 
-    every_n_steps: int | None = None
-    every_minutes: float | None = None
+    every_n_steps: Annotated[int, Field(ge=1)] | None = None
+    every_minutes: Annotated[float, Field(gt=0)] | None = None
     signals: Sequence[str] = ("SIGTERM",)
-
-    def __post_init__(self) -> None:
-        if self.every_n_steps is not None and self.every_n_steps < 1:
-            raise UserError(f"checkpoint.every_n_steps={self.every_n_steps} must be at least 1, or null.")
-        if self.every_minutes is not None and not self.every_minutes > 0:
-            raise UserError(f"checkpoint.every_minutes={self.every_minutes} must be positive, or null.")
-        for name in self.signals:
-            if name not in signal.Signals.__members__ or name in _FORBIDDEN:
-                raise UserError(
-                    f"checkpoint.signals: {name} is no signal that a run can wait for; give names such as SIGTERM "
-                    "and SIGUSR1."
-                )
 
 
 class SaveCheckpoints(Checkpoint):

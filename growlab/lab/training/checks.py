@@ -8,27 +8,34 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from hydra.utils import get_object
 from omegaconf import MISSING
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import SchemaError
 
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.settings import at_least, left_out, whole
 from growlab.growth import make_schedule
+from growlab.growth.schedule import MOST_EPOCHS
 from growlab.optim import Inheritance
 
-_LARGEST = 2**63 - 1
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
+_Count = Annotated[int, Field(ge=1)]
 # Of the top level.
 _TOP = {
     **dict.fromkeys(("compile", "check_ranks"), bool),
-    **dict.fromkeys(("seed", "batch_norm_samples", "log_rates_every_n_steps"), int),
-    **dict.fromkeys(("num_threads", "probe_size", "log_every_n_steps", "log_layers_every_n_steps"), int | None),
-    **dict.fromkeys(("gain", "norm_anneal_fraction"), float),
+    "seed": Annotated[int, Field(ge=0, lt=2**32)],
+    "batch_norm_samples": Annotated[int, Field(ge=0)],
+    "log_rates_every_n_steps": _Count,
+    **dict.fromkeys(("log_every_n_steps", "log_layers_every_n_steps"), _Count | None),
+    "num_threads": Annotated[int, Field(ge=1, le=1024)] | None,
+    # Batch normalisation needs two samples.
+    "probe_size": Annotated[int, Field(ge=2)] | None,
+    "gain": float,
+    "norm_anneal_fraction": Annotated[float, Field(ge=0, lt=1)],
     **dict.fromkeys(("ckpt_path", "start_from"), str | None),
     "name": str | int,
     "keep_full": list[str],
@@ -37,10 +44,10 @@ _TOP = {
 # Of `schedule`, which has no class of its own, besides the arguments of `make_schedule`.
 _SCHEDULE = {
     "batch_size": Literal["auto"] | None,
-    "max_memory_gib_per_device": float | None,
+    "max_memory_gib_per_device": Annotated[float, Field(gt=0)] | None,
     "equal_flops": bool,
-    "budget": float | None,
-    **dict.fromkeys(("total_steps", "total_tokens", "eval_every_n_steps", "repeat_batches"), int | None),
+    "budget": Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | None,
+    **dict.fromkeys(("total_steps", "total_tokens", "eval_every_n_steps", "repeat_batches"), _Count | None),
     "steps": list[int] | None,
 }
 # Options with which Lightning would make the run shorter, longer or measured on less than its results say, and the
@@ -80,8 +87,8 @@ _SHAPE = "schedule.learning_rate.shape"
 def check_types(settings: Any, name: str = "") -> dict[str, Any]:
     """Refuse values that constructors of growlab and Lightning would misinterpret, or fail on later.
 
-    Entries with a `_target_` are checked against its annotations; numbers must be finite and fit into 64 bits. Returns
-    by dotted name the values with integers as floats where the annotation has floats.
+    Entries with a `_target_` are checked against its annotations; numbers must be finite. Returns by dotted name the
+    values with integers as floats where the annotation has floats.
     """
     floats: dict[str, Any] = {}
     if isinstance(settings, list):
@@ -99,8 +106,8 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
     for full_name, key in full_names.items():
         value = settings[key]
         if key in hints and value != MISSING:
-            if not _fits(value, hints[key]):
-                raise UserError(f"{full_name} must be {in_words(hints[key])}, not {value!r}.")
+            if misfit := _misfit(value, hints[key]):
+                raise UserError(f"{full_name} {misfit}.")
             # Where integers and floats stand for different things, such as pixels and fractions, both are named.
             if "float" in str(hints[key]) and "Sequence[int]" not in str(hints[key]):
                 floats[full_name] = _as_floats(value)
@@ -110,7 +117,8 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
 
 def in_words(hint: Any) -> str:
     """An annotation as users read it, without modules."""
-    return re.sub(r"\b(\w+\.)+|<class '|'>", "", str(hint))
+    plain = re.sub(r"typing\.Annotated\[(\w+), .*?\)\]\)\]", r"\1", str(hint))
+    return re.sub(r"\b(\w+\.)+|<class '|'>", "", plain)
 
 
 def hints_of(name: str, target: str) -> dict[str, Any]:
@@ -121,12 +129,10 @@ def hints_of(name: str, target: str) -> dict[str, Any]:
 
 
 def _check_finite(value: Any, name: str) -> None:
-    """Refuse nan and infinity, since comparisons let nan pass, and integers that do not fit into 64 bits."""
+    """Refuse nan and infinity, since comparisons let nan pass."""
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{name} must be a finite number, not {number}.")
-        if isinstance(number, int) and abs(number) > _LARGEST:
-            raise UserError(f"{name} must lie between -2^63 and 2^63, not {number}.")
 
 
 def _hints_of(target: str) -> dict[str, Any]:
@@ -141,25 +147,27 @@ def _hints_of(target: str) -> dict[str, Any]:
 
 def _hints(made: Any) -> dict[str, Any]:
     if not isinstance(made, type):
-        return typing.get_type_hints(made)
+        return typing.get_type_hints(made, include_extras=True)
     # A constructor that hands on `**kwargs` takes the arguments of those above it, such as torch's optimizers.
     constructors = [vars(owner)["__init__"] for owner in reversed(made.__mro__) if "__init__" in vars(owner)]
-    found = [_hints(kind) for kind in getattr(made, "SETTINGS", ())] + [*map(typing.get_type_hints, constructors)]
+    found = [*map(_hints, (*getattr(made, "SETTINGS", ()), *constructors))]
     return {name: hint for hints in found for name, hint in hints.items()}
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return True if a value has a type; mappings pass, as Hydra may make objects of them."""
+def _misfit(value: Any, hint: Any) -> str:
+    """Say how a value breaks a type or its range, "" where it does not or where Hydra may make an object of it."""
     if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value)):
-        return True
+        return ""
     try:
         # As JSON: lists stand for tuples, text for paths and members of enumerations.
         TypeAdapter(hint, config=_ANY_CLASS).validate_json(json.dumps(value), strict=True)
-    except ValidationError:
-        return False
+    except ValidationError as error:
+        if (said := error.errors()[0]["msg"]).startswith(("Input should be greater", "Input should be less")):
+            return f"must be {said.removeprefix('Input should be ')}, not {value!r}"
+        return f"must be {in_words(hint)}, not {value!r}"
     except (PydanticUserError, SchemaError, TypeError):
-        return True  # an annotation that pydantic cannot check
-    return True
+        pass  # an annotation that pydantic cannot check
+    return ""
 
 
 def _as_floats(value: Any) -> Any:

@@ -1,8 +1,4 @@
-"""Processes of a distributed run: environment, strategy, synchronised batch normalisation, comparison of ranks.
-
-The arguments that `DDPStrategy` keeps for torch's wrapper (`_ddp_kwargs`) are not a documented interface of Lightning;
-`tests/lab/training/test_distributed.py` fails if a version changes them.
-"""
+"""Processes of a distributed run: environment, strategy, synchronised batch normalisation, comparison of ranks."""
 
 import os
 from itertools import chain
@@ -27,8 +23,6 @@ from growlab.base.ranks import broadcast_buffers, compare
 from growlab.frontends.lightning import starts_by_copies
 from growlab.lab.training.task import Task
 
-# Options of torch's wrapper without which ranks drift apart at a growth event.
-_NEEDED = {"broadcast_buffers": "statistics of normalisation", "init_sync": "weights"}
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -66,9 +60,6 @@ def check_strategy(trainer: Trainer) -> None:
         )
     if starts_by_copies(strategy):
         raise UserError("growlab starts the processes of DDP itself; use trainer=ddp, not another strategy.")
-    for option, what in _NEEDED.items():
-        if not strategy._ddp_kwargs.get(option, True):
-            raise UserError(f"trainer.strategy.{option}=false would let {what} differ between ranks; leave it out.")
 
 
 class CPUSyncBatchNorm(_BatchNorm):

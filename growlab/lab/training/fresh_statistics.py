@@ -17,7 +17,6 @@ from lightning import Callback, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from growlab.base.errors import UserError
 from growlab.base.ranks import averaged
 from growlab.lab.training.task import Task
 
@@ -77,8 +76,6 @@ class FreshStatistics(Callback):
     """
 
     def __init__(self, images: int, batches: Callable[[int, int, bool], Sequence[tuple[Tensor, ...]]] | None) -> None:
-        if images < 0:
-            raise UserError(f"batch_norm_samples={images} must be at least 0 (0: running averages as they are).")
         self._images, self._batches = images, batches
         #: For the network and its average, and the epoch in which they were found.
         self._fresh: list[tuple[nn.Module, dict[str, Tensor]]] = []

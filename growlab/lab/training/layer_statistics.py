@@ -53,8 +53,6 @@ class LayerStatistics(Callback):
     """
 
     def __init__(self, run_dir: Path, images: Tensor, labels: Tensor, every_n_steps: int) -> None:
-        if every_n_steps < 1:
-            raise UserError(f"log_layers_every_n_steps={every_n_steps} must be at least 1, or null.")
         self.run_dir, self.every_n_steps = run_dir, every_n_steps
         self._images, self._labels = images, labels
         self._rows: list[str] = []

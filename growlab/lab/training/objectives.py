@@ -3,12 +3,10 @@
 Shape suffixes: B samples, L labels, C classes.
 """
 
-import contextlib
 import copy
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,8 +16,6 @@ from torchmetrics import Metric
 
 from growlab.base.errors import UserError
 
-# The target that torch's cross-entropy leaves out.
-_IGNORED = -100
 # Losses of class indices, whose mean runs over the weights of the classes that are not ignored.
 _BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -91,13 +87,9 @@ class Objective:
 
 def _tensor_of(output: Any) -> Tensor:
     """The tensor that is trained on: the output itself, or the first of a mapping (torchvision's "out") or tuple."""
-    found = output
-    while not isinstance(found, Tensor):
-        entries = found.values() if isinstance(found, Mapping) else found
-        if not isinstance(entries, (Mapping, Sequence)) and not hasattr(entries, "__iter__"):
-            raise UserError(f"the network returns a {type(output).__name__}, not a tensor.")
-        found = next(iter(entries), None)
-    return found
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values() if isinstance(output, Mapping) else output))
+    return output
 
 
 def _shapes_of(output: Tensor, target: Tensor) -> str:
@@ -143,20 +135,9 @@ class Classification(Objective):
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of logits [B, C] and classes [B]; sums of loss, hits and samples."""
         logits = _tensor_of(output)
-        if logits.dim() != 2 or target.shape != logits.shape[:1]:
-            raise self._refuse("outputs [batch, classes] and targets [batch]", logits, target)
-        if target.is_floating_point():
-            raise UserError(
-                "Classification takes classes as targets, not numbers: objective=regression is for numbers."
-            )
-        try:
-            loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
-        except IndexError as error:
-            classes = logits.shape[1]
-            beyond = target[((target < 0) & (target != _IGNORED)) | (target >= classes)]
-            raise UserError(
-                f"class {int(beyond[0])} has no output: the network has {classes}, counted from 0."
-            ) from error
+        if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
+            raise self._refuse("outputs [batch, classes] and whole numbers [batch]", logits, target)
+        loss = F.cross_entropy(logits, target, label_smoothing=self.label_smoothing)
         correct = (logits.detach().argmax(1) == target).sum()
         count = torch.tensor(len(target)).to(correct)
         return loss, torch.stack([loss.detach().float() * len(target), correct.float(), count])
@@ -354,9 +335,7 @@ class Regression(Objective):
     compared_by = ("rmse", False)
 
     def __init__(self, loss: Literal["mse", "l1", "smooth_l1", "huber"] = "mse") -> None:
-        if loss not in _LOSSES:
-            raise UserError(f"objective.loss={loss} is unknown; choose one of {', '.join(_LOSSES)}.")
-        self.loss = loss
+        self.loss = _LOSSES[loss]
 
     def __call__(self, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss of outputs and targets of one shape; targets [B] also go with outputs [B, 1]."""
@@ -364,7 +343,7 @@ class Regression(Objective):
         if found.shape != target.shape:
             raise self._refuse("outputs and targets of one shape", found, target)
         wanted = target.to(found.dtype)
-        loss = _LOSSES[self.loss](found, wanted)
+        loss = self.loss(found, wanted)
         columns = found.shape[1] if found.dim() == 2 else 1
         # No float64 on Apple's GPUs.
         exact = (one.cpu() if one.device.type == "mps" else one for one in (found.detach(), wanted))
@@ -423,12 +402,6 @@ class Segmentation(Objective):
             raise self._refuse(takes, logits, target)
         target, classes = target.long(), logits.shape[1]
         real = target != self.ignore_index
-        beyond = real & ((target < 0) | (target >= classes))
-        if target.device.type == "cpu" and bool(beyond.any()):
-            raise UserError(
-                f"class {int(target[beyond][0])} has no output: the network has {classes}, counted from 0; "
-                "objective.ignore_index=N leaves a class out."
-            )
         count = real.sum()
         ignored, smoothing = self.ignore_index, self.label_smoothing
         total = F.cross_entropy(logits, target, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
@@ -469,7 +442,10 @@ class CustomObjective(Objective):
         predict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         metrics = dict(metrics or {})
-        _check_custom(loss, metrics)
+        if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+            raise UserError("objective.loss has parameters, which would not train: put them into the network.")
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise UserError(f"objective.loss.reduction={loss.reduction} must be mean.")
         self.loss, self.predict = loss, predict
         self._adding = {name: metric for name, metric in metrics.items() if _is_sum(metric)}
         self._collecting = {name: metric for name, metric in metrics.items() if name not in self._adding}
@@ -495,7 +471,7 @@ class CustomObjective(Objective):
             predicted = self._predicted(found)
             for name, metric in self._adding.items():
                 metric.reset()
-                self._update(name, metric, predicted, target)
+                metric.to(predicted.device).update(predicted, target)
                 self._shapes[name] = _shapes(metric)
                 sums += _states(metric).values()
                 metric.reset()
@@ -514,17 +490,18 @@ class CustomObjective(Objective):
                 start += shape.numel()
             # Else it warns of being asked before any batch.
             metric._update_count = 1
-            result[name] = _number(name, metric)
+            result[name] = float(metric.compute())
         return result
 
     def observe(self, output: Any, target: Tensor) -> None:
         """Let metrics that are no sums see a batch of validation or test."""
-        for name, metric in self._collecting.items():
-            self._update(name, metric, self._predicted(self._found(output, target)), target)
+        predicted = self._predicted(self._found(output, target)) if self._collecting else None
+        for metric in self._collecting.values():
+            metric.to(target.device).update(predicted, target)
 
     def evaluate(self, task: Any, split: str, epoch: int | None) -> dict[str, Any]:
         """Metrics that are no sums, over what all ranks have seen."""
-        result = {name: _number(name, metric) for name, metric in self._collecting.items()}
+        result = {name: float(metric.compute()) for name, metric in self._collecting.items()}
         for metric in self._collecting.values():
             metric.reset()
         return result
@@ -536,16 +513,15 @@ class CustomObjective(Objective):
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         loss = self.loss.to(output.device) if isinstance(self.loss, nn.Module) else self.loss
-        key = (output.shape[1:], target.shape[1:], output.dtype, target.dtype)
+        key = (output.shape[1:], target.shape[1:])
         if key in self._known:
             return loss(output, target)
-        with _naming("objective.loss", loss, output, target), warnings.catch_warnings():
+        with warnings.catch_warnings():
             # Of shapes that torch would broadcast, which is never meant.
             warnings.filterwarnings("error", message="Using a target size")
             value = loss(output, target)
-        if not isinstance(value, Tensor) or value.dim():
-            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"objective.loss ({_name(loss)}) returns {given}, not the mean loss as a scalar.")
+        if value.dim():
+            raise UserError(f"objective.loss returns {list(value.shape)}, not the mean loss as a scalar.")
         self._known.add(key)
         return value
 
@@ -559,43 +535,6 @@ class CustomObjective(Objective):
 
     def _predicted(self, output: Tensor) -> Tensor:
         return output.detach() if self.predict is None else self.predict(output.detach())
-
-    def _update(self, name: str, metric: Metric, predicted: Tensor, target: Tensor) -> None:
-        metric.to(predicted.device)
-        with _naming(f"objective.metrics.{name}", metric, predicted, target):
-            metric.update(predicted, target)
-
-
-@contextlib.contextmanager
-def _naming(setting: str, called: Any, output: Tensor, target: Tensor) -> Iterator[None]:
-    """Name the setting whose loss or metric does not take such outputs and targets."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, TypeError, IndexError, UserWarning) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise UserError(f"{setting} ({_name(called)}) does not take {_shapes_of(output, target)}: {reason}.") from error
-
-
-def _check_custom(loss: Any, metrics: Mapping[str, Any]) -> None:
-    if not callable(loss):
-        raise UserError(
-            f"objective.loss={loss} is no loss: give it a _target_, such as torch.nn.SmoothL1Loss, and functions "
-            "_partial_=true too."
-        )
-    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
-        raise UserError(
-            f"objective.loss ({_name(loss)}) has parameters, which would not train: put them into the network."
-        )
-    if getattr(loss, "reduction", "mean") != "mean":
-        raise UserError(f"objective.loss.reduction={loss.reduction} must be mean.")
-    for name, metric in metrics.items():
-        if not isinstance(metric, Metric):
-            raise UserError(
-                f"objective.metrics.{name} is a {type(metric).__name__}, not a metric of torchmetrics: give it a "
-                "_target_, such as torchmetrics.MeanAbsoluteError."
-            )
 
 
 def _is_sum(metric: Metric) -> bool:
@@ -611,20 +550,3 @@ def _states(metric: Metric) -> dict[str, Any]:
 
 def _shapes(metric: Metric) -> dict[str, torch.Size]:
     return {name: state.shape for name, state in _states(metric).items()}
-
-
-def _number(name: str, metric: Metric) -> float:
-    value = metric.compute()
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    given = f"{list(value.shape)} numbers" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise UserError(
-        f"objective.metrics.{name} ({_name(metric)}) gives {given}, not a single one; set its average, such as macro."
-    )
-
-
-def _name(called: Any) -> str:
-    # `_partial_=true` wraps the user's function.
-    while isinstance(called, functools.partial):
-        called = called.func
-    return getattr(called, "__name__", type(called).__name__)

@@ -16,7 +16,6 @@ from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.grower.part import Part
 from growlab.growth import FixedSize, GrowthMethod, Schedule, WidthDecision, make_schedule
 from growlab.growth.outputs import network_inputs
-from growlab.growth.schedule import MOST_EPOCHS
 from growlab.lab.data import RunData
 from growlab.lab.data.loaders import Steps
 from growlab.plan import advise
@@ -160,11 +159,6 @@ class Planning:
             self._count_steps()
             return
         self.settings |= dict.fromkeys(("total_steps", "total_tokens", "steps"))
-        if not 0 < budget <= MOST_EPOCHS:
-            raise UserError(
-                f"schedule.budget={budget} must be a number of epochs of the fixed-size network above 0 and at most "
-                f"{MOST_EPOCHS:,}."
-            )
         for name in ("epochs", "equal_flops"):
             if self.settings[name]:
                 raise UserError(f"schedule.budget and schedule.{name} both set the length: leave one out.")
@@ -202,8 +196,6 @@ class Planning:
         every = settings["eval_every_n_steps"]
         if other:
             raise UserError(f"{other} counts epochs, and schedule.total_steps={total} sets the run's length in steps.")
-        if total < 1 or (every is not None and every < 1):
-            raise UserError(f"a run of {total} steps, evaluated every {every}, is impossible: both must be at least 1.")
         settings["eval_every_n_steps"] = every or max(1, total // _EVALUATIONS)
 
     def _cut(self, schedule: Schedule) -> tuple[Schedule, Steps | None]:

@@ -11,7 +11,7 @@ import torch
 from lightning import Callback, Trainer
 from torch.optim import Optimizer
 
-from growlab.base.errors import UserError, WriteError
+from growlab.base.errors import WriteError
 from growlab.base.files import write_json, write_text
 from growlab.grower.triggers import OnDemand
 from growlab.growth import GrowthEvent
@@ -50,10 +50,6 @@ class RunRecorder(Callback):
         log_every_n_steps: int | None = None,
         tokens_per_sample: int | None = None,
     ) -> None:
-        given = {"log_rates_every_n_steps": log_rates_every_n_steps, "log_every_n_steps": log_every_n_steps}
-        for name, every in given.items():
-            if every is not None and every < 1:
-                raise UserError(f"{name}={every} must be at least 1.")
         self._every, self._tokens = log_every_n_steps, tokens_per_sample
         self.step_rows: list[dict[str, Any]] = []
         # Sums of the epoch at the last line, samples since, and the time; the gradient's norm of the step.

@@ -27,12 +27,12 @@ from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.grower.triggers import OnDemand
 from growlab.growth import GrowthEvent
+from growlab.lab.analysis.identity import Identity
 from growlab.lab.analysis.report import print_results, write_run_report
 from growlab.lab.data import RunData
 from growlab.lab.training.checkpoints import AtomicCheckpointIO, SaveCheckpoints, SavePolicy, last_checkpoint, save
 from growlab.lab.training.distributed import RankCheck
 from growlab.lab.training.fresh_statistics import FreshStatistics
-from growlab.lab.training.identity import Identity
 from growlab.lab.training.layer_statistics import layer_statistics
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.loggers import WandbRecords

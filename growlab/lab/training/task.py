@@ -12,8 +12,8 @@ from growlab.base.errors import UserError
 from growlab.base.ranks import stacked
 from growlab.grower import Grower
 from growlab.growth import GrowthEvent, GrowthState, Schedule
+from growlab.lab.analysis.identity import differences
 from growlab.lab.training.checkpoints import HEADER, shapes
-from growlab.lab.training.identity import differences
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.objectives import Classification, Objective
 from growlab.optim import exempt_from_decay

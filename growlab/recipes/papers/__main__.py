@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -215,12 +214,7 @@ def _run(arguments: argparse.Namespace, end: float) -> None:
             there = f"{item.name:30s} {sum(map(place.done, jobs)):3d} of {len(jobs):3d}  "
             print(in_columns(f"{there}{item.title}", hanging=len(there)))
         return
-    try:
-        # Fail before training for a folder that cannot be written.
-        arguments.runs.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=arguments.runs).close()
-    except OSError as error:
-        raise UserError(f"{arguments.runs} cannot take runs: {error.strerror}; name another with --runs.") from error
+    arguments.runs.mkdir(parents=True, exist_ok=True)
     for item in items:
         try:
             if time.monotonic() < end:

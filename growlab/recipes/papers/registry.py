@@ -174,10 +174,7 @@ class Experiment:
 def experiment(name: str) -> Experiment:
     """Read an experiment's file without composing it, which takes a second."""
     folder = config_dir() / "experiment"
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
-        raise UserError(f"there is no {path.name} in {folder}.")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     seed = yaml.safe_load((config_dir() / "config.yaml").read_text(encoding="utf-8"))["seed"]
     base = Experiment(None, "digits", {}, False, seed)
     defaults = content.get("defaults", ())

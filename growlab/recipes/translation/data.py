@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from growlab.lab.data.image_files import default_root
 from growlab.lab.data.loaders import ResumableLoader
 from growlab.lab.data.order import BLOCKS, ORDER, permutation
 from growlab.lab.data.run_data import RunData
-from growlab.recipes.translation.sentence_pairs import Preparation, Side, open_pairs
+from growlab.recipes.translation.sentence_pairs import Preparation, Side, Subwords, open_pairs
 
 
 def budget_batches(
@@ -161,7 +161,7 @@ class TranslationData(RunData):
         seed: of the order.
         source: language that is translated, two letters.
         target: language that it is translated to.
-        subwords: one of `growlab.recipes.translation.sentence_pairs.KINDS`.
+        subwords: how words are split: "none", "sentencepiece" or "subword_nmt".
         subword_size: number of pieces (sentencepiece) or merges (subword_nmt), of both languages together.
         lowercase: put all text into lower case first.
         joined_dictionary: one dictionary for both languages.
@@ -186,7 +186,7 @@ class TranslationData(RunData):
         *,
         source: str = "de",
         target: str = "en",
-        subwords: str = "sentencepiece",
+        subwords: Subwords = "sentencepiece",
         subword_size: int = 8000,
         lowercase: bool = False,
         joined_dictionary: bool = True,
@@ -194,7 +194,7 @@ class TranslationData(RunData):
         max_length: int = 175,
         limit_train: int | None = None,
         limit_test: int | None = None,
-        validation: bool | str = "split",
+        validation: bool | Literal["split", "none"] = "split",
     ) -> None:
         super().__init__(batch_tokens or batch_sentences or 0, seed)
         if (batch_tokens is None) == (batch_sentences is None):
@@ -202,8 +202,6 @@ class TranslationData(RunData):
         budgets = {"batch_tokens": batch_tokens, "batch_sentences": batch_sentences}
         whole(1, eval_batch_tokens=eval_batch_tokens, max_length=max_length, **not_none(**budgets))
         whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
-        if validation not in (True, False, "split", "none"):
-            raise UserError(f"data.validation={validation} is unknown; choose split or none.")
         self.name, self.root = name, root
         words = (subwords, subword_size, lowercase, joined_dictionary, least_count)
         self.preparation = Preparation(source, target, *words)

@@ -1,7 +1,7 @@
 """fairseq's Transformer in a form that can be traced and grown, and its export as a fairseq checkpoint."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from growlab.base.errors import UserError
 from growlab.recipes.translation.library import fairseq_module
 from growlab.recipes.translation.sentence_pairs import SentencePairs
-
-SHARINGS = ("none", "decoder", "all")
 
 
 class FairseqTransformer(nn.Module):
@@ -49,7 +47,7 @@ class FairseqTransformer(nn.Module):
         same_tokens: bool,
         padding: int,
         embedding_features: int = 512,
-        share_embeddings: str = "decoder",
+        share_embeddings: Literal["none", "decoder", "all"] = "decoder",
         features: int = 512,
         hidden_features: int = 2048,
         num_heads: int = 8,
@@ -61,18 +59,12 @@ class FairseqTransformer(nn.Module):
         normalize_before: bool = False,
     ) -> None:
         super().__init__()
-        if share_embeddings not in SHARINGS:
-            raise UserError(
-                f"model.share_embeddings={share_embeddings} is unknown; choose one of {', '.join(SHARINGS)}."
-            )
         if share_embeddings == "all" and not same_tokens:
             raise UserError(
                 "model.share_embeddings=all needs one dictionary for both languages; set data.joined_dictionary=true."
             )
         if embedding_features % 2:
             raise UserError(f"model.embedding_features={embedding_features} must be even.")
-        if features % num_heads:
-            raise UserError(f"model.features={features} must be a multiple of model.num_heads={num_heads}.")
         self.padding, self.share_embeddings = padding, share_embeddings
         self.num_heads, self.dropout, self.normalize_before = num_heads, dropout, normalize_before
         library = fairseq_module("fairseq.models.transformer")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.base.ranks import gather
+from growlab.base.settings import whole
 from growlab.lab.training.objectives import TokenPrediction
 from growlab.recipes.translation.data import TranslationData
 from growlab.recipes.translation.library import extra_module, fairseq_module
@@ -100,9 +101,7 @@ class Translation(TokenPrediction):
         bleu_every_n_epochs: int | None = None,
     ) -> None:
         super().__init__(label_smoothing)
-        for key, value in (("beam_size", beam_size), ("bleu_every_n_epochs", bleu_every_n_epochs or 1)):
-            if value < 1:
-                raise UserError(f"objective.{key}={value} must be at least 1.")
+        whole(1, beam_size=beam_size, bleu_every_n_epochs=bleu_every_n_epochs or 1)
         self.bleu_every_n_epochs = bleu_every_n_epochs
         self._settings = {"beam_size": beam_size, "len_penalty": length_penalty}
         self._settings |= {"max_len_a": max_len_a, "max_len_b": max_len_b}

@@ -79,9 +79,6 @@ def test_augmentation_differs_between_epochs_and_spares_evaluation():
         ({"validation": "split", "limit_train": 2}, "nothing to train or to validate on"),
         ({"mean": [0.1, 0.2, 0.3]}, "data.mean and data.std have 3 and 1 numbers, the images 1 channels"),
         ({"resize_size": 15, "image_size": 16}, "data.resize_size=15 must be at least data.image_size"),
-        ({"crop_scale": [0.5, 0.1]}, "data.crop_scale="),
-        ({"crop_scale": [0.5, 1.5]}, "at most 1"),
-        ({"crop_ratio": [0.0, 1.0]}, "above 0"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments, sentence):

@@ -135,7 +135,7 @@ def hydra_started() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("schedule.budget=inf", "schedule.budget=inf must be a number above 0."),
+        ("schedule.budget=inf", "schedule.budget must be a finite number, not inf."),
         ("plan.probe=0.1", "plan.probe=0.1: Input should be less than or equal to 0.03"),
         ("growth=isotropic", "decides widths while it trains, so nobody knows what it will cost"),
         ("plan.smaller.width=2", "plan.smaller.width=2: Input should be less than or equal to 1"),

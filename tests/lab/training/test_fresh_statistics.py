@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.base.errors import UserError
 from growlab.lab.data import ImageData
-from growlab.lab.training.fresh_statistics import FreshStatistics, fresh_statistics
+from growlab.lab.training.fresh_statistics import fresh_statistics
 from tests.whole_runs import MLP, mlp3
 
 
@@ -125,8 +124,3 @@ def test_held_out_data_sees_the_statistics_of_the_weights_and_training_is_the_sa
     network.eval()
     losses = [F.cross_entropy(network(x), y, reduction="sum").item() for x, y in data.val_dataloader()]
     assert sum(losses) / data.num_val == pytest.approx(float(fresh.metrics[-1]["val_loss"]), rel=1e-5)
-
-
-def test_a_negative_number_of_images_is_refused():
-    with pytest.raises(UserError, match="batch_norm_samples=-1"):
-        FreshStatistics(-1, None)

@@ -1,6 +1,5 @@
 """Objectives: losses against torch's, metrics that add up over batches, one weight for every token."""
 
-import functools
 import math
 import re
 from typing import Any
@@ -146,8 +145,6 @@ def test_a_head_beside_the_classes_is_left_to_itself(objective: Any) -> None:
     for output in ({"out": logits, "aux": torch.zeros(1)}, (logits, torch.zeros(1))):
         loss, own = objective(output, target)
         assert loss == expected and torch.equal(own, sums)
-    with pytest.raises(UserError, match="the network returns a dict, not a tensor"):
-        objective({}, target)
 
 
 def test_probabilities_are_made_for_metrics() -> None:
@@ -166,18 +163,10 @@ REFUSED: list[tuple[Any, list[tuple[int, ...]], str]] = [
     (lambda: Regression(), [(4, 2), (4, 3)], "outputs and targets of one shape, not outputs [4, 2] of float32"),
     (lambda: Segmentation(), [(4, 3), (4,)], "takes outputs [batch, classes, height, width]"),
     (lambda: TokenPrediction(), [(4, 3), (4,)], "and targets [batch, positions], not outputs [4, 3] of float32"),
-    (lambda: Classification(), [(4, 3), (4,)], "takes classes as targets, not numbers"),
-    (lambda: CustomObjective(MSE()), [(4, 2), (4,)], "does not take outputs [4, 2] of float32"),
+    (lambda: Classification(), [(4, 3), (4,)], "takes outputs [batch, classes] and whole numbers [batch]"),
     (lambda: CustomObjective(MSE(reduction="none")), [], "objective.loss.reduction=none must be mean"),
-    (lambda: CustomObjective(torch.sub), [(4,), (4,)], "(sub) returns [4], not the mean loss as a scalar"),
-    (lambda: CustomObjective(torch.nn.Linear(2, 2)), [], "(Linear) has parameters, which would not train"),
-    (lambda: CustomObjective("mse"), [], "objective.loss=mse is no loss: give it a _target_"),
-    (lambda: CustomObjective(MSE(), {"f": len}), [], "objective.metrics.f is a builtin"),
-    (
-        lambda: CustomObjective(MSE(), {"f": tm.F1Score("multilabel", num_labels=3)}),
-        *([(4, 2), (4, 2)], "objective.metrics.f (MultilabelF1Score) does not take outputs [4, 2]"),
-    ),
-    (lambda: Regression("mae"), [], "choose one of mse, l1, smooth_l1, huber"),
+    (lambda: CustomObjective(torch.sub), [(4,), (4,)], "returns [4], not the mean loss as a scalar"),
+    (lambda: CustomObjective(torch.nn.Linear(2, 2)), [], "has parameters, which would not train"),
     (lambda: MultiLabel(1.0), [], "objective.threshold=1.0 must lie between 0 and 1"),
     (lambda: TokenPrediction(1.5), [], "objective.label_smoothing=1.5"),
 ]
@@ -192,25 +181,6 @@ def test_a_misfit_is_refused_in_a_sentence(make: Any, shapes: list[tuple[int, ..
     assert str(raised.value).endswith(".") and "\n" not in str(raised.value)
 
 
-def test_a_metric_of_many_numbers_is_refused() -> None:
-    several = CustomObjective(torch.nn.CrossEntropyLoss(), {"f": tm.F1Score("multiclass", num_classes=3, average=None)})
-    output, target = drawn((12, 3), (12,), classes=3)
-    with pytest.raises(UserError, match=r"gives \[3\] numbers, not a single one; set its average"):
-        several.metrics(several(output, target)[1].tolist())
-
-
-@pytest.mark.parametrize(
-    ("classes", "named"), [([-1, 0, 1], "class -1"), ([-100, 1, 2], "class 2"), ([0, 7, 1], "class 7")]
-)
-def test_the_class_without_an_output_is_named(classes: list[int], named: str) -> None:
-    with pytest.raises(UserError, match=rf"^{named} has no output: the network has 2, counted from 0\.$"):
-        Classification()(torch.zeros(3, 2), torch.tensor(classes))
-    target = torch.tensor(classes).view(1, 1, 3)
-    with pytest.raises(UserError, match="has no output: the network has 2"):
-        Segmentation()(torch.zeros(1, 2, 1, 3), target)
-
-
-def test_a_function_that_configurations_wrap_is_named_itself() -> None:
-    objective = CustomObjective(functools.partial(functools.partial(torch.sub)))
-    with pytest.raises(UserError, match=r"objective\.loss \(sub\) returns \[3\]"):
-        objective(torch.zeros(3), torch.ones(3))
+def test_a_loss_that_would_broadcast_is_an_error() -> None:
+    with pytest.raises(UserWarning, match="target size"):
+        CustomObjective(MSE())(torch.zeros(4, 2), torch.zeros(4))

@@ -79,7 +79,7 @@ def test_an_optimizer_that_does_not_take_its_settings_is_refused(wrong: dict) ->
     weight = torch.nn.Parameter(torch.zeros(2))
     assert optimizer_maker(DictConfig({"optimizer": settings, "lr_adapt": NO_RATES}))([weight]).defaults["lr"] == 0.1
     make = optimizer_maker(DictConfig({"optimizer": settings | wrong, "lr_adapt": NO_RATES}))
-    with pytest.raises(UserError, match=r"optimizer cannot be made with lr=.*: .* \(HYDRA_FULL_ERROR=1 sh"):
+    with pytest.raises(UserError, match=f"^{next(iter(wrong))} must be "):
         make([weight])
 
 
@@ -165,8 +165,6 @@ def test_at_one_budget_all_cost_the_same(growth, changes: dict, depth: str | Non
 @pytest.mark.parametrize(
     ("changes", "growth", "demand", "message"),
     [
-        ({"budget": 0}, PairGrowth(), None, "must be a number of epochs"),
-        ({"budget": 1e20}, PairGrowth(), None, "above 0 and at most 1,000,000"),
         ({"epochs": [1, 2]}, PairGrowth(), None, r"schedule.epochs both set the length"),
         ({"equal_flops": True}, FixedSize(), None, "schedule.equal_flops both set the length"),
         ({}, PairGrowth(), Plateau(), "decides that while it trains"),

@@ -149,7 +149,6 @@ def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
         (["tabel3"], "there is no entry called tabel3; did you mean table3?"),
         (["table3", "--minutes", "0"], "argument --minutes: '0' is no number above 0"),
         (["table3", "--seeds", "0,-2"], "0,-2 is not a list of seeds, numbers from 0 to 4294967295"),
-        (["--runs", "file/runs"], "file/runs cannot take runs: Not a directory; name another"),
     ],
 )
 def test_wrong_words_are_refused_in_a_sentence(

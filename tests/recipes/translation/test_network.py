@@ -83,19 +83,6 @@ def test_growing_keeps_the_function(method, share):
     }
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"share_embeddings": "some"}, "choose one of none, decoder, all"),
-        ({"features": 25}, "must be a multiple of"),
-        ({"embedding_features": 15}, "must be even"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(changed, sentence):
-    with pytest.raises(UserError, match=sentence):
-        network(**changed)
-
-
 def test_one_embedding_needs_one_dictionary():
     with pytest.raises(UserError, match=r"data\.joined_dictionary=true"):
         FairseqTransformer(40, 30, False, 1, share_embeddings="all")
