@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from growlab.base.errors import UserError
-from tests.rank_faults import RANK_FAULTS
+from tests.rank_faults import RANK_FAULTS, after_step
 
 
 def _strike(number: int) -> None:
@@ -24,13 +24,7 @@ def _strike(number: int) -> None:
 
 def _at_step(step: int, number: int) -> None:
     """Send a signal after so many optimizer steps."""
-    from growlab.frontends.lightning import Growth
-
-    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == step:
-            _strike(number)
-
-    Growth.on_train_batch_end = on_train_batch_end
+    after_step(step, lambda trainer, task: _strike(number))
 
 
 def _at_validation(epoch: int, batch: int, number: int) -> None:
@@ -227,13 +221,6 @@ def _fails(phase: str, call: int, sentence: str | None) -> None:
     setattr(owner, name, failing)
 
 
-def _no_wandb() -> None:
-    import lightning.pytorch.loggers.wandb as module
-    from lightning_utilities.core.imports import RequirementCache
-
-    module._WANDB_AVAILABLE = RequirementCache("wandb>=9999")
-
-
 def _with_figures() -> None:
     """Draw the figures that other tests do without; no fault."""
     from growlab.lab.analysis.report import write_run_report
@@ -272,7 +259,6 @@ FAULTS: dict[str, Callable[..., None]] = {
     "loss_is_nan": _loss_is_nan,
     "weights_are_nan": _weights_are_nan,
     "fails": _fails,
-    "no_wandb": _no_wandb,
     "with_figures": _with_figures,
     "together": _together,
     "on_rank": _on_rank,

@@ -3,10 +3,22 @@
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def after_step(step: int, strike: Callable[[Any, Any], None]) -> None:
+    """Call a function of the trainer and the task after so many optimizer steps."""
+    from growlab.frontends.lightning import Growth
+
+    def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
+        if trainer.global_step == step:
+            strike(trainer, task)
+
+    Growth.on_train_batch_end = on_train_batch_end
 
 
 def keep_ranks(folder: str) -> None:
@@ -35,11 +47,8 @@ def keep_ranks(folder: str) -> None:
 
 def drift(what: str, step: int) -> None:
     """Change a "weight", "buffer", "average" or "state" of the optimizer in this process after so many steps."""
-    from growlab.frontends.lightning import Growth
 
-    def on_train_batch_end(self: Any, trainer: Any, task: Any, *rest: Any) -> None:
-        if trainer.global_step != step:
-            return
+    def change(trainer: Any, task: Any) -> None:
         weight = task.network.classifier.weight
         tensor = {
             "weight": lambda: weight,
@@ -50,7 +59,7 @@ def drift(what: str, step: int) -> None:
         with torch.no_grad():
             tensor.view(-1)[-1].add_(1e-6)
 
-    Growth.on_train_batch_end = on_train_batch_end
+    after_step(step, change)
 
 
 def other_draws() -> None:
@@ -75,40 +84,35 @@ def parity_fails() -> None:
 
 def breaks(step: int) -> None:
     """Raise a bug's exception in this process alone."""
-    from growlab.frontends.lightning import Growth
 
-    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == step:
-            raise RuntimeError("our own mistake")
+    def strike(trainer: Any, task: Any) -> None:
+        raise RuntimeError("our own mistake")
 
-    Growth.on_train_batch_end = on_train_batch_end
+    after_step(step, strike)
 
 
 def parent_dies(step: int, folder: str) -> None:
     """Kill the process that started this one, which writes its id and would continue for a minute."""
-    from growlab.frontends.lightning import Growth
 
-    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == step:
-            (Path(folder) / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
-            if trainer.global_rank == 0:
-                while not (Path(folder) / "pid1").exists():
-                    time.sleep(0.01)
-                os.kill(os.getppid(), 9)
-            time.sleep(60)
+    def strike(trainer: Any, task: Any) -> None:
+        (Path(folder) / f"pid{trainer.global_rank}").write_text(str(os.getpid()))
+        if trainer.global_rank == 0:
+            while not (Path(folder) / "pid1").exists():
+                time.sleep(0.01)
+            os.kill(os.getppid(), 9)
+        time.sleep(60)
 
-    Growth.on_train_batch_end = on_train_batch_end
+    after_step(step, strike)
 
 
 def interrupt_parent(step: int) -> None:
     """Send Ctrl-C to the process in the terminal's foreground: the one that started this one."""
-    from growlab.frontends.lightning import Growth
 
-    def on_train_batch_end(self: Any, trainer: Any, *rest: Any) -> None:
-        if trainer.global_step == step and trainer.global_rank == 0:
+    def strike(trainer: Any, task: Any) -> None:
+        if trainer.global_rank == 0:
             os.kill(os.getppid(), 2)
 
-    Growth.on_train_batch_end = on_train_batch_end
+    after_step(step, strike)
 
 
 def signal_parent(number: int) -> None:

@@ -47,6 +47,7 @@ TABLE = {
     "~optimizer._target_": "optimizer",
     "trainer.accelerator=gpu": "No supported gpu backend found",
     "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val",
+    "callbacks=cuda_graphs model=mlp5 trainer=cpu": "needs training on one CUDA device",
     "+callbacks.x._target_=torch.nn.Identity": "callbacks.x makes a Identity, not a lightning.",
     "objective=characters": "images go with objective=classification",
     "+logger.x=3": "logger.x=3 is not a logger",
@@ -54,6 +55,9 @@ TABLE = {
     "objective._target_=fractions.Fraction": "is no growlab.lab.training.Objective",
     "model=gpt": "got an unexpected keyword argument 'image_shape'",
     "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
+    "schedule=plateau schedule.epochs=[2,2,2]": "schedule.epochs is about stages",
+    "schedule=plateau method=equal_flops": "schedule.total_epochs in place of",
+    "schedule=gradient optimizer.momentum=0": "set its momentum",
     "schedule.batch_size=auto": "set schedule.max_memory_gib_per_device",
     "model=mlp5 schedule.batch_size=auto schedule.max_memory_gib_per_device=1e-5": "not even 2 images on each device",
     "model=isotropic_mlp growth=isotropic lr_adapt=none schedule.batch_size=auto "

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from growlab.base.errors import UserError
 from growlab.lab.training.configuration import config_dir
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -32,11 +31,6 @@ def test_conf_beside_the_package_is_found(tmp_path: Path) -> None:
     beside = make(tmp_path / "conf")
     make(tmp_path / "growlab" / "conf", with_config=False)
     assert config_dir(tmp_path / "growlab") == beside
-
-
-def test_no_conf_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config\.yaml in .*growlab.conf or .*conf"):
-        config_dir(tmp_path / "growlab")
 
 
 def test_conf_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,19 +78,3 @@ def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine,
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     cost = 100 * (trained + looked) / (86 * 6 * forward_flops(12))
     assert looked > 0 and results["train_cost_percent"] == pytest.approx(cost)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("schedule=plateau", "schedule.epochs=[2,2,2]"), "schedule.epochs is about stages"),
-        (("schedule=plateau", "method=equal_flops"), "schedule.total_epochs in place of"),
-        (("schedule=gradient", "optimizer.momentum=0"), "set its momentum"),
-    ],
-)
-def test_what_does_not_go_together_is_told(
-    cli: CommandLine, tmp_path: Path, arguments: tuple[str, ...], told: str
-) -> None:
-    outcome = cli(*RUN, f"schedule.total_epochs={EPOCHS}", *arguments, cwd=tmp_path)
-    assert outcome.code == 2 and "Traceback" not in outcome.err, outcome.err
-    assert told in outcome.err

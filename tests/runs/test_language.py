@@ -1,6 +1,5 @@
-"""Language modelling from the command line: exact resumption, two processes, and what the results say."""
+"""Language modelling from the command line: exact resumption, and what the results say."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from growlab.lab.data import TextData
 from growlab.lab.networks import CausalTransformer
 from tests.command_line import CommandLine
-from tests.whole_runs import Left, Whole, resumed_from, table
+from tests.whole_runs import Left, Whole, resumed_from
 
 # 5 steps an epoch, and normalisations that are weighted in 9 of the last stage's 10 steps.
 TEXT = ("data.context=8", "data.limit_characters=1200", "data.batch_size=32")
@@ -59,16 +58,3 @@ def test_results_are_in_bits_and_the_network_is_an_ordinary_one(
         for x, y in text.test_dataloader()
     ]
     assert float(torch.cat(losses).mean()) == pytest.approx(left.results["test_loss"], rel=1e-5)
-
-
-def test_two_processes_compute_what_one_does(cli: CommandLine, tmp_path: Path) -> None:
-    arguments = (*GPT, "trainer.precision=64-true")
-    rows = []
-    for folder, trainer in (("one", "cpu"), ("two", "ddp_cpu")):
-        outcome = cli(*arguments, f"trainer={trainer}", f"hydra.run.dir={folder}", cwd=tmp_path)
-        assert outcome.code == 0, outcome.err
-        rows.append(table(tmp_path / folder / "metrics.csv"))
-        growth = json.loads((tmp_path / folder / "growth.json").read_text())
-        assert growth["events"][0]["parity_error_eval"] < 1e-10
-    for one, two in zip(*rows, strict=True):
-        assert float(two["val_loss"]) == pytest.approx(float(one["val_loss"]), rel=1e-6)

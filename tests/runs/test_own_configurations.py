@@ -115,7 +115,7 @@ def test_more_overrides_stand_next_to_the_others(argv: str, overrides: str, expe
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with a part, and experiments with it and with a part that does not exist."""
+    """A package with a part, and an experiment with it."""
     conf = tmp_path / "mine" / "conf"
     for group in ("parts", "experiment"):
         (conf / group).mkdir(parents=True)
@@ -129,10 +129,8 @@ def package(tmp_path: Path) -> Path:
     (conf / "parts" / "counted.yaml").write_text(
         "# @package _global_\nparts: {counted: {_target_: mine.counting.Counted, by: 1}}\n"
     )
-    for name, part in {"counting": "counted", "miscounting": "cuonted"}.items():
-        (conf / "experiment" / f"{name}.yaml").write_text(
-            f"# @package _global_\ndefaults: [digits, override /parts: [{part}]]\n"
-        )
+    experiment = "# @package _global_\ndefaults: [digits, override /parts: [counted]]\n"
+    (conf / "experiment" / "counting.yaml").write_text(experiment)
     return conf
 
 
@@ -152,18 +150,3 @@ def test_parts_and_experiments_of_a_package_are_found(cli: CommandLine, package:
     (package / "__init__.py").touch()
     composed = cli(IN_PACKAGE, "experiment=counting", "--cfg", "job", cwd=tmp_path)
     assert composed.code == 0 and "_target_: mine.counting.Counted" in composed.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((IN_PACKAGE, "experiment=miscounting"), "there is no parts 'cuonted'"),
-        (("hydra.searchpath=[pkg://mine.cnf]", "experiment=counting"), "there is no experiment 'counting'"),
-    ],
-)
-def test_names_that_a_package_lacks_are_refused(
-    arguments: tuple[str, ...], message: str, cli: CommandLine, package: Path, tmp_path: Path
-) -> None:
-    outcome = cli(*arguments, *MLP, cwd=tmp_path)
-    assert outcome.code == 2 and message in outcome.err, outcome.err
-    assert not list(tmp_path.glob("runs/*/*/config.yaml"))

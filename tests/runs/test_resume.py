@@ -1,6 +1,5 @@
 """A run that was killed, stopped or damaged at any moment and resumed equals an uninterrupted one, bit for bit."""
 
-import random
 import re
 import shlex
 import shutil
@@ -16,7 +15,7 @@ from growlab.base.errors import UserError
 from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable_checkpoint
 from growlab.lab.training.configuration import resume_override
 from tests.command_line import CommandLine
-from tests.whole_runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, resumed_from, struck, whole_run
+from tests.whole_runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, resumed_from, struck
 
 SIGKILL, SIGTERM, SIGINT, SIGUSR1 = map(int, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 BATCHES = (
@@ -122,31 +121,6 @@ def test_killed_at_every_step(
     steps = range(1, uninterrupted(*arguments).checkpoint["global_step"] + 1)
     left = struck(cli, tmp_path, (*arguments, STEPWISE), [("at_step", step, SIGKILL) for step in steps])
     assert left.differences(uninterrupted(*arguments)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_many_checkpoints_of_a_longer_run_resume(cli: CommandLine, tmp_path: Path, ranks: int) -> None:
-    """From the end of every epoch, both sides of every stage boundary and twenty other of 72 steps."""
-    command = (
-        *("data.limit_train=96", "data.limit_test=20", "data.batch_size=8", "model=mlp8", "model.width=12"),
-        *("model.batch_norm=true", "schedule.epochs=[2,2,2]", "schedule.widths=[0.5,0.75,1]", "ema.decay=0.9"),
-        *("data.validation=none", "log_rates_every_n_steps=1000"),
-        *(["trainer=ddp_cpu", f"trainer.devices={ranks}"] if ranks > 1 else []),
-    )
-    run = whole_run(cli, *command)
-    chosen = {*range(12, 73, 12), 24, 25, 48, 49}
-    chosen |= set(random.Random(0).sample(sorted({*range(1, 72)} - chosen), 20))
-    assert len(run.left.growth["events"]) == 2 and len(chosen) == 6 + 2 + 20
-    differences = {}
-    for step in sorted(chosen):
-        outcome = resumed_from(cli, tmp_path, command, run.checkpoints[step])
-        assert outcome.code == 0, (step, outcome.err)
-        if found := Left.by(tmp_path / "run").differences(run.left):
-            differences[step] = found
-        shutil.rmtree(tmp_path / "run")
-    assert differences == {}
 
 
 # Signals --------------------------------------------------------------------------------------------------

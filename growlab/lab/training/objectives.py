@@ -444,8 +444,8 @@ class CustomObjective(Objective):
         metrics = dict(metrics or {})
         if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
             raise UserError("objective.loss has parameters, which would not train: put them into the network.")
-        if getattr(loss, "reduction", "mean") != "mean":
-            raise UserError(f"objective.loss.reduction={loss.reduction} must be mean.")
+        if (reduction := getattr(loss, "reduction", "mean")) != "mean":
+            raise UserError(f"objective.loss.reduction={reduction} must be mean.")
         self.loss, self.predict = loss, predict
         self._adding = {name: metric for name, metric in metrics.items() if _is_sum(metric)}
         self._collecting = {name: metric for name, metric in metrics.items() if name not in self._adding}

@@ -162,6 +162,7 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
         (lambda: Odd("alone"), {}, "or a mapping with a target, of tensors, not (Tensor)"),
         (lambda: Odd("words"), {}, "not (tuple, Tensor): let the data set's transform"),
         (lambda: Odd("unnamed"), {}, "samples have the entries a, b and no target; set data.columns.target"),
+        (lambda: Split(0.3, 0.7), {}, "leave something to train on"),
         (Waves, {"split": Split(test=0.0)}, "too few to hold 0% out; give the source a test set"),
         (lambda: Waves(3), {}, "3 training samples are too few to hold 10% out"),
         (Discs, {}, "not (list, "),
@@ -172,10 +173,3 @@ def test_unusable_sources_are_one_sentence(make: Any, settings: dict[str, Any], 
     with pytest.raises(UserError) as raised:
         opened(make(), **settings)
     assert sentence in str(raised.value) and str(raised.value).endswith(".")
-
-
-def test_impossible_arguments() -> None:
-    with pytest.raises(ValueError, match="batch_size must be at least 1, not 0"):
-        CustomData(Waves(), batch_size=0)
-    with pytest.raises(UserError, match="leave something to train on"):
-        Split(0.3, 0.7)

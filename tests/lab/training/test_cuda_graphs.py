@@ -1,6 +1,5 @@
 """Training with graphs of forward and backward, which a CPU imitates: captured again after each event."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 
 from growlab.frontends.lightning import Growth
 from growlab.lab.training import cuda_graphs
-from tests.command_line import CommandLine
 from tests.lab.training.test_growth_callback import new_run, new_trainer, sgd
-from tests.whole_runs import MLP
 
 
 def imitated(captures: list[Any]) -> Any:
@@ -58,8 +55,3 @@ def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.Monke
         monkeypatch.setattr(task.growth_state, "norm_weights", weights)
         graphs._forward(task, torch.randn(4, 1, 8, 8))
         assert len(captures) == (not weights)
-
-
-def test_other_devices_are_refused(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(*MLP, "callbacks=cuda_graphs", "trainer=cpu", cwd=tmp_path)
-    assert outcome.code == 2 and "one CUDA device" in outcome.err and "Traceback" not in outcome.err

@@ -163,13 +163,6 @@ def test_divergence_at_every_rate_is_reported(cli: CommandLine, tmp_path: Path) 
     assert (tmp_path / "run" / "losses.png").is_file()
 
 
-def test_an_unknown_initialisation_is_refused(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(
-        "experiment=papers/hyperfan_continual_regression", "experiment_function.initialisations=[lucky]", cwd=tmp_path
-    )
-    assert outcome.code == 2 and "initialisation must be hyperfan_in" in outcome.err
-
-
 @pytest.mark.parametrize("task", range(3))
 def test_samples_lie_on_the_tasks_functions(task: int) -> None:
     x, y = study._samples((1, 1, 2), 0)
