@@ -25,7 +25,7 @@ def arguments(data: TranslationData, *more: str) -> tuple[str, ...]:
     return (*SHORT, f"data.root={data.pairs.folder}", *more)
 
 
-@pytest.mark.slow  # test_language.py has the same of characters
+@pytest.mark.slow  # test_processes.py has the same of images
 def test_two_processes_resume_in_the_middle_of_an_epoch(
     cli: CommandLine, uninterrupted: Callable[..., Left], data: TranslationData, tmp_path: Path
 ) -> None:
