@@ -57,7 +57,6 @@ TABLE = {
     "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
     "schedule=plateau schedule.epochs=[2,2,2]": "schedule.epochs is about stages",
     "schedule=plateau method=equal_flops": "schedule.total_epochs in place of",
-    "schedule=gradient optimizer.momentum=0": "set its momentum",
     "schedule.batch_size=auto": "set schedule.max_memory_gib_per_device",
     "model=mlp5 schedule.batch_size=auto schedule.max_memory_gib_per_device=1e-5": "not even 2 images on each device",
     "model=isotropic_mlp growth=isotropic lr_adapt=none schedule.batch_size=auto "

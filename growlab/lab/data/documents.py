@@ -115,8 +115,7 @@ class Documents:
             text = content.decode("utf-8")
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             if len(self.files) == 1 or isinstance(error, PermissionError):
-                reason = "it is no text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
-                raise UserError(f"data.path: {path} cannot be read: {reason}.") from error
+                raise
             self.skipped.append(path)
             return None
         html = path.name.removesuffix(".gz").endswith(_HTML)
@@ -202,7 +201,7 @@ class _Text(HTMLParser):
 
 def _refuse(error: OSError) -> NoReturn:
     # os.walk passes over folders that it may not read.
-    raise UserError(f"cannot read {error.filename}: {error.strerror}.") from error
+    raise error
 
 
 @dataclass(frozen=True)

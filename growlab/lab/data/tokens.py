@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from growlab.base.errors import UserError, WriteError
+from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.lab.data.cache import cache_dir, locked
 from growlab.lab.data.documents import (
@@ -151,24 +151,18 @@ class TokenData(WindowData):
             tokenizer = train_tokenizer(texts, self.vocab_size)
         else:
             tokenizer = load_tokenizer(self.tokenizer, self.end_of_text)
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
-                made = Path(name) / "made"
-                made.mkdir()
-                _write(made, plan, tokenizer)
-                if self.tokenizer is not None and (own := Path(self.tokenizer).expanduser()).is_dir():
-                    _copy_tokenizer(own, made)
-                else:
-                    tokenizer.save(made)
-                # Only a folder that is not complete can be there.
-                shutil.rmtree(folder, ignore_errors=True)
-                made.rename(folder)
-        except OSError as error:
-            raise WriteError(
-                f"tokens cannot be written to {folder.parent}: {error.strerror or error}; free some space, or set "
-                "XDG_CACHE_HOME to a folder that can be written."
-            ) from error
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
+            made = Path(name) / "made"
+            made.mkdir()
+            _write(made, plan, tokenizer)
+            if self.tokenizer is not None and (own := Path(self.tokenizer).expanduser()).is_dir():
+                _copy_tokenizer(own, made)
+            else:
+                tokenizer.save(made)
+            # Only a folder that is not complete can be there.
+            shutil.rmtree(folder, ignore_errors=True)
+            made.rename(folder)
 
     @property
     def vocabulary_size(self) -> int:

@@ -101,17 +101,6 @@ def test_batches_are_a_function_of_seed_and_epoch_alone():
     assert not torch.equal(first, second) and sorted(first.tolist()) == sorted(second.tolist())
 
 
-@pytest.mark.parametrize(("world_size", "in_memory"), [(2, False), (4, True)])
-def test_slices_of_the_ranks_make_the_global_batch(world_size, in_memory):
-    data = _digits(in_memory=in_memory)
-    whole = train_batches(data)
-    ranks = [train_batches(data, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert all(len(rank) == len(whole) for rank in ranks)
-    for step, (x, y) in enumerate(whole):
-        assert torch.equal(torch.cat([rank[step][0] for rank in ranks])[: len(x)], x)
-        assert torch.equal(torch.cat([rank[step][1] for rank in ranks])[: len(y)], y)
-
-
 def test_evaluation_over_ranks_counts_every_image_once():
     data = _digits(eval_batch_size=90)
     labels = []
