@@ -135,6 +135,6 @@ def test_bad_input_is_one_sentence(ended: dict[str, tuple[int, str, str]], comma
     # Hydra lists the jobs of a sweep.
     assert out == "" or command.startswith("-m ")
     last = err.splitlines()[-1]
-    assert last.startswith("error: ") and last.endswith((".", "?"))
+    assert last.startswith("error: ") and last.endswith((".", "?", "!"))
     # A sweep's reasons stand at its jobs.
     assert TABLE[command] in (err if "-m" in command.split() else last)
