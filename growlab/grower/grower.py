@@ -386,7 +386,9 @@ class Grower(LoadingNetwork):
             if not self._open:
                 return []
             check_vocabulary(self.network, self._vocabulary)
-            idle = self.trigger.knows_stages and not self.parts and same_classes(self._checked)
+            # Between batches of an epoch nothing is looked at again but the trigger.
+            moving = bool(self._checked) and clock.epoch == before[0].epoch and clock != before[0]
+            idle = self.trigger.knows_stages and not self.parts and (moving or same_classes(self._checked))
             if idle and self.trigger.next(self) is None:
                 return []
             if not isinstance(self.trigger, Never):
@@ -511,7 +513,8 @@ class Grower(LoadingNetwork):
 
     def on_step(self, after: bool) -> None:
         """Act before and after each step of the optimizer that has the network's parameters."""
-        check_vocabulary(self.network, self._vocabulary)
+        if not after:
+            check_vocabulary(self.network, self._vocabulary)
         for part in self.parts:
             (part.after_step if after else part.before_step)(self)
         if after:

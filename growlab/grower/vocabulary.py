@@ -28,7 +28,7 @@ def vocabulary(network: nn.Module) -> int | None:
 
 def check_vocabulary(network: nn.Module, before: int | None) -> None:
     """Raise a UserError if a model of transformers does not have as many tokens as before."""
-    if (now := vocabulary(network)) != before:
+    if before is not None and (now := vocabulary(network)) != before:
         raise UserError(
             f"the vocabulary was resized from {before} to {now} tokens under the Grower, whose optimizers cannot "
             "follow that: call Grower.resize_vocabulary."

@@ -262,7 +262,8 @@ class Followers:
 
     def _step(self, after: bool, optimizer: Optimizer, *_: Any) -> None:
         owner = self._owner()
-        self.check_loaded()
+        if self._pending:
+            self.check_loaded()
         if owner is None:
             return
         for part in owner.parts:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,12 +47,15 @@ class Clock:
     cost: float = 0.0
 
     def __post_init__(self) -> None:
-        # numpy's and torch's would be in checkpoints, which `torch.load(weights_only=True)` does not take then.
         for name, value in vars(self).items():
+            # Each batch of a training makes a clock.
+            if type(value) is int or (type(value) is float and isfinite(value)):
+                continue
+            # numpy's and torch's would be in checkpoints, which `torch.load(weights_only=True)` does not take then.
             if hasattr(value, "item"):
                 object.__setattr__(self, name, value.item())
-        with as_user_errors():
-            finite(**vars(self))
+            with as_user_errors():
+                finite(**{name: getattr(self, name)})
 
     def moved(self, **given: Any) -> "Clock":
         """Return a clock with some values replaced by later ones.
@@ -59,9 +63,10 @@ class Clock:
         Raises:
             UserError: a value is not a finite number, or smaller than before.
         """
-        later = replace(self, **given)
+        own = vars(self)
+        later = Clock(**{**own, **given})
         for name in given:
-            old, new = getattr(self, name), getattr(later, name)
+            old, new = own[name], getattr(later, name)
             if new < old:
                 raise UserError(
                     f"{name} {new} is before {name} {old} of an earlier call of Grower.step: growth goes forwards; "
