@@ -148,6 +148,7 @@ class Grower(LoadingNetwork):
         # Optimizer steps of this stage so far, and those that its normalisations take.
         self._annealing, self.trained = (0, _ANNEAL_STEPS), False
         self._modules, self._units, self._checked = list[nn.Module](), set[str](), list[Any]()
+        self._answered = (self.clock, -1)  # time and stage at which a trigger that counts epochs asked for nothing
         self._regions: dict[str, Regions] | None = None
         self.sharding: Sharding | None = None
         check_sharding(shard, method, self.parts)
@@ -372,11 +373,13 @@ class Grower(LoadingNetwork):
                 never given, a value is smaller than before, or the network has been sharded since.
             ParityError: the outputs would change by more than the method allows.
         """
+        if step is not None and cost is None and self._is_answered(epoch, step):
+            return []
         given: dict[str, Any] = not_none(epoch=epoch, step=step, cost=cost)
         before, unit = (self.clock, self._units), self.trigger.unit
         # A network that is finished may be trained on from the beginning.
-        clock = self.clock.moved(**given) if self._open else replace(self.clock, **given)
-        self.clock, self._units = clock, self._units | given.keys()
+        self.clock = clock = self.clock.moved(**given) if self._open else replace(self.clock, **given)
+        self._units = self._units | given.keys()
         try:
             if unit is not None and unit not in self._units:
                 raise UserError(
@@ -386,10 +389,10 @@ class Grower(LoadingNetwork):
             if not self._open:
                 return []
             check_vocabulary(self.network, self._vocabulary)
-            # Between batches of an epoch nothing is looked at again but the trigger.
-            moving = bool(self._checked) and clock.epoch == before[0].epoch and clock != before[0]
-            idle = self.trigger.knows_stages and not self.parts and (moving or same_classes(self._checked))
+            idle = self.trigger.knows_stages and not self.parts and same_classes(self._checked)
             if idle and self.trigger.next(self) is None:
+                if unit == "epoch":
+                    self._answered = (clock, self.state.stage)
                 return []
             if not isinstance(self.trigger, Never):
                 self._checked = self._make_ready()
@@ -401,6 +404,15 @@ class Grower(LoadingNetwork):
             for event in events:
                 log.info("%s", event)
         return events
+
+    def _is_answered(self, epoch: int | None, step: int) -> bool:
+        """Move on within an epoch, and return True, if the trigger has asked for nothing in it."""
+        now, stage = self._answered
+        if self.clock is not now or self.state.stage != stage or epoch != now.epoch or step <= now.step:
+            return False
+        self.clock = Clock(now.epoch, step, now.cost)
+        self._answered = (self.clock, stage)
+        return True
 
     def finish(self, at_any_stage: bool = False) -> nn.Module:
         """End growth: make the network an ordinary one with the same outputs, without hooks.
@@ -513,8 +525,7 @@ class Grower(LoadingNetwork):
 
     def on_step(self, after: bool) -> None:
         """Act before and after each step of the optimizer that has the network's parameters."""
-        if not after:
-            check_vocabulary(self.network, self._vocabulary)
+        check_vocabulary(self.network, self._vocabulary)
         for part in self.parts:
             (part.after_step if after else part.before_step)(self)
         if after:

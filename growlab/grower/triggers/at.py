@@ -1,5 +1,6 @@
 """Triggers without a demand: widths at given times, a schedule, no growth, and a method's own decisions."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from math import isfinite
@@ -108,8 +109,7 @@ class At(Trigger):
 
     def stage_at(self, clock: Clock) -> int:
         """Return the stage at a time."""
-        now = getattr(clock, self._clock)
-        return max(stage for stage, start in enumerate(self.starts) if start <= max(now, 0))
+        return max(bisect_right(self.starts, getattr(clock, self._clock)) - 1, 0)
 
     def fraction_grown(self, stage: int, widths: Widths) -> float:
         """Fraction of all growth that is done: the depth where stages give it, else stages are equal steps."""
