@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -124,6 +124,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
         for task, members in of_task.items()
     }
     metrics = {task: metric_of(run.results for run in members) for task, members in of_task.items()}
+    shared, references = _shared_overrides(kept), _references(kept)
     rows = []
     for group, members in kept.items():
         metric = metrics[group.task]
@@ -146,8 +147,8 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
             Row(
                 *(group, tuple(members), _mean(costs), epochs[group.task], metric, _mean(scores)),
                 *(statistics.stdev(scores) if len(scores) > 1 else None, len(scores)),
-                *(_mean(_finite(run.results["seconds"] for run in members)), _speedup(group, members, kept)),
-                _shared_overrides(group, kept),
+                *(_mean(_finite(run.results["seconds"] for run in members)), _speedup(group, members, references)),
+                shared[group.task],
             )
         )
     return sorted(rows, key=_order)
@@ -207,10 +208,14 @@ def unique_names(rows: Sequence[Row]) -> list[str]:
     return names
 
 
-def _shared_overrides(group: Group, groups: Iterable[Group]) -> tuple[str, ...]:
-    """Overrides that a group has in common with all others of its network and data."""
-    rivals = [set(other.overrides) for other in groups if other.task == group.task]
-    return tuple(sorted(set.intersection(*rivals))) if len(rivals) > 1 else ()
+def _shared_overrides(groups: Iterable[Group]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Overrides that all groups of a network and data have in common, if there are several."""
+    rivals: dict[tuple[str, str], list[set[str]]] = defaultdict(list)
+    for group in groups:
+        rivals[group.task].append(set(group.overrides))
+    return {
+        task: tuple(sorted(set.intersection(*several))) if len(several) > 1 else () for task, several in rivals.items()
+    }
 
 
 def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, Run]]]:
@@ -222,33 +227,52 @@ def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, Run]]
     return [by_seed[seed][-1] for seed in sorted(by_seed)], superseded
 
 
-def _speedup(group: Group, members: Sequence[Run], kept: dict[Group, list[Run]]) -> float | None:
-    """Speed-up over the nearest fixed-size group, on the same machines."""
-    if group.is_fixed_size:
-        return None
-    mine, candidates = _seconds_by_machine(members), []
-    for other, runs in kept.items():
-        if not other.is_fixed_size or _work(other) != _work(group):
-            continue
+# A fixed-size group, the number of its runs at full width, and their seconds by machine.
+_Reference = tuple[Group, int, dict[str, float]]
+
+
+def _references(kept: dict[Group, list[Run]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[_Reference]]]:
+    """Fixed-size groups by their work, and by their settings apart from those of growth."""
+    found: dict[Any, dict[Any, list[_Reference]]] = defaultdict(lambda: defaultdict(list))
+    for group, runs in kept.items():
         # A narrower network kept at its width is no reference for the full-width one.
-        full = [run for run in runs if run.keeps_full_width]
-        theirs = _seconds_by_machine(full)
-        ratios = [theirs[machine] / mine[machine] for machine in mine if machine in theirs]
-        if ratios:
-            candidates.append((_distance(group, other), -len(ratios), -len(full), other, ratios))
-    return statistics.fmean(min(candidates)[-1]) if candidates else None
+        full = [run for run in runs if run.keeps_full_width] if group.is_fixed_size else []
+        if full:
+            found[_work(group)][_settings(group)].append((group, len(full), _seconds_by_machine(full)))
+    return found
+
+
+def _speedup(
+    group: Group, members: Sequence[Run], references: Mapping[Any, Mapping[Any, list[_Reference]]]
+) -> float | None:
+    """Speed-up over the nearest fixed-size group, on the same machines; None without one."""
+    rivals = {} if group.is_fixed_size else references.get(_work(group), {})
+    if not rivals:
+        return None
+    mine, own = _seconds_by_machine(members), _settings(group)
+
+    def candidates(settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        for other, number, theirs in rivals.get(settings, ()):
+            ratios = [theirs[machine] / mine[machine] for machine in mine if machine in theirs]
+            if ratios:
+                distance = len(own[0] ^ settings[0]) + (own[1] != settings[1])
+                yield distance, -len(ratios), -number, other, ratios
+
+    # None is nearer than those of equal settings.
+    nearest = min(candidates(own), default=None) or min(
+        (one for key in rivals for one in candidates(key)), default=None
+    )
+    return None if nearest is None else statistics.fmean(nearest[-1])
 
 
 def _work(group: Group) -> tuple[Any, ...]:
     compiled = sorted(o for o in group.overrides if o.partition("=")[0].rpartition(".")[2] == "compile")
-    return group.task, group.epochs, group.precision, compiled
+    return group.task, group.epochs, group.precision, tuple(compiled)
 
 
-def _distance(group: Group, other: Group) -> int:
-    """Number of settings in which two groups differ, apart from those of growth."""
-    every = (group.overrides, other.overrides)
-    mine, theirs = ({o for o in own if not o.lstrip("~").startswith(_GROWTH_KEYS)} for own in every)
-    return len(mine ^ theirs) + (other.optimizer != group.optimizer)
+def _settings(group: Group) -> tuple[frozenset[str], str]:
+    """Overrides apart from those of growth, and the optimizer: groups that differ in fewer of them are nearer."""
+    return frozenset(o for o in group.overrides if not o.lstrip("~").startswith(_GROWTH_KEYS)), group.optimizer
 
 
 def _seconds_by_machine(runs: Sequence[Run]) -> dict[str, float]:
