@@ -73,10 +73,11 @@ class HyperCloning(GrowthMethod):
             for dim, axis in enumerate(context.axes(name)):
                 if axis.role == "in":
                     positions = axis.lift(sources, context.new_widths, context.old_widths)
-                    noise = noise - _mean_of_clones(noise, dim, positions)
+                    noise = noise.sub_(_mean_of_clones(noise, dim, positions))
                     copied = {g: torch.full_like(s, g not in context.unlike) for g, s in sources.items()}
                     copied_N = axis.spread(copied, context.new_widths, fixed=1)
-                    noise = noise * copied_N.view(-1, *[1] * (noise.dim() - dim - 1))
+                    if not bool(copied_N.all()):
+                        noise.mul_(copied_N.view(-1, *[1] * (noise.dim() - dim - 1)))
             return noise
 
         return OneByOne(plain, balanced)
@@ -89,7 +90,7 @@ class HyperCloning(GrowthMethod):
         def noise(name: str) -> Tensor:
             source = context.generator(f"noise of {name}")
             noise = normal(context.new_shape(name), source).double()
-            return noise * self.noise_std * self.new_weights.std(context, context.layers[name])
+            return noise.mul_(self.noise_std).mul_(self.new_weights.std(context, context.layers[name]))
 
         wider = (
             name
@@ -113,7 +114,7 @@ def _grows(axis: Axis, context: GrowthContext) -> bool:
 def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
     totals = torch.zeros_like(noise).index_add_(dim, positions, noise)
     shape = [-1 if d == dim else 1 for d in range(noise.dim())]
-    return totals.index_select(dim, positions) / copies(positions).view(shape)
+    return totals.index_select(dim, positions).div_(copies(positions).view(shape))
 
 
 def _diagonal(context: GrowthContext, name: str, tensor: Tensor) -> Tensor:

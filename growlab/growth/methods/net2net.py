@@ -93,6 +93,8 @@ def replicate(
     if not context.changes(name):
         return tensor
     for dim, axis in enumerate(context.axes(name)):
+        if not any(context.old_widths[group] != context.new_widths[group] for group in axis.groups):
+            continue
         positions = axis.lift(sources, context.new_widths, context.old_widths)
         tensor = tensor.index_select(dim, positions.to(tensor.device))
         if axis.role == "in" and name not in context.graph.emitters:
