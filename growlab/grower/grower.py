@@ -389,12 +389,12 @@ class Grower(LoadingNetwork):
             if not self._open:
                 return []
             check_vocabulary(self.network, self._vocabulary)
-            idle = self.trigger.knows_stages and not self.parts and same_classes(self._checked)
+            never = isinstance(self.trigger, Never)
+            idle = self.trigger.knows_stages and not self.parts and (never or same_classes(self._checked))
             if idle and self.trigger.next(self) is None:
-                if unit == "epoch":
-                    self._answered = (clock, self.state.stage)
+                self._answered = (clock, self.state.stage if never or unit == "epoch" else -1)
                 return []
-            if not isinstance(self.trigger, Never):
+            if not never:
                 self._checked = self._make_ready()
             events = self._grow_as_asked(then)
         except BaseException:

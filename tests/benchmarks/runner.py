@@ -2,21 +2,27 @@
 
 import csv
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from growlab.lab.networks import resnet20
+from tests.benchmarks.clock import Clock
 from tests.benchmarks.ratios import Ratio, Setting
 from tests.command_line import ROOT
 
@@ -33,25 +39,98 @@ def run(folder: str, *arguments: str) -> tuple[list[dict[str, Any]], list[dict[s
 
 
 def epochs(setting: Setting) -> Iterator[Ratio]:
-    """An epoch of ResNet-20 on the digits, without growth, to one of a loop in six lines."""
-    count, data = (2 if setting.small else 5), ("data.validation=none", "data.shift=0", "lr_adapt=none")
+    """Batches and epochs without growth, to those of a loop in four lines; the limit is a bare Lightning's.
+
+    ResNet-20 on the digits, of width 8 to be tiny, and at full width on images as in CIFAR-10.
+    """
+    count = 3 if setting.small else 6
+    kinds = {"digits": (1438, (1, 8, 8), 64, 8), "32 x 32, batches of 128": (640, (3, 32, 32), 128, 16)}
+    for name, sizes in list(kinds.items())[: 1 if setting.small else 2]:
+        (batch, epoch), (bare_batch, bare_epoch) = _of_runner(count, name, *sizes), _by_lightning(count, *sizes)
+        plain_batch, plain_epoch = _by_hand(count, *sizes)
+        ratio, least = batch / plain_batch, bare_batch / plain_batch
+        yield Ratio("runner / a loop by hand, a batch", name, ratio, least, 1.05 if name == "digits" else 1.01, batch)
+        ratio, least = epoch / plain_epoch, bare_epoch / plain_epoch
+        yield Ratio("runner / a loop by hand, an epoch", name, ratio, least, 1.1, epoch)
+
+
+def _best(batches: Sequence[float], epochs: Sequence[float]) -> tuple[float, float]:
+    """Seconds of a batch and of an epoch: other load makes most slower, and leaves the fastest as they are."""
+    return quantiles(batches, n=10)[0], min(epochs)
+
+
+def _of_runner(count: int, name: str, number: int, shape: Sequence[int], size: int, width: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
-        fixed = ("experiment=digits", "method=fixed_size", f"schedule.total_epochs={count}", "trainer=cpu")
-        _, rows = run(folder, *fixed, *data, "model.width=8")
-    network = resnet20(image_shape=(1, 8, 8), num_classes=10, width=8)
+        settings = ["experiment=digits"]
+        if name != "digits":
+            random_images(Path(folder) / "images", (("train", number), ("test", 20)))
+            settings = ["experiment=resnet20_cifar10", "data.download=false", f"data.root={folder}/images"]
+            settings += [f"data.batch_size={size}", "schedule.batch_sizes=null"]
+        settings += ["method=fixed_size", f"schedule.total_epochs={count}", "trainer=cpu", "data.validation=none"]
+        settings += ["data.shift=0", "lr_adapt=none"] if name == "digits" else []
+        clock = f"+callbacks.clock={{_target_: tests.benchmarks.clock.Clock, file: {folder}/clock.json}}"
+        run(folder, *settings, f"model.width={width}", clock)
+        found = json.loads((Path(folder) / "clock.json").read_text())
+    return _best(found["batches"], found["epochs"])
+
+
+def _network(number: int, shape: Sequence[int], width: int) -> tuple[nn.Module, Optimizer, Tensor, Tensor]:
+    network = resnet20(image_shape=tuple(shape), num_classes=10, width=width).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    x, y = (torch.randn(1438, 1, 8, 8).contiguous(memory_format=torch.channels_last), torch.randint(10, (1438,)))
-    network.to(memory_format=torch.channels_last)
-    seconds = []
+    return network, optimizer, torch.randn(number, *shape), torch.randint(10, (number,))
+
+
+def _by_hand(count: int, number: int, shape: Sequence[int], size: int, width: int) -> tuple[float, float]:
+    network, optimizer, x, y = _network(number, shape, width)
+    x, batches, epochs = x.contiguous(memory_format=torch.channels_last), list[float](), list[float]()
     for _ in range(count):
-        began = time.perf_counter()
-        for chosen in torch.randperm(len(x)).split(64):
+        began = time.thread_time()
+        for chosen in torch.randperm(number).split(size):
+            batch_began = time.thread_time()
             optimizer.zero_grad()
             F.cross_entropy(network(x[chosen]), y[chosen]).backward()
             optimizer.step()
-        seconds.append(time.perf_counter() - began)
-    ours = min(float(row["seconds"]) for row in rows)
-    yield Ratio("runner / a hand-written loop", "digits, an epoch", ours / min(seconds), 1.0, 1.1, ours)
+            batches.append(time.thread_time() - batch_began)
+        epochs.append(time.thread_time() - began)
+    return _best(batches, epochs)
+
+
+def _by_lightning(count: int, number: int, shape: Sequence[int], size: int, width: int) -> tuple[float, float]:
+    """A LightningModule in the Trainer, without anything beside it."""
+    import lightning
+
+    network, optimizer, x, y = _network(number, shape, width)
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Optimizer:
+            return optimizer
+
+    class Batches:
+        def __len__(self) -> int:
+            return -(-number // size)
+
+        def __iter__(self) -> Iterator[Any]:
+            return ((x[chosen], y[chosen]) for chosen in torch.randperm(number).split(size))
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(f"{folder}/clock.json")
+        off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, max_epochs=count, enable_model_summary=False, callbacks=[clock], **off
+        )
+        trainer.fit(Module(), Batches())
+        found = json.loads((Path(folder) / "clock.json").read_text())
+    return _best(found["batches"], found["epochs"])
 
 
 def random_images(root: Path, sizes: Sequence[tuple[str, int]]) -> None:

@@ -1,5 +1,6 @@
 """Records of a run: metrics.csv, steps.csv, rates.csv and growth.json."""
 
+import json
 import resource
 import sys
 import time
@@ -12,7 +13,7 @@ from lightning import Callback, Trainer
 from torch.optim import Optimizer
 
 from growlab.base.errors import WriteError
-from growlab.base.files import write_json, write_text
+from growlab.base.files import write_text
 from growlab.grower.triggers import OnDemand
 from growlab.growth import GrowthEvent
 from growlab.lab.training.objectives import Objective
@@ -60,6 +61,7 @@ class RunRecorder(Callback):
         self.rows: list[dict[str, Any]] = []
         self.peak_memory_bytes: dict[int, int] = {}
         self._rates: list[str] = []
+        self._written: dict[str, int] = {}
         self._lr = self._began = self._validation_sec = 0.0
         self._validation_began: float | None = None
         self._device, self._peak = torch.device("cpu"), 0
@@ -261,13 +263,13 @@ class RunRecorder(Callback):
         columns = metric_columns(task.objective, list(task.grower.copies()), task.watched)
         lines = [",".join(columns)]
         lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
-        write_text(self.run_dir / "metrics.csv", "\n".join(lines) + "\n")
+        self._write("metrics.csv", lines)
         if self.step_rows:
             cells = (",".join(map(_cell, row.values())) for row in self.step_rows)
             lines = [",".join(self.step_rows[0]), *cells]
-            write_text(self.run_dir / "steps.csv", "\n".join(lines) + "\n")
+            self._write("steps.csv", lines)
         if self._rates:
-            write_text(self.run_dir / "rates.csv", "\n".join([",".join(RATE_COLUMNS), *self._rates]) + "\n")
+            self._write("rates.csv", [",".join(RATE_COLUMNS), *self._rates])
         widths = task.stage_widths
         groups = {
             name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
@@ -275,10 +277,15 @@ class RunRecorder(Callback):
         }
         trigger = task.grower.trigger
         passes = list(trigger.auxiliary_passes) if isinstance(trigger, OnDemand) else []
-        write_json(
-            self.run_dir / "growth.json",
-            {"events": [event.as_dict() for event in task.events], "looks": passes, "groups": groups},
-        )
+        growth = {"events": [event.as_dict() for event in task.events], "looks": passes, "groups": groups}
+        self._write("growth.json", [json.dumps(growth, indent=2)])
+
+    def _write(self, name: str, lines: Sequence[str]) -> None:
+        """Write a file of the run, unless it would be as it is: each write waits for the disk."""
+        text = "\n".join(lines) + "\n"
+        if self._written.get(name) != (digest := hash(text)):
+            write_text(self.run_dir / name, text)
+            self._written[name] = digest
 
 
 def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import Any
 
 import torch
@@ -238,12 +239,16 @@ class Task(LightningModule):
         self._sums[split] = self._sums[split] + entry if split in self._sums else entry
 
     def _watch(self, loss: Tensor, batch_index: int) -> None:
+        if loss.device.type == "cpu" and self.trainer.world_size == 1:
+            if not isfinite(loss.item()):
+                self._bad_step = torch.tensor(self.global_step)
+                self.check_loss()
+            return
         if self._bad_step is None:
             self._bad_step = torch.tensor(-1, device=loss.device)
         bad = ~torch.isfinite(loss.detach()) & (self._bad_step < 0)
         self._bad_step = torch.where(bad, self.global_step, self._bad_step)
-        alone_on_cpu = loss.device.type == "cpu" and self.trainer.world_size == 1
-        if alone_on_cpu or batch_index % _CHECK_LOSS_EVERY == 0:
+        if batch_index % _CHECK_LOSS_EVERY == 0:
             self.check_loss()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,0 +1,38 @@
+"""Callback that writes the CPU seconds of each batch and epoch of a training to a file."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, Trainer
+
+from growlab.base.files import write_json
+
+
+class Clock(Callback):
+    """Write {"batches": [...], "epochs": [...]} in CPU seconds of the training thread; an epoch has all that it needs.
+
+    Args:
+        file: a JSON file.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file, self._batches, self._epochs = Path(file), list[float](), list[float]()
+        self._before: tuple[int, float] = (-1, 0.0)
+        self._began = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Note an epoch that has ended, with its records and its checkpoint."""
+        now, self._before = time.thread_time(), (-1, 0.0)
+        self._epochs += [now - self._began] if trainer.current_epoch else []
+        self._began = now
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+        """Note a batch that has ended."""
+        now = time.thread_time()
+        self._batches += [now - self._before[1]] if self._before[0] == index - 1 >= 0 else []
+        self._before = (index, now)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Write the file."""
+        write_json(self._file, {"batches": self._batches, "epochs": self._epochs})
