@@ -31,11 +31,18 @@ def _runner(setting: Setting) -> Iterator[Ratio]:
     yield from epochs(setting)
 
 
+def _scales(setting: Setting) -> Iterator[Ratio]:
+    from tests.benchmarks.scale import scales
+
+    yield from scales(setting)
+
+
 MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
     **ratios.MEASURES,
     "gromo": _gromo,
     "ranks": _ranks,
     "runner": _runner,
+    "scale": _scales,
 }
 
 

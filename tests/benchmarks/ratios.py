@@ -11,11 +11,10 @@ import copy
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import log
 from pathlib import Path
-from statistics import linear_regression, quantiles
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -406,31 +405,6 @@ def sparsified(setting: Setting) -> Iterator[Ratio]:
         yield Ratio("sparsified / dense, inference", f"width {width}", ours / theirs, 5 / 9, 1.0, ours)
 
 
-def scales(setting: Setting) -> Iterator[Ratio]:
-    """Exponents of seconds over size: a trace over a Llama's layers, an event over the parameters of a wide one."""
-    layers = (1, 2) if setting.small else (2, 4, 8, 16)
-    x = tokens(16, 100, 2)().to(setting.device)
-    times = []
-    for number in layers:
-        network = llama(number, 64, 100).to(setting.device)
-        times += in_turns(setting, functools.partial(trace, network, x), repeats=1)
-    on = f"{layers[0]} to {layers[-1]} layers"
-    yield Ratio("exponent of a trace's seconds", on, _exponent(layers, times), 1.0, 1.1, times[-1])
-    widths = (64, 128) if setting.small else (256, 512, 1024)
-    sizes, times = [], []
-    for width in widths:
-        network = llama(2, width, 100).to(setting.device)
-        sizes.append(sum(p.numel() for p in network.parameters()))
-        grower = Grower(network, x, trigger={0: 0.5, 1: 1.0}, verbose=False)
-        times.append(timed(setting.device, functools.partial(grower.step, epoch=1)))
-    on = f"{sizes[0]:.0e} to {sizes[-1]:.0e} parameters"
-    yield Ratio("exponent of an event's seconds", on, _exponent(sizes, times), 1.0, 1.1, times[-1])
-
-
-def _exponent(sizes: Sequence[int], seconds: Sequence[float]) -> float:
-    return linear_regression([*map(log, sizes)], [*map(log, seconds)]).slope
-
-
 MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
     "trace": traces,
     "event": events,
@@ -438,7 +412,6 @@ MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
     "callback": callbacks,
     "optimizer": optimizers,
     "sparse": sparsified,
-    "scale": scales,
 }
 
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis import load_runs, markdown, summarise
+from growlab.lab.analysis import load_runs, markdown, summarise, tables
 from growlab.lab.analysis.comparison import frontier, frontier_seconds
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.paired import compare_pairs, paired_table
@@ -117,6 +117,20 @@ def test_speedup_is_against_the_fixed_size_run_with_the_nearest_settings(tmp_pat
     rows = by_method(tmp_path)
     assert rows["ours + stagewise_norm, growth.noise_std=0"].speedup == pytest.approx(2)
     assert rows["ours + stagewise_norm, optimizer.lr=0.2"].speedup == pytest.approx(2.4)
+
+
+def test_many_settings_cost_as_much_each_as_few(tmp_path, monkeypatch):
+    calls, own = [], tables._seconds_by_machine
+    monkeypatch.setattr(tables, "_seconds_by_machine", lambda runs: calls.append(1) or own(runs))
+    for number in range(20):
+        overrides = [f"optimizer.lr={number}"]
+        write_run(tmp_path / f"fixed{number}", seconds=100 + number, overrides=overrides, **FIXED)
+        write_run(tmp_path / f"ours{number}", seconds=50, overrides=overrides)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 40 and len(calls) == 40
+    for row in rows:
+        number = float(row.group.overrides[-1].partition("=")[2])
+        assert row.speedup == (None if row.group.is_fixed_size else pytest.approx((100 + number) / 50))
 
 
 def test_seeds_on_two_machines_are_each_compared_with_their_own_machine(tmp_path):

@@ -512,6 +512,22 @@ def test_moments_are_epochs_steps_or_cost(trigger, moments) -> None:
     assert grower.events[0].widths_after == trigger.forecast(grower.graph)[1]
 
 
+def test_a_trigger_that_counts_epochs_is_not_asked_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    grower = Grower(mlp(), PROBE, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+    asked, ask = [], grower.trigger.next
+    monkeypatch.setattr(grower.trigger, "next", lambda run: asked.append(run.clock) or ask(run))
+    for step in range(4):
+        assert grower.step(epoch=0, step=step) == []
+    assert (asked, grower.clock) == ([Clock(0, 0), Clock(0, 1)], Clock(0, 3))
+    with pytest.raises(UserError, match="step 2 is before step 3"):
+        grower.step(epoch=0, step=2)
+    seed = grower.state_dict()
+    assert len(grower.step(epoch=1, step=4)) == 1
+    assert [grower.step(epoch=1, step=step) for step in (5, 6)] == [[], []]
+    grower.load_state_dict({**seed, "clock": {"epoch": 1, "step": 5, "cost": 0.0}})
+    assert len(grower.step(epoch=1, step=7)) == 1
+
+
 def test_stages_that_were_missed_are_caught_up() -> None:
     loop = Loop()
     assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
