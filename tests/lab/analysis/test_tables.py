@@ -317,10 +317,10 @@ def test_a_table_fits_a_terminal_with_whole_words() -> None:
     rows = [["40", name, "28.8", "**78.02 ± 0.61 (3)**", "135", "0.78x"] for name in names]
     grid = Grid(["epochs", "method", "cost %", "accuracy % (n)", "seconds", "speed-up"], rows, 2, "Cost.")
     assert grid.fitted(130) == grid.markdown()
-    for columns, tables in ((80, 1), (60, 2)):
+    for columns, number in ((80, 1), (60, 2)):
         text = grid.fitted(columns)
         assert max(map(len, text.splitlines())) <= columns and text.endswith("\n\nCost.\n")
-        assert text.count("| method ") == tables and text.count("**78.02 ± 0.61 (3)**") == 2
+        assert text.count("| method ") == number and text.count("**78.02 ± 0.61 (3)**") == 2
         body = [line.split("|") for line in text.split("\n\n")[0].splitlines()]
         words = [cells[2].strip() for cells in body if cells[2].strip("- ")][1:]
         assert "".join(words).replace(" ", "") == "".join(names).replace(" ", "")
