@@ -97,7 +97,8 @@ class DataDriven(GrowthMethod):
             groups = [fans[group] for group in growing if group not in refused and group not in absent]
             if not groups:
                 return GrownTensors(_divided(base, factors), report={"grown_by_pairs": refused} if refused else {})
-            growth, found = self.grow_from_data(replace(second, old=base), context.data, groups)
+            with context.data.session():
+                growth, found = self.grow_from_data(replace(second, old=base), context.data, groups)
             if not found:
                 break
             refused |= found

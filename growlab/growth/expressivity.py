@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from growlab.growth.fans import ChannelView, GroupTensors, group_tensors
 from growlab.growth.measurement import IdentityNorms, Measurement, Pass, Seen, right_derivatives
 from growlab.growth.method import GrowthContext
 from growlab.growth.outputs import arithmetic
-from growlab.widths import Layer, WidthGraph, tensors_of
+from growlab.widths import Layer, WidthGraph, as_run, tensors_of
 
 # Singular values of S below this part of the largest count as zero, as in GroMo.
 RANK = 1e-6
@@ -140,6 +141,7 @@ def moments(
     view = ChannelView(context.graph, context.old_widths, context.old_widths)
     names = list(dict.fromkeys(layer.name for fans in groups for layer in (fans.producers[0], fans.consumers[0])))
     consumers = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
+    read = {layer.name: _inputs(layer, view) for fans in groups for layer in (fans.producers[0], fans.consumers[0])}
 
     def visit(one: Pass) -> dict[str, Tensor]:
         loss, seen = one.loss, one.seen
@@ -149,8 +151,8 @@ def moments(
             found = {f"calls {name}": torch.tensor(float(seen[name].calls)).to(loss) for name in names}
             for fans in groups:
                 producer, consumer = fans.producers[0], fans.consumers[0]
-                h = _patches(modules[producer.name], producer, context.graph, seen[producer.name], view)
-                b = _patches(modules[consumer.name], consumer, context.graph, seen[consumer.name], view)
+                h = _patches(modules[producer.name], producer, seen[producer.name], read[producer.name])
+                b = _patches(modules[consumer.name], consumer, seen[consumer.name], read[consumer.name])
                 v = -len(b) * _rows(modules[consumer.name], goal[consumer.name]).double()
                 reads = _reads(modules[consumer.name], seen[consumer.name], seen[producer.name])
                 weighted = h if reads is None else h * reads[:, None].to(h)
@@ -178,8 +180,11 @@ def bottleneck(
     names = list(dict.fromkeys(fans.consumers[0].name for fans in groups))
     for number, candidates in enumerate(Candidates.of_each_entry(method, context, groups, {})):
         view, new = candidates.view, candidates.new
+        layers = [fans.consumers[0] for fans in groups]
+        read = {layer.name: _inputs(layer, view) for layer in layers}
+        rows = {layer.name: as_run(graph.axes[layer.weight][0].kept(old, view.widths)) for layer in layers}
 
-        def visit(one: Pass, view: ChannelView = view, new: Mapping[str, Tensor] = new) -> dict[str, Tensor]:
+        def visit(one: Pass, new: Any = new, read: Any = read, rows: Any = rows) -> dict[str, Tensor]:
             parameters, loss, seen = one
             outputs = [seen[name].output for name in names]
             slopes = dict(zip(names, torch.autograd.grad(loss, outputs, retain_graph=True), strict=True))
@@ -190,11 +195,11 @@ def bottleneck(
                 consumer = fans.consumers[0]
                 module, output = modules[consumer.name], seen[consumer.name].output
                 with arithmetic():
-                    patches = _patches(module, consumer, graph, seen[consumer.name], view)
+                    patches = _patches(module, consumer, seen[consumer.name], read[consumer.name])
                     goal = -len(patches) * _rows(module, slopes[consumer.name]).double()
-                    rows = graph.axes[consumer.weight][0].kept(old, view.widths).to(goal.device)
+                    known = rows[consumer.name]
                     rest = torch.zeros_like(goal)
-                    rest[..., rows] = goal[..., rows] - patches @ updates[fans.group]
+                    rest[..., known] = goal[..., known] - patches @ updates[fans.group]
                     if isinstance(module, nn.Conv2d):
                         rest = rest.mT
                     rest = rest.reshape(output.shape).to(output) / len(patches)
@@ -215,14 +220,18 @@ def bottleneck(
     return {group: torch.cat(pieces, 1) for group, pieces in columns.items()}
 
 
-def _patches(module: nn.Module, layer: Layer, graph: WidthGraph, seen: Seen, view: ChannelView) -> Tensor:
-    """Inputs from old channels at each output position, with a 1 for the bias: [B, positions, entries], float64."""
-    positions = graph.axes[layer.weight][1].kept(view.among, view.widths).to(seen.x.device)
+def _inputs(layer: Layer, view: ChannelView) -> Tensor | slice:
+    """Positions of a layer's inputs from old channels."""
+    return as_run(view.graph.axes[layer.weight][1].kept(view.among, view.widths))
+
+
+def _patches(module: nn.Module, layer: Layer, seen: Seen, read: Tensor | slice) -> Tensor:
+    """Inputs `read` at each output position, with a 1 for the bias: [B, positions, entries], float64."""
     if isinstance(module, nn.Conv2d):
-        x = seen.x.index_select(1, positions)
+        x = seen.x[:, read]
         patches = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).mT  # type: ignore[arg-type]
     else:
-        patches = _rows(module, seen.x.index_select(-1, positions))
+        patches = _rows(module, seen.x[..., read])
     if layer.bias is not None:
         patches = torch.cat([patches, torch.ones_like(patches[..., :1])], -1)
     return patches.double()

@@ -31,7 +31,7 @@ from growlab.growth.outputs import arithmetic, main_output, network_inputs, with
 from growlab.growth.weighted_norms import carried_weights, weigh
 from growlab.widths import Carry, WidthGraph, replace_tensors, restore_tensors, tensors_in, tensors_of
 from growlab.widths.inputs import call_on
-from growlab.widths.unchanged import DispatchMode
+from growlab.widths.unchanged import DispatchMode, Snapshot
 
 #: The network's positional inputs, or a mapping of inputs by name, followed by the target.
 Batch = tuple[Tensor, ...]
@@ -119,6 +119,17 @@ class Measurement:
             raise UserError("growth needs training data, but there is not a single batch.")
         self._loss, self._average, self.share = loss, average, share
         self._flops: dict[Hashable, int] = {}
+        # Of the network as it is in a session, once a run has asked for it; None outside of sessions.
+        self._snapshots: list[Snapshot] | None = None
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Context for several runs between which nothing else changes the network: they share one snapshot of it."""
+        self._snapshots = []
+        try:
+            yield
+        finally:
+            self._snapshots = None
 
     def split(self) -> "tuple[Measurement, Measurement]":
         """Split the batches in two: all but the last quarter, and the last quarter (rounded up) held out.
@@ -176,7 +187,7 @@ class Measurement:
         device = next(self.model.parameters()).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        before = self._widths()
+        before, snapshot = self._widths(), self._shared_snapshot()
         plain, replaced = self._replaced(tensors)
         self._weigh(before)
         shapes = tuple((name, tuple(new.shape)) for name, (_, new) in replaced.items())
@@ -186,7 +197,7 @@ class Measurement:
                 new.requires_grad_(gradients and isinstance(new, nn.Parameter))
             with contextlib.ExitStack() as stack:
                 seen = stack.enter_context(_watching(self.model, watched))
-                quiet = stack.enter_context(without_side_effects(self.model))
+                quiet = stack.enter_context(without_side_effects(self.model, snapshot))
                 stack.enter_context(torch.set_grad_enabled(gradients))
                 # Behind `without_side_effects`, whose reads of tensors would pass through these modes.
                 for mode in (*plain, *modes):
@@ -227,6 +238,14 @@ class Measurement:
         self.cost.seconds += time.perf_counter() - began
         return result
 
+    def _shared_snapshot(self) -> Snapshot | None:
+        """Snapshot of the session; None if each run needs its own: several batches, between which its tensors stay."""
+        if self._snapshots is None or len(self._batches) > 1:
+            return None
+        if not self._snapshots:
+            self._snapshots.append(Snapshot(self.model))
+        return self._snapshots[0]
+
     def _replaced(
         self, tensors: Mapping[str, Tensor]
     ) -> tuple[list[TorchFunctionMode], dict[str, tuple[Tensor, Tensor]]]:
@@ -249,7 +268,7 @@ class Measurement:
                 nonlocal saved
                 saved += tensor.nbytes
                 # Detached: an operation that saves its own output would keep itself alive. Autograd attaches it again.
-                return tensor.detach()
+                return tensor if tensor.grad_fn is None else tensor.detach()
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
                 yield

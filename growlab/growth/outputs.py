@@ -174,14 +174,19 @@ def evaluate(model: nn.Module, probe: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def without_side_effects(model: nn.Module) -> Iterator["_Quiet"]:
-    """Context for passes without gradients and dropout, in full precision; the network is restored after it."""
+def without_side_effects(model: nn.Module, snapshot: Snapshot | None = None) -> Iterator["_Quiet"]:
+    """Context for passes without gradients and dropout, in full precision; the network is restored after it.
+
+    Args:
+        model: the network.
+        snapshot: a snapshot of its present state, to restore that one instead of taking another.
+    """
     devices, dtypes = _devices_and_dtypes(model)
     with (
         torch.no_grad(),
         autocast_off(devices),
         _full_precision(),
-        unchanged(model, seed=0) as snapshot,
+        unchanged(model, seed=0, snapshot=snapshot) as snapshot,
         _Quiet(model, snapshot, devices, dtypes == {torch.float64}) as quiet,
     ):
         yield quiet

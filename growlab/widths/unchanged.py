@@ -344,15 +344,18 @@ class _Writes(DispatchMode):
 
 
 @contextmanager
-def unchanged(network: nn.Module, seed: int | None = None, copied: Copied = "buffers") -> Iterator[Snapshot]:
+def unchanged(
+    network: nn.Module, seed: int | None = None, copied: Copied = "buffers", snapshot: Snapshot | None = None
+) -> Iterator[Snapshot]:
     """Restore a network, and the generators that it draws from, at the end of the block or after an exception.
 
     Args:
         network: network to restore, see `Snapshot`.
         seed: seed of all global generators in the block; None: they continue from their state.
         copied: see `Snapshot`; "all but parameters" where dispatch modes are not allowed, as in torch.export.
+        snapshot: a snapshot of the network's present state, taken with the same `copied`; None: one is taken.
     """
-    snapshot = Snapshot(network, copied)
+    snapshot = snapshot or Snapshot(network, copied)
     with _draws_kept(network, seed):
         try:
             if copied != "buffers":

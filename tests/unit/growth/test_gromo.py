@@ -70,6 +70,9 @@ def conv_theirs(run: Started) -> nn.Module:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.layers[1](self.layers[0](x)).flatten(1))
 
+        def extended_forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers[1].extended_forward(*self.layers[0].extended_forward(x))[0].flatten(1))
+
     network = Network().double()
     with torch.no_grad():
         for layer, place in zip(network.layers, (0, 2), strict=True):
@@ -88,9 +91,14 @@ def double() -> Iterator[None]:
 
 
 def grown(
-    network: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], factor: float, count: int = NEW, **options: bool
+    network: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    factor: float,
+    count: int = NEW,
+    held_out: Sequence[tuple[Tensor, Tensor]] = (),
+    **options: bool,
 ) -> nn.Module:
-    """After GroMo's event, as its tutorials do it."""
+    """After GroMo's event, as its tutorials do it; with the losses of a line search over 0 and `factor` if held out."""
     network.init_computation()
     for x, y in batches:
         network.zero_grad()
@@ -99,12 +107,15 @@ def grown(
     network.compute_optimal_updates(maximum_added_neurons=count, dtype=torch.float64, **options)
     network.reset_computation()
     network.select_update(0)
+    for tried in (0.0, factor) if held_out else ():
+        network.set_scaling_factor(tried)
+        loss(network.extended_forward, held_out)
     network.set_scaling_factor(factor)
     network.apply_change()
     return network
 
 
-def loss(network: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+def loss(network: Callable[[Tensor], Tensor], batches: Sequence[tuple[Tensor, Tensor]]) -> float:
     with torch.no_grad():
         return float(torch.stack([F.cross_entropy(network(x), y) for x, y in batches]).mean())
 

@@ -12,7 +12,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from growlab.base.errors import UserError
-from growlab.growth import GradMax, Measurement
+from growlab.growth import GradMax, Measurement, Tiny, measurement
 from growlab.growth.fans import ChannelView, TensorDim, group_tensors
 from growlab.widths import tensors_of
 from tests.cases import NETWORKS, graph_of
@@ -50,6 +50,54 @@ class Spare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.first(x))
+
+
+class Remembering(nn.Module):
+    """Its output depends on what earlier forwards have left in a buffer, an attribute, a list and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.log = 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.log.append(self.calls)
+        with torch.no_grad():
+            self.seen += len(self.log)
+            self.last.bias.mul_(1.5)
+        return self.last(self.first(x).tanh()) * (1 + self.seen + self.calls)
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_runs_of_a_session_start_from_the_same_state_and_leave_none(num_batches: int) -> None:
+    run = started(Remembering(), (4,), Tiny(), num_batches=num_batches)
+    before, held = copy.deepcopy(run.network.state_dict()), dict(run.network.named_parameters())
+    data, old = Measurement(run.network, run.graph, run.batches, F.cross_entropy), tensors_of(run.network, run.graph)
+    alone = data.loss(old)
+    with data.session():
+        found = [data.loss(old), float(data.gradients(old, ["first.weight"])[""]), data.loss(old)]
+    assert found == [alone] * 3
+    assert (run.network.calls, run.network.log) == (0, [])
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
+    assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
+    # A training step in between is not undone by the next run.
+    with torch.no_grad():
+        run.network.last.weight.add_(1)
+    data.loss(tensors_of(run.network, run.graph))
+    torch.testing.assert_close(run.network.last.weight, before["last.weight"] + 1)
+
+
+def test_an_event_s_runs_over_one_batch_share_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(Remembering(), (4,), Tiny(amplitudes=[1.0, 0.5, 0.1]))
+    made, plain = [], measurement.Snapshot
+    monkeypatch.setattr(measurement, "Snapshot", lambda network: made.append(1) or plain(network))
+    monkeypatch.setattr(
+        Measurement, "run", (lambda run: lambda *a, **k: made.append(0) or run(*a, **k))(Measurement.run)
+    )
+    run.grow({"first": 5})
+    assert made.count(0) >= 4 and made.count(1) == 1
 
 
 def test_unused_parameters_have_a_gradient_of_zero() -> None:
