@@ -3,14 +3,20 @@
 import random
 import sys
 from argparse import Namespace
-from collections import OrderedDict, UserDict, UserList, deque
+from array import array
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dis import get_instructions
 from functools import cache, partial
 from math import inf
 from operator import is_
-from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
+from queue import Queue
+from threading import local
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -27,7 +33,11 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
 }
 # Libraries whose global variables a forward does not change; they need not be searched.
 _WITHOUT_VARIABLES = _LIBRARIES | {"huggingface_hub", "transformers"}
-_RECORDS = (Namespace, SimpleNamespace, UserDict, UserList, partial)
+# Objects of libraries in which it may.
+_RECORDS = (
+    *(ChainMap, Namespace, Queue, SimpleNamespace, UserDict, UserList, local, partial),
+    *(WeakKeyDictionary, WeakSet, WeakValueDictionary, torch.quasirandom.SobolEngine),
+)
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size})
 _CACHED = type(cache(lambda: None))
 # Longer containers are data, not a cache, and not searched.
@@ -124,6 +134,8 @@ class Snapshot:
         elif isinstance(thing, CellType):
             content = _content_of(thing)
             self._add(_restore_cell, thing, content, (content,))
+        elif isinstance(thing, ContextVar):
+            self._add(_restore_variable, thing, content := _value_of(thing), (content,))
         elif isinstance(thing, _CACHED):
             self._undo.append((_restore_cache, thing, thing.cache_info().misses))
         elif kind in STATES:
@@ -163,15 +175,34 @@ class Snapshot:
             # Its hooks record observations, which stay.
             return
         self._follow((*(function.__closure__ or ()), *(function.__defaults__ or ())))
-        self._waiting += [function.__dict__] if function.__dict__ else []
+        self._follow(tuple((function.__kwdefaults__ or {}).values()))
+        self._add(restore_dict, function.__dict__, dict(function.__dict__), function.__dict__.values())
         if library in _WITHOUT_VARIABLES:
             return
-        for name in _names_in(function.__code__):
-            if (content := here.get(name, _ABSENT)) is _ABSENT or isinstance(content, (type, type(sys))):
-                continue
-            self._undo.append((_restore_item, (here, name), content))
-            if not isinstance(content, FunctionType) or content.__module__.partition(".")[0] == library:
-                self._waiting.append(content)
+        names = _names_in(function.__code__)
+        for name in names:
+            self._note_variable(here, name, library)
+            content = here.get(name)
+            if isinstance(content, ModuleType) and content.__name__.partition(".")[0] not in _WITHOUT_VARIABLES:
+                # Variables of another module, as attributes of it.
+                for each in names:
+                    self._note_variable(vars(content), each, library)
+        for name in _assigned_in(function.__code__):
+            if name not in here:
+                self._undo.append((_restore_item, (here, name), _ABSENT))
+
+    def _note_variable(self, variables: dict[str, Any], name: str, library: str) -> None:
+        """Note a global variable, or a class by its attributes."""
+        if (content := variables.get(name, _ABSENT)) is _ABSENT or isinstance(content, ModuleType):
+            return
+        if isinstance(content, type):
+            # Modules of the network have been noted by their class.
+            if not issubclass(content, nn.Module) and _library(content) not in _WITHOUT_VARIABLES:
+                self._note_class(content)
+            return
+        self._undo.append((_restore_item, (variables, name), content))
+        if not isinstance(content, FunctionType) or content.__module__.partition(".")[0] == library:
+            self._waiting.append(content)
 
     def _note_object(self, thing: Any, kind: type) -> None:
         attributes = getattr(thing, "__dict__", None)
@@ -190,11 +221,12 @@ class Snapshot:
                 if isinstance(slot, MemberDescriptorType):
                     content = _read_slot(slot, thing)
                     self._add(_restore_slot, (slot, thing), content, (content,))
-            if id(each) not in self._seen:
-                self._seen.add(id(each))
-                self._note_class(each)
+            self._note_class(each)
 
     def _note_class(self, kind: type) -> None:
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
         own = {name: content for name, content in vars(kind).items() if not name.startswith("__")}
         self._undo.append((_restore_attributes, kind, own))
         for content in vars(kind).values():
@@ -275,19 +307,26 @@ class Content:
         """Restore the values in the memory where they were."""
         moved = _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape
         # Copying increments the version, which fails a backward pass that is still to come.
-        if not moved and (self._copy is None or torch.equal(self.tensor, self._copy)):
+        if not moved and (self._copy is None or _equal(self.tensor, self._copy)):
             return
         with torch.inference_mode() if self.tensor.is_inference() else torch.no_grad():
             if moved:
                 self.tensor.data = self.alias
-            if self._copy is not None and not torch.equal(self.tensor, self._copy):
+            if self._copy is not None and not _equal(self.tensor, self._copy):
                 self.tensor.copy_(self._copy)
 
     @property
     def size(self) -> float:
-        """Number of bytes; infinite where a copy may take more than to copy memory."""
+        """Number of bytes that are still to be copied; infinite where that may take more than to copy memory."""
+        if self._copy is not None:
+            return 0
         plain = type(self.alias) is Tensor and self.alias.device.type == "cpu" and self.alias.layout is torch.strided
         return self.alias.nbytes if plain else inf
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if tensors of any layout are known to be equal."""
+    return one.layout is torch.strided and torch.equal(one, other)
 
 
 def is_overwritten(tensor: Tensor) -> bool:
@@ -421,6 +460,7 @@ STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
     np.ndarray: (np.copy, lambda array, content: np.copyto(array, content)),
     bytearray: (bytes, lambda array, content: array.__setitem__(slice(None), content)),
+    array: (lambda array: array[:], lambda array, content: array.__setitem__(slice(None), content)),
 }
 
 
@@ -456,6 +496,14 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
     """Global names that a function and the functions inside of it use."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
     return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+@cache
+def _assigned_in(code: CodeType) -> tuple[str, ...]:
+    """Global variables that a function and the functions inside of it assign."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _assigned_in(const)]
+    own = [each.argval for each in get_instructions(code) if each.opname == "STORE_GLOBAL"]
+    return tuple(dict.fromkeys((*own, *inner)))
 
 
 def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dict[Any, Any]:
@@ -532,8 +580,25 @@ def restore_filled(content: Any, state: tuple[Any, ...]) -> None:
 
 
 def _restore_item(place: tuple[dict[str, Any], str], content: Any) -> None:
-    if place[0].get(place[1], _ABSENT) is not content:
+    if place[0].get(place[1], _ABSENT) is content:
+        return
+    if content is _ABSENT:
+        del place[0][place[1]]
+    else:
         place[0][place[1]] = content
+
+
+def _value_of(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return _ABSENT
+
+
+def _restore_variable(variable: ContextVar[Any], content: Any) -> None:
+    # There is no way to unset one that was unset.
+    if content is not _ABSENT and _value_of(variable) is not content:
+        variable.set(content)
 
 
 def _restore_cell(cell: CellType, content: Any) -> None:

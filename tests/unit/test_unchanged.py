@@ -1,13 +1,19 @@
 """All ways in which a forward can keep something, and that looking at a network undoes each of them."""
 
 import random
+import threading
 from argparse import Namespace
-from collections import OrderedDict, defaultdict, deque
+from array import array
+from collections import ChainMap, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
+from queue import Queue
+from types import ModuleType
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -31,6 +37,9 @@ def copied_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 _CALLS, _TABLES = 0, dict[int, Tensor]()
+_CONTEXT, _THREAD, _WEAK = ContextVar("calls", default=0), threading.local(), WeakKeyDictionary[nn.Module, int]()
+state = ModuleType("state")
+state.calls = 0  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -44,6 +53,20 @@ class Slotted:
 
     def fill(self, x: Tensor) -> None:
         self.table, self.filled = x.detach(), len(x)
+
+
+class Registry:
+    """Holds what no network has an object of."""
+
+    table: Any = None
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> None:
+    Registry.table = None
+    globals().pop("_NEW", None)
+    vars(_THREAD).clear()
+    vars(keep_in_function).clear()
 
 
 def counter() -> Callable[[], int]:
@@ -75,7 +98,10 @@ class Keeper(nn.Module):
         self.settings, self.slotted, self.options = Settings(), Slotted(), Namespace(calls=0)
         self.count, self.call, self.part = counter(), self.settings.seen.append, partial(dict, seen=[])
         self.generator, self.random, self.numpy = (torch.Generator(), random.Random(0), np.random.default_rng(0))
+        self.chain, self.queue, self.doubles = ChainMap[str, int]({}), Queue[int](), array("d", [0.0])
+        self.sobol = torch.quasirandom.SobolEngine(1)
         self.plain = torch.zeros(3)
+        self.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
         self.register_buffer("table", torch.zeros(64))
         self.register_buffer("empty", None, persistent=False)
         self.slow = nn.Parameter(torch.zeros(3), requires_grad=False)
@@ -90,6 +116,39 @@ class Keeper(nn.Module):
 def keep_global(m: Keeper, x: Tensor) -> None:
     global _CALLS
     _CALLS += 1
+
+
+def keep_new_global(m: Keeper, x: Tensor) -> None:
+    global _NEW
+    _NEW = x.detach()
+
+
+def keep_in_module(m: Keeper, x: Tensor) -> None:
+    state.calls += 1  # type: ignore[attr-defined]
+
+
+def keep_in_class(m: Keeper, x: Tensor) -> None:
+    Registry.table = x.detach()
+
+
+def keep_in_thread(m: Keeper, x: Tensor) -> None:
+    _THREAD.table = x.detach()
+
+
+def keep_weakly(m: Keeper, x: Tensor) -> None:
+    _WEAK[m] = _WEAK.get(m, 0) + 1
+
+
+def keep_in_context(m: Keeper, x: Tensor) -> None:
+    _CONTEXT.set(_CONTEXT.get() + 1)
+
+
+def keep_in_function(m: Keeper, x: Tensor) -> None:
+    keep_in_function.calls = getattr(keep_in_function, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+def keep_in_default(m: Keeper, x: Tensor, *, seen: list[int] = []) -> None:  # noqa: B006 - as users do
+    seen.append(1)
 
 
 def fill(m: Keeper, x: Tensor) -> None:
@@ -179,6 +238,22 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a cached function": (lambda m, x: m.cached(len(x)), lambda m: Keeper.cached.cache_info().currsize),
     "a global variable": (keep_global, lambda m: _CALLS),
     "a global dictionary": (lambda m, x: _TABLES.update({len(_TABLES): x}), lambda m: list(_TABLES)),
+    "a new global variable": (keep_new_global, lambda m: "_NEW" in globals()),
+    "a variable of a Python module": (keep_in_module, lambda m: state.calls),
+    "an attribute of another class": (keep_in_class, lambda m: Registry.table is None),
+    "a thread's variable": (keep_in_thread, lambda m: hasattr(_THREAD, "table")),
+    "a weak dictionary": (keep_weakly, lambda m: _WEAK.get(m)),
+    "a context's variable": (keep_in_context, lambda m: _CONTEXT.get()),
+    "an attribute of a function": (keep_in_function, lambda m: hasattr(keep_in_function, "calls")),
+    "a default of a keyword": (keep_in_default, lambda m: list(keep_in_default.__kwdefaults__["seen"])),
+    "a chain of dictionaries": (
+        lambda m, x: m.chain.update(calls=m.chain.get("calls", 0) + 1),
+        lambda m: dict(m.chain),
+    ),
+    "a queue": (lambda m, x: m.queue.put(1), lambda m: m.queue.qsize()),
+    "an array of Python's": (lambda m, x: m.doubles.append(1.0), lambda m: list(m.doubles)),
+    "a quasi-random sequence": (lambda m, x: m.sobol.draw(1), lambda m: m.sobol.num_generated),
+    "a sparse buffer": (lambda m, x: m.sparse.mul_(2), lambda m: m.sparse.to_dense().tolist()),
     "a generator": (lambda m, x: torch.rand(1, generator=m.generator), lambda m: m.generator.get_state().tolist()),
     "Python's generator": (lambda m, x: m.random.random(), lambda m: m.random.getstate()),
     "numpy's generator": (lambda m, x: m.numpy.random(), lambda m: m.numpy.bit_generator.state),
@@ -504,7 +579,7 @@ def test_large_parameters_are_copied_only_if_they_are_written_to(copied_at_once:
 
     class Copies(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            copied.extend(x.data_ptr() for x in args if func is Tensor.clone)
+            copied.extend(x.data_ptr() for x in args if func is Tensor.clone and not x.is_sparse)
             return func(*args, **(kwargs or {}))
 
     with torch.no_grad(), Copies(), unchanged(network):
