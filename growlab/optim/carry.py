@@ -7,7 +7,7 @@ Parameters are replaced in groups and in the containers that an optimizer keeps 
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -485,27 +485,50 @@ def cannot_replace(optimizer: Optimizer, wanted: Container[int]) -> str:
             )
     groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
     lists = [*groups, [param for group in groups for param in group]]
-    shapes = [[param.shape for param in one] for one in lists if any(id(param) in wanted for param in one)]
+    lists = [params for params in lists if any(id(param) in wanted for param in params)]
+    own = {id(param) for params in groups for param in params}
     for _, name, value in _elsewhere(optimizer):
+        how = ""
         for container in _containers(value):
-            if isinstance(container, dict):
-                placed = [
-                    _is_size(key, one)
-                    for key, kept in container.items()
-                    for one in tensors_within(kept, objects=False)
-                    if id(one) in wanted
-                ]
-                # A single key that equals a size may be another number by chance.
-                bad = bool(placed) and all(placed)
+            if isinstance(container, dict) and _by_size(container, wanted):
                 how = "groups parameters by their size in"
-            else:
-                tensors = [one for one in container if isinstance(one, Tensor)]
-                apart = not any(one is param for one in tensors for group in groups for param in group)
-                bad = apart and len(tensors) > 0 and [one.shape for one in tensors] in shapes
+            elif any(_resembles(container, params, own) for params in lists):
                 how = "keeps tensors like its parameters, outside of its state, in"
-            if bad:
-                return f"{type(optimizer).__name__} {how} {name!r}, which growlab cannot carry through growth"
+        if any(_joins(value, params, own) for params in lists):
+            how = "keeps the elements of its parameters in one tensor in"
+        if how:
+            return f"{type(optimizer).__name__} {how} {name!r}, which growlab cannot carry through growth"
     return ""
+
+
+def _by_size(container: dict[Any, Any], wanted: Container[int]) -> bool:
+    placed = [
+        _is_size(key, one)
+        for key, kept in container.items()
+        for one in tensors_within(kept, objects=False)
+        if id(one) in wanted
+    ]
+    # A single key that equals a size may be another number by chance.
+    return bool(placed) and all(placed)
+
+
+def _resembles(container: Any, params: Sequence[Tensor], own: Container[int]) -> bool:
+    """Return True if a container has, for each parameter in order, tensors of its shape, such as state by name."""
+    if isinstance(container, dict) and any(isinstance(key, Tensor) for key in container):
+        return False
+    values = container.values() if isinstance(container, dict) else container
+    items = [tensors for one in values if (tensors := [*tensors_within(one, objects=False)])]
+    if len(items) != len(params) or any(id(tensor) in own for tensors in items for tensor in tensors):
+        return False
+    pairs = zip(items, params, strict=True)
+    return all(any(t.shape == p.shape for t in tensors) and not _misfit(tensors, p.shape) for tensors, p in pairs)
+
+
+def _joins(value: Any, params: Sequence[Tensor], own: Container[int]) -> bool:
+    """Return True if a vector has as many elements as several parameters together."""
+    size = sum(param.numel() for param in params)
+    vectors = [one for one in tensors_within(value, objects=False) if one.shape == (size,) and id(one) not in own]
+    return len(params) > 1 and bool(vectors)
 
 
 def _elsewhere(optimizer: Optimizer) -> Iterator[tuple[Any, Any, Any]]:

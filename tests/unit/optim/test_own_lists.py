@@ -75,8 +75,17 @@ def test_parameters_in_an_optimizers_own_lists_are_exchanged(hold: str, in_group
         lambda params: {(p.shape, p.dtype): [p] for p in params},
         lambda params: {p.numel(): [p] for p in params},
         lambda params: [torch.zeros_like(p) for p in params],
+        lambda params: {f"parameter {number}": torch.zeros_like(p) for number, p in enumerate(params)},
+        lambda params: {id(p): torch.zeros_like(p) for p in params},
+        lambda params: {number: {"mean": torch.zeros_like(p), "step": 0} for number, p in enumerate(params)},
+        lambda params: [(torch.zeros_like(p), torch.ones_like(p)) for p in params],
+        lambda params: torch.zeros(sum(p.numel() for p in params)),
+        lambda params: {"flat": [torch.zeros(sum(p.numel() for p in params))]},
     ],
-    ids=["shape", "shape and dtype", "size", "velocities"],
+    ids=[
+        *("shape", "shape and dtype", "size", "velocities", "by name", "by id", "by number", "in pairs"),
+        *("in one tensor", "in one tensor, in a dictionary"),
+    ],
 )
 def test_containers_that_would_not_fit_are_refused_before_the_network_grows(
     hold: Callable[[list[nn.Parameter]], Any],
