@@ -25,7 +25,7 @@ from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import Checkpoint, first_names, reverted, units
 from growlab.widen.layers import Deeper
 from growlab.widen.sizes import PARTS, changed, deepened, divides_its_stream, widened
-from growlab.widen.skeletons import output_of, skeleton
+from growlab.widen.skeletons import output_of, set_precision, skeleton
 from growlab.widen.tensors import Rows, read_folder, write_folder
 from growlab.widen.weights import DEFAULT, NOISE_STD, Way, Widening, blocks_of, method_of, read_off, with_unused
 from growlab.widths import UnsupportedOperation, layouts
@@ -136,7 +136,7 @@ def _exact_plan(
         alone = Plan(saved, source, skeleton(kind, deepened(config, depth)), method, seed)
         way, error = alone.exact_way()
         if way is None:
-            raise _not_deeper(kind.__name__, error)
+            raise _not_deeper(kind.__name__, alone, error)
     if getattr(config, "alibi", False) and divides_its_stream(config) and {*parts} & {"heads", "stream"}:
         raise UserError(
             f"{kind.__name__} with ALiBi keeps its heads and their stream: the number of heads sets the slopes of its "
@@ -226,6 +226,8 @@ class Plan:
         self._saved, self._source, self.target = saved, source, target
         inputs = inputs_of(source)
         self._probe = tuple(inputs.values())
+        # A previous plan has run it in float64.
+        set_precision(source, torch.float32)
         self._network, old = (FirstOutput(model, list(inputs)) for model in (target, source))
         self._deeper = Deeper(self._network, old)
         try:
@@ -256,6 +258,11 @@ class Plan:
     def whole(self) -> bool:
         """True if all streams become wider by whole factors."""
         return self._widening.whole
+
+    @property
+    def writes_to_its_stream(self) -> bool:
+        """True if new layers have tensors that add to a stream, once a way has been looked for."""
+        return bool(self._zeros)
 
     def _origin(self, name: str) -> str:
         """Name of the saved tensor that a target's tensor equals or is computed from."""
@@ -346,7 +353,12 @@ class Plan:
         return whole
 
 
-def _not_deeper(kind: str, error: float) -> UserError:
+def _not_deeper(kind: str, plan: Plan, error: float) -> UserError:
+    if not plan.writes_to_its_stream:
+        return UserError(
+            f"growlab cannot find what writes to the stream of {kind}, which is its output: save a model with a head, "
+            "or leave --depth out."
+        )
     return UserError(
         f"a new layer of {kind} cannot begin as the identity (the output would change by {error:.0e}): its "
         "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
@@ -355,10 +367,13 @@ def _not_deeper(kind: str, error: float) -> UserError:
 
 
 def _inexact(kind: str, plan: Plan, error: float) -> UserError:
-    else_give = "--parts mlp" if plan.whole else "a whole --width such as 2, or --parts mlp"
+    changes = f"{kind} cannot be widened so: its output would change by {error:.0e}"
+    if plan.whole:
+        return UserError(f"{changes}, as its code computes numbers from its width; give --parts mlp.")
     return UserError(
-        f"{kind} cannot be widened so: its output would change by {error:.0e}, as its normalisations stand behind "
-        f"sums, or as its code computes numbers from its width; give {else_give}."
+        f"{changes}. By a fraction, only layers may write to its stream and only normalisations read it (no positional "
+        "convolution, normalised embedding, layer scale or sum in front of a normalisation may), and its code may "
+        "compute no numbers from its width; give a whole --width such as 2, or --parts mlp."
     )
 
 

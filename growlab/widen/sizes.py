@@ -13,7 +13,7 @@ from growlab.base.errors import UserError
 PARTS = ("stream", "heads", "mlp")
 #: Names of these sizes in configurations.
 NAMES: Mapping[str, Collection[str]] = {
-    "stream": ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"),
+    "stream": ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "pooler_hidden_size"),
     "heads": (
         *("num_attention_heads", "n_head", "n_heads", "num_heads"),
         *("encoder_attention_heads", "decoder_attention_heads", "num_key_value_heads", "num_kv_heads"),
@@ -30,7 +30,10 @@ LAYERS = (
 )
 _HEAD_DIMENSIONS = ("head_dim", "d_kv")
 # Lists that may be as long as there are layers but have no entry per layer.
-_NOT_OF_LAYERS = ("image_size", "patch_size", "tubelet_size", "image_mean", "image_std", "architectures")
+_NOT_OF_LAYERS = (
+    *("image_size", "patch_size", "tubelet_size", "image_mean", "image_std", "architectures"),
+    *("conv_dim", "conv_kernel", "conv_stride", "tdnn_dim", "tdnn_kernel", "tdnn_dilation"),
+)
 
 
 def sizes(config: Any, names: Collection[str]) -> dict[str, int]:

@@ -314,13 +314,18 @@ def read_off(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Map
     """
     widths = graph.widths_of({name: shapes[name] for name in graph.axes})
     widths = {name: widths.get(name, group.full_width) for name, group in graph.groups.items()}
-    for name, tensor in full.items():
-        wanted = graph.shape(name, widths) if name in graph.axes else tuple(tensor.shape)
-        if name in shapes and tuple(shapes[name]) != wanted:
-            reasons = (graph.fixed.get(key) for key in (name, name.rpartition(".")[0]))
-            reason = next(filter(None, reasons), "growlab has no rule that makes it wider")
-            raise UserError(
-                f"{name.removeprefix('network.')} is {list(shapes[name])} and would be {list(tensor.shape)}, "
-                f"which cannot be exact ({reason}); give --parts mlp, or leave --width out."
-            )
+    misfits = [
+        name
+        for name, tensor in full.items()
+        if name in shapes
+        and tuple(shapes[name]) != (graph.shape(name, widths) if name in graph.axes else tuple(tensor.shape))
+    ]
+    known = {name: graph.fixed.get(name) or graph.fixed.get(name.rpartition(".")[0]) for name in misfits}
+    # Tensors that become as wide as another one with a reason have the same.
+    for name in sorted(misfits, key=lambda name: known[name] is None):
+        raise UserError(
+            f"{name.removeprefix('network.')} is {list(shapes[name])} and would be {list(full[name].shape)}, which "
+            f"cannot be exact ({known[name] or 'growlab has no rule that makes it wider'}); give --parts mlp, or "
+            "leave --width out."
+        )
     return widths

@@ -208,6 +208,43 @@ def test_what_cannot_be_exact_is_refused_with_what_can(tmp_path: Path, capsys: p
     assert main([str(tmp_path / "old"), "--width", "1.5", "--parts", "mlp", "-o", str(tmp_path / "new")]) == 0
 
 
+def small(kind: str, name: str, folder: Path, **settings: Any) -> None:
+    """Save an untrained model of a class, with 2 layers of 2 heads."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+    model = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**sizes, **settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_reasons_are_the_true_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    audio = {
+        **{"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_conv_pos_embeddings": 8},
+        **{"num_conv_pos_embedding_groups": 2, "vocab_size": 20},
+    }
+    # Its positional convolution, with an activation behind it, reads the stream as it is.
+    stable = {**audio, "do_stable_layer_norm": True, "feat_extract_norm": "layer"}
+    small("ForCTC", "Wav2Vec2", tmp_path / "stable", **stable)
+    told = refusal(capsys, tmp_path / "stable", "--width", 1.5, "-o", tmp_path / "new")
+    assert "no positional convolution" in told and "a whole --width such as 2" in told
+    # Inputs are float32 again after a check in float64.
+    told = refusal(capsys, tmp_path / "stable", "--width", 1.5, "--depth", 2, "-o", tmp_path / "new")
+    assert "no positional convolution" in told
+    small("Model", "Wav2Vec2", tmp_path / "base", **audio)
+    told = refusal(capsys, tmp_path / "base", "--width", 2, "-o", tmp_path / "new")
+    assert "(the network's output)" in told
+    small("Model", "Llama", tmp_path / "llama", vocab_size=20)
+    told = refusal(capsys, tmp_path / "llama", "--depth", 2, "-o", tmp_path / "new")
+    assert "its output: save a model with a head" in told
+
+
+def test_the_pooler_is_as_wide_as_the_stream(tmp_path: Path) -> None:
+    small("ForSequenceClassification", "DebertaV2", tmp_path / "old", vocab_size=20)
+    assert main([str(tmp_path / "old"), "--width", "2", "-o", str(tmp_path / "new")]) == 0
+
+
 def test_heads_whose_positions_are_divided_by_their_size_are_refused_for_that_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
