@@ -14,13 +14,8 @@ from growlab.parts.hypernets import MonteCarlo, emitted, hypernetwork
 from tests.command_line import CommandLine
 
 SMALL = (
-    *(
-        "experiment=papers/hyperfan_mnist",
-        "data=digits",
-        "data.limit_train=60",
-        "data.limit_test=40",
-        "data.batch_size=20",
-    ),
+    *("experiment=papers/hyperfan_mnist", "data=digits", "data.limit_train=60", "data.limit_test=40"),
+    "data.batch_size=20",
     *("data.validation=none", "model.network.width=9", "schedule.total_epochs=2", "log_layers_every_n_steps=2"),
 )
 

@@ -15,7 +15,7 @@ from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_json
 from growlab.lab.analysis import load_runs
 from growlab.lab.cli.runs import resumed
-from growlab.lab.cli.sweeps import SweepTable, check_selection, conclude, objective
+from growlab.lab.cli.sweeps import SweepTable, check_selection, objective
 from growlab.lab.training.configuration import PRIMARY, composed, config_dir, naming_override, set_plugin_defaults
 from tests.command_line import CommandLine
 from tests.runs.test_experiment import SHORT
@@ -91,11 +91,6 @@ def test_a_search_by_another_sweeper_can_be_resumed_by_its_folder(
         config.hydra.sweeper._target_ = "theirs.Sweeper"
     SweepTable().on_multirun_start(config)
     assert resumed([str(tmp_path / "search")])[:2] == ["-m", "seed=1"]
-
-
-def test_nothing_is_concluded_where_no_sweep_has_run(capsys: pytest.CaptureFixture[str]) -> None:
-    conclude()
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_failure_that_cannot_be_read_is_still_reported(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ class Objective:
 
     def _refuse(self, takes: str, output: Any, target: Tensor) -> UserError:
         """Error about outputs and targets of other shapes or types than the objective takes."""
+        given = [f"{list(one.shape)} of {str(one.dtype).removeprefix('torch.')}" for one in (output, target)]
         advice = f": {self.goes_with}." if self.goes_with else "."
-        return UserError(f"{type(self).__name__} takes {takes}, not {_shapes_of(output, target)}{advice}")
+        return UserError(f"{type(self).__name__} takes {takes}, not outputs {given[0]} and targets {given[1]}{advice}")
 
 
 def _tensor_of(output: Any) -> Tensor:
@@ -90,11 +91,6 @@ def _tensor_of(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
         output = next(iter(output.values() if isinstance(output, Mapping) else output))
     return output
-
-
-def _shapes_of(output: Tensor, target: Tensor) -> str:
-    said = [f"{list(one.shape)} of {str(one.dtype).removeprefix('torch.')}" for one in (output, target)]
-    return f"outputs {said[0]} and targets {said[1]}"
 
 
 def _aligned(output: Tensor, target: Tensor) -> Tensor:

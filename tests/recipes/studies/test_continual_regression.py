@@ -92,16 +92,10 @@ def test_the_regulariser_keeps_earlier_tasks() -> None:
 
 def test_a_run_leaves_losses_a_summary_and_a_figure(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
-        *(
-            "experiment=papers/hyperfan_continual_regression",
-            "experiment_function.steps=4",
-            "experiment_function.measure_every=2",
-        ),
-        *(
-            "experiment_function.num_seeds=2",
-            "experiment_function.initialisations=[hyperfan_in,kaiming_in]",
-            "hydra.run.dir=run",
-        ),
+        *("experiment=papers/hyperfan_continual_regression", "experiment_function.steps=4"),
+        "experiment_function.measure_every=2",
+        *("experiment_function.num_seeds=2", "experiment_function.initialisations=[hyperfan_in,kaiming_in]"),
+        "hydra.run.dir=run",
         cwd=tmp_path,
     )
     assert outcome.code == 0, outcome.err
@@ -142,16 +136,10 @@ def test_the_figure_picks_out_four_that_trained() -> None:
 
 def test_divergence_at_every_rate_is_reported(cli: CommandLine, tmp_path: Path) -> None:
     outcome = cli(
-        *(
-            "experiment=papers/hyperfan_continual_regression",
-            "experiment_function.steps=30",
-            "experiment_function.measure_every=30",
-        ),
-        *(
-            "experiment_function.num_seeds=2",
-            "experiment_function.initialisations=[kaiming_in]",
-            "experiment_function.learning_rates=[10,5]",
-        ),
+        *("experiment=papers/hyperfan_continual_regression", "experiment_function.steps=30"),
+        "experiment_function.measure_every=30",
+        *("experiment_function.num_seeds=2", "experiment_function.initialisations=[kaiming_in]"),
+        "experiment_function.learning_rates=[10,5]",
         "hydra.run.dir=run",
         cwd=tmp_path,
     )

@@ -14,18 +14,10 @@ from growlab.recipes.papers.studies import isotropic_appendices as study
 from tests.command_line import CommandLine
 
 SMALL = (
-    *(
-        "experiment=papers/isotropic_appendices",
-        "experiment_function.width=12",
-        "experiment_function.epochs=2",
-        "experiment_function.num_seeds=1",
-    ),
-    *(
-        "experiment_function.removed=[1,6]",
-        "experiment_function.divergence_steps=3",
-        "data.limit_train=64",
-        "data.limit_test=80",
-    ),
+    *("experiment=papers/isotropic_appendices", "experiment_function.width=12", "experiment_function.epochs=2"),
+    "experiment_function.num_seeds=1",
+    *("experiment_function.removed=[1,6]", "experiment_function.divergence_steps=3", "data.limit_train=64"),
+    "data.limit_test=80",
 )
 
 

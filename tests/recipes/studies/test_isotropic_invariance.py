@@ -9,19 +9,10 @@ import pytest
 from tests.command_line import CommandLine
 
 SMALL = (
-    *(
-        "experiment=papers/isotropic_invariance",
-        "experiment_function.width=12",
-        "experiment_function.depth=4",
-        "experiment_function.epochs=2",
-        "experiment_function.num_seeds=2",
-    ),
-    *(
-        "experiment_function.changes=[-9,-1,9]",
-        "experiment_function.divergence_steps=3",
-        "data.limit_train=64",
-        "data.limit_test=40",
-    ),
+    *("experiment=papers/isotropic_invariance", "experiment_function.width=12", "experiment_function.depth=4"),
+    *("experiment_function.epochs=2", "experiment_function.num_seeds=2"),
+    *("experiment_function.changes=[-9,-1,9]", "experiment_function.divergence_steps=3", "data.limit_train=64"),
+    "data.limit_test=40",
 )
 
 
