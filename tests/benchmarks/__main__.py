@@ -1,4 +1,4 @@
-"""Run with `make bench` or `python -m tests.benchmarks`; see `tests.benchmarks.ratios`."""
+"""Run with `make bench` or `python -m tests.benchmarks`."""
 
 import argparse
 import platform
@@ -46,36 +46,46 @@ MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
 }
 
 
+def _chosen(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in MEASURES]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; choose among {', '.join(MEASURES)}")
+    return names
+
+
 def main() -> None:
-    """Measure, print a table, and write it after each measure."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("-k", default=",".join(MEASURES), help="measures, separated by commas: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--small", action="store_true", help="tiny networks, to try the measures themselves")
-    parser.add_argument("--repeats", type=int, default=0)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="a JSON file for the ratios")
+    """Measure, print a table as it goes, and write it after each measure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks",
+        description="Print what growlab costs, as ratios to the same work without it; a star marks what misses its target.",
+    )
+    add, every = parser.add_argument, ",".join(MEASURES)
+    add("-k", type=_chosen, default=every, metavar="NAMES", help=f"measures: {every.replace(',', ', ')}")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--small", action="store_true", help="tiny networks, to try the measures themselves")
+    add("--repeats", type=int, default=0, help="of each timing (5; 1 with --small)")
+    add("--write", type=Path, metavar="FILE", help="a JSON file for the ratios")
     given = parser.parse_args()
     setting = Setting(given.device, given.small, given.repeats or (1 if given.small else 5))
     machine = platform.processor() or platform.machine()
     if given.device == "cuda":
         machine = torch.cuda.get_device_name()
-    elif given.device == "cpu":
+    else:
         torch.set_num_threads(1)
     found: list[Ratio] = []
-    for name in given.k.split(","):
-        for one in MEASURES[name](setting):
-            found.append(one)
-            print(list(table([one]))[-1], flush=True)
-            if given.write is not None:
-                rows = {
-                    "machine": machine,
-                    "torch": torch.__version__,
-                    "small": given.small,
-                    "ratios": [asdict(row) for row in found],
-                }
-                given.write.parent.mkdir(parents=True, exist_ok=True)
-                write_json(given.write, rows)
-    print("", *table(found), sep="\n")
+
+    def measured() -> Iterator[Ratio]:
+        for name in given.k:
+            for one in MEASURES[name](setting):
+                found.append(one)
+                yield one
+
+    about = {"machine": machine, "torch": torch.__version__, "small": given.small}
+    for line in table(measured()):
+        print(line, flush=True)
+        if given.write is not None and found:
+            given.write.parent.mkdir(parents=True, exist_ok=True)
+            write_json(given.write, {**about, "ratios": [asdict(row) for row in found]})
 
 
 if __name__ == "__main__":
