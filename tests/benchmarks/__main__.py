@@ -57,7 +57,7 @@ def main() -> None:
     """Measure, print a table as it goes, and write it after each measure."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
-        description="Print what growlab costs, as ratios to the same work without it; a star marks what misses its target.",
+        description="Print what growlab costs, as ratios to the same work without it; a star: above its target.",
     )
     add, every = parser.add_argument, ",".join(MEASURES)
     add("-k", type=_chosen, default=every, metavar="NAMES", help=f"measures: {every.replace(',', ', ')}")
