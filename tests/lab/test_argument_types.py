@@ -40,6 +40,11 @@ def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
         ),
         ({"data": {**DATA, "validation_fraction": -inf}}, "data.validation_fraction must be a finite number"),
         ({"optimizer": {"_target_": "growlab.optim.Adam", "betas": [0.9]}}, "optimizer.betas must be tuple["),
+        (
+            {"checkpoint": {"_target_": "growlab.lab.training.SavePolicy", "signals": ["TERM"]}},
+            "checkpoint.signals must be ",
+        ),
+        ({"data": {"_target_": "growlab.lab.data.TokenData", "vocab_size": 256}}, "data.vocab_size must be greater"),
     ],
 )
 def test_numbers_that_comparisons_let_pass_and_lists_too_short_are_refused(given: dict, told: str) -> None:

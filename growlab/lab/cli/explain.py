@@ -35,6 +35,7 @@ _MEANT = {
     ),
     "DataLoader worker (pid": "a process that loads data died; if memory ran out, lower data.num_workers",
     "Early stopping conditioned on metric": "",
+    "Dataset not found or corrupted": "",
 }
 
 
@@ -89,6 +90,8 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return f"{mark.name}, line {mark.line + 1}, is not valid YAML: {error.problem}"
         case OSError(filename=str(path)):
             return f"cannot use {path}: {error.strerror}"
+        case UnicodeDecodeError():
+            return f"a text is not in UTF-8: {text}"
         case MemoryError():
             return f"there is not enough memory: {text}"
         case RuntimeError() | ValueError() if meant := [one for one in _MEANT if str(error).startswith(one)]:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from growlab.base.errors import UserError, how_to_install
+from growlab.base.errors import UserError, first_line, how_to_install
 
 #: Of a tokenizer that is trained here: stands after each document.
 END_OF_TEXT = "<|endoftext|>"
@@ -115,7 +115,7 @@ class Documents:
             text = content.decode("utf-8")
         except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
             if len(self.files) == 1 or isinstance(error, PermissionError):
-                raise
+                raise UserError(f"data.path: {path} cannot be read: {error}.") from error
             self.skipped.append(path)
             return None
         html = path.name.removesuffix(".gz").endswith(_HTML)
@@ -271,7 +271,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
     """A tokenizer from a `tokenizer.json` or its folder, which says what ends a text unless `end_of_text` does."""
     file = tokenizer_file(path)
-    core = _library().Tokenizer.from_file(str(file))
+    try:
+        core = _library().Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exceptions
+        raise UserError(f"data.tokenizer={path} cannot be read: {first_line(error)}.") from error
     # Truncation and padding are settings of whoever saved it.
     core.no_truncation()
     core.no_padding()

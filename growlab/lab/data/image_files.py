@@ -300,7 +300,13 @@ def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedI
                 f"{splits[split][0]} numbers its classes otherwise than {splits['train'][0].name}: write both with the "
                 "same names."
             )
-    classes = tuple(names or map(str, range(1 + max(int(part.max()) for part in labels.values()))))
+    low, high = (int(end(end(part) for part in labels.values())) for end in (min, max))
+    if low < 0 or (names and high >= len(names)):
+        last = f" to {len(names) - 1}" if names else ""
+        raise UserError(
+            f"the labels in {splits['train'][0].parent} run from {low} to {high}; number the classes from 0{last}."
+        )
+    classes = tuple(names or map(str, range(high + 1)))
     sets: dict[str, EncodedImages] = {}
     for split, paths in splits.items():
         sets[split] = _whole(_Rows(paths, image_column), labels[split], classes, fit, sets)
@@ -326,6 +332,8 @@ def _columns(path: Path) -> tuple[str, str, list[str] | None]:
 
 def _labels(paths: Sequence[Path], column: str) -> np.ndarray:
     labels = _readable(paths[0], lambda: pq.ParquetDataset(paths).read(columns=[column]).column(column))
+    if labels.null_count:
+        raise UserError(f"{paths[0]} has rows without a label; take them out.")
     return labels.to_numpy().astype(np.int64)
 
 

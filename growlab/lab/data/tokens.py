@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from growlab.base.errors import UserError
@@ -91,7 +92,7 @@ class TokenData(WindowData):
         split_seed: int = 0,
         validation_path: str | None = None,
         test_path: str | None = None,
-        vocab_size: int = 4096,
+        vocab_size: Annotated[int, Field(gt=256)] = 4096,
         tokenizer: str | None = None,
         end_of_text: str | None = None,
     ) -> None:

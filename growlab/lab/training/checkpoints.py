@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, Literal
 
 import torch
 from lightning import LightningModule, Trainer
@@ -162,7 +162,7 @@ class SavePolicy:
 
     every_n_steps: Annotated[int, Field(ge=1)] | None = None
     every_minutes: Annotated[float, Field(gt=0)] | None = None
-    signals: Sequence[str] = ("SIGTERM",)
+    signals: Sequence[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT"]] = ("SIGTERM",)
 
 
 class SaveCheckpoints(Checkpoint):

@@ -408,6 +408,8 @@ def test_unusable_parquet_files_are_one_sentence(pictures, tmp_path):
     train, test, table = root / "train.parquet", root / "test.parquet", pq.read_table(root / "train.parquet")
     for number, name, values, sentence in (
         (0, "photo", [b""] * 40, "columns photo, label"),
+        (1, "label", [None, *[0] * 39], "without a label"),
+        (1, "label", [-1] * 40, "run from -1 to 3"),
         (0, "img", ["1.png"] * 40, r"cannot read the image in row 0 of .*train\.parquet \(.*not 'str'\)"),
     ):
         pq.write_table(table.set_column(number, name, pa.array(values)), train)

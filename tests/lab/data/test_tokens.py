@@ -283,6 +283,10 @@ def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, mo
     refused("has no file of this pattern", "/nowhere/*.txt")
     refused("has no file that ends with .doc or .parquet; set data.suffixes", folder, suffixes=[".doc"])
     refused("data.tokenizer=/nowhere.json: there is no /nowhere.json", folder, tokenizer="/nowhere.json")
+    (tmp_path / "no tokenizer.json").write_text("{")
+    refused("no tokenizer.json cannot be read: ", folder, tokenizer=str(tmp_path / "no tokenizer.json"))
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    refused("latin.txt cannot be read: 'utf-8' codec", tmp_path / "latin.txt")
     refused("has no whole window of data.context=1000000", folder, context=10**6)
     refused("epochs_per_pass must be at least 1, not 0", folder, epochs_per_pass=0)
     with pytest.raises(UserError, match=r"data\.path is not set"):
