@@ -32,7 +32,7 @@ from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.inspect.hub import load
 from growlab.parts import available
-from growlab.widths import FAILURES, UnsupportedOperation, WidthGraph, lightened, resize, tensors_in, trace
+from growlab.widths import FAILURES, Lightened, UnsupportedOperation, WidthGraph, resize, tensors_in, trace
 from growlab.widths.groups import layer_name
 from growlab.widths.inputs import call_with, named_in, values_of
 from growlab.widths.meta import copied
@@ -188,11 +188,11 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
 def _count(
     report: Report, network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
 ) -> None:
-    with lightened(network, inputs) as (example, _):
-        report.full_flops = forward_flops(network, example) // report.samples
+    with Lightened(network, inputs) as light:
+        report.full_flops = forward_flops(network, light.inputs) // report.samples
         resize(network, graph, graph.full_widths, seed_widths)
         report.seed_params = sum(p.numel() for p in network.parameters())
-        report.seed_flops = forward_flops(network, example) // report.samples
+        report.seed_flops = forward_flops(network, light.inputs) // report.samples
 
 
 def _probe(
@@ -205,7 +205,7 @@ def _probe(
     # Device meta does not notice every kernel that is larger than its image.
     narrow = copied(network.double())
     resize(narrow, graph, graph.full_widths, seed_widths)
-    with lightened(network, (image,)):
+    with Lightened(network, (image,)):
         for side in _SMALL_SIDES:
             small = image[..., :side, :side]
             if small.shape[-1] < image.shape[-1] and all(_runs(one, small) for one in (network, narrow)):

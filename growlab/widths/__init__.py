@@ -5,7 +5,7 @@ from growlab.widths.groups import Attention, ChannelLength, ChannelNorm, Group, 
 from growlab.widths.inputs import Example, tensors_in
 from growlab.widths.layout import Axis, Part
 from growlab.widths.memory_format import avoid_unsafe_kernels
-from growlab.widths.meta import FAILURES, lightened
+from growlab.widths.meta import FAILURES, Lightened
 from growlab.widths.resize import as_run, grid, replace_tensors, resize, resized, restore_tensors, tensors_of
 from growlab.widths.trace import UnsupportedOperation, layouts, trace
 
@@ -20,6 +20,7 @@ __all__ = [
     "Group",
     "HardcodedSize",
     "Layer",
+    "Lightened",
     "Norm",
     "Part",
     "UnsupportedOperation",
@@ -29,7 +30,6 @@ __all__ = [
     "avoid_unsafe_kernels",
     "grid",
     "layouts",
-    "lightened",
     "replace_tensors",
     "resize",
     "resized",

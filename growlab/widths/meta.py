@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from growlab.base.errors import first_line
 from growlab.widths.inputs import call_with, changed, tensors_in
@@ -256,47 +256,114 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def lightened(model: nn.Module, inputs: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Snapshot]]:
-    """Move a network to device meta for a while, or give it copies of its tensors if it cannot run there.
+class Lightened:
+    """A network on device meta, or with copies of its tensors if it cannot run there, while this is entered.
 
     The network itself is changed, not a copy of it: in a copy, modules that the forward reaches through closures or
     global names would still be those of the network.
 
     Args:
-        model: restored at the end, whatever is done to it meanwhile.
+        model: restored at each exit, whatever is done to it meanwhile.
         inputs: positional inputs of the forward.
+        whole: snapshot that restores it; None: one is taken.
 
-    Yields:
-        The inputs on device meta, or the given ones if the network cannot run there; and a snapshot to restore after
-        each forward.
+    Attributes:
+        inputs: on device meta, or the given ones if the network cannot run there.
+        kept: snapshot to restore after each forward.
+        modes: differences between the forwards in train mode and in eval mode.
+        runs: by mode (True: train), the shapes of the output's tensors, and the calls as `Shapes` records them.
 
     Raises:
         UnsupportedOperation: the network does not run on these inputs at all.
     """
-    whole, handles = Snapshot(model, "nothing"), _as_exported(model)
-    try:
-        # torch's warnings about a network's first runs appear when it is trained.
-        with unwarned():
-            light, kept = _lightened(model, inputs, whole)
-        yield light, kept
-    finally:
-        whole.restore()
-        for handle in handles:
-            handle.remove()
 
+    inputs: tuple[Any, ...]
+    kept: Snapshot
+    modes: "Modes"
 
-def _lightened(model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot) -> tuple[tuple[Any, ...], Snapshot]:
-    try:
-        _exchange(model, lambda tensor: tensor.detach().to("meta"))
-        light = changed(lambda x: x.to("meta") if isinstance(x, Tensor) else x, inputs)
-        with Shapes():
-            return light, _tried(model, light)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        # Tensors made in the forward, or numbers read from one, need the real device.
-        whole.restore()
-        _exchange(model, lambda tensor: tensor.detach().clone())
-        return inputs, _tried(model, inputs)
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot | None = None) -> None:
+        self.model, self._whole = model, whole or Snapshot(model, "nothing")
+        self.runs: dict[bool, tuple[list[torch.Size], list[Any]]] = {}
+        try:
+            self._moved = partial(changed, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
+            self._run(lambda tensor: tensor.detach().to("meta"), inputs)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            # Tensors made in the forward, or numbers read from one, need the real device.
+            self._moved = partial(changed, lambda x: x)
+            self._run(lambda tensor: tensor.detach().clone(), inputs)
+
+    def __enter__(self) -> "Lightened":
+        self.kept.restore()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._whole.restore()
+
+    def rows_stay_apart(self, others: tuple[Any, ...]) -> bool:
+        """Return True if the forward never joins a batch with another dimension.
+
+        With more rows, only sizes differ then that are those of the batch itself.
+
+        Args:
+            others: inputs with more rows.
+        """
+        if self.modes.apart:
+            return False
+        runs: list[list[Any]] = []
+        for inputs in (self.inputs, self._moved(others)):
+            try:
+                with self, unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
+                    output = call_with(self.model.eval(), inputs)
+            except FAILURES:
+                return False
+            mode.details.append((None, [x.shape for x in (*tensors_in([*inputs]), *tensors_in(output))]))
+            leaves = (leaf for func, found in mode.details for leaf in (func, *found))
+            runs.append([n for leaf in leaves for n in (leaf if isinstance(leaf, torch.Size) else (leaf,))])
+        rows = tuple(len(tensors_in([*inputs])[0]) for inputs in (self.inputs, others))
+        pairs = [(a, b) for a, b in zip(*runs, strict=False) if a is not b and (a, b) != rows]
+        return len(runs[0]) == len(runs[1]) and all(
+            isinstance(a, (int, float, str, slice)) and a == b for a, b in pairs
+        )
+
+    def _run(self, other: Callable[[Tensor], Tensor], inputs: tuple[Any, ...]) -> None:
+        """Exchange the tensors and run both modes."""
+        self.inputs = self._moved(inputs)
+        try:
+            _as_exported(self.model)
+            _exchange(self.model, other)
+            self.kept = Snapshot(self.model, "all but parameters")
+            # torch's warnings about a network's first runs appear when it is trained.
+            with unwarned():
+                self.modes = self._compared()
+        finally:
+            self._whole.restore()
+
+    def _compared(self) -> "Modes":
+        model, seen, several, updated, readers = self.model, [], False, set[str](), _Readers()
+        for training in (False, True):
+            model.train(training)
+            before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
+            readers.functions = []
+            try:
+                with torch.no_grad(), Shapes() as shapes, readers:
+                    output = call_with(model, self.inputs)
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise UnsupportedOperation(_why_not_run(model, training, error)) from error
+            after = _unlearned(model)
+            updated |= {n for n, (old, at) in before.items() if after.get(n) is not old or old._version != at}
+            self.kept.restore()
+            several |= not isinstance(output, Tensor)
+            sizes = [tensor.shape for tensor in tensors_in(output)]
+            self.runs[training] = sizes, shapes.calls
+            seen.append((len(sizes), readers.functions))
+        apart, again = readers.own_backward, readers.recomputed
+        return Modes(
+            seen[0] != seen[1],
+            several,
+            {path: apart[module] for path, module in model.named_modules() if module in apart},
+            {name: again[id(p)] for name, p in model.named_parameters() if id(p) in again},
+            frozenset(updated),
+        )
 
 
 def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
@@ -314,25 +381,13 @@ def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
                 setattr(module, name, known[id(tensor)])
 
 
-def _tried(light: nn.Module, inputs: tuple[Any, ...]) -> Snapshot:
-    """Run a network in both modes; return a snapshot of its state before."""
-    kept = Snapshot(light, "all but parameters")
-    for training in (False, True):
-        try:
-            with torch.no_grad():
-                call_with(light.train(training), inputs)
-        except (RuntimeError, ValueError, TypeError) as error:
-            if asked := asks_for_numbers(light, error):
-                raise UnsupportedOperation(asked) from error
-            line = first_line(error)
-            fitting = other_types(light, line) or "take larger inputs (--input-shape) or ones that fit"
-            raise UnsupportedOperation(
-                f"{type(light).__name__} does not run in {'train' if training else 'eval'} mode on its example "
-                f"inputs ({line}); {fitting}."
-            ) from error
-        finally:
-            kept.restore()
-    return kept
+def _why_not_run(model: nn.Module, training: bool, error: Exception) -> str:
+    if asked := asks_for_numbers(model, error):
+        return asked
+    line = first_line(error)
+    fitting = other_types(model, line) or "take larger inputs (--input-shape) or ones that fit"
+    mode = "train" if training else "eval"
+    return f"{type(model).__name__} does not run in {mode} mode on its example inputs ({line}); {fitting}."
 
 
 def other_types(model: nn.Module, line: str) -> str:
@@ -365,7 +420,7 @@ def own_line(error: BaseException) -> str:
     return (frames[-1].line or "") if frames else ""
 
 
-def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
+def _as_exported(light: nn.Module) -> None:
     """Let a network run as under torch.export, where code that asks for it skips what depends on values."""
     # No public way sets what `torch.compiler.is_compiling()` and `is_exporting()` say.
     flags = ("_is_compiling_flag", "_is_exporting_flag")
@@ -378,7 +433,8 @@ def _as_exported(light: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         vars(torch.compiler).update(kept.pop())
 
-    return light.register_forward_pre_hook(enter), light.register_forward_hook(leave, always_call=True)
+    light.register_forward_pre_hook(enter)
+    light.register_forward_hook(leave, always_call=True)
 
 
 def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
@@ -465,31 +521,6 @@ class Modes:
     own_backward: Mapping[str, str]
     recomputed: Mapping[str, str]
     updated: frozenset[str]
-
-
-def modes_of(model: nn.Module, inputs: tuple[Any, ...]) -> Modes:
-    """Compare a network's train and eval modes, on device meta if it runs there; errors as `lightened`."""
-    seen, several, updated, readers = [], False, set[str](), _Readers()
-    with lightened(model, inputs) as (light, kept):
-        for training in (False, True):
-            model.train(training)
-            before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
-            readers.functions = []
-            with torch.no_grad(), Shapes(), readers:
-                output = call_with(model, light)
-            after = _unlearned(model)
-            updated |= {n for n, (old, at) in before.items() if after.get(n) is not old or old._version != at}
-            kept.restore()
-            several |= not isinstance(output, Tensor)
-            seen.append((len(tensors_in(output)), readers.functions))
-        apart, again = readers.own_backward, readers.recomputed
-        return Modes(
-            seen[0] != seen[1],
-            several,
-            {path: apart[module] for path, module in model.named_modules() if module in apart},
-            {name: again[id(p)] for name, p in model.named_parameters() if id(p) in again},
-            frozenset(updated),
-        )
 
 
 def _unlearned(model: nn.Module) -> dict[str, Tensor]:

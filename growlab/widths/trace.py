@@ -4,7 +4,7 @@ import gc
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -38,9 +38,9 @@ from growlab.widths.inputs import (
 )
 from growlab.widths.meta import (
     FAILURES,
+    Lightened,
     asks_for_numbers,
     corrected_shapes,
-    modes_of,
     named_tensors,
     other_types,
     own_line,
@@ -106,12 +106,14 @@ def trace(
     inputs = inputs_of(example, model)
     if submodule is not None:
         return _traced_alone(model, path_of(model, submodule), inputs, keep_full, follow_norms)
-    with unchanged(model, copied="nothing"), _frozen_objects():
-        graph = _traced(model, inputs, keep_full, follow_norms)
+    with unchanged(model, copied="all but parameters") as whole, _frozen_objects():
+        graph, light = _traced(model, inputs, keep_full, follow_norms, whole)
         breaks = any(reason.startswith((FAILS, OTHERWISE)) for reason in graph.fixed.values())
         for others in _other_rows(model, inputs) if breaks else ():
+            if light.rows_stay_apart(others):
+                continue
             try:
-                other = _traced(model, others, keep_full, follow_norms)
+                other, _ = _traced(model, others, keep_full, follow_norms, whole)
             except UnsupportedOperation:
                 # The inputs are not a batch, or not all of them have a row per sample.
                 continue
@@ -152,8 +154,8 @@ def _traced_alone(
             for name, why in graph.fixed.items()
         },
     )
-    with unchanged(model, copied="nothing"):
-        return freeze_failing_groups(model, graph, inputs, (), any_rows=True)
+    with unchanged(model, copied="nothing") as whole:
+        return freeze_failing_groups(Lightened(model, inputs, whole), graph, (), any_rows=True)
 
 
 def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -181,18 +183,21 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ..
     return [with_others(chosen) for chosen in ([same_rows, same_rows[:1]] if len(same_rows) > 1 else [same_rows])]
 
 
-def _traced(model: nn.Module, inputs: tuple[Any, ...], keep_full: Sequence[str], follow_norms: bool) -> WidthGraph:
+def _traced(
+    model: nn.Module, inputs: tuple[Any, ...], keep_full: Sequence[str], follow_norms: bool, whole: Snapshot
+) -> tuple[WidthGraph, Lightened]:
     """Trace eval mode, and train mode if it differs, and return the graph in which more grows."""
-    evaluated = _exported(model, inputs)
-    modes = modes_of(model, inputs)
+    evaluated = _exported(model, inputs, whole)
+    light = Lightened(model, inputs, whole)
+    modes = light.modes
     settings = {"follow_norms": follow_norms, "several_outputs": modes.several, "updated": modes.updated}
     graphs = []
     if modes.apart:
         with suppress(UnsupportedOperation):
-            trained = _exported(model, inputs, training=True)
-            graphs.append(_traced_program(trained, model, inputs, keep_full, {**settings, "training": True}))
+            trained = _exported(model, inputs, whole, training=True)
+            graphs.append(_traced_program(trained, light, inputs, keep_full, {**settings, "training": True}))
     if not graphs or not set(graphs[0].fixed.values()) <= {OUTPUT}:
-        graphs.append(_traced_program(evaluated, model, inputs, keep_full, settings))
+        graphs.append(_traced_program(evaluated, light, inputs, keep_full, settings))
     graph = _most_growing(model, graphs)
     # Code whose custom backward pass ignores growth's change of statistics.
     for norm in graph.channel_norms:
@@ -202,16 +207,17 @@ def _traced(model: nn.Module, inputs: tuple[Any, ...], keep_full: Sequence[str],
                 "pass does not see what growth does to a normalisation"
             )
             graph = without(graph, {name: reason for name in norm.axis.groups if name in graph.groups})
-    return replace(graph, recomputed=modes.recomputed)
+    return replace(graph, recomputed=modes.recomputed), light
 
 
 def _traced_program(
     program: torch.export.ExportedProgram,
-    model: nn.Module,
+    light: Lightened,
     inputs: tuple[Any, ...],
     keep_full: Sequence[str],
     settings: Mapping[str, Any],
 ) -> WidthGraph:
+    model = light.model
     if unknown := sorted(set(keep_full) - (known := set(operations(program.graph_module)))):
         near = sorted({match for name in unknown for match in get_close_matches(name, known)})
         raise UnsupportedOperation(
@@ -226,7 +232,7 @@ def _traced_program(
         return _best_pass(program, model, moved or {}, {**always, **settings})
 
     def tried(graph: WidthGraph, calls: Sequence[Call], _: Walk, all_or_none: bool = False) -> WidthGraph:
-        return freeze_failing_groups(model, graph, inputs, calls, training, all_or_none=all_or_none)
+        return freeze_failing_groups(light, graph, calls, training, all_or_none=all_or_none)
 
     try:
         first = graph, _, walk = walked()
@@ -255,7 +261,7 @@ def _traced_program(
             # They may reach an operation without a channel rule.
             graph, calls, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
             if _growing(model, graph) > max(_growing(model, found) for found in graphs):
-                graphs.append(freeze_failing_groups(model, graph, inputs, calls, training))
+                graphs.append(freeze_failing_groups(light, graph, calls, training))
     return _most_growing(model, graphs)
 
 
@@ -299,22 +305,25 @@ def layouts(
     """
     inputs = inputs_of(example, model)
     settings: dict[str, Any] = {"keep_full": frozenset[str](), "follow_norms": False}
-    program = _exported(model, inputs)
+    with unchanged(model, copied="all but parameters") as whole:
+        program = _exported(model, inputs, whole)
     if narrower is None:
         return _best_pass(program, model, {}, {**settings, "heads": "number"})[0]
-    moved = growing_dimensions(program, _exported(narrower, inputs), source)
+    with unchanged(narrower, copied="all but parameters") as whole:
+        moved = growing_dimensions(program, _exported(narrower, inputs, whole), source)
     return _best_pass(program, model, moved, {**settings, "heads": "sizes"})[0]
 
 
-def _exported(model: nn.Module, inputs: tuple[Any, ...], training: bool = False) -> torch.export.ExportedProgram:
-    kept = unchanged(model, copied="all but parameters")
+def _exported(
+    model: nn.Module, inputs: tuple[Any, ...], whole: Snapshot, training: bool = False
+) -> torch.export.ExportedProgram:
     try:
-        with unwarned(), torch.no_grad(), kept, _masks_as_given(), _exportable(model), corrected_shapes():
+        with unwarned(), torch.no_grad(), _masks_as_given(), _exportable(model, whole), corrected_shapes():
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
             _without_caches(model.train(training))
             # torch.export prints an incomplete program to stderr.
-            with _DrawsFromGlobal(), redirect_stderr(io.StringIO()):
+            with _draws(), redirect_stderr(io.StringIO()):
                 program = _program(model, inputs)
     except UnsupportedOperation:
         raise
@@ -364,8 +373,11 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 @contextmanager
-def _exportable(model: nn.Module) -> Iterator[None]:
-    """Make a forward exportable that reads attributes of parameters, keeps tensors or returns a dataclass."""
+def _exportable(model: nn.Module, whole: Snapshot) -> Iterator[None]:
+    """Make a forward exportable that reads attributes of parameters, keeps tensors or returns a dataclass.
+
+    The network is restored to a snapshot of it at the end.
+    """
     tensors, kept = named_tensors(model), list[Snapshot]()
     # torch.export records here buffers that a forward replaces, and fails on new ones.
     registered: dict[int, Any] = getattr(torch_module, "_global_buffer_registration_hooks", {})
@@ -388,6 +400,7 @@ def _exportable(model: nn.Module) -> Iterator[None]:
         registered.update(own)
         for handle in handles:
             handle.remove()
+        whole.restore()
 
 
 def _without_caches(model: nn.Module) -> None:
@@ -461,8 +474,13 @@ def _line_of(error: BaseException) -> str:
     return f" at `{line}`" if line else ""
 
 
+def _draws() -> AbstractContextManager[Any]:
+    """Let draws be exported: older versions of torch, such as 2.11, can only export those from the global generator."""
+    return nullcontext() if torch.__version__ >= "2.15" else _DrawsFromGlobal()
+
+
 class _DrawsFromGlobal(TorchFunctionMode):
-    """Drop `generator` arguments, so that torch's global generator is used: torch 2.11 cannot export others."""
+    """Drop `generator` arguments, so that torch's global generator is used."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -22,13 +22,12 @@ from growlab.base.errors import first_line
 from growlab.widths.groups import ChannelNorm, HardcodedSize, WidthGraph
 from growlab.widths.inputs import call_with, tensors_in
 from growlab.widths.layout import Axis, Part
-from growlab.widths.meta import FAILURES, Shapes, lightened, unwarned
+from growlab.widths.meta import FAILURES, Lightened, Shapes, unwarned
 from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import line_of
 from growlab.widths.replaced import note_restored
 from growlab.widths.resize import replace_tensors, resized, tensors_of
-from growlab.widths.unchanged import Snapshot
 
 #: First words of the reason why a group stays: narrowing it makes the forward fail, or compute something else.
 FAILS = "the code fails at narrow widths"
@@ -42,10 +41,8 @@ class Trials:
     """Run a network at narrow widths and compare it with what tracing predicts.
 
     Args:
-        model: network at full width, while it is `lightened`.
+        light: network at full width, while this is entered.
         graph: its width graph.
-        inputs: inputs that `lightened` has yielded.
-        kept: snapshot that `lightened` has yielded.
         calls: operations that tracing has visited.
         training: True if they are those of train mode.
         any_rows: True if the number of output rows may vary.
@@ -53,10 +50,8 @@ class Trials:
 
     def __init__(
         self,
-        model: nn.Module,
+        light: Lightened,
         graph: WidthGraph,
-        inputs: tuple[Any, ...],
-        kept: Snapshot,
         calls: Sequence[Call],
         training: bool = False,
         any_rows: bool = False,
@@ -64,19 +59,17 @@ class Trials:
         self._training, self._first = training, int(any_rows)
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
         self.attributes: Mapping[HardcodedSize, Axis] = {}
-        self._model, self._inputs, self._kept = model, inputs, kept
+        self._model, self._inputs, self._kept = light.model, light.inputs, light.kept
         self._full = tensors_of(self._model, graph)
-        expected = {}
-        for mode in (False, True):
-            with self._undone():
-                expected[mode] = self._run(mode)
         # Train mode is tried as well only if it does something else than eval mode.
-        modes = (False,) if expected[False] == expected[True] else (False, True)
-        self._expected = {mode: expected[mode][0] for mode in modes}
+        modes = (False,) if light.runs[False] == light.runs[True] else (False, True)
+        self._expected = {mode: [shape[self._first :] for shape in light.runs[mode][0]] for mode in modes}
         self._widths = _trial_widths(graph)
         # Narrow widths that differ from each other as much as possible.
         halves, apart = self._widths[0], self._widths[-1]
         self._apart = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in apart.items()}
+        # Reason why the network does not run, by widths and attributes that have been tried; "" if it runs.
+        self._known: dict[Any, str] = {}
         #: Reason of the last failure; and the reason why each group could not be narrowed.
         self.failure = ""
         self.failures: dict[str, str] = {}
@@ -206,29 +199,34 @@ class Trials:
             self._kept.restore()
 
     def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
+        tried = (*widths.values(), *graph.written)
+        if tried not in self._known:
+            self._known[tried] = self._failure_at(graph, widths)
+        self.failure = self._known[tried] or self.failure
+        return not self._known[tried]
+
+    def _failure_at(self, graph: WidthGraph, widths: Mapping[str, int]) -> str:
         try:
             with self._narrow(graph, widths):
                 for training, expected in self._expected.items():
-                    if (shapes := self._run(training)[0]) != expected:
+                    if (shapes := self._run(training)) != expected:
                         put_out, usual = (", ".join(str([*shape]) for shape in x) for x in (shapes, expected))
-                        self.failure = f"{OTHERWISE}: the network puts out {put_out} instead of {usual}"
-                        return False
-                return True
+                        return f"{OTHERWISE}: the network puts out {put_out} instead of {usual}"
+                return ""
         except FAILURES as error:
-            self.failure = _raised(error)
-            return False
+            return _raised(error)
 
     def _narrowed(self, name: str, tensor: Tensor, widths: Mapping[str, int]) -> Tensor:
         if tensor.is_meta:
             return tensor.new_empty(self._graph.shape(name, widths))
         return resized(tensor, self._graph.axes[name], self._graph.full_widths, widths)
 
-    def _run(self, training: bool) -> tuple[list[torch.Size], list[Any]]:
-        """Run the network; return the shapes of its outputs and the functions that were called."""
+    def _run(self, training: bool) -> list[torch.Size]:
+        """Run the network; return the shapes of its outputs."""
         self._model.train(training)
-        with unwarned(), torch.no_grad(), Shapes() as mode:
+        with unwarned(), torch.no_grad(), Shapes():
             outputs = call_with(self._model, self._inputs)
-        return [x.shape[self._first :] for x in tensors_in(outputs)], mode.calls
+        return [x.shape[self._first :] for x in tensors_in(outputs)]
 
 
 def _raised(error: Exception) -> str:
@@ -307,9 +305,8 @@ def _merged(graph: WidthGraph, tied: Sequence[Sequence[str]]) -> WidthGraph:
 
 
 def freeze_failing_groups(
-    model: nn.Module,
+    light: Lightened,
     graph: WidthGraph,
-    inputs: tuple[Any, ...],
     calls: Sequence[Call],
     training: bool = False,
     any_rows: bool = False,
@@ -318,9 +315,8 @@ def freeze_failing_groups(
     """Remove groups whose narrowing makes the network's forward fail or compute something else.
 
     Args:
-        model: network at full width; restored at the end.
+        light: network at full width.
         graph: its width graph.
-        inputs: positional inputs of the forward.
         calls: operations that tracing has visited.
         training: True if they are those of train mode.
         any_rows: True if the number of output rows may depend on the data, such as boxes in an image.
@@ -335,8 +331,9 @@ def freeze_failing_groups(
     determined = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
     known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(determined)}
     graph = replace(graph, written=known)
-    with lightened(model, inputs) as (light, kept):
-        trials = Trials(model, graph, light, kept, calls, training, any_rows)
+    model = light.model
+    with light:
+        trials = Trials(light, graph, calls, training, any_rows)
         working = _freeze_failing(model, graph, trials, all_or_none)
         if all_or_none and not working.groups:
             return working
