@@ -244,6 +244,8 @@ class Atoms:
         return self._nest(self.resolve(runs), outer, inner)
 
     def _nest(self, inside: Runs, outer: int, inner: int) -> Runs:
+        if outer == inner == 1:
+            return inside
         stretched = tuple(
             replace(run, outer=run.outer * inner) if run.atom is None else replace(run, inner=run.inner * inner)
             for run in inside

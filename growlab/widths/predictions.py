@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
 from growlab.widths.groups import ChannelNorm
@@ -172,7 +172,9 @@ class _Recorder(SchemaCheckMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # Shapes take less time without; it is what lets operations be seen whole.
+        with no_python_dispatcher():
+            result = func(*args, **(kwargs or {}))
         operation = func._schema.name.rpartition("::")[2]
         if computes(operation):
             values = result if isinstance(result, (tuple, list)) else (result,)

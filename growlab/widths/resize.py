@@ -22,7 +22,8 @@ from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.places import write
 from growlab.widths.replaced import note_replaced, note_restored
 
-_Places = Mapping[str, tuple[nn.Module, str]]
+# Tensors by name: the module, its attribute and the tensor.
+_Places = Mapping[str, tuple[nn.Module, str, Tensor]]
 # Start of a part of an axis, its number of runs, their length and the length of what is kept of each.
 _Block = tuple[int, int, int, int]
 
@@ -73,9 +74,8 @@ def replace_tensors(
     """
     places = dict(_named_tensor_places(model))
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    new = {name: _like(content, getattr(*places[name])) for name, content in pairs}
-    replaced = {name: (getattr(*places[name]), one) for name, one in new.items()}
-    _place(model, places, graph, new)
+    replaced = {name: (old := places[name][2], _like(content, old)) for name, content in pairs}
+    _place(model, places, graph, {name: new for name, (_, new) in replaced.items()})
     note_replaced((name, *both) for name, both in replaced.items())
     return replaced
 
@@ -183,14 +183,14 @@ def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
     """
     places = dict(_named_tensor_places(model))
     # Pruning or parametrising a weight leaves a plain tensor of its name.
-    plain = {name for name, (module, attribute) in places.items() if attribute in vars(module)}
+    plain = {name for name, (module, attribute, _) in places.items() if attribute in vars(module)}
     plain = {name for name in plain - graph.constants.keys() if graph.grows(name)}
     if lost := [name for name in graph.axes if name not in places or name in plain]:
         raise UserError(
             f"{lost[0]}, which grows, is no parameter or buffer of the network any more; prune, parametrise or replace "
             "modules before growlab traces the network, or once growth has ended."
         )
-    return {name: getattr(*places[name]).detach() for name in graph.axes}
+    return {name: places[name][2].detach() for name in graph.axes}
 
 
 def _like(content: Tensor, old: Tensor) -> Tensor:
@@ -217,12 +217,12 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
 
 def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module, attribute in places.values():
-        owners.setdefault(id(getattr(module, attribute)), []).append((module, attribute))
+    for module, attribute, tensor in places.values():
+        owners.setdefault(id(tensor), []).append((module, attribute))
     depthwise = {
-        module for layer in graph.layers if layer.depthwise for module, _ in owners[id(getattr(*places[layer.weight]))]
+        module for layer in graph.layers if layer.depthwise for module, _ in owners[id(places[layer.weight][2])]
     }
-    chosen = [(owners[id(getattr(*places[name]))], new) for name, new in tensors.items()]
+    chosen = [(owners[id(places[name][2])], new) for name, new in tensors.items()]
     for owned, new in chosen:
         for module, attribute in owned:
             setattr(module, attribute, new)
@@ -230,7 +230,8 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
     bearers = {
         part: module
         for module in model.modules()
-        if is_parametrized(module)
+        # Asking each module for an attribute that it lacks takes long.
+        if "parametrizations" in module._modules and is_parametrized(module)
         for part in module.get_submodule("parametrizations").modules()
     }
     depthwise = {bearers.get(module, module) for module in depthwise}
@@ -242,18 +243,18 @@ def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mappin
                     setattr(module, hook.name, hook.compute_weight(module))
             _update_bookkeeping(module, depthwise=module in depthwise)
     if graph.written:
-        shapes = {name: tuple(getattr(*places[name]).shape) for name in graph.axes}
+        shapes = {name: tuple(tensors.get(name, places[name][2]).shape) for name in graph.axes}
         widths, modules = graph.widths_of(shapes), dict(model.named_modules())
         for place, axis in graph.written.items():
             write(modules[place.module], place, axis.length(widths))
 
 
-def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, Tensor]]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        plain = [name for name, content in vars(module).items() if isinstance(content, Tensor)]
-        for attribute in (*module._parameters, *module._buffers, *plain):
-            if getattr(module, attribute) is not None:
-                yield (f"{prefix}.{attribute}" if prefix else attribute), (module, attribute)
+        plain = [(name, content) for name, content in vars(module).items() if isinstance(content, Tensor)]
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items(), *plain):
+            if tensor is not None:
+                yield (f"{prefix}.{attribute}" if prefix else attribute), (module, attribute, tensor)
 
 
 def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:

@@ -71,6 +71,8 @@ class Snapshot:
     def __init__(self, network: nn.Module, copied: Copied = "buffers") -> None:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
+        # Empty dictionaries: most of a module's, such as those of hooks.
+        self._empty: list[dict[Any, Any]] = []
         self._tensors: list[Content] = []
         # Id of each object by the id of its attribute dictionary.
         self._owners: dict[int, int] = {}
@@ -88,6 +90,8 @@ class Snapshot:
         reshard(self._network)
         for undo, thing, state in self._undo:
             undo(thing, state)
+        for filled in filter(None, self._empty):
+            restore_dict(filled, {})
         for content in self._tensors:
             content.restore()
 
@@ -105,7 +109,8 @@ class Snapshot:
 
         For attributes of a module or an object, its other changed attributes are included.
         """
-        found = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in self._undo]
+        places = (*self._undo, *((restore_dict, thing, {}) for thing in self._empty))
+        found = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in places]
         found = [each for each in found if each.changed]
         owners = {each.owner for each in found if each.shapes()}
         return [each for each in found if each.shapes() or each.owner in owners - {None}]
@@ -113,7 +118,10 @@ class Snapshot:
     def _note(self, thing: Any, kind: type) -> None:
         if kind is dict or kind is OrderedDict:
             # The most frequent case.
-            self._add(restore_dict, thing, thing.copy(), thing.values())
+            if thing:
+                self._add(restore_dict, thing, thing.copy(), thing.values())
+            else:
+                self._empty.append(thing)
             return
         if isinstance(thing, Tensor):
             self._note_tensor(thing)
