@@ -48,7 +48,6 @@ from growlab.widths.meta import (
     unwarned,
 )
 from growlab.widths.places import plain_tensors
-from growlab.widths.predictions import Call
 from growlab.widths.program import (
     UnsupportedOperation,
     depends_on_data,
@@ -228,11 +227,11 @@ def _traced_program(
     training = always.pop("training", False)
     always["plain"] = _plain_constants(program, model.train(training), inputs) - always["updated"]
 
-    def walked(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, list[Call], Walk]:
+    def walked(moved: Mapping[str, int] | None = None, **settings: Any) -> tuple[WidthGraph, Walk, Walk]:
         return _best_pass(program, model, moved or {}, {**always, **settings})
 
-    def tried(graph: WidthGraph, calls: Sequence[Call], _: Walk, all_or_none: bool = False) -> WidthGraph:
-        return freeze_failing_groups(light, graph, calls, training, all_or_none=all_or_none)
+    def tried(graph: WidthGraph, best: Walk, _: Walk, all_or_none: bool = False) -> WidthGraph:
+        return freeze_failing_groups(light, graph, best.calls, training, all_or_none=all_or_none)
 
     try:
         first = graph, _, walk = walked()
@@ -259,9 +258,9 @@ def _traced_program(
         # Where neither can grow, as with a single hand-written head, its values may.
         with suppress(UnsupportedOperation):
             # They may reach an operation without a channel rule.
-            graph, calls, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
+            graph, best, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
             if _growing(model, graph) > max(_growing(model, found) for found in graphs):
-                graphs.append(freeze_failing_groups(light, graph, calls, training))
+                graphs.append(freeze_failing_groups(light, graph, best.calls, training))
     return _most_growing(model, graphs)
 
 
@@ -522,10 +521,10 @@ def _growing(model: nn.Module, graph: WidthGraph) -> tuple[int, int]:
 
 def _best_pass(
     program: torch.export.ExportedProgram, model: nn.Module, moved: Mapping[str, int], settings: Mapping[str, Any]
-) -> tuple[WidthGraph, list[Call], Walk]:
+) -> tuple[WidthGraph, Walk, Walk]:
     """Walk a program several times, moving growing dimensions that attention sums over one to the left.
 
-    Returns the graph in which most parameters grow, its operations, and the last complete walk.
+    Returns the graph in which most parameters grow, its walk, and the last complete walk.
     """
     about = {name: settings[name] for name in ("several_outputs", "updated") if name in settings}
     settings = {name: value for name, value in settings.items() if name not in about}
@@ -543,4 +542,4 @@ def _best_pass(
             break
         moved = {**moved, **{node: moved.get(node, 0) + 1 for node in again}}
     graph, best = max(walks, key=lambda found: _growing(model, found[0]))
-    return graph, best.calls, walks[-1][1]
+    return graph, best, walks[-1][1]

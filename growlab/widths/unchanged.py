@@ -570,6 +570,9 @@ def restore_dict(content: dict[Any, Any], state: dict[Any, Any]) -> None:
     if same and all(map(is_, kind.values(content), state.values())):
         return
     kind.clear(content)
+    if kind is dict:
+        dict.update(content, state)
+        return
     for key, value in state.items():
         kind.__setitem__(content, key, value)
 

@@ -53,8 +53,8 @@ def values_in(argument: Any) -> Iterator[Value]:
     """Yield every Value in an argument, including those in lists and dicts."""
     if isinstance(argument, Value):
         yield argument
-    elif isinstance(argument, (Mapping, list, tuple)):
-        for item in argument.values() if isinstance(argument, Mapping) else argument:
+    elif isinstance(argument, (dict, list, tuple)):
+        for item in argument.values() if isinstance(argument, dict) else argument:
             yield from values_in(item)
 
 
@@ -224,9 +224,10 @@ class Record:
         self.sizes.append((module_of(node), size, axis))
         runs = self.atoms.resolve(axis) if repeated else ()
         times = sum(run.outer for run in runs)
-        if times > 1 and all(replace(run, outer=1) == replace(runs[0], outer=1) for run in runs):
+        alike = {replace(run, outer=1) for run in runs} if times > 1 else ()
+        if len(alike) == 1:
             # Heads of each sample of a batch: the module keeps the number of heads.
-            self.sizes.append((module_of(node), size // times, (replace(runs[0], outer=1),)))
+            self.sizes.append((module_of(node), size // times, (*alike,)))
 
     def note_sizes(self, node: Any, axes: Sequence[Runs]) -> None:
         """Record the sizes of all dimensions of a node's result; see `note_size`."""

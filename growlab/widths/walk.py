@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ class Walk:
 
     Attributes:
         record: what the rules have recorded.
-        calls: operations with their predicted shapes, once `run` has returned.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class Walk:
         self._program, self._keep_full, self._plain = program, keep_full, plain
         self._constants = constants_of(program)
         self.record = Record(model, self._constants, plain, **settings)
-        self.calls: list[Call] = []
         signature = program.graph_signature
         lifted = signature.inputs_to_lifted_tensor_constants
         own = {node: name for node, name in lifted.items() if name in plain}
@@ -98,20 +97,25 @@ class Walk:
         if several_outputs or not self._program.call_spec.out_spec.is_leaf():
             _pin_what_is_more_than_an_output(record, output_class)
         unsaved = frozenset(self._program.graph_signature.non_persistent_buffers)
-        graph, names = _collect(record, output_class, unsaved)
-        self.calls = [
+        self._graph, self._groups = _collect(record, output_class, unsaved)
+        return self._graph
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """Operations with their predicted shapes, once `run` has returned."""
+        names, norms = self._groups, [norm for norm in self._graph.channel_norms if norm.summed]
+        return [
             Call(
                 operation,
                 numbers,
                 tuple(tuple(names.axis(axis, "fixed") for axis in value.axes) for value in values),
-                tuple(norm for norm in graph.channel_norms if norm.summed and norm.name == module_of(node)),
+                tuple(norm for norm in norms if norm.name == module_of(node)),
                 line_of_node(node),
                 sizes_from_data(node),
             )
             for operation, numbers, values, node in self._visited
             if all(names.cover(axis) for value in values for axis in value.axes)
         ]
-        return graph
 
     def _visit(self, part: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Visit the program, or a subprogram that is called with these inputs, and return its outputs."""
@@ -266,7 +270,7 @@ class Walk:
             # An affine map: its rule has set `made_by`, if it is a layer of the graph.
             self.record.followed |= made_by
             return result
-        return _each(result, lambda value: replace(value, made_by=made_by))
+        return _each(result, lambda value: value if value.made_by == made_by else replace(value, made_by=made_by))
 
     def _is_fixed(self, operands: Iterable[Value]) -> bool:
         return not any(self.record.grows(axis) for value in operands for axis in value.axes)
