@@ -74,12 +74,17 @@ class Shapes(TorchFunctionMode):
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in leaves]))
         if func is F.batch_norm:
             _note_statistics(*args, **(kwargs or {}))
-        rule = _RULES.get(func)
-        if rule is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
-            known = rule(*args, **(kwargs or {}))
-            if known is not NotImplemented:
-                return known
-        return func(*args, **(kwargs or {}))
+        return computed_on_meta(func, args, kwargs or {})
+
+
+def computed_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function of torch, or an ATen operation; on device meta by a faster shape rule if there is one."""
+    rule = _RULES.get(func)
+    if rule is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
+        known = rule(*args, **kwargs)
+        if known is not NotImplemented:
+            return known
+    return func(*args, **kwargs)
 
 
 @contextmanager
@@ -151,7 +156,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, **_: Any
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *_: Any,
+    **__: Any,
 ) -> Any:
     shape = tuple(normalized_shape)
     fits = len(shape) > 0 and tuple(input.shape[-len(shape) :]) == shape and input.is_contiguous()
@@ -235,12 +245,14 @@ def _element_wise(input: Tensor, other: Any, **kwargs: Any) -> Tensor:
 
 
 _RULES: dict[Any, Callable[..., Tensor]] = {
-    F.batch_norm: _batch_norm,
-    F.linear: _linear,
-    F.layer_norm: _layer_norm,
-    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((F.batch_norm, torch.ops.aten.batch_norm.default), _batch_norm),
+    **dict.fromkeys((F.linear, torch.ops.aten.linear.default), _linear),
+    **dict.fromkeys((F.layer_norm, torch.ops.aten.layer_norm.default), _layer_norm),
+    **dict.fromkeys((F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default), _attention),
     F.multi_head_attention_forward: _multi_head_attention,
-    **dict.fromkeys((F.gelu, F.silu, torch.roll, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape),
+    **dict.fromkeys(
+        (F.gelu, torch.ops.aten.gelu.default, F.silu, torch.roll, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape
+    ),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution),
     **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _index_add),
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),

@@ -19,7 +19,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from growlab.widths.groups import ChannelNorm
 from growlab.widths.inputs import call_with, values_of
 from growlab.widths.layout import Axis
-from growlab.widths.meta import corrected_shapes, unwarned
+from growlab.widths.meta import computed_on_meta, corrected_shapes, unwarned
 
 # Operations without arithmetic, some of which torch.export omits and others it inserts; `contiguous` is left out where
 # a tensor is contiguous already, as of one head.
@@ -174,7 +174,7 @@ class _Recorder(SchemaCheckMode):
     ) -> Any:
         # Shapes take less time without; it is what lets operations be seen whole.
         with no_python_dispatcher():
-            result = func(*args, **(kwargs or {}))
+            result = computed_on_meta(func, args, kwargs or {})
         operation = func._schema.name.rpartition("::")[2]
         if computes(operation):
             values = result if isinstance(result, (tuple, list)) else (result,)
