@@ -382,12 +382,15 @@ def _exportable(model: nn.Module, whole: Snapshot) -> Iterator[None]:
     registered: dict[int, Any] = getattr(torch_module, "_global_buffer_registration_hooks", {})
 
     def begin(module: nn.Module, inputs: Any) -> None:
-        share_attributes(tensors, module)
-        kept.append(Snapshot(module, "nothing"))
+        # torch.export's mode would trace each look at a tensor.
+        with torch._C.DisableTorchFunction():
+            share_attributes(tensors, module)
+            kept.append(Snapshot(module, "nothing"))
         registered.clear()
 
     def end(module: nn.Module, inputs: Any, output: Any) -> Any:
-        kept.pop().restore()
+        with torch._C.DisableTorchFunction():
+            kept.pop().restore()
         unknown = any(is_dataclass(leaf) for leaf in tree_leaves(output))
         return tuple(tensors_in(output)) if unknown else output
 
