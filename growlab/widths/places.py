@@ -18,9 +18,12 @@ _DEEPEST = 3
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Tensors that modules keep as plain attributes, by name: not in any state_dict, and not moved with the network."""
-    modules = model.named_modules(remove_duplicate=False)
-    named = ((path, name, content) for path, module in modules for name, content in vars(module).items())
-    return {f"{path}.{name}".lstrip("."): content for path, name, content in named if isinstance(content, Tensor)}
+    return {
+        f"{path}.{name}".lstrip("."): content
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, content in vars(module).items()
+        if isinstance(content, Tensor)
+    }
 
 
 def written_sizes(

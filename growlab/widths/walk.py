@@ -71,6 +71,7 @@ class Walk:
         own = {node: name for node, name in lifted.items() if name in plain}
         self._names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **own}
         self._canonical = canonical_names(model)
+        self._unsaved = frozenset(signature.non_persistent_buffers)
         self._known: dict[str, Value] = {}
         self._visited: list[tuple[str, tuple[float, ...], list[Value], Any]] = []
         # Nesting depth of the composite operations that are being visited.
@@ -96,8 +97,7 @@ class Walk:
         record.tie_heads_to_streams()
         if several_outputs or not self._program.call_spec.out_spec.is_leaf():
             _pin_what_is_more_than_an_output(record, output_class)
-        unsaved = frozenset(self._program.graph_signature.non_persistent_buffers)
-        self._graph, self._groups = _collect(record, output_class, unsaved)
+        self._graph, self._groups = _collect(record, output_class, self._unsaved)
         return self._graph
 
     @cached_property
@@ -166,8 +166,7 @@ class Walk:
         axes = [record.atoms.new(size) if size > 1 else fixed(size) for size in shape]
         record.parameters[name], record.roles[name] = axes, [None] * len(axes)
         self._known[name] = Value(shape, tuple(axes), scale, name)
-        unsaved = {*self._program.graph_signature.non_persistent_buffers, *self._plain}
-        if name in unsaved and len(axes) == 1 and angles_from(node):
+        if name in self._unsaved | self._plain and len(axes) == 1 and angles_from(node):
             record.frequencies.add(name)
         return self._known[name]
 
