@@ -77,10 +77,12 @@ def observe(
         modes_differ: False: eval mode is known to compute what train mode does, and is not run.
     """
     moments: dict[str, list[tuple[Tensor, Tensor, int]]] = {}
-    probe = positional(probe)
+    probe, measured = positional(probe), False
 
     def record(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if measured:
+                return
             moments.setdefault(name, []).append(_moments(module, inputs[0].detach()))
 
         return hook
@@ -103,7 +105,8 @@ def observe(
             quiet.again()
             quiet.means = True
             returned = call_with(model.train(), probe)
-        train = plain = main_output(returned)
+        train, measured = main_output(returned), True
+        plain = train
         quiet.again()
         if between is not None:
             with arithmetic():

@@ -68,8 +68,10 @@ def compare(
         allowed: relative errors beyond rounding that the change may make in eval and in train mode; None: any.
         setting: see `observe`.
     """
-    pairs = ((before.eval, after.eval), (before.train, after.train))
-    errors = agree([relative_error(*pair, factor) for pair in pairs])
+    by_eval = relative_error(before.eval, after.eval, factor)
+    # See `modes_differ` of `observe`.
+    same = after.train is after.eval
+    errors = agree([by_eval, by_eval if same else relative_error(before.train, after.train, factor)])
     if allowed is None:
         return Parity(errors, None)
 
@@ -112,10 +114,11 @@ def relative_error(before: Tensor, after: Tensor, factor: float = 1.0) -> float:
     # In pieces: a language model's logits in float64 would be many times what the network itself takes.
     pieces = (tensor.reshape(-1).split(_PIECE) for tensor in (before, after))
     for old, new in zip(*pieces, strict=True) if before.numel() else ():
-        old, new = old.double(), new.double() * factor
+        old, new = old.double(), new.to(torch.float64, copy=True).mul_(factor)
         scale = torch.maximum(scale, old.abs().where(old.isfinite(), zero).max())
+        differ = old != new
         # Unlike Python's max, keeps NaN.
-        largest = torch.maximum(largest, (new - old).abs().where(old != new, zero).max())
+        largest = torch.maximum(largest, new.sub_(old).abs_().where(differ, zero).max())
     return float(largest) / (float(scale) or 1.0)
 
 
