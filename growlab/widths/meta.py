@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, _meta_registrations, nn
@@ -41,17 +41,17 @@ FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, Ar
 
 
 class Shapes(TorchFunctionMode):
-    """Record function calls and the parameters they read; on device meta, compute some output shapes by faster rules.
+    """Record function calls; on device meta, compute some output shapes by faster rules.
 
     Args:
-        detailed: also record all arguments, with shapes in place of tensors.
+        recorded: the parameters that calls read ("calls"), or all arguments, with shapes in place of tensors.
     """
 
-    def __init__(self, detailed: bool = False) -> None:
+    def __init__(self, recorded: Literal["nothing", "calls", "details"] = "nothing") -> None:
         super().__init__()
         self.calls: list[Any] = []
         self.details: list[Any] = []
-        self._detailed = detailed
+        self._recorded = recorded
 
     def __enter__(self) -> "Shapes":
         # A compiled module would get guards on what is recorded here.
@@ -66,10 +66,11 @@ class Shapes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Not the batches that a normalisation counts in train mode.
-        if func is not Tensor.add_ or args[0].dim() or args[0].is_floating_point():
-            self.calls.append((func, *(id(x) for x in args if isinstance(x, nn.Parameter))))
-        if self._detailed:
+        if self._recorded == "calls":
+            # Not the batches that a normalisation counts in train mode.
+            if func is not Tensor.add_ or args[0].dim() or args[0].is_floating_point():
+                self.calls.append((func, *(id(x) for x in args if isinstance(x, nn.Parameter))))
+        elif self._recorded == "details":
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in _leaves(args, kwargs)]))
         if func is F.batch_norm:
             _note_statistics(*args, **(kwargs or {}))
@@ -289,7 +290,7 @@ class Lightened:
 
     Attributes:
         inputs: on device meta, or the given ones if the network cannot run there.
-        kept: snapshot to restore after each forward.
+        kept: snapshot to restore after each forward, in eval mode.
         modes: differences between the forwards in train mode and in eval mode.
         runs: by mode (True: train), the shapes of the output's tensors, and the calls as `Shapes` records them.
 
@@ -332,7 +333,7 @@ class Lightened:
         runs: list[list[Any]] = []
         for inputs in (self.inputs, self._moved(others)):
             try:
-                with self, unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
+                with self, unwarned(), torch.no_grad(), Shapes("details") as mode:
                     output = call_with(self.model.eval(), inputs)
             except FAILURES:
                 return False
@@ -350,7 +351,7 @@ class Lightened:
         self.inputs = self._moved(inputs)
         try:
             _as_exported(self.model)
-            _exchange(self.model, other)
+            _exchange(self.model.eval(), other)
             self.kept = Snapshot(self.model, "all but parameters")
             # torch's warnings about a network's first runs appear when it is trained.
             with unwarned():
@@ -365,7 +366,7 @@ class Lightened:
             before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
             readers.functions = []
             try:
-                with torch.no_grad(), Shapes() as shapes, readers:
+                with torch.no_grad(), Shapes("calls") as shapes, readers:
                     output = call_with(model, self.inputs)
             except (RuntimeError, ValueError, TypeError) as error:
                 raise UnsupportedOperation(_why_not_run(model, training, error)) from error

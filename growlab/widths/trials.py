@@ -159,7 +159,7 @@ class Trials:
         return self._called()
 
     def _called(self) -> list[Any]:
-        with self._undone(), unwarned(), torch.no_grad(), Shapes(detailed=True) as mode:
+        with self._undone(), unwarned(), torch.no_grad(), Shapes("details") as mode:
             call_with(self._model.train(self._training), self._inputs)
         return mode.details
 
@@ -223,7 +223,8 @@ class Trials:
 
     def _run(self, training: bool) -> list[torch.Size]:
         """Run the network; return the shapes of its outputs."""
-        self._model.train(training)
+        if training:
+            self._model.train()
         with unwarned(), torch.no_grad(), Shapes():
             outputs = call_with(self._model, self._inputs)
         return [x.shape[self._first :] for x in tensors_in(outputs)]

@@ -84,7 +84,7 @@ def outcome(call: Callable[[], Any]) -> list[Any] | None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_shape_is_what_torch_works_out(name: str) -> None:
     expected = outcome(CALLS[name])
-    with Shapes() as mode:
+    with Shapes("calls") as mode:
         found = outcome(CALLS[name])
     assert found == expected and mode.calls
     assert (found is None) == ("other" in name)
