@@ -22,8 +22,6 @@ from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.places import write
 from growlab.widths.replaced import note_replaced, note_restored
 
-# Tensors by name: the module, its attribute and the tensor.
-_Places = Mapping[str, tuple[nn.Module, str, Tensor]]
 # Start of a part of an axis, its number of runs, their length and the length of what is kept of each.
 _Block = tuple[int, int, int, int]
 
@@ -51,8 +49,40 @@ _NORMALISED = "normalized_shape"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
+class Places:
+    """Where a network has its parameters, buffers and plain tensors, until any of them is replaced.
+
+    Attributes:
+        tensors: by name, the module, its attribute and the tensor.
+        owners: modules and their attributes by the id of the tensor that they share.
+    """
+
+    def __init__(self, model: nn.Module, graph: WidthGraph) -> None:
+        self.tensors = dict(_named_tensor_places(model))
+        self.owners: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module, attribute, tensor in self.tensors.values():
+            self.owners.setdefault(id(tensor), []).append((module, attribute))
+        # A parametrised tensor is computed from others, deeper in the module that it belongs to.
+        self._bearers = {
+            part: module
+            for module in model.modules()
+            # Asking each module for an attribute that it lacks takes long.
+            if "parametrizations" in module._modules and is_parametrized(module)
+            for part in module.get_submodule("parametrizations").modules()
+        }
+        weights = (self.tensors[layer.weight][2] for layer in graph.layers if layer.depthwise)
+        self.depthwise = {self.bearer(module) for weight in weights for module, _ in self.owners[id(weight)]}
+
+    def bearer(self, module: nn.Module) -> nn.Module:
+        """Return the module that a tensor of this one belongs to."""
+        return self._bearers.get(module, module)
+
+
 def replace_tensors(
-    model: nn.Module, graph: WidthGraph, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+    model: nn.Module,
+    graph: WidthGraph,
+    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    places: Places | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Put new tensors in the place of parameters, buffers and plain tensors of modules.
 
@@ -65,6 +95,7 @@ def replace_tensors(
         graph: its width graph.
         tensors: new content by name, or pairs of both, of which each is let go before the next; that of a DTensor is
             whole.
+        places: of its tensors; None: they are found.
 
     Returns:
         Old and new tensor by name.
@@ -72,9 +103,9 @@ def replace_tensors(
     Raises:
         KeyError: the model has no tensor of that name.
     """
-    places = dict(_named_tensor_places(model))
+    places = places or Places(model, graph)
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    replaced = {name: (old := places[name][2], _like(content, old)) for name, content in pairs}
+    replaced = {name: (old := places.tensors[name][2], _like(content, old)) for name, content in pairs}
     _place(model, places, graph, {name: new for name, (_, new) in replaced.items()})
     note_replaced((name, *both) for name, both in replaced.items())
     return replaced
@@ -88,8 +119,7 @@ def restore_tensors(model: nn.Module, graph: WidthGraph, replaced: Mapping[str, 
         graph: its width graph.
         replaced: the return value of `replace_tensors`.
     """
-    places = dict(_named_tensor_places(model))
-    _place(model, places, graph, {name: old for name, (old, _) in replaced.items()})
+    _place(model, Places(model, graph), graph, {name: old for name, (old, _) in replaced.items()})
     note_restored(replaced.values())
 
 
@@ -215,35 +245,20 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
     return parameter
 
 
-def _place(model: nn.Module, places: _Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module, attribute, tensor in places.values():
-        owners.setdefault(id(tensor), []).append((module, attribute))
-    depthwise = {
-        module for layer in graph.layers if layer.depthwise for module, _ in owners[id(places[layer.weight][2])]
-    }
-    chosen = [(owners[id(places[name][2])], new) for name, new in tensors.items()]
+def _place(model: nn.Module, places: Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
+    chosen = [(places.owners[id(places.tensors[name][2])], new) for name, new in tensors.items()]
     for owned, new in chosen:
         for module, attribute in owned:
             setattr(module, attribute, new)
-    # A parametrised tensor is computed from others, deeper in the module that it belongs to.
-    bearers = {
-        part: module
-        for module in model.modules()
-        # Asking each module for an attribute that it lacks takes long.
-        if "parametrizations" in module._modules and is_parametrized(module)
-        for part in module.get_submodule("parametrizations").modules()
-    }
-    depthwise = {bearers.get(module, module) for module in depthwise}
-    for module in {bearers.get(module, module) for owned, _ in chosen for module, _ in owned}:
+    for module in {places.bearer(module) for owned, _ in chosen for module, _ in owned}:
         with torch.no_grad():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
                     # A plain attribute, computed before each forward.
                     setattr(module, hook.name, hook.compute_weight(module))
-            _update_bookkeeping(module, depthwise=module in depthwise)
+            _update_bookkeeping(module, depthwise=module in places.depthwise)
     if graph.written:
-        shapes = {name: tuple(tensors.get(name, places[name][2]).shape) for name in graph.axes}
+        shapes = {name: tuple(tensors.get(name, places.tensors[name][2]).shape) for name in graph.axes}
         widths, modules = graph.widths_of(shapes), dict(model.named_modules())
         for place, axis in graph.written.items():
             write(modules[place.module], place, axis.length(widths))

@@ -27,7 +27,7 @@ from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import line_of
 from growlab.widths.replaced import note_restored
-from growlab.widths.resize import replace_tensors, resized, tensors_of
+from growlab.widths.resize import Places, replace_tensors, resized, tensors_of
 
 #: First words of the reason why a group stays: narrowing it makes the forward fail, or compute something else.
 FAILS = "the code fails at narrow widths"
@@ -60,7 +60,7 @@ class Trials:
         self._graph, self._predictions = graph, Predictions(calls, graph.full_widths)
         self.attributes: Mapping[HardcodedSize, Axis] = {}
         self._model, self._inputs, self._kept = light.model, light.inputs, light.kept
-        self._full = tensors_of(self._model, graph)
+        self._full, self._places = tensors_of(self._model, graph), Places(self._model, graph)
         # Train mode is tried as well only if it does something else than eval mode.
         modes = (False,) if light.runs[False] == light.runs[True] else (False, True)
         self._expected = {mode: [shape[self._first :] for shape in light.runs[mode][0]] for mode in modes}
@@ -184,7 +184,7 @@ class Trials:
             if graph.changes(name, full, widths)
         }
         with self._undone():
-            replaced = replace_tensors(self._model, graph, tensors)
+            replaced = replace_tensors(self._model, graph, tensors, self._places)
             try:
                 yield
             finally:
