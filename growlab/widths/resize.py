@@ -50,7 +50,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Places:
-    """Where a network has its parameters, buffers and plain tensors, until any of them is replaced.
+    """Modules that have a network's parameters, buffers and plain tensors, until any of these is replaced.
 
     Attributes:
         tensors: by name, the module, its attribute and the tensor.
