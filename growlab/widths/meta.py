@@ -253,19 +253,21 @@ def _element_wise(input: Tensor, other: Any, **kwargs: Any) -> Tensor:
     return input.new_empty(shape, dtype=torch.result_type(input, other))
 
 
+_ATEN = torch.ops.aten
 _RULES: dict[Any, Callable[..., Tensor]] = {
-    **dict.fromkeys((F.batch_norm, torch.ops.aten.batch_norm.default), _batch_norm),
-    **dict.fromkeys((F.linear, torch.ops.aten.linear.default), _linear),
-    **dict.fromkeys((F.layer_norm, torch.ops.aten.layer_norm.default), _layer_norm),
-    **dict.fromkeys((F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default), _attention),
+    **dict.fromkeys((F.batch_norm, _ATEN.batch_norm.default), _batch_norm),
+    **dict.fromkeys((F.linear, _ATEN.linear.default), _linear),
+    **dict.fromkeys((F.layer_norm, _ATEN.layer_norm.default), _layer_norm),
+    **dict.fromkeys((F.scaled_dot_product_attention, _ATEN.scaled_dot_product_attention.default), _attention),
     F.multi_head_attention_forward: _multi_head_attention,
-    **dict.fromkeys(
-        (F.gelu, torch.ops.aten.gelu.default, F.silu, torch.roll, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape
-    ),
+    **dict.fromkeys((F.gelu, F.silu, torch.roll, torch.rsqrt, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape),
+    **dict.fromkeys((_ATEN.gelu.default, _ATEN.silu.default, _ATEN.roll.default, _ATEN.rsqrt.default), _own_shape),
+    **dict.fromkeys((_ATEN.neg.default, _ATEN.pow.Tensor_Scalar), _own_shape),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution),
     **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _index_add),
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),
     **dict.fromkeys((torch.add, torch.mul, torch.sub), _element_wise),
+    **dict.fromkeys((_ATEN.add.Tensor, _ATEN.mul.Tensor, _ATEN.sub.Tensor), _element_wise),
 }
 
 

@@ -30,6 +30,7 @@ def made_of(shape: tuple[int, ...]) -> Tensor:
     return made(*shape)
 
 
+ATEN = torch.ops.aten
 CALLS: dict[str, Callable[[], Any]] = {
     "layer norm": lambda: F.layer_norm(made(2, 3, 4), (4,), made(4), made(4)),
     "layer norm of columns": lambda: F.layer_norm(made(2, 4, 3).mT, (4,)),
@@ -68,6 +69,21 @@ CALLS: dict[str, Callable[[], Any]] = {
     "product": lambda: made(2, 4) * 0.5,
     "product in front": lambda: 2 * made(2, 4, dtype=torch.int64),
     "difference": lambda: made(2, 4) - made(4),
+    "ATen's layer norm": lambda: ATEN.layer_norm.default(made(2, 3, 4), (4,), made(4), made(4), 1e-5, False),
+    "ATen's batch norm": lambda: ATEN.batch_norm.default(made(2, 4, 3), *[made(4)] * 4, True, 0.1, 1e-5, False),
+    "ATen's batch norm of others": lambda: ATEN.batch_norm.default(made(2, 4), *[made(5)] * 4, True, 0.1, 1e-5, False),
+    "ATen's linear": lambda: ATEN.linear.default(made(2, 3, 4), made(5, 4), made(5)),
+    "ATen's attention": lambda: ATEN.scaled_dot_product_attention.default(*[made(2, 3, 5, 4)] * 3, None, 0.0, True),
+    "ATen's functions of each entry": lambda: [
+        *(f.default(made(2, 3)) for f in (ATEN.gelu, ATEN.silu, ATEN.rsqrt, ATEN.neg)),
+        ATEN.roll.default(made(2, 3), [1], [0]),
+        ATEN.pow.Tensor_Scalar(made(2, 3), 2),
+    ],
+    "ATen's pairs": lambda: [
+        *(f.Tensor(made(2, 3), made(3)) for f in (ATEN.add, ATEN.mul, ATEN.sub)),
+        ATEN.mul.Tensor(made(2, 3, dtype=torch.int64), 0.5),
+        ATEN.add.Tensor(made(2, 3), made(3), alpha=2),
+    ],
 }
 
 
