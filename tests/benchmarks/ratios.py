@@ -276,11 +276,13 @@ def loops(setting: Setting) -> Iterator[Ratio]:
 
             return loop
 
-        ways = looped(sgd), looped(sgd, "pairs"), looped(sgd, multiplied), looped(regional, "pairs")
-        plain, ours, many, rates = in_turns(setting, *ways, repeats=4 * setting.repeats)
-        yield Ratio("loop with Grower / without", case.name, ours / plain, 1.0, 1.005, ours / steps)
-        yield Ratio("multipliers / none, between events", case.name, many / ours, 1.0, 1.01, many / steps)
-        yield Ratio("rates by region / torch's SGD, steps", case.name, rates / plain, 1.0, 1.02, rates / steps)
+        ways = looped(sgd), looped(sgd), looped(sgd, "pairs"), looped(sgd, multiplied), looped(regional, "pairs")
+        plain, again, ours, many, rates = in_turns(setting, *ways, repeats=4 * setting.repeats)
+        # Where tensors lie in memory makes as much difference as two copies of the plain network have.
+        least, plain = max(plain, again) / min(plain, again), min(plain, again)
+        yield Ratio("loop with Grower / without", case.name, ours / plain, least, 1.005, ours / steps)
+        yield Ratio("multipliers / none, between events", case.name, many / ours, least, 1.01, many / steps)
+        yield Ratio("rates by region / torch's SGD, steps", case.name, rates / plain, least, 1.02, rates / steps)
 
 
 def callbacks(setting: Setting) -> Iterator[Ratio]:

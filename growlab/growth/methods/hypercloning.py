@@ -112,9 +112,10 @@ def _grows(axis: Axis, context: GrowthContext) -> bool:
 
 
 def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:
-    totals = torch.zeros_like(noise).index_add_(dim, positions, noise)
-    shape = [-1 if d == dim else 1 for d in range(noise.dim())]
-    return totals.index_select(dim, positions).div_(copies(positions).view(shape))
+    number = torch.bincount(positions)
+    totals = noise.new_zeros([*noise.shape[:dim], len(number), *noise.shape[dim + 1 :]])
+    means = totals.index_add_(dim, positions, noise).div_(number.view(-1, *[1] * (noise.dim() - dim - 1)))
+    return means.index_select(dim, positions)
 
 
 def _diagonal(context: GrowthContext, name: str, tensor: Tensor) -> Tensor:
