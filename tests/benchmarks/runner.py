@@ -33,7 +33,7 @@ def run(folder: str, *arguments: str) -> tuple[list[dict[str, Any]], list[dict[s
     """Growth events and rows of epochs of a run in a process of its own."""
     command = [sys.executable, "-m", "growlab", *arguments, "hydra.run.dir=run", "num_threads=1", "logger=csv"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
     events = json.loads((Path(folder) / "run" / "growth.json").read_text())["events"]
     return events, list(csv.DictReader((Path(folder) / "run" / "metrics.csv").read_text().splitlines()))
 
