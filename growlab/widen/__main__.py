@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
 def _give_back_freed_memory() -> None:
     """Let glibc return each large tensor's memory when it is freed: kept for later ones, it would double the peak.
 
-    Blocks of tensors (4 MiB) are smaller: getting their memory anew each time would take a tenth of the time.
+    Blocks of tensors (4 MiB) are smaller: new pages for each of them would take a tenth of the time.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(-3, 1 << 23)  # M_MMAP_THRESHOLD

@@ -432,6 +432,9 @@ def widened(setting: Setting) -> Iterator[Ratio]:
 
     Both beyond those of a tiny model, which are Python's and its libraries'.
     """
+    import transformers
+
+    transformers.logging.disable_progress_bar()
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in (("tiny", (2, 64, 100)), ("large", (2, 128, 100) if setting.small else (6, 512, 4000))):
