@@ -179,6 +179,24 @@ class _InDouble(torch.nn.Module):
         return self.network(x.double())
 
 
+def test_a_step_in_float32_is_that_in_float64_to_rounding(finished: Callable[..., Path]) -> None:
+    """With ReLU a single activation next to zero can take the other side, and gradients differ by percents."""
+    step = ("trainer.limit_train_batches=1", "schedule.total_epochs=1")
+    plain = ("growth=none", "lr_adapt=none", "optimizer.momentum=0", "optimizer.weight_decay=0")
+    weights = {}
+    for bits in (32, 64):
+        run = finished(*DATA, *SMOOTH, f"trainer.precision={bits}-true", *step, *plain, folder=str(bits))
+        weights[bits] = torch.load(run / "model.pt", weights_only=True)
+    lightning.seed_everything(0, verbose=False)
+    start = dict(smooth((1, 8, 8), 10).named_parameters())
+    for name, value in start.items():
+        moved = (weights[64][name] - value).norm()
+        # Biases before a batch normalisation have no gradient.
+        least = 1e-7 * value.norm() + 1e-8
+        assert (weights[32][name] - weights[64][name]).norm() <= 1e-5 * moved + least, name
+    assert (weights[64]["0.weight"] - start["0.weight"]).norm() > 1e-3
+
+
 # What settings do -----------------------------------------------------------------------------------------
 
 
