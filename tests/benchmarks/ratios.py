@@ -11,7 +11,7 @@ import copy
 import ctypes
 import functools
 import json
-import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -439,12 +439,16 @@ def widened(setting: Setting) -> Iterator[Ratio]:
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in (("tiny", (2, 64, 100)), ("large", (2, 128, 100) if setting.small else (6, 512, 4000))):
             llama(*sizes).save_pretrained(f"{folder}/{name}")
-            command = ["-m", "growlab", "widen", f"{folder}/{name}", "--width", "2", "-o", f"{folder}/{name}_wide"]
-            silent = [(os.POSIX_SPAWN_OPEN, one, os.devnull, os.O_WRONLY, 0) for one in (1, 2)]
-            process = os.posix_spawn(sys.executable, [sys.executable, *command], os.environ, file_actions=silent)
-            _, status, used = os.wait4(process, 0)
-            assert status == 0, f"growlab widen ended with {status}"
-            found.append((used.ru_maxrss * 1024, used.ru_utime + used.ru_stime))
+            # From a small process: the peak that a process starts with is its parent's.
+            spawn = (
+                "import os, sys; null = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]; "
+                "_, status, used = os.wait4(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=null), 0); "
+                "print(used.ru_maxrss * 1024, used.ru_utime + used.ru_stime); sys.exit(status != 0)"
+            )
+            command = [sys.executable, "-m", "growlab", "widen", f"{folder}/{name}", "--width", "2"]
+            command = [sys.executable, "-c", spawn, *command, "-o", f"{folder}/{name}_wide"]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found.append([*map(float, done.stdout.split())])
         number = json.loads((Path(folder) / "large_wide" / "growlab_widening.json").read_text())["num_params"]
     (least_bytes, least), (most_bytes, most) = found
     on = f"Llama of {number / 1e6:.1f} M parameters"
