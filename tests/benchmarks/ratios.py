@@ -442,7 +442,8 @@ def widened(setting: Setting) -> Iterator[Ratio]:
             # From a small process: the peak that a process starts with is its parent's.
             spawn = (
                 "import os, sys; null = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]; "
-                "_, status, used = os.wait4(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=null), 0); "
+                "made = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=null); "
+                "_, status, used = os.wait4(made, 0); "
                 "print(used.ru_maxrss * 1024, used.ru_utime + used.ru_stime); sys.exit(status != 0)"
             )
             command = [sys.executable, "-m", "growlab", "widen", f"{folder}/{name}", "--width", "2"]
