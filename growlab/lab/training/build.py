@@ -4,6 +4,7 @@ import contextlib
 import secrets
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 
@@ -210,9 +212,14 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
     """Make the network at full width, with the arguments that can be inferred from the data."""
     given = data.network_arguments
     offered = {name: data.offer(name) for name in _parameters(model._target_) if name not in (*model, *given)}
-    network = instantiate(model, **given, **not_none(**offered))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        network = instantiate(model, **given, **not_none(**offered))
     if not isinstance(network, nn.Module):
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
+    if empty := [name for name, p in network.named_parameters() if not is_lazy(p) and not p.numel()]:
+        zeros = ", ".join(f"model.{key!s}=0" for key, value in model.items() if value == 0 and value is not False)
+        raise UserError(f"the network's {empty[0]} is without entries, with {zeros}: sizes must be at least 1.")
     return network
 
 
