@@ -368,6 +368,9 @@ SHORT_ARMS = {
     "`ours`, `lr_adapt.divide_output_lr_by_fan_in=false`": "ours_no_fan_in_40",
     "`ours`, `schedule.learning_rate.progress_unit=cost`": "ours_cost_40",
     "`ours`, 80 epochs": "ours_80",
+    "`ours`, 16 epochs": "ours_16",
+    "`ours`, 16 epochs, `optimizer_state=inherit`": "ours_momentum_16",
+    "`ours`, 16 epochs, `growth.noise_std=0`": "ours_quiet_16",
 }
 
 
@@ -568,25 +571,25 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        "`ours` is {} points below the full network after 40 epochs and {} after 80; it was {} after 160 (ResNet-20, "
-        "one seed)",
+        "`ours` is {} points below the full network after 16 epochs, {} after 40 and {} after 80; it was {} after 160 "
+        "(ResNet-20, one seed)",
         lambda: (
-            *(gap(f"{SHORT}/fixed_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (40, 80)),
+            *(gap(f"{SHORT}/fixed_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (16, 40, 80)),
             gap(f"{LONG}/fixed_size_s0", f"{LONG}/ours_s0"),
         ),
     ),
     (
         MEASURED,
-        "less than stopping early, by {}, {} and {} points",
+        "less than stopping early, by {}, {}, {} and {} points",
         lambda: (
-            *(gap(f"{SHORT}/flops_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (40, 80)),
+            *(gap(f"{SHORT}/flops_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (16, 40, 80)),
             gap(f"{LONG}/equal_flops_s0", f"{LONG}/ours_s0"),
         ),
     ),
     (
         MEASURED,
-        "stopped at the same cost ({} %, and {} % of 80 epochs)",
-        lambda: (cost(f"{SHORT}/ours_40_s*"), cost(f"{SHORT}/ours_80_s*")),
+        "stopped at the same cost ({} % of 40 epochs, {} % of 80, {} % of 16)",
+        lambda: tuple(cost(f"{SHORT}/ours_{n}_s*") for n in (40, 80, 16)),
     ),
     (MEASURED, "it is worth {} points ({})", lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*")),
     (MEASURED, "`ours` with one rate ends at {} (three seeds", lambda: (f"{scores(RATE + '/ours_nora_s*')}",)),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import ttest_1samp
+from scipy.stats import t as student_t
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.grid import Grid
@@ -43,10 +43,13 @@ class Comparison:
 
 def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
     """Student's t interval of their mean, n - 1 degrees of freedom; None for fewer than two."""
-    if len(differences) < 2:
+    n = len(differences)
+    if n < 2:
         return None
-    low, high = ttest_1samp(differences, 0).confidence_interval(level)
-    return float(low), float(high)
+    # Not scipy's confidence_interval, which warns where differences are equal.
+    reach = float(student_t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+    mean = statistics.fmean(differences)
+    return mean - reach, mean + reach
 
 
 def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Comparison]:
