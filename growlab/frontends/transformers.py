@@ -296,7 +296,6 @@ def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    from accelerate.utils import fsdp2_prepare_model
 
     state = AcceleratorState()
     if not getattr(state, "is_fsdp2", False):
@@ -315,6 +314,8 @@ def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:
     }
     if given := [name for name, setting in unsupported.items() if setting]:
         raise UserError(f"growth of a model that fsdp= shards does not support {given[0]}.")
+    from accelerate.utils import fsdp2_prepare_model  # as new as FSDP2 there
+
     # The constructor would replace the Trainer's settings for accumulated gradients.
     accelerator = Accelerator.__new__(Accelerator)
     accelerator.state = state
