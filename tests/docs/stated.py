@@ -371,6 +371,7 @@ SHORT_ARMS = {
     "`ours`, 16 epochs": "ours_16",
     "`ours`, 16 epochs, `optimizer_state=inherit`": "ours_momentum_16",
     "`ours`, 16 epochs, `growth.noise_std=0`": "ours_quiet_16",
+    "`ours`, 16 epochs, `growth.rule=constraint`": "ours_constraint_16",
 }
 
 
