@@ -199,7 +199,7 @@ class Trials:
             self._kept.restore()
 
     def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
-        tried = (*widths.values(), *graph.written)
+        tried = (*widths.items(), *graph.written.items())
         if tried not in self._known:
             self._known[tried] = self._failure_at(graph, widths)
         self.failure = self._known[tried] or self.failure

@@ -184,7 +184,7 @@ class Snapshot:
             return
         self._follow((*(function.__closure__ or ()), *(function.__defaults__ or ())))
         self._follow(tuple((function.__kwdefaults__ or {}).values()))
-        self._add(restore_dict, function.__dict__, dict(function.__dict__), function.__dict__.values())
+        self._waiting.append(function.__dict__)
         if library in _WITHOUT_VARIABLES:
             return
         names = _names_in(function.__code__)

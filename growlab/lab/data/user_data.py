@@ -224,6 +224,8 @@ def open_source(source: Any, columns: Columns, seed: int) -> dict[str, SamplePar
         if unknown := ", ".join(str(name) for name in found if name not in parts):
             raise UserError(f"data.source has the parts {unknown}, but train, val and test are wanted.")
         found = {parts[name]: one for name, one in found.items() if one is not None}
+    if "train" not in found:
+        raise UserError("data.source has no part to train on: name one train, or give it a train_dataloader.")
     return {part: _part(one, columns, seed, part) for part, one in found.items()}
 
 
@@ -265,6 +267,8 @@ def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
         # A Hugging Face data set, in torch's format unless it has another; one with a transform may draw.
         format = (getattr(dataset, "format", None) or {}).get("type")
         dataset, in_rows = dataset.with_format("torch") if format is None else dataset, format != "custom"
+    if not len(dataset):
+        raise UserError(f"data.source: {named} is empty.")
     part = SamplePart(dataset, np.arange(len(dataset)), seed, columns, in_rows=in_rows)
     if loader is None:
         return part

@@ -162,6 +162,8 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
         (lambda: Odd("alone"), {}, "or a mapping with a target, of tensors, not (Tensor)"),
         (lambda: Odd("words"), {}, "not (tuple, Tensor): let the data set's transform"),
         (lambda: Odd("unnamed"), {}, "samples have the entries a, b and no target; set data.columns.target"),
+        (lambda: {"test": Waves()}, {}, "no part to train on"),
+        (lambda: Odd("alone", 0), {}, "train (Odd) is empty"),
         (lambda: Split(0.3, 0.7), {}, "leave something to train on"),
         (Waves, {"split": Split(test=0.0)}, "too few to hold 0% out; give the source a test set"),
         (lambda: Waves(3), {}, "3 training samples are too few to hold 10% out"),
