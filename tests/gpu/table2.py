@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "notebooks/results/table2_short"
 WHOLE = "model=resnet20 data.image_size=null data.shift=4 schedule.total_epochs=160"
 CLOCK = "schedule.learning_rate.progress_unit=cost"
+READING = "_target_=tests.gpu.readings"
+METHODS = (("ours", "ours"), ("fixed", "fixed_size"), ("flops", "equal_flops"))
 # Name and settings, each of three seeds, in the order of what they decide.
 ARMS = {
     "fixed_40": "method=fixed_size",
@@ -27,24 +29,42 @@ ARMS = {
     "ours_40": "method=ours",
     "net2net_40": "method=net2net",
     "pairs_40": "method=growing",
-    "fixed_80": "method=fixed_size schedule.total_epochs=80",
-    "flops_80": "method=equal_flops schedule.total_epochs=80",
-    "ours_80": "method=ours schedule.total_epochs=80",
-    "net2net_80": "method=net2net schedule.total_epochs=80",
-    "ours_cost_80": f"method=ours schedule.total_epochs=80 {CLOCK}",
     "ours_cost_40": f"method=ours {CLOCK}",
-    "flops_cost_40": f"method=equal_flops {CLOCK}",
     "ours_published_40": "method=ours growth.as_published=true",
     "ours_no_ra_40": "method=growing_vt",
     "ours_no_fan_in_40": "method=ours lr_adapt.divide_output_lr_by_fan_in=false",
     "pairs_ra_40": "method=growing_ra",
-    "ours_inherit_40": "method=ours optimizer_state=inherit",
-    "ours_no_limit_40": "method=ours lr_adapt.rule.max_factor=1e9",
+    "ours_initial_norm_40": f"method=ours optimizer.{READING}.InitialNorm",
+    "ours_per_element_40": f"method=ours optimizer.{READING}.PerElement",
+    "ours_decay_at_base_rate_40": f"method=ours optimizer.{READING}.DecayAtBaseRate",
+    "ours_usual_output_40": f"method=ours growth.{READING}.UsualOutput",
+    "ours_usual_output_no_fan_in_40": (
+        f"method=ours growth.{READING}.UsualOutput lr_adapt.divide_output_lr_by_fan_in=false"
+    ),
+    "ours_momentum_40": "method=ours optimizer_state=inherit",
+    "ours_quiet_40": "method=ours growth.noise_std=0",
+    "ours_noisy_40": "method=ours growth.noise_std=0.1",
+    "ours_constraint_40": "method=ours growth.rule=constraint",
+    "ours_as_network_40": "method=ours growth.new_weights=as_network",
+    "ours_wider_40": "method=ours schedule.widths=[0.25,0.3125,0.36,0.4375,0.5625,0.625,0.75,0.9375,1]",
+    "ours_narrower_40": "method=ours schedule.widths=[0.25,0.28,0.312,0.4,0.5,0.56,0.687,0.875,1]",
+    "vt_cost_40": f"method=growing_vt {CLOCK}",
     "ours_shortcut_b_40": "method=ours model.shortcut=B",
     "fixed_shortcut_b_40": "method=fixed_size model.shortcut=B",
     "flops_shortcut_b_40": "method=equal_flops model.shortcut=B",
     "ours_bf16_40": "method=ours trainer.precision=bf16-mixed",
     "fixed_bf16_40": "method=fixed_size trainer.precision=bf16-mixed",
+    "flops_bf16_40": "method=equal_flops trainer.precision=bf16-mixed",
+    **{
+        f"{name}_lr{rate}_40": f"method={method} optimizer.lr={rate}"
+        for name, method in METHODS
+        for rate in (0.05, 0.2)
+    },
+    "fixed_80": "method=fixed_size schedule.total_epochs=80",
+    "flops_80": "method=equal_flops schedule.total_epochs=80",
+    "ours_80": "method=ours schedule.total_epochs=80",
+    "net2net_80": "method=net2net schedule.total_epochs=80",
+    "ours_cost_80": f"method=ours schedule.total_epochs=80 {CLOCK}",
     "fixed_160": "method=fixed_size schedule.total_epochs=160",
     "flops_160": "method=equal_flops schedule.total_epochs=160",
     "ours_160": "method=ours schedule.total_epochs=160",
