@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from math import ceil
+from math import ceil, floor
 
 from numpy import interp
 
+from growlab.growth import make_schedule
 from growlab.lab.analysis.paired import interval
 from growlab.lab.analysis.results import Run, load_runs, metric_of, open_run
 from growlab.lab.analysis.schedules import times_to_scores
@@ -364,22 +365,50 @@ SHORT_ARMS = {
     "pairs, rates by region": "pairs_ra_40",
     "variance transfer, one rate": "ours_no_ra_40",
     "`ours`": "ours_40",
-    "`ours`, Table 1 literally (`growth.as_published=true`)": "ours_published_40",
-    "`ours`, `lr_adapt.divide_output_lr_by_fan_in=false`": "ours_no_fan_in_40",
-    "`ours`, `schedule.learning_rate.progress_unit=cost`": "ours_cost_40",
-    "`ours`, 80 epochs": "ours_80",
-    "`ours`, 16 epochs": "ours_16",
-    "`ours`, 16 epochs, `optimizer_state=inherit`": "ours_momentum_16",
-    "`ours`, 16 epochs, `growth.noise_std=0`": "ours_quiet_16",
-    "`ours`, 16 epochs, `growth.rule=constraint`": "ours_constraint_16",
+    "Table 1 literally: logits shrink (`growth.as_published=true`)": "ours_published_40",
+    "output layer's rate not divided (`lr_adapt.divide_output_lr_by_fan_in=false`)": "ours_no_fan_in_40",
+    "output weights of variance 1 / C' (`UsualOutput`)": "ours_usual_output_40",
+    "both of these": "ours_usual_output_no_fan_in_40",
+    "norm of W_0 as drawn (`InitialNorm`)": "ours_initial_norm_40",
+    "norms per element (`PerElement`)": "ours_per_element_40",
+    "weight decay at the base rate (`DecayAtBaseRate`)": "ours_decay_at_base_rate_40",
+    "momentum carried (`optimizer_state=inherit`)": "ours_momentum_40",
+    "no noise (`growth.noise_std=0`)": "ours_quiet_40",
+    "a hundred times the noise (`growth.noise_std=0.1`)": "ours_noisy_40",
+    "Theorem A.1 (`growth.rule=constraint`)": "ours_constraint_40",
+    "spread of the network's own weights (`growth.new_weights=as_network`)": "ours_as_network_40",
+    "channels rounded up to even": "ours_wider_40",
+    "channels rounded down to even": "ours_narrower_40",
+    "`trainer.precision=bf16-mixed`, all three": "ours_bf16_40",
+    "`model.shortcut=B`, all three": "ours_shortcut_b_40",
+    "rate by cost (`schedule.learning_rate.progress_unit=cost`)": "ours_cost_40",
+    "rate by cost, one for all regions (`method=growing_vt`)": "vt_cost_40",
+    "16 epochs": "ours_16",
+    "16 epochs, momentum carried": "ours_momentum_16",
+    "16 epochs, no noise": "ours_quiet_16",
+    "16 epochs, Theorem A.1": "ours_constraint_16",
+    "80 epochs": "ours_80",
 }
 
 
 def short_table(arm: str) -> tuple[str, ...]:
     """Score, and what the full network has more: trained as long, and stopped at the same cost."""
     epochs = arm.rpartition("_")[2]
-    behind = [gain(f"{SHORT}/{base}_{epochs}_s*", f"{SHORT}/{arm}_s*") for base in ("fixed", "flops")]
+    ending = next((f"{one}_{epochs}" for one in ("bf16", "shortcut_b") if one in arm), epochs)
+    behind = [gain(f"{SHORT}/{base}_{ending}_s*", f"{SHORT}/{arm}_s*") for base in ("fixed", "flops")]
     return scores(f"{SHORT}/{arm}_s*"), *behind[0], *behind[1]
+
+
+def costs_of_rounding() -> tuple[str, str]:
+    """Training cost of ResNet-20 in the paper's nine stages, channels rounded up and to the nearest even number."""
+    epochs = make_schedule(160, 128).epochs
+
+    def percent(rounded: Callable[[float], int]) -> str:
+        widths = [[rounded(full / 4 * 1.2**stage) for full in (16, 32, 64)] for stage in range(8)] + [[16, 32, 64]]
+        flops = [9216 * (3 * a + 6 * a * a) + 2304 * (a + 5 * b) * b + 576 * (b + 5 * c) * c for a, b, c in widths]
+        return f"{sum(100 * n * one for n, one in zip(epochs, flops, strict=True)) / (160 * flops[-1]):.1f}"
+
+    return percent(ceil), percent(lambda width: 2 * floor(width / 2 + 0.5))
 
 
 def others_behind() -> tuple[str, str]:
@@ -592,7 +621,21 @@ OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
         "stopped at the same cost ({} % of 40 epochs, {} % of 80, {} % of 16)",
         lambda: tuple(cost(f"{SHORT}/ours_{n}_s*") for n in (40, 80, 16)),
     ),
-    (MEASURED, "it is worth {} points ({})", lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*")),
+    (
+        MEASURED,
+        "bought with more training ({} % of the cost, rounded down {})",
+        lambda: (cost(f"{SHORT}/ours_wider_40_s*"), cost(f"{SHORT}/ours_narrower_40_s*")),
+    ),
+    (MEASURED, "rounded up to whole numbers ({}; to the nearest even number, as here, {})", costs_of_rounding),
+    (
+        MEASURED,
+        "variance transfer gains {} points ({}) over `ours`, and is {} below stopping early ({})",
+        lambda: (
+            *gain(f"{SHORT}/vt_cost_40_s*", f"{SHORT}/ours_40_s*"),
+            *gain(f"{SHORT}/flops_40_s*", f"{SHORT}/vt_cost_40_s*"),
+        ),
+    ),
+    (MEASURED, "the clock is worth {} points ({})", lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*")),
     (MEASURED, "`ours` with one rate ends at {} (three seeds", lambda: (f"{scores(RATE + '/ours_nora_s*')}",)),
     (
         MEASURED,
