@@ -41,7 +41,7 @@ class Step:
 
 
 def steps(device: str, small: bool, out: Path) -> list[Step]:
-    """All steps, in the order in which their results matter: 480 seconds together without "table2", see `main`."""
+    """All steps, in the order in which their results matter: 480 seconds together without "rows", see `main`."""
     size = ("--small",) * small
     pytest = (
         "pytest",
@@ -65,7 +65,7 @@ def steps(device: str, small: bool, out: Path) -> list[Step]:
         Step("ratios", ("tests.benchmarks", *measured), 110),
         Step("training", ("tests.gpu.training", *where, str(out / "training.json")), 100),
         Step("sharded", ("tests.gpu.sharded", "--device", device, "--write", str(out / "sharded.json")), 30),
-        Step("table2", ("tests.gpu.table2", "--device", device, "--write", str(out / "table2")), 560),
+        Step("rows", ("tests.gpu.rows", "--device", device, "--write", str(out / "rows")), 560),
         Step("tests", (*pytest, *others, *OTHERS, f"--junitxml={out / 'tests.xml'}"), 140),
     ]
 
@@ -124,7 +124,7 @@ def main() -> None:
         # A CPU that others share may be slow.
         step.limit *= 3 if given.device == "cpu" else 1
         # It fills a lent machine's time by itself.
-        if step.name not in given.steps.split(",") if given.steps else step.name == "table2" and not given.small:
+        if step.name not in given.steps.split(",") if given.steps else step.name == "rows" and not given.small:
             continue
         done[step.name] = found = run(step, out)
         write_json(out / "summary.json", summary)

@@ -1,4 +1,4 @@
-"""Other readings of Yuan et al. (2023) than growlab's, which `tests.gpu.table2` trains beside it.
+"""Other readings of Yuan et al. (2023) than growlab's, which `tests.gpu.rows` trains beside it.
 
 The paper has no code. Each class changes one rule of `growth=ours lr_adapt=stagewise_norm`, and is named in a
 configuration, for instance `optimizer._target_=tests.gpu.readings.PerElement`.

@@ -3,7 +3,7 @@
 #
 #     tests/gpu/run.sh                       # results into notebooks/results/gpu/NAME-OF-THE-CARD/
 #     tests/gpu/run.sh --out FOLDER          # or elsewhere
-#     tests/gpu/run.sh --steps table2        # in its place: missing runs of experiment=papers/table2_short, for 9 minutes
+#     tests/gpu/run.sh --steps rows          # in its place: runs whose rows are not kept yet, for 9 minutes
 #     tests/gpu/run.sh --device cpu --small  # the script itself, tried on a CPU
 #
 # The machine's Python ($PYTHON) has torch, Lightning and transformers. What else it lacks comes as wheels in
