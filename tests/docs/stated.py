@@ -382,7 +382,7 @@ SHORT_ARMS = {
     "`trainer.precision=bf16-mixed`, all three": "ours_bf16_40",
     "`model.shortcut=B`, all three": "ours_shortcut_b_40",
     "rate by cost (`schedule.learning_rate.progress_unit=cost`)": "ours_cost_40",
-    "rate by cost, one for all regions (`method=growing_vt`)": "vt_cost_40",
+    "rate by cost, one for all regions (`method=growing_vt_cost`)": "vt_cost_40",
     "16 epochs": "ours_16",
     "16 epochs, momentum carried": "ours_momentum_16",
     "16 epochs, no noise": "ours_quiet_16",

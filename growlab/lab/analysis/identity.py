@@ -37,6 +37,7 @@ _MEANS = {
     "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
     "method=fixed_size_mup": ("growth.initialisation=mup",),
     "method=growing_vt_constraint": ("growth.rule=constraint",),
+    "method=growing_vt_cost": ("schedule.learning_rate.progress_unit=cost",),
     "method=grown_both": ("depth.blocks=auto", "schedule.initial_width=0.5"),
     "method=grown_depth": ("depth.blocks=auto", "schedule.initial_width=1.0"),
     "method=grown_resolution": ("schedule.initial_width=1.0",),
