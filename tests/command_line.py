@@ -21,6 +21,8 @@ from tests.parts_here import skip_without
 ROOT = Path(__file__).resolve().parent.parent
 # A variable in a run's environment: the command is `growlab.lab.planner`.
 PLAN = "GROWLAB_TEST_PLAN"
+# How the lines that a run prints as it goes begin.
+PROGRESS = ("odds: ", "growing ", "stage ", "grew ")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,15 @@ class Outcome:
     code: int
     out: str
     err: str
+
+    @property
+    def sentence(self) -> str:
+        """The sentence that a run ended with, behind the lines of its epochs."""
+        assert (self.code, self.out) == (2, ""), self.err
+        *lines, last = self.err.splitlines()
+        assert all(line.startswith((*PROGRESS, "warning: no checkpoint")) for line in lines), self.err
+        assert last.startswith("error: ") and last.endswith(".")
+        return last
 
 
 # A variable in the environment: the address of the process that forks.
@@ -131,6 +142,12 @@ class CommandLine:
             outcome = Outcome(code, *((Path(folder) / name).read_text() for name in ("stdout", "stderr")))
             assert not left, f"left behind: {left}\n{outcome.err}"
             return outcome
+
+    def done(self, *arguments: object, cwd: Path, **more: Any) -> Outcome:
+        """Run to the end, with exit code 0."""
+        outcome = self(*arguments, cwd=cwd, **more)
+        assert outcome.code == 0, outcome.err
+        return outcome
 
     def on_two_ranks(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call a function of a rank and further arguments in two processes."""

@@ -10,24 +10,28 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from growlab.base.errors import UserError
-from tests.rank_faults import RANK_FAULTS, after_step
+from tests.rank_faults import FAULTS, after_step, fault
+
+FAULT_ON_RANK, FAULTS_OF_ATTEMPTS = "FAULT_ON_RANK", "FAULTS_OF_ATTEMPTS"
 
 
 def _strike(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _at_step(step: int, number: int) -> None:
+@fault
+def at_step(step: int, number: int) -> None:
     """Send a signal after so many optimizer steps."""
     after_step(step, lambda trainer, task: _strike(number))
 
 
-def _at_validation(epoch: int, batch: int, number: int) -> None:
+@fault
+def at_validation(epoch: int, batch: int, number: int) -> None:
     """Send a signal in the validation of an epoch."""
     from growlab.lab.training import Task
 
@@ -41,7 +45,8 @@ def _at_validation(epoch: int, batch: int, number: int) -> None:
     Task.validation_step = validation_step
 
 
-def _before_growth(stage: int, number: int) -> None:
+@fault
+def before_growth(stage: int, number: int) -> None:
     """Send a signal between the last step of a stage and the growth event that begins the given one."""
     from growlab.grower import Grower
 
@@ -55,7 +60,8 @@ def _before_growth(stage: int, number: int) -> None:
     Grower._grow_once = struck
 
 
-def _in_growth(stage: int, number: int) -> None:
+@fault
+def in_growth(stage: int, number: int) -> None:
     """Send a signal in an event when the network has grown and the optimizer has not followed."""
     from growlab.grower import Grower
     from growlab.optim import followers
@@ -79,7 +85,8 @@ def _in_growth(stage: int, number: int) -> None:
 WRITE_MOMENTS = ("opened", "half", "unsynchronised", "unnamed", "named", "folder")
 
 
-def _at_write(count: int, moment: str, number: int) -> None:
+@fault
+def at_write(count: int, moment: str, number: int) -> None:
     """Send a signal at a moment of the n-th file that is written."""
     opened, replace, fsync = tempfile.NamedTemporaryFile, os.replace, os.fsync
     written = 0
@@ -118,12 +125,14 @@ def _at_write(count: int, moment: str, number: int) -> None:
     tempfile.NamedTemporaryFile, os.replace, os.fsync = open_file, rename, synchronise
 
 
-def _after(seconds: float, number: int) -> None:
+@fault
+def after(seconds: float, number: int) -> None:
     """Send a signal after so many seconds, inside torch too."""
     threading.Timer(seconds, _strike, [number]).start()
 
 
-def _at_checkpoint(count: int, moment: str, number: int) -> None:
+@fault
+def at_checkpoint(count: int, moment: str, number: int) -> None:
     """Send a signal before or after the n-th checkpoint takes its place."""
     replace, seen = os.replace, []
 
@@ -138,7 +147,8 @@ def _at_checkpoint(count: int, moment: str, number: int) -> None:
     os.replace = struck
 
 
-def _keep_checkpoints(folder: str) -> None:
+@fault
+def keep_checkpoints(folder: str) -> None:
     """Keep every checkpoint, named by its step; no fault."""
     from growlab.lab.training.checkpoints import AtomicCheckpointIO
 
@@ -151,7 +161,8 @@ def _keep_checkpoints(folder: str) -> None:
     AtomicCheckpointIO.save_checkpoint = save_and_keep
 
 
-def _full_disk(epoch: int, limit: int) -> None:
+@fault
+def full_disk(epoch: int, limit: int) -> None:
     """Limit the size of files from an epoch on, in bytes."""
     from growlab.lab.training import GrowthProgress
 
@@ -163,7 +174,8 @@ def _full_disk(epoch: int, limit: int) -> None:
     GrowthProgress.on_train_epoch_start = on_train_epoch_start
 
 
-def _loss_is_nan(step: int) -> None:
+@fault
+def loss_is_nan(step: int) -> None:
     from growlab.lab.training import Task
 
     original = Task._watch
@@ -174,7 +186,8 @@ def _loss_is_nan(step: int) -> None:
     Task._watch = watch
 
 
-def _weights_are_nan(step: int) -> None:
+@fault
+def weights_are_nan(step: int) -> None:
     """Make the gradient of one step not finite, and leave its loss finite."""
     from growlab.frontends.lightning import Growth
 
@@ -198,7 +211,8 @@ PHASES = {
 }
 
 
-def _fails(phase: str, call: int, sentence: str | None) -> None:
+@fault
+def fails(phase: str, call: int, sentence: str | None) -> None:
     """Let the n-th call of a phase's function raise, and write the time into a file `failed`.
 
     Args:
@@ -221,7 +235,8 @@ def _fails(phase: str, call: int, sentence: str | None) -> None:
     setattr(owner, name, failing)
 
 
-def _with_figures() -> None:
+@fault
+def with_figures() -> None:
     """Draw the figures that other tests do without; no fault."""
     from growlab.lab.analysis.report import write_run_report
     from growlab.lab.training import run as experiment
@@ -229,39 +244,20 @@ def _with_figures() -> None:
     experiment.write_run_report = write_run_report
 
 
-def _together(*faults: Sequence[Any]) -> None:
+@fault
+def together(*faults: Sequence[Any]) -> None:
     """Install several of these."""
     for name, *rest in faults:
         FAULTS[name](*rest)
 
 
-def _on_rank(rank: int, *fault: Any) -> None:
+@fault
+def on_rank(rank: int, *fault: Any) -> None:
     """Install another fault in one of several processes."""
     os.environ[FAULT_ON_RANK] = json.dumps([rank, *fault])
 
 
-def _attempts(*faults: Sequence[Any]) -> None:
+@fault
+def attempts(*faults: Sequence[Any]) -> None:
     """Install a fault on a rank for each attempt that a run's processes make."""
     os.environ[FAULTS_OF_ATTEMPTS] = json.dumps(faults)
-
-
-FAULT_ON_RANK, FAULTS_OF_ATTEMPTS = "FAULT_ON_RANK", "FAULTS_OF_ATTEMPTS"
-FAULTS: dict[str, Callable[..., None]] = {
-    "at_step": _at_step,
-    "at_validation": _at_validation,
-    "before_growth": _before_growth,
-    "in_growth": _in_growth,
-    "at_write": _at_write,
-    "after": _after,
-    "at_checkpoint": _at_checkpoint,
-    "full_disk": _full_disk,
-    "keep_checkpoints": _keep_checkpoints,
-    "loss_is_nan": _loss_is_nan,
-    "weights_are_nan": _weights_are_nan,
-    "fails": _fails,
-    "with_figures": _with_figures,
-    "together": _together,
-    "on_rank": _on_rank,
-    "attempts": _attempts,
-    **RANK_FAULTS,
-}

@@ -9,6 +9,14 @@ from typing import Any
 
 import torch
 
+FAULTS: dict[str, Callable[..., None]] = {}
+
+
+def fault(install: Callable[..., None]) -> Callable[..., None]:
+    """Name a function that installs a fault, for `tests.command_line.CommandLine`."""
+    FAULTS[install.__name__] = install
+    return install
+
 
 def after_step(step: int, strike: Callable[[Any, Any], None]) -> None:
     """Call a function of the trainer and the task after so many optimizer steps."""
@@ -21,6 +29,7 @@ def after_step(step: int, strike: Callable[[Any, Any], None]) -> None:
     Growth.on_train_batch_end = on_train_batch_end
 
 
+@fault
 def keep_ranks(folder: str) -> None:
     """Write the state of every rank into a folder, after each growth event and at the end of each epoch."""
     from growlab.grower import Grower
@@ -45,6 +54,7 @@ def keep_ranks(folder: str) -> None:
     Grower._grow_once, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
+@fault
 def drift(what: str, step: int) -> None:
     """Change a "weight", "buffer", "average" or "state" of the optimizer in this process after so many steps."""
 
@@ -62,6 +72,7 @@ def drift(what: str, step: int) -> None:
     after_step(step, change)
 
 
+@fault
 def other_draws() -> None:
     """Draw other weights than the other processes when growing."""
     from growlab.grower import grower
@@ -74,6 +85,7 @@ def other_draws() -> None:
     grower.grow = grow_differently
 
 
+@fault
 def parity_fails() -> None:
     """Measure, in this process alone, that a growth event changed the outputs."""
     from growlab.growth import parity
@@ -82,6 +94,7 @@ def parity_fails() -> None:
     parity.rounding_measured = lambda *rest: (1e-6, 1e-6)
 
 
+@fault
 def breaks(step: int) -> None:
     """Raise a bug's exception in this process alone."""
 
@@ -91,6 +104,7 @@ def breaks(step: int) -> None:
     after_step(step, strike)
 
 
+@fault
 def parent_dies(step: int, folder: str) -> None:
     """Kill the process that started this one, which writes its id and would continue for a minute."""
 
@@ -105,6 +119,7 @@ def parent_dies(step: int, folder: str) -> None:
     after_step(step, strike)
 
 
+@fault
 def interrupt_parent(step: int) -> None:
     """Send Ctrl-C to the process in the terminal's foreground: the one that started this one."""
 
@@ -115,6 +130,7 @@ def interrupt_parent(step: int) -> None:
     after_step(step, strike)
 
 
+@fault
 def signal_parent(number: int) -> None:
     """Send a signal to the process that started this one, before this one listens to signals."""
     from growlab.lab.training import checkpoints
@@ -123,6 +139,7 @@ def signal_parent(number: int) -> None:
     checkpoints.SaveCheckpoints.on_train_start = lambda *rest: time.sleep(60)
 
 
+@fault
 def no_names() -> None:
     """Let no name server answer."""
 
@@ -130,16 +147,3 @@ def no_names() -> None:
         raise OSError("no name server")
 
     socket.getfqdn = getfqdn
-
-
-RANK_FAULTS = {
-    "no_names": no_names,
-    "signal_parent": signal_parent,
-    "interrupt_parent": interrupt_parent,
-    "keep_ranks": keep_ranks,
-    "drift": drift,
-    "other_draws": other_draws,
-    "parity_fails": parity_fails,
-    "breaks": breaks,
-    "parent_dies": parent_dies,
-}

@@ -193,8 +193,7 @@ def whole_run(
             often = () if any(a.startswith("checkpoint.") for a in arguments) else (STEPWISE,)
             more = ("hydra.run.dir=run", *often)
             faults = [["keep_checkpoints", str(kept)], *([] if fault is None else [fault])]
-            outcome = cli(*arguments, *more, cwd=place, fault=("together", *faults))
-            assert outcome.code == 0, outcome.err
+            outcome = cli.done(*arguments, *more, cwd=place, fault=("together", *faults))
             done.write_text(json.dumps([outcome.out, outcome.err]))
     return Whole(place / "run", *json.loads(done.read_text()))
 
@@ -211,6 +210,13 @@ def resumed_from(cli: CommandLine, folder: Path, arguments: Sequence[str], check
     last.parent.mkdir(parents=True)
     shutil.copy(checkpoint, last)
     return cli(*arguments, "hydra.run.dir=run", "ckpt_path=last", cwd=folder)
+
+
+def assert_resumes(cli: CommandLine, folder: Path, arguments: Sequence[str], checkpoint: Path, whole: Left) -> None:
+    """A run that resumes in FOLDER/run from a checkpoint ends as the undisturbed one."""
+    outcome = resumed_from(cli, folder, arguments, checkpoint)
+    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
+    assert Left.by(folder / "run").differences(whole) == []
 
 
 def struck(cli: CommandLine, folder: Path, arguments: Sequence[str], faults: Sequence[tuple[Any, ...]]) -> Left:

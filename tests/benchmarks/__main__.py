@@ -2,9 +2,10 @@
 
 import argparse
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
@@ -12,38 +13,12 @@ from growlab.base.files import write_json
 from tests.benchmarks import ratios
 from tests.benchmarks.ratios import Ratio, Setting, table
 
-
-def _gromo(setting: Setting) -> Iterator[Ratio]:
-    from tests.benchmarks.gromo import events
-
-    yield from events(setting)
-
-
-def _ranks(setting: Setting) -> Iterator[Ratio]:
-    from tests.benchmarks.runner import events
-
-    yield from events(setting)
-
-
-def _runner(setting: Setting) -> Iterator[Ratio]:
-    from tests.benchmarks.runner import epochs
-
-    yield from epochs(setting)
-
-
-def _scales(setting: Setting) -> Iterator[Ratio]:
-    from tests.benchmarks.scale import scales
-
-    yield from scales(setting)
-
-
-MEASURES: dict[str, Callable[[Setting], Iterator[Ratio]]] = {
-    **ratios.MEASURES,
-    "gromo": _gromo,
-    "ranks": _ranks,
-    "runner": _runner,
-    "scale": _scales,
+#: Where other measures are: imported when they are asked for.
+ELSEWHERE = {
+    **{"gromo": "tests.benchmarks.gromo:events", "ranks": "tests.benchmarks.runner:events"},
+    **{"runner": "tests.benchmarks.runner:epochs", "scale": "tests.benchmarks.scale:scales"},
 }
+MEASURES = {**ratios.MEASURES, **ELSEWHERE}
 
 
 def _chosen(text: str) -> list[str]:
@@ -76,7 +51,8 @@ def main() -> None:
 
     def measured() -> Iterator[Ratio]:
         for name in given.k:
-            for one in MEASURES[name](setting):
+            measure = resolve_name(ELSEWHERE[name]) if name in ELSEWHERE else ratios.MEASURES[name]
+            for one in measure(setting):
                 found.append(one)
                 yield one
 

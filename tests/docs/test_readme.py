@@ -173,8 +173,7 @@ def test_trainings_run_as_written(
         trained = tmp_path
         begun = [word for word in arguments if word != "ckpt_path=last"]
         assert cli(*begun, *small, cwd=trained, fault=("at_step", 3, int(signal.SIGKILL))).code < 0
-    outcome = cli(*arguments, *small, cwd=trained)
-    assert outcome.code == 0, outcome.err
+    cli.done(*arguments, *small, cwd=trained)
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith(tuple(PYTHON + t + " " for t in TOOLS))])
@@ -291,5 +290,4 @@ def test_settings_that_it_names_are_there() -> None:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_written_from_top_to_bottom(page: Path, cli: CommandLine, tmp_path: Path) -> None:
     program = "".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S))
-    outcome = cli(cwd=tmp_path, program=program)
-    assert outcome.code == 0, outcome.err
+    cli.done(cwd=tmp_path, program=program)

@@ -43,17 +43,8 @@ class Step:
 def steps(device: str, small: bool, out: Path) -> list[Step]:
     """All steps, in the order in which their results matter: 480 seconds together without "rows", see `main`."""
     size = ("--small",) * small
-    pytest = (
-        "pytest",
-        "-m",
-        "gpu",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "--continue-on-collection-errors",
-    )
+    pytest = ("pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    pytest = (*pytest, "--continue-on-collection-errors")
     few = ("-k", FEW) if small else ()
     # Those that need a device are collected without one.
     others = ("--collect-only",) if device == "cpu" else ()
@@ -74,13 +65,8 @@ def run(step: Step, out: Path) -> dict[str, object]:
     """Run a step; its exit code, seconds and last lines. It gets a process group, which ends with it."""
     began, log = time.perf_counter(), out / f"{step.name}.log"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *step.command],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command, streams = [sys.executable, "-m", *step.command], {"stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, **streams, start_new_session=True)
         try:
             code: int | str = process.wait(timeout=step.limit)
         except subprocess.TimeoutExpired:
@@ -112,14 +98,9 @@ def main() -> None:
     out = (given.out or ROOT / place / re.sub(r"\W+", "-", card).strip("-")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["GROWLAB_TEST_DEVICE"] = given.device
-    summary: dict[str, object] = {
-        "device": card,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-        "small": given.small,
-        "steps": (done := {}),
-    }
+    done: dict[str, object] = {}
+    summary = {"device": card, "torch": torch.__version__, "cuda": torch.version.cuda, "steps": done}
+    summary |= {"python": sys.version.split()[0], "small": given.small}
     for step in steps(given.device, given.small, out):
         # A CPU that others share may be slow.
         step.limit *= 3 if given.device == "cpu" else 1

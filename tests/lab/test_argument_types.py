@@ -14,22 +14,11 @@ DATA = {"_target_": "growlab.lab.data.ImageData", "name": "digits"}
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"in_memory": "abc"}, "data.in_memory must be bool | None, not 'abc'."),
-        ({"seed": True}, "data.seed must be int, not True."),
-        ({"mean": [0.5, "x"]}, "data.mean must be "),
-        ({"incremental": 3}, "data.incremental must be Incremental | None, not 3."),
-    ],
-    ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
-)
-def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
-    with pytest.raises(UserError) as raised:
-        check_types({"data": {**DATA, **given}})
-    assert str(raised.value).startswith(told)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
+        ({"data": {**DATA, "in_memory": "abc"}}, "data.in_memory must be bool | None, not 'abc'."),
+        ({"data": {**DATA, "seed": True}}, "data.seed must be int, not True."),
+        ({"data": {**DATA, "mean": [0.5, "x"]}}, "data.mean must be "),
+        ({"data": {**DATA, "incremental": 3}}, "data.incremental must be Incremental | None, not 3."),
+        # Numbers that comparisons let pass, and lists that are too short.
         ({"growth": {"gain": nan}, "gain": nan}, "gain must be a finite number, not nan."),
         ({"schedule": {"widths": [0.5, inf]}}, "schedule.widths must be a finite number, not inf."),
         ({"optimizer": {"_target_": "torch.optim.SGD", "lr": nan}}, "optimizer.lr must be a finite number"),
@@ -47,7 +36,7 @@ def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
         ({"data": {"_target_": "growlab.lab.data.TokenData", "vocab_size": 256}}, "data.vocab_size must be greater"),
     ],
 )
-def test_numbers_that_comparisons_let_pass_and_lists_too_short_are_refused(given: dict, told: str) -> None:
+def test_a_value_of_another_type_is_refused(given: dict, told: str) -> None:
     with pytest.raises(UserError) as raised:
         check_types(given)
     assert str(raised.value).startswith(told)

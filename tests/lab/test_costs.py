@@ -1,17 +1,15 @@
 """What every experiment of the paper costs, without training: against its tables, the docs and its own header."""
 
 import re
-from collections.abc import Iterator
 
 import hydra
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import composed
 from growlab.lab.training.plan import NOT_OF_STAGES, StageCost
 from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import registry
@@ -33,19 +31,12 @@ PUBLISHED = {
 BOUNDS = {"wrn28_1_cifar10": 6}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hydra_started() -> Iterator[None]:
-    set_plugin_defaults()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        yield
-
-
 def stage_costs(experiment: str) -> tuple[tuple[int, ...], list[int], int]:
     """Epochs and FLOPs per image of each stage, and FLOPs of the full network.
 
     As the run itself works them out, but on the meta device, where nothing is computed.
     """
-    cfg = compose(PRIMARY, overrides=[f"experiment={option(experiment)}"])
+    cfg = composed([f"experiment={option(experiment)}"])
     settings = OmegaConf.to_container(cfg.schedule, resolve=True)
     for name in ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device", *NOT_OF_STAGES):
         del settings[name]
@@ -88,7 +79,7 @@ def test_the_cost_is_within_three_points_of_the_published_one(experiment: str, p
 
 def test_imagenets_epochs_are_the_published_ones() -> None:
     for experiment in ("resnet50_imagenet", "mobilenetv1_imagenet"):
-        settings = compose(PRIMARY, overrides=[f"experiment={option(experiment)}"]).schedule
+        settings = composed([f"experiment={option(experiment)}"]).schedule
         schedule = make_schedule(settings.total_epochs, 256, settings.num_stages, None, settings.initial_fraction)
         assert schedule.epochs == (4, 4, 5, 6, 8, 9, 11, 14, 29)
 

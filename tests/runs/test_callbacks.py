@@ -15,7 +15,7 @@ def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(cli: Comma
     nothing = "{_target_: lightning.pytorch.callbacks.LambdaCallback}"
     both = (f"+callbacks.mine={nothing}", f"+trainer.callbacks=[{nothing}]")
     command = (*STOPPED, *both, "callbacks.early_stopping.patience=3", "hydra.run.dir=run")
-    assert (outcome := cli(*command, cwd=tmp_path)).code == 0, outcome.err
+    cli.done(*command, cwd=tmp_path)
     assert (tmp_path / "run" / "config.yaml").read_text().count("callbacks.LambdaCallback") == 2
     left = Left.by(tmp_path / "run")
     assert [row["epoch"] for row in left.metrics] == ["0", "1", "2", "3"]
@@ -25,7 +25,7 @@ def test_a_run_that_is_ended_early_has_a_result_and_is_not_trained_on(cli: Comma
     full = 11 * stages[-1]["flops_per_sample"]
     assert left.results["train_cost_percent"] == pytest.approx(100 * work / full)
     (tmp_path / "run" / "results.json").unlink()
-    assert (again := cli(*command, "ckpt_path=last", cwd=tmp_path)).code == 0, again.err
+    cli.done(*command, "ckpt_path=last", cwd=tmp_path)
     assert Left.by(tmp_path / "run").differences(left) == []
 
 

@@ -25,7 +25,7 @@ from growlab.lab.data.loaders import MemoryLoader
 from growlab.lab.networks import resnet20
 from growlab.lab.training.loggers import WandbRecords
 from growlab.widths import trace
-from tests.command_line import CommandLine, Outcome
+from tests.command_line import CommandLine
 from tests.experiments import COVERING, EXPERIMENTS, two_steps, write_fake_images
 from tests.whole_runs import MLP3, SMOOTH, Left, Whole, mlp3, smooth, table, whole_run
 
@@ -43,8 +43,7 @@ def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def run(*arguments: str, folder: str = "run") -> Path:
-        outcome = cli(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path, environment=cache)
-        assert outcome.code == 0, outcome.err
+        cli.done(*arguments, f"hydra.run.dir={folder}", cwd=tmp_path, environment=cache)
         return tmp_path / folder
 
     return run
@@ -65,11 +64,11 @@ def batches_of(data: ImageData, epoch: int) -> MemoryLoader:
 
 
 def accuracy_and_loss(network: torch.nn.Module, data: ImageData) -> tuple[float, float]:
-    network.eval()
+    dtype = next(network.eval().parameters()).dtype
     correct = loss = count = 0.0
     with torch.no_grad():
         for x, y in data.test_dataloader():
-            logits = network(x)
+            logits = network(x.to(dtype))
             correct += (logits.argmax(1) == y).sum().item()
             loss += F.cross_entropy(logits, y).item() * len(y)
             count += len(y)
@@ -159,7 +158,7 @@ def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
     weights = torch.load(run / "model.pt", weights_only=True)
     assert {w.dtype for w in weights.values() if w.is_floating_point()} == {dtype}
     network.load_state_dict(weights, strict=True)
-    accuracy, loss = accuracy_and_loss(_InDouble(network) if dtype == torch.float64 else network, data)
+    accuracy, loss = accuracy_and_loss(network, data)
     assert accuracy == results["test_accuracy"]
     assert loss == pytest.approx(results["test_loss"], rel=1e-6)
     if dtype == torch.float64:
@@ -168,15 +167,6 @@ def test_the_model_is_an_ordinary_one_with_the_reported_accuracy(
         # The output multiplier has been folded: the last checkpoint's weights are others.
         checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
         assert checkpoint["growlab"]["grower"]["growth"]["multipliers"]
-
-
-class _InDouble(torch.nn.Module):
-    def __init__(self, network: torch.nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x.double())
 
 
 def test_a_step_in_float32_is_that_in_float64_to_rounding(finished: Callable[..., Path]) -> None:
@@ -353,15 +343,6 @@ def test_tensorboard_gets_metrics_events_rates_results_and_figures(logged: Whole
 # Endings --------------------------------------------------------------------------------------------------
 
 
-def one_sentence(outcome: Outcome) -> str:
-    """The sentence that a run ended with, behind the lines of its epochs."""
-    assert (outcome.code, outcome.out) == (2, ""), outcome.err
-    *lines, last = outcome.err.splitlines()
-    assert all(line.startswith(("odds: ", "growing ", "stage ", "grew ")) for line in lines), outcome.err
-    assert last.startswith("error: ") and last.endswith(".")
-    return last
-
-
 @pytest.mark.parametrize(
     ("fault", "message", "epochs"),
     [
@@ -375,7 +356,7 @@ def test_a_run_that_fails_says_why_and_keeps_its_last_good_checkpoint(
     cli: CommandLine, tmp_path: Path, fault: tuple[object, ...], message: str, epochs: int
 ) -> None:
     command = (*MLP, "hydra.run.dir=run")
-    assert message in one_sentence(cli(*command, cwd=tmp_path, fault=fault))
+    assert message in cli(*command, cwd=tmp_path, fault=fault).sentence
     checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == epochs - 1
     assert all(tensor.isfinite().all() for tensor in checkpoint["state_dict"].values())

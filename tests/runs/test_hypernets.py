@@ -64,8 +64,7 @@ def test_monte_carlo_averages_probabilities_in_eval_mode_alone() -> None:
 
 
 def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path: Path) -> None:
-    whole = cli(*SMALL, "hydra.run.dir=whole", cwd=tmp_path)
-    assert whole.code == 0, whole.err
+    cli.done(*SMALL, "hydra.run.dir=whole", cwd=tmp_path)
     text = (tmp_path / "whole" / "layers.csv").read_text()
     rows = list(csv.DictReader(text.splitlines()))
     # 3 steps an epoch: before steps 0, 2 and 4, and after the last.
@@ -88,8 +87,7 @@ def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path
     assert last["loss"] == pytest.approx(results["test_loss"], rel=1e-5)
     killed = cli(*SMALL, "hydra.run.dir=run", cwd=tmp_path, fault=("at_step", 5, 9))
     assert killed.code == -9, killed.err
-    resumed = cli(*SMALL, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
-    assert resumed.code == 0, resumed.err
+    cli.done(*SMALL, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
     assert (tmp_path / "run" / "layers.csv").read_text() == text
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "run"))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -98,9 +96,6 @@ def test_a_run_records_its_layers_and_resumes_exactly(cli: CommandLine, tmp_path
 def test_recording_changes_nothing(cli: CommandLine, tmp_path: Path) -> None:
     """Though every pass draws noise."""
     for name, every in (("with", "1"), ("without", "null")):
-        outcome = cli(
-            *SMALL, "model.noise=0.1", f"log_layers_every_n_steps={every}", f"hydra.run.dir={name}", cwd=tmp_path
-        )
-        assert outcome.code == 0, outcome.err
+        cli.done(*SMALL, "model.noise=0.1", f"log_layers_every_n_steps={every}", f"hydra.run.dir={name}", cwd=tmp_path)
     one, other = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("with", "without"))
     assert all(torch.equal(one[name], other[name]) for name in one)

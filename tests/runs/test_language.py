@@ -10,7 +10,7 @@ import torch
 from growlab.lab.data import TextData
 from growlab.lab.networks import CausalTransformer
 from tests.command_line import CommandLine
-from tests.whole_runs import Left, Whole, resumed_from
+from tests.whole_runs import Left, Whole, assert_resumes
 
 # 5 steps an epoch, and normalisations that are weighted in 9 of the last stage's 10 steps.
 TEXT = ("data.context=8", "data.limit_characters=1200", "data.batch_size=32")
@@ -32,9 +32,7 @@ def test_resumed_in_the_middle_of_an_epoch_and_of_annealing(
         # As the next step sees it; the event was behind the fifth.
         progress = max(0, step - 5) / 9
         assert (state["norm_progress"], bool(state["norm_weights"])) == (pytest.approx(progress), step > 5)
-    outcome = resumed_from(cli, tmp_path, DROPOUT, run.checkpoints[8])
-    assert outcome.code == 0, outcome.err
-    assert Left.by(tmp_path / "run").differences(run.left) == []
+    assert_resumes(cli, tmp_path, DROPOUT, run.checkpoints[8], run.left)
     (event,) = run.left.growth["events"]
     assert event["weighted_norms"] == ["blocks.0.norm1", "blocks.0.norm2", "norm"]
     assert event["parity_error_train"] < 1e-5

@@ -17,7 +17,7 @@ from growlab.lab.networks.language_models import CausalModel, plain_model
 from growlab.widths import trace
 from tests.command_line import CommandLine
 from tests.parts_here import needs
-from tests.whole_runs import Left, Whole, resumed_from, whole_run
+from tests.whole_runs import Left, Whole, assert_resumes, whole_run
 
 transformers = pytest.importorskip("transformers")
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 2}
@@ -241,8 +241,7 @@ def test_trained_weights_and_their_average_have_separate_folders(grown: Whole) -
 def test_a_compiled_run_trains_the_same_and_leaves_the_same_folder(
     cli: CommandLine, uninterrupted: Callable[..., Left], llama: tuple[str, ...], tmp_path: Path
 ) -> None:
-    outcome = cli(*llama, "compile=true", "hydra.run.dir=run", cwd=tmp_path, limit_sec=600.0)
-    assert outcome.code == 0, outcome.err
+    cli.done(*llama, "compile=true", "hydra.run.dir=run", cwd=tmp_path, limit_sec=600.0)
     left, plain = Left.by(tmp_path / "run"), uninterrupted(*llama)
     assert left.results["test_bits_per_byte"] == pytest.approx(plain.results["test_bits_per_byte"], rel=1e-3)
     assert left.weights.keys() == plain.weights.keys()
@@ -256,9 +255,7 @@ def test_resumed_inside_an_epoch_it_ends_with_the_same_bits(
     """Behind the growth event, in the second of three parts of a pass."""
     (event,) = grown.left.growth["events"]
     checkpoint = grown.checkpoints[event["step"] + 1]
-    outcome = resumed_from(cli, tmp_path, (*llama, "ema.decay=0.9"), checkpoint)
-    assert outcome.code == 0, outcome.err
-    assert Left.by(tmp_path / "run").differences(grown.left) == []
+    assert_resumes(cli, tmp_path, (*llama, "ema.decay=0.9"), checkpoint, grown.left)
 
 
 @pytest.mark.slow
@@ -266,8 +263,7 @@ def test_half_precision_and_accumulation(
     cli: CommandLine, grown: Whole, llama: tuple[str, ...], tmp_path: Path
 ) -> None:
     more = ("trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=2", "hydra.run.dir=run")
-    outcome = cli(*llama, *more, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*llama, *more, cwd=tmp_path)
     left = Left.by(tmp_path / "run")
     # The schedule is in steps, whatever number of batches a step takes.
     assert left.checkpoint["global_step"] == grown.left.checkpoint["global_step"]

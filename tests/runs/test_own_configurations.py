@@ -44,14 +44,11 @@ def test_printed_commands_and_last_find_the_experiment(
     options: tuple[str, ...], cli: CommandLine, own: Path, tmp_path: Path
 ) -> None:
     command = (*options, *MLP, "experiment=yours")
-    outcome = cli(*command, cwd=tmp_path, fault=("at_step", 7, int(signal.SIGTERM)))
-    assert outcome.code == 0, outcome.err
+    outcome = cli.done(*command, cwd=tmp_path, fault=("at_step", 7, int(signal.SIGTERM)))
     printed = shlex.split(outcome.err.splitlines()[-1].split("resume with: growlab ")[1])
-    outcome = cli(*printed, cwd=tmp_path, fault=("at_step", 13, int(signal.SIGTERM)))
-    assert outcome.code == 0, outcome.err
+    cli.done(*printed, cwd=tmp_path, fault=("at_step", 13, int(signal.SIGTERM)))
     # Options may stand behind the overrides.
-    outcome = cli(*MLP, "experiment=yours", "ckpt_path=last", *options, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*MLP, "experiment=yours", "ckpt_path=last", *options, cwd=tmp_path)
     assert results(tmp_path)["experiment"] == "yours_with_mlp3"
 
 
@@ -59,8 +56,7 @@ def test_processes_find_the_experiment_and_so_does_the_command_in_the_results(
     cli: CommandLine, own: Path, tmp_path: Path
 ) -> None:
     command = (*OPTIONS["config-dir"], *MLP, "experiment=mine", "schedule.epochs=[1,1]")
-    outcome = cli(*command, "schedule.widths=[0.5,1]", "trainer=ddp_cpu", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*command, "schedule.widths=[0.5,1]", "trainer=ddp_cpu", cwd=tmp_path)
     row = results(tmp_path)
     assert (row["experiment"], row["world_size"]) == ("mine_with_mlp3", 2)
     words = shlex.split(row["command"].partition("growlab")[2])
@@ -140,8 +136,7 @@ IN_PACKAGE = "hydra.searchpath=[pkg://mine.conf]"
 def test_parts_and_experiments_of_a_package_are_found(cli: CommandLine, package: Path, tmp_path: Path) -> None:
     """With and without an `__init__.py` next to the configurations."""
     short = ("schedule.epochs=[1,1]", "schedule.widths=[0.5,1]")
-    outcome = cli(IN_PACKAGE, *MLP, *short, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(IN_PACKAGE, *MLP, *short, "experiment=counting", "parts.counted.by=3", cwd=tmp_path)
     row = results(tmp_path)
     assert row["experiment"] == "counting_with_mlp3" and IN_PACKAGE in row["command"]
     (path,) = tmp_path.glob("runs/*/*/growth.json")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.command_line import ROOT, CommandLine
-from tests.whole_runs import Left, kept_run, resumed_from
+from tests.whole_runs import Left, assert_resumes, kept_run
 
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
 OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
@@ -73,21 +73,16 @@ def mine(tmp_path: Path) -> Path:
 )
 def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
     whole, kept = kept_run(cli, mine, CASES[name])
-    resumed = resumed_from(cli, mine, CASES[name], kept[step])
-    assert resumed.code == 0, resumed.err
-    left = Left.by(mine / "run")
-    assert left.differences(whole) == []
-    assert len(left.growth["events"]) == 2 and len(left.metrics) == 4
-    assert "Traceback" not in resumed.err and "Warning" not in resumed.err
-    assert max(event["parity_error_eval"] for event in left.growth["events"]) < 1e-5
+    assert_resumes(cli, mine, CASES[name], kept[step], whole)
+    assert len(whole.growth["events"]) == 2 and len(whole.metrics) == 4
+    assert max(event["parity_error_eval"] for event in whole.growth["events"]) < 1e-5
 
 
 @pytest.mark.slow  # test_processes.py has the same of images
 def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path) -> None:
     command = (*CASES["order"], "trainer.precision=64-true")
-    assert (one := cli(*command, "hydra.run.dir=one", cwd=mine)).code == 0, one.err
-    outcome = cli(*command, "trainer=ddp_cpu", "hydra.run.dir=two", cwd=mine)
-    assert outcome.code == 0, outcome.err
+    cli.done(*command, "hydra.run.dir=one", cwd=mine)
+    cli.done(*command, "trainer=ddp_cpu", "hydra.run.dir=two", cwd=mine)
     alone, together = (Left.by(mine / folder) for folder in ("one", "two"))
     for key, tensor in alone.weights.items():
         torch.testing.assert_close(together.weights[key], tensor, rtol=1e-6, atol=1e-8)
@@ -101,7 +96,6 @@ def test_the_guides_example_runs_as_written(cli: CommandLine, tmp_path: Path) ->
     program, commands = (re.search(rf"^```{name}\n(.*?)^```$", page, re.M | re.S)[1] for name in ("python", "shell"))
     (tmp_path / "mine.py").write_text(program)
     for line in commands.splitlines():
-        outcome = cli(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)
-        assert outcome.code == 0, outcome.err
+        cli.done(*shlex.split(line)[1:], *STAGES, "hydra.run.dir=run", cwd=tmp_path)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["metric"] == {"name": "mae", "higher_is_better": False} and results["test_mae"] < 1

@@ -19,7 +19,7 @@ from growlab.lab.networks.resnet import CifarResNet
 from tests.command_line import CommandLine
 from tests.experiments import write_fake_images
 from tests.parts_here import needs
-from tests.whole_runs import SMALL, Left, kept_run, resumed_from, whole_run
+from tests.whole_runs import SMALL, Left, assert_resumes, kept_run, whole_run
 
 # Two layers of two blocks, of which the second comes in.
 _RESNET = (*SMALL, "model=custom", "model._target_=tests.runs.test_parts.small_resnet", "depth.blocks=auto")
@@ -80,8 +80,7 @@ def small_resnet(image_shape: Sequence[int], num_classes: int, width: int = 4) -
 
 
 def finished(cli: CommandLine, folder: Path, *command: str) -> Left:
-    outcome = cli(*command, "hydra.run.dir=run", cwd=folder)
-    assert outcome.code == 0, outcome.err
+    cli.done(*command, "hydra.run.dir=run", cwd=folder)
     return Left.by(folder / "run")
 
 
@@ -114,9 +113,7 @@ def test_resumed_before_its_last_event_a_run_equals_the_uninterrupted_one(
         for one in event.get("inserted", []):
             assert max(one["parity_error_eval"], one["parity_error_train"]) <= one["parity_tolerance"]
     before = max(step for step in checkpoints if step <= events[-1]["step"])
-    outcome = resumed_from(cli, folder, RESUMED[name], checkpoints[before])
-    assert outcome.code == 0, outcome.err
-    assert not Left.by(folder / "run").differences(whole)
+    assert_resumes(cli, folder, RESUMED[name], checkpoints[before], whole)
 
 
 def test_blocks_widths_and_sizes_grow_in_one_run_at_their_cost(kept: Kept) -> None:
@@ -258,6 +255,4 @@ def test_a_smaller_network_in_parts_of_epochs_within_a_budget_resumes(cli: Comma
     spent = stage["epochs"] * 32 * stage["flops_per_sample"]
     assert stage["epochs"] > 2 * 3 and 0 <= full - spent < 32 * stage["flops_per_sample"]
     # In the middle of the last part of an epoch.
-    outcome = resumed_from(cli, tmp_path, SMALLER, checkpoints[steps - 1])
-    assert outcome.code == 0, outcome.err
-    assert not Left.by(tmp_path / "run").differences(whole)
+    assert_resumes(cli, tmp_path, SMALLER, checkpoints[steps - 1], whole)

@@ -74,8 +74,7 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
     assert cli("resume", "sweep", cwd=tmp_path).code == 0
     assert len(results_below(tmp_path / "sweep")) == 2
     both = ("hydra.sweeper.direction=[maximize,minimize]", "hydra.sweep.dir=both", "trainer=cpu")
-    outcome = cli(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
     front = OmegaConf.load(tmp_path / "both" / "optimization_results.yaml").solutions
     runs = [(r["val_accuracy"], r["train_cost_percent"]) for r in results_below(tmp_path / "both")]
     assert len(runs) == 2 and {tuple(solution["values"]) for solution in front} <= set(runs)
@@ -236,6 +235,7 @@ def test_one_device_takes_a_separate_process_only_for_restarts(monkeypatch: pyte
 
 
 JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
+SUBMITIT = "hydra_plugins.hydra_submitit_launcher.submitit_launcher."
 
 
 @pytest.mark.parametrize(
@@ -244,22 +244,14 @@ JOBLIB = "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"
         ({"accelerator": "gpu", "devices": 1}, JOBLIB, [[0], [1], [2], [3], [0]]),
         ({"accelerator": "auto", "devices": 2}, JOBLIB, [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]),
         ({"accelerator": "gpu", "devices": 3}, JOBLIB, [[0, 1, 2]] * 5),
-        (
-            {"accelerator": "cuda", "devices": 1},
-            "hydra_plugins.hydra_submitit_launcher.submitit_launcher.LocalLauncher",
-            [[0], [1], [2], [3], [0]],
-        ),
+        ({"accelerator": "cuda", "devices": 1}, f"{SUBMITIT}LocalLauncher", [[0], [1], [2], [3], [0]]),
         ({"accelerator": "gpu", "devices": 4}, JOBLIB, [None] * 5),
         ({"accelerator": "gpu", "devices": "auto"}, JOBLIB, [None] * 5),
         ({"accelerator": "gpu", "devices": [3]}, JOBLIB, [None] * 5),
         ({"accelerator": "cpu", "devices": 1}, JOBLIB, [None] * 5),
         # One job after the other, and jobs whose scheduler gives them GPUs.
         ({"accelerator": "gpu", "devices": 1}, "hydra._internal.core_plugins.basic_launcher.BasicLauncher", [None] * 5),
-        (
-            {"accelerator": "gpu", "devices": 1},
-            "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
-            [None] * 5,
-        ),
+        ({"accelerator": "gpu", "devices": 1}, f"{SUBMITIT}SlurmLauncher", [None] * 5),
     ],
 )
 def test_jobs_side_by_side_take_gpus_in_turn(

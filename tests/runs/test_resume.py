@@ -15,7 +15,7 @@ from growlab.base.errors import UserError
 from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable_checkpoint
 from growlab.lab.training.configuration import resume_override
 from tests.command_line import CommandLine
-from tests.whole_runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, resumed_from, struck
+from tests.whole_runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, assert_resumes, resumed_from, struck
 
 SIGKILL, SIGTERM, SIGINT, SIGUSR1 = map(int, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 BATCHES = (
@@ -43,12 +43,8 @@ _ISOTROPIC = (
 ISOTROPIC = (*_ISOTROPIC, "growth.threshold=0.55", "growth.reserve_neurons=2", "growth.neurons_per_event=2")
 BY_STEPS = (
     *(*_ISOTROPIC, "model.chi_norm=true", "growth.every_n_steps=2", "growth.importance=gradient"),
-    *(
-        "growth.threshold=0.1",
-        "growth.reserve_neurons=2",
-        "growth.removal_compensation=batch",
-        "growth.least_squares=true",
-    ),
+    *("growth.threshold=0.1", "growth.reserve_neurons=2", "growth.removal_compensation=batch"),
+    "growth.least_squares=true",
 )
 # Growth on demand: widths that the run decides by what was recorded and by the optimizer's state.
 ON_DEMAND = (
@@ -108,9 +104,7 @@ def test_every_kind_of_run_resumes(
     run = whole(*arguments)
     first, second, *_ = (event["step"] for event in run.left.growth["events"])
     assert first + behind < second
-    outcome = resumed_from(cli, tmp_path, arguments, run.checkpoints[first + behind])
-    assert outcome.code == 0 and "Warning" not in outcome.err, outcome.err
-    assert Left.by(tmp_path / "run").differences(run.left) == []
+    assert_resumes(cli, tmp_path, arguments, run.checkpoints[first + behind], run.left)
 
 
 @pytest.mark.slow
@@ -163,8 +157,7 @@ def test_a_signal_saves_at_once_and_prints_the_command_that_resumes(
         assert not (run / "results.json").exists()
         assert torch.load(run / "checkpoints" / LAST, weights_only=True)["global_step"] == step
         printed, where = shlex.split(line.split("resume with: growlab ")[1]), tmp_path
-    outcome = cli(*printed, cwd=where)
-    assert outcome.code == 0, outcome.err
+    cli.done(*printed, cwd=where)
     assert list((place / "runs").glob("*/*")) == [run] and not (tmp_path / "runs").exists()
     # Runs that start within a second have different names.
     assert re.fullmatch(r"[\d-]{10}_[\d-]{8}_\d{6}", run.name)
@@ -183,8 +176,7 @@ def test_a_job_of_a_sweep_that_was_killed_resumes(
     job = tmp_path / "sweep" / "0"
     assert not (job / "results.json").exists()
     shutil.copytree(tmp_path / "sweep", tmp_path / "other")
-    again = cli(*sweep, cwd=tmp_path)
-    assert again.code == 0, again.err
+    again = cli.done(*sweep, cwd=tmp_path)
     assert again.out.count("resuming from") == 1 and "sweep/0/checkpoints" in again.out
     # The second job of a process is the same as a run in a process of its own.
     for seed in (0, 1):
@@ -203,8 +195,7 @@ def test_a_finished_run_is_not_trained_again(cli: CommandLine, whole: Callable[.
     shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run" / "results.json").unlink()
     (tmp_path / "run" / "model.pt").unlink()
-    outcome = cli(*MLP, STEPWISE, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    outcome = cli.done(*MLP, STEPWISE, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path)
     assert "stage" not in outcome.err
     again = Whole(tmp_path / "run", outcome.out, outcome.err)
     assert again.left.differences(run.left) == []
@@ -226,8 +217,7 @@ def test_a_checkpoint_resumes_in_another_folder_with_the_data_in_another_place(
 ) -> None:
     run = whole(*MLP)
     more = (f"ckpt_path={run.checkpoints[8]}", "data.in_memory=false", "data.eval_batch_size=7")
-    outcome = cli(*MLP, "hydra.run.dir=b", *more, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*MLP, "hydra.run.dir=b", *more, cwd=tmp_path)
     differences = Left.by(tmp_path / "b").differences(run.left)
     assert set(differences) <= {"metrics", "results"}, "only sums over other batches may differ"
 
@@ -241,8 +231,7 @@ def test_a_run_resumes_on_another_number_of_ranks(
     outcome = resumed_from(cli, tmp_path, TWO_RANKS, run.checkpoints[5])
     assert outcome.code == 2 and "statistics over 1/2 of each batch, not 1/1" in outcome.err, outcome.err
     command = (*TWO_RANKS, "trainer.sync_batchnorm=true", "hydra.run.dir=run", "ckpt_path=last")
-    outcome = cli(*command, cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*command, cwd=tmp_path)
     for row, wanted in zip(Left.by(tmp_path / "run").metrics, run.left.metrics, strict=True):
         assert float(row["train_loss"]) == pytest.approx(float(wanted["train_loss"]), rel=1e-3)
         assert row["step"] == wanted["step"]

@@ -83,8 +83,7 @@ def test_a_run_is_shown_tested_again_and_resumed_by_its_folder(
         file = tmp_path / "copies" / test.classes[test.labels[place]] / f"{place}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         PIL.Image.fromarray(test.images_NHWC[place, :, :, 0].numpy()).save(file)
-    copies = cli("eval", "run", "data=folder", "data.root=copies", "-o", "copies.json", cwd=tmp_path)
-    assert copies.code == 0, copies.err
+    cli.done("eval", "run", "data=folder", "data.root=copies", "-o", "copies.json", cwd=tmp_path)
     assert json.loads((tmp_path / "copies.json").read_text()) == pytest.approx(numbers)
     (tmp_path / "copies" / "9").rename(tmp_path / "copies" / "nine")
     refused = cli("eval", "run", "data=folder", "data.root=copies", cwd=tmp_path)

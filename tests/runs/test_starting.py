@@ -84,12 +84,10 @@ def test_a_run_takes_both_and_a_resumed_one_neither(cli: CommandLine, tmp_path: 
     ends = {}
     for name, optimizer in {"without": None, "with": {"class": "growlab.optim.sgd.SGD", "state": momentum}}.items():
         torch.save({"state_dict": weights, "optimizer": optimizer}, tmp_path / f"{name}.pt")
-        run = cli(*options, f"start_from={name}.pt", f"hydra.run.dir={name}", cwd=tmp_path)
-        assert run.code == 0, run.err
+        cli.done(*options, f"start_from={name}.pt", f"hydra.run.dir={name}", cwd=tmp_path)
         ends[name] = torch.load(tmp_path / name / "model.pt", weights_only=True)
     assert any(not torch.equal(tensor, ends["without"][key]) for key, tensor in ends["with"].items())
     (tmp_path / "with.pt").unlink()
-    again = cli(*options, "start_from=with.pt", "hydra.run.dir=with", "ckpt_path=last", cwd=tmp_path)
-    assert again.code == 0, again.err
+    cli.done(*options, "start_from=with.pt", "hydra.run.dir=with", "ckpt_path=last", cwd=tmp_path)
     resumed = torch.load(tmp_path / "with" / "model.pt", weights_only=True)
     assert all(torch.equal(tensor, resumed[key]) for key, tensor in ends["with"].items())

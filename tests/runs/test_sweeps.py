@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import get_class
@@ -16,7 +15,7 @@ from growlab.base.files import FAILURE, write_json
 from growlab.lab.analysis import load_runs
 from growlab.lab.cli.runs import resumed
 from growlab.lab.cli.sweeps import SweepTable, check_selection, objective
-from growlab.lab.training.configuration import PRIMARY, composed, config_dir, naming_override, set_plugin_defaults
+from growlab.lab.training.configuration import composed, naming_override
 from tests.command_line import CommandLine
 from tests.runs.test_experiment import SHORT
 
@@ -125,9 +124,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides, holds_out: bool, metric
 ) -> None:
     """The metric that tables compare such runs by, on validation; negative where lower is better."""
-    set_plugin_defaults()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(PRIMARY, overrides=[*overrides, "name=given"])
+    cfg = composed([*overrides, "name=given"])
     sweeper = {"_target_": "OptunaSweeper", "direction": "maximize"}
     job = OmegaConf.create({"mode": RunMode.MULTIRUN, "sweeper": sweeper})
     monkeypatch.setattr(HydraConfig, "get", lambda: job)

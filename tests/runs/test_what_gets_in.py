@@ -55,15 +55,8 @@ def test_modules_of_the_working_directory_are_found_but_take_no_package_s_place(
         assert (ended.returncode, "no config.json" in ended.stderr) == (2, True), ended.stderr
 
 
-NAMES = (
-    "<!--<script>",
-    "</script><b>",
-    "x]]>",
-    "=HYPERLINK(1)",
-    "\x1b[31mred\x9b2J",
-    "a|b",
-    r"50% & $x_1^2$ \input{y} {}~#<>",
-)
+NAMES = ("<!--<script>", "</script><b>", "x]]>", "=HYPERLINK(1)", "\x1b[31mred\x9b2J", "a|b")
+NAMES = (*NAMES, r"50% & $x_1^2$ \input{y} {}~#<>")
 
 
 def runs_named(tmp_path: Path, name: str) -> list:

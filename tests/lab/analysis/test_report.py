@@ -63,14 +63,15 @@ def test_runs_of_one_name_are_distinguished_by_their_folder(tmp_path: Path) -> N
     assert len(set(names)) == 2 and all(name in shown for name, shown in zip(("one", "other"), names, strict=True))
 
 
-def dom(path: Path) -> str:
-    """The page after its script has run, up to the script."""
+def dom(text: str, folder: Path, whole: bool = False) -> str:
+    """What a page's script draws of all runs, or of each run too."""
+    (path := folder / "page.html").write_text(text)
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium here")
     command = [chromium, "--headless", "--no-sandbox", f"--user-data-dir={path.parent}", "--dump-dom", f"file://{path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
-    return done.stdout.partition("</script>")[0]
+    return done.stdout.partition("</script>")[0].partition("<nothing>" if whole else "One run")[0]
 
 
 def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
@@ -79,17 +80,13 @@ def test_a_curve_is_drawn_of_the_runs_that_have_it(tmp_path: Path) -> None:
     both = page([first, second])
     # The second run is of another objective.
     other = told_of_one.replace('"val_accuracy"', '"val_rmse"')[1:-2]
-    path = tmp_path / "page.html"
-    path.write_text(both.replace(told_of_one[1:-2], other))
-    drawn = dom(path).partition("One run")[0]
+    drawn = dom(both.replace(told_of_one[1:-2], other), tmp_path)
     assert drawn.count("<path") == 1 and "NaN" not in drawn and "val rmse" in drawn
 
 
 def test_accuracy_is_in_percent_and_widths_are_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
     (run,) = load_runs(RESULTS / "digits" / "ours_s0")
-    path.write_text(page([run]))
-    drawn = dom(path)
+    drawn = dom(page([run]), tmp_path, whole=True)
     assert "val accuracy (%)" in drawn and ">80</text>" in drawn
     # Full, kept and new width of each group at each stage.
     assert drawn.count("<rect") == 3 * len(run.groups) * len(run.results["stages"])
@@ -101,19 +98,15 @@ def test_a_curve_of_one_point_is_a_dot(tmp_path: Path) -> None:
     shutil.copytree(RESULTS / "digits" / "ours_s0", tmp_path / "runs" / "b")
     metrics = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "metrics.csv").write_text("".join(metrics[:2]), encoding="utf-8")
-    path = tmp_path / "page.html"
-    path.write_text(page(load_runs(tmp_path / "runs")))
-    drawn = dom(path).partition("One run")[0]
+    drawn = dom(page(load_runs(tmp_path / "runs")), tmp_path)
     paths = re.findall(r'<path[^>]* d="([^"]+)"[^>]*stroke-linecap="round"', drawn)
     assert len(paths) == 2 and "NaN" not in drawn
     assert [bool(re.fullmatch(r"M\S+ \S+h0", one)) for one in paths] == [True, False]
 
 
 def test_seeds_of_a_method_share_its_colour(tmp_path: Path) -> None:
-    path = tmp_path / "page.html"
     folders = [RESULTS / "digits" / name for name in ("ours_s0", "ours_s1", "fixed_s0", "fixed_s1")]
-    path.write_text(page(load_runs(folders)))
-    drawn = dom(path).partition("One run")[0]
+    drawn = dom(page(load_runs(folders)), tmp_path)
     shades = re.findall(r'<path[^>]* stroke="([^"]+)"', drawn)
     assert sorted(shades) == ["#0072B2", "#0072B2", "var(--ink)", "var(--ink)"]
     legend = re.findall(r"<span><i[^>]*></i>([^<]*)</span>", drawn)

@@ -78,8 +78,7 @@ def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(as
 def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked
     options = ("--config-dir", str(folder / "run"), f"experiment={arm}", f"hydra.run.dir={arm}")
-    outcome = cli(*options, cwd=folder)
-    assert outcome.code == 0, outcome.err
+    cli.done(*options, cwd=folder)
     found, planned = json.loads((folder / arm / "results.json").read_text()), found_in(folder)
     assert 93 < found["train_cost_percent"] <= 100.001
     assert found["growth"] == ("pairs" if arm == "grown" else "none")

@@ -31,16 +31,14 @@ def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(cli: Co
     assert outcome.code == -SIGKILL, outcome.err
     assert outcome.err.startswith("batch sizes that fit, stage by stage: 68 48 40\n")
     # With so much memory it would find others.
-    outcome = cli(*AUTO, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path, environment={"HUNGRY": "960"})
-    assert outcome.code == 0, outcome.err
+    cli.done(*AUTO, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path, environment={"HUNGRY": "960"})
     assert batch_fit(tmp_path / "run") == [
         {"stage": stage, "eq8": eq8, "batch_size": size}
         for stage, (eq8, size) in enumerate(zip([68, 52, 40], FOUND, strict=True))
     ]
     # As if the sizes had been given: the trials leave nothing, and the rate is for data.batch_size.
     given = (*HUNGRY, LINEAR, "schedule.learning_rate.batch_size=32", f"schedule.batch_sizes={FOUND}")
-    outcome = cli(*given, "hydra.run.dir=given", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*given, "hydra.run.dir=given", cwd=tmp_path)
     left = Left.by(tmp_path / "run")
     differences = left.differences(Left.by(tmp_path / "given"))
     assert differences == ["results"], "the schedule's settings and what was found"
@@ -50,8 +48,7 @@ def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(cli: Co
 
 
 def test_two_processes_take_what_fits_on_both_devices(cli: CommandLine, tmp_path: Path) -> None:
-    outcome = cli(*AUTO, "trainer=ddp_cpu", "hydra.run.dir=run", cwd=tmp_path, environment={"HUNGRY": "480,240"})
-    assert outcome.code == 0, outcome.err
+    cli.done(*AUTO, "trainer=ddp_cpu", "hydra.run.dir=run", cwd=tmp_path, environment={"HUNGRY": "480,240"})
     # Twice 240 // 12 = 20; 40 + 12; 52 + 16 = 68.
     assert [(one["eq8"], one["batch_size"]) for one in batch_fit(tmp_path / "run")] == [(68, 68), (52, 48), (40, 40)]
     assert json.loads((tmp_path / "run" / "results.json").read_text())["world_size"] == 2

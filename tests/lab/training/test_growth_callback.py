@@ -41,17 +41,9 @@ def new_run(make: Callable[..., torch.optim.Optimizer]) -> tuple[Task, ImageData
 
 
 def new_trainer(epochs: int, *callbacks: lightning.Callback) -> lightning.Trainer:
-    return lightning.Trainer(
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        reload_dataloaders_every_n_epochs=1,
-        num_sanity_val_steps=0,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings = {"accelerator": "cpu", "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}
+    return lightning.Trainer(max_epochs=epochs, callbacks=list(callbacks), **settings, **dict.fromkeys(off, False))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ from itertools import product
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import FIGURES
-from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import composed, config_dir
 from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import _split, drawn, experiment, registry
 from tests.command_line import ROOT
@@ -98,9 +97,7 @@ def test_reading_without_composing_gives_the_composed_values(command: str) -> No
     words = [word for word in command.split() if not word.startswith("hydra.")]
     given = [f"{key}={_split(value)[-1]}" for key, value in (word.split("=", 1) for word in words)]
     name = words[0].removeprefix("experiment=")
-    set_plugin_defaults()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        cfg = compose(PRIMARY, overrides=[*given, "name=given"], return_hydra_config=True)
+    cfg = composed([*given, "name=given"])
     found = experiment(name)
     item = next(item for item in ITEMS if command in item.commands)
     job = next(

@@ -53,6 +53,12 @@ def count_to(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def lay_out(folder: Path, name: str) -> None:
+    """Make a folder that looks like a data set's."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "train.parquet").touch()
+
+
 def wait_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.02)
@@ -110,8 +116,7 @@ def test_runs_of_another_process_are_skipped_and_a_failed_run_leaves_the_others_
 @needs("hypernets")
 def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None:
     """A run that has begun keeps its precision; a study has no device."""
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / "train.parquet").touch()
+    lay_out(tmp_path, "cifar10")
     place = Place(tmp_path / "runs", tmp_path, ("trainer=gpu", "compile=true"))
     job = REGISTRY.items["table11"].jobs([4])[0]
     line = command(job, place, REGISTRY, num_threads=2)
@@ -176,8 +181,7 @@ def test_a_dry_run_estimates_from_finished_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    (tmp_path / "cifar10").mkdir()
-    (tmp_path / "cifar10" / "train.parquet").touch()
+    lay_out(tmp_path, "cifar10")
     words = ["table7", "--dry-run", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]
     assert main(words) == 0
     assert "9 run(s) to go: no finished run in this folder" in capsys.readouterr().out
@@ -206,8 +210,7 @@ def test_figures_are_drawn_of_the_runs_that_they_can_show(tmp_path: Path, capsys
 def test_missing_data_leaves_out_its_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "data" / "mnist10k").mkdir(parents=True)
-    (tmp_path / "data" / "mnist10k" / "train.parquet").touch()
+    lay_out(tmp_path / "data", "mnist10k")
     taken: list[Job] = []
     monkeypatch.setattr(Training, "train", lambda self, jobs, seconds: taken.extend(jobs) or ["a/seed=0"])
     assert main(["isotropic_data_sets", "--data", str(tmp_path / "data"), "--runs", str(tmp_path)]) == 2
@@ -236,8 +239,7 @@ sys.exit(command.main(sys.argv[1:]))
 )
 def test_a_signal_lets_the_run_save(tmp_path: Path, number: signal.Signals, nohup: bool) -> None:
     """The whole group gets it, as from a terminal; `nohup` lets the command outlive SIGHUP."""
-    (tmp_path / "data" / "cifar10").mkdir(parents=True)
-    (tmp_path / "data" / "cifar10" / "train.parquet").touch()
+    lay_out(tmp_path / "data", "cifar10")
     first, second = REGISTRY.items["table7"].jobs([0])[:2]
     write_run(tmp_path / "runs" / first.folder)
 

@@ -19,8 +19,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def folder(cli: CommandLine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("invariance")
-    outcome = cli(*SMALL, "hydra.run.dir=run", cwd=folder)
-    assert outcome.code == 0, outcome.err
+    outcome = cli.done(*SMALL, "hydra.run.dir=run", cwd=folder)
     assert json.loads(outcome.out) == json.loads((folder / "run" / "summary.json").read_text())
     return folder / "run"
 

@@ -1,15 +1,12 @@
 """Cost of growing the Transformer of IWSLT'14, without training: the counts in its experiment's header."""
 
-from collections.abc import Iterator
-
 import hydra
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from growlab.grower.cost import forward_flops, train_cost_percent
 from growlab.growth import make_schedule
-from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
+from growlab.lab.training.configuration import composed
 from growlab.lab.training.plan import StageCost
 from growlab.widths import trace
 from tests.command_line import ROOT
@@ -18,16 +15,9 @@ EXPERIMENT = "papers/transformer_iwslt14"
 NUM_TOKENS, LENGTH = 10_000, 25
 
 
-@pytest.fixture(autouse=True, scope="module")
-def hydra_started() -> Iterator[None]:
-    set_plugin_defaults()
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        yield
-
-
 @pytest.mark.slow
 def test_the_cost_is_the_headers() -> None:
-    cfg = compose(PRIMARY, overrides=[f"experiment={EXPERIMENT}", "model.share_embeddings=all"])
+    cfg = composed([f"experiment={EXPERIMENT}", "model.share_embeddings=all"])
     schedule = make_schedule(
         cfg.schedule.total_epochs,
         cfg.data.batch_tokens,

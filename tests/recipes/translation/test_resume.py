@@ -38,8 +38,7 @@ def test_two_processes_resume_in_the_middle_of_an_epoch(
     # In the first epoch, of five steps.
     header = torch.load(tmp_path / "run/checkpoints" / LAST, weights_only=True)
     assert header["global_step"] in (2, 3)
-    outcome = cli(*command, "ckpt_path=last", cwd=tmp_path)
-    assert outcome.code == 0, outcome.err
+    cli.done(*command, "ckpt_path=last", cwd=tmp_path)
     assert Left.by(tmp_path / "run").differences(whole) == []
 
 
@@ -48,8 +47,7 @@ def test_two_processes_train_as_one_does(cli: CommandLine, data: TranslationData
     """Sentences of different lengths: every token weighs the same, on whichever rank it is."""
     results, precise = {}, ("model.dropout=0", "trainer.precision=64-true")
     for name, more in (("one", ()), ("two", ("trainer=ddp_cpu",))):
-        outcome = cli(*arguments(data, *precise, f"hydra.run.dir={name}", *more), cwd=tmp_path)
-        assert outcome.code == 0, outcome.err
+        cli.done(*arguments(data, *precise, f"hydra.run.dir={name}", *more), cwd=tmp_path)
         results[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert results["two"]["world_size"] == 2
     for key in ("train_loss", "test_loss", "test_perplexity"):

@@ -25,8 +25,7 @@ SMALL = (
 def run(cli: CommandLine, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
     cache = {"XDG_CACHE_HOME": str(path / "cache")}
-    done = cli(*SMALL, f"data.root={folder}", "hydra.run.dir=run", cwd=path, environment=cache)
-    assert done.code == 0, done.err
+    cli.done(*SMALL, f"data.root={folder}", "hydra.run.dir=run", cwd=path, environment=cache)
     return path
 
 
