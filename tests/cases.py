@@ -1,9 +1,11 @@
 """The tables that shared suites run over: small networks and growth methods. A new one is one row."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +21,29 @@ from growlab.growth import (
     PairGrowth,
     RandomGrowth,
     VarianceTransfer,
+    anneal_norms,
+    finish,
+    grow,
+    make_seed,
 )
 from growlab.lab.networks import MLP, CifarResNet, WideResNet, convnet
 from growlab.widths import WidthGraph, trace
 
 #: What older releases of torch refuse by themselves is skipped there.
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
+class Around(nn.Module):
+    """A function of itself and its inputs, and what the function uses by name: `[in, out]` is a linear layer."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, nn.Linear(*part) if isinstance(part, list) else part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
 
 
 class Residual(nn.Module):
@@ -537,3 +556,18 @@ def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
                 buffer.copy_(content)
             for module, mode in modes.items():
                 module.training = mode
+
+
+def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor, method: GrowthMethod) -> None:
+    """Grow a network from a quarter of its widths, exactly, into one that its class builds."""
+    whole, network = copy.deepcopy(network), copy.deepcopy(network)
+    quarters = [{n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()} for part in (1, 2, 3, 4)]
+    state = make_seed(network, graph, method, quarters[0], seed=0)
+    roughen(network)
+    for widths in quarters[1:]:
+        event = grow(network, graph, method, state, widths, 0, (x,))
+        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
+        anneal_norms(network, graph, state, 1.0)
+    finish(network, graph, method, state)
+    whole.load_state_dict(network.state_dict(), strict=True)
+    assert torch.equal(whole.eval()(x), network.eval()(x))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from growlab import Grower, Net2Net, VarianceTransfer, parts, trace
 from growlab.growth import PairGrowth
+from tests.cases import Around
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -28,19 +29,10 @@ class Readout(nn.Linear):
         return super().forward(x / self.weight.infshape.multiplier()) * self.bias.gain  # type: ignore[attr-defined]
 
 
-class Centred(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16))
-        self.mean.shift = 0.5  # type: ignore[union-attr]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - self.mean - self.mean.shift
-
-
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), Centred(), nn.Linear(16, 16), nn.ReLU(), Readout(16, 3))
+    centred = Around(lambda net, x: x - net.mean - net.mean.shift, mean=nn.Buffer(torch.zeros(16)))
+    made = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), centred, nn.Linear(16, 16), nn.ReLU(), Readout(16, 3))
     made = made.double()
     made[5].weight.infshape = Shape(4, 16)  # type: ignore[union-attr]
     made[5].bias.gain = 2.0  # type: ignore[union-attr]

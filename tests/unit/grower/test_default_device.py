@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import growlab.optim
 from growlab import Grower, parts, prune, trace
 from growlab.growth import FireFly, GradMax, GrowthMethod, Net2Net, PairGrowth, Splitting, Tiny, VarianceTransfer
 from growlab.parts import Part
-from tests.cases import OLD_TORCH
+from tests.cases import OLD_TORCH, Around
 
 Y = torch.arange(6) % 5
 
@@ -111,18 +111,12 @@ def test_trained_networks_grow_and_shrink() -> None:
     assert wide(x).shape == (4, 5)
 
 
-class Positions(nn.Module):
-    """A forward that creates a tensor on the default device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.head = nn.Embedding(9, 16), nn.Embedding(7, 16), nn.Linear(16, 9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head((self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))).relu())
-
-
 def test_a_forward_sees_the_default_device_of_the_user() -> None:
+    """A forward that creates a tensor on the default device."""
     with ELSEWHERE:
-        network, tokens = Positions(), torch.zeros(2, 7, dtype=torch.int64)
+        network = Around(
+            lambda net, x: net.head((net.tokens(x) + net.positions(torch.arange(x.shape[1]))).relu()),
+            **{"tokens": nn.Embedding(9, 16), "positions": nn.Embedding(7, 16), "head": [16, 9]},
+        )
+        tokens = torch.zeros(2, 7, dtype=torch.int64)
         assert trace(network, tokens).full_widths == {"tokens": 16}

@@ -33,6 +33,7 @@ from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, finis
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Part
 from growlab.widths import trace
+from tests.cases import Around
 from tests.command_line import ROOT, CommandLine
 
 STEPS, EPOCHS = 3, 4
@@ -50,6 +51,16 @@ def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    )
+
+
+def recurrent() -> nn.Module:
+    """Its sequences are of three steps of two features."""
+    torch.manual_seed(0)
+    return Around(
+        lambda net, x: net.last(net.norm(net.rnn(net.inside(x.unflatten(1, (3, 2))))[0]).mean(1)),
+        **{"inside": [2, 6], "rnn": nn.LSTM(6, 8, num_layers=2, batch_first=True)},
+        **{"norm": nn.LayerNorm(8), "last": [8, 3]},
     )
 
 
@@ -78,13 +89,13 @@ OPTIMIZERS = {
 class Loop:
     """A plain loop with a checkpoint: network, optimizer, schedule of the rate, grower."""
 
-    def __init__(self, make=OPTIMIZERS["growlab"], network=mlp, trigger=STAGES, wrap=None, **settings):
+    def __init__(self, make=OPTIMIZERS["growlab"], network=mlp, trigger=STAGES, **settings):
         self.network = network()
         settings = {"method": VarianceTransfer(noise_std=1e-3), "anneal_steps": 2, **settings}
         self.grower = Grower(self.network, PROBE, trigger=trigger, **settings)
         self.optimizer = make(self.network)
         self.rate = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        self.grower.follow(wrap(self.optimizer) if wrap else self.optimizer)
+        self.grower.follow(self.optimizer)
         self.done = 0
 
     def train(self, until: int = STEPS * EPOCHS) -> "Loop":
@@ -152,7 +163,7 @@ def test_equals_the_loop_by_hand_bit_for_bit() -> None:
         assert torch.equal(tensor, loop.network.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("network", [mlp, normed])
+@pytest.mark.parametrize("network", [mlp, normed, recurrent])
 def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(network) -> None:
     loop = Loop(network=network, method=VarianceTransfer())
     for epoch in range(EPOCHS):
@@ -173,30 +184,6 @@ def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(netwo
     assert all(torch.equal(early[name], tensor) for name, tensor in plain.state_dict().items())
     assert torch.allclose(plain(PROBE), outputs, atol=1e-6)
     assert not loop.network._forward_hooks and not loop.network._load_state_dict_pre_hooks
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As accelerate's, an optimizer by its class alone, or Fabric's."""
-
-    def __init__(self, optimizer) -> None:
-        self.optimizer = optimizer
-
-
-class Outer(torch.optim.Optimizer):
-    """One that looks ahead with a step of its own and shares its groups, as SAM does."""
-
-    def __init__(self, inner) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner, self.param_groups = inner, inner.param_groups
-
-    def step(self, closure=None) -> None:
-        self.inner.step()
-
-
-def test_optimizers_inside_of_others_follow() -> None:
-    plain = Loop(network=mlp).train().everything()
-    for wrap in (Wrapper, Outer):
-        assert Loop(network=mlp, wrap=wrap).train().everything() == plain
 
 
 def closed(loop: Loop) -> Callable[[], Tensor]:
@@ -234,7 +221,12 @@ def test_state_that_cannot_be_carried_begins_anew_and_says_so(make, first, caplo
 
 @pytest.mark.parametrize(
     ("kind", "network", "steps"),
-    [("growlab", mlp, (1, 5, 11)), ("momentum", mlp, (3, 9)), ("groups", normed, (2, 3, 4, 7, 10))],
+    [
+        ("growlab", mlp, (1, 5, 11)),
+        ("momentum", mlp, (3, 9)),
+        ("groups", normed, (2, 3, 4, 7, 10)),
+        ("momentum", recurrent, (5,)),
+    ],
 )
 def test_resumed_at_any_step_it_is_the_uninterrupted_run(kind, network, steps) -> None:
     whole, make = Loop(OPTIMIZERS[kind], network), OPTIMIZERS[kind]
@@ -526,12 +518,6 @@ def test_a_trigger_that_counts_epochs_is_not_asked_at_each_step(monkeypatch: pyt
     assert [grower.step(epoch=1, step=step) for step in (5, 6)] == [[], []]
     grower.load_state_dict({**seed, "clock": {"epoch": 1, "step": 5, "cost": 0.0}})
     assert len(grower.step(epoch=1, step=7)) == 1
-
-
-def test_stages_that_were_missed_are_caught_up() -> None:
-    loop = Loop()
-    assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
-    assert loop.grower.state.widths == loop.grower.graph.full_widths
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -244,20 +244,6 @@ def test_new_entries_are_masked() -> None:
     assert new.num_entries == after - before
 
 
-@pytest.mark.slow  # tests/unit/widen has it of files
-def test_copies_with_noise_separate() -> None:
-    distances = []
-    for noise in (0.0, 0.1):
-        small, optimizer = trained(llama, TEXT)
-        method = HyperCloning(noise_std=noise)
-        wide, optimizer = growlab.enlarge(small, 2, 1, optimizer, example=TEXT, method=method)
-        assert optimizer is not None
-        train(wide, optimizer, TEXT, 3)
-        weight = wide.state_dict()["model.layers.0.mlp.up_proj.weight"]
-        distances.append(float((weight[:48] - weight[48:]).norm() / weight.norm()))
-    assert distances[0] < 1e-12 and distances[1] > 1e-3
-
-
 @pytest.mark.parametrize(
     ("method", "width", "warns"),
     [(HyperCloning(), 32, True), (Net2Net(), 32, True), (HyperCloning(), 16, False), (None, 32, False)],
@@ -318,24 +304,18 @@ def test_a_wider_network_is_refused() -> None:
 @pytest.mark.parametrize("from_checkpoint", [False, True])
 def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, from_checkpoint: bool) -> None:
     lightning = pytest.importorskip("lightning")
+    from tests.unit.frontends.lightning_runs import Plain, trainer_of
 
-    class Module(lightning.LightningModule):
+    class Module(Plain):
         def __init__(self, width: int, layers: int) -> None:
             super().__init__()
             self.network = residual(width, layers)
 
-        def training_step(self, batch: Any, _: int) -> Tensor:
-            return F.cross_entropy(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
     data = torch.utils.data.TensorDataset(IMAGES["pixel_values"], LABELS)
     loader = torch.utils.data.DataLoader(data, batch_size=2)
-    settings: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     torch.manual_seed(0)
     small = Module(16, 2)
-    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **settings)
+    trainer = trainer_of(tmp_path, max_epochs=2)
     trainer.fit(small, loader)
     trainer.save_checkpoint(tmp_path / "small.ckpt")
     start = tmp_path / "small.ckpt" if from_checkpoint else small.network
@@ -349,24 +329,13 @@ def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, fr
                 seen.append(len(trainer.optimizers[0].state))
 
     wide = Module(32, 3)
-    trainer = lightning.Trainer(max_epochs=2, enable_checkpointing=False, callbacks=[growth, First()], **settings)
+    trainer = trainer_of(tmp_path, growth, First(), max_epochs=2)
     trainer.fit(wide, loader)
     assert seen[0] < 1e-12
     assert bool(seen[1]) == from_checkpoint
     (event,) = growth.events
     assert event.num_params == sum(p.numel() for p in wide.parameters())
     residual(32, 3).load_state_dict(wide.network.state_dict())
-
-
-@pytest.mark.slow
-def test_enlarge_returns_an_ordinary_model(tmp_path: Path) -> None:
-    small, optimizer = trained(gpt2, TEXT)
-    wide, same_optimizer = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
-    assert same_optimizer is optimizer and same(small, wide, TEXT) < 1e-10
-    assert (wide.config.n_embd, wide.config.n_layer) == (32, 4)
-    wide.save_pretrained(tmp_path / "wide")
-    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "wide", dtype=torch.float64)
-    assert same(wide, loaded, TEXT) < 1e-12
 
 
 def test_a_state_dict_may_have_the_names_of_torch_s_wrappers() -> None:

@@ -24,9 +24,10 @@ from growlab.growth import (
     Tiny,
     VarianceTransfer,
 )
+from growlab.growth.parity import relative_error
 from growlab.widths import WidthGraph, trace
 from growlab.widths.places import plain_tensors
-from tests.cases import outputs
+from tests.cases import Around, outputs
 
 ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
 METHODS = {
@@ -259,10 +260,6 @@ def trained(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def relative(before: Tensor, after: Tensor) -> float:
-    return float((after - before).abs().max() / before.abs().max())
-
-
 # Every spelling with one method, every method with one spelling: they do not interact.
 WITH = {
     "Convolved": ("ours, all rescaled", "hypercloning with noise", "random", "gradmax", "firefly"),
@@ -290,8 +287,8 @@ def test_constants_end_as_they_began(method: str, spelling: str) -> None:
             after = [outputs(network, inputs(7), training) for training in (False, True)]
             train = 1e-2 if "ours" in method and spelling == "Convolved" else ROUNDING
             noise = 0.1 if "noise" in method and spelling == "Convolved" else 0.0
-            assert relative(before[0], after[0]) <= ROUNDING + noise
-            assert relative(before[1], after[1]) <= train + noise
+            assert relative_error(before[0], after[0]) <= ROUNDING + noise
+            assert relative_error(before[1], after[1]) <= train + noise
             assert events[0].parity_error_eval <= ROUNDING
         trained(network, optimizer)
     growing.finish()
@@ -301,7 +298,7 @@ def test_constants_end_as_they_began(method: str, spelling: str) -> None:
         assert torch.equal(ended[name], tensor), name
     fresh = built(SPELLINGS[spelling], seed=0)
     fresh.load_state_dict(network.state_dict())
-    assert relative(outputs(network, inputs(7), False), outputs(fresh, inputs(7), False)) <= ROUNDING
+    assert relative_error(outputs(network, inputs(7), False), outputs(fresh, inputs(7), False)) <= ROUNDING
 
 
 class Drawn(Normed):
@@ -384,20 +381,13 @@ def test_a_network_that_is_frozen_as_a_whole_has_no_constants_but_its_buffers() 
     assert graph.full_widths and not graph.constants
 
 
-class Consuming(nn.Module):
-    """A frozen vector takes the channels of the first layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, WIDTH), nn.Linear(6, 8), nn.Linear(8, 3)
-        self.v = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(torch.relu(self.b(x))) * (torch.relu(self.a(x)) @ self.v)[..., None]
-
-
 def test_channels_that_a_constant_takes_stay_for_that_reason() -> None:
-    graph = trace(built(Consuming), inputs(0))
+    """A frozen vector takes the channels of the first layer."""
+    network = Around(
+        lambda net, x: net.c(torch.relu(net.b(x))) * (torch.relu(net.a(x)) @ net.v)[..., None],
+        **{"a": [6, WIDTH], "b": [6, 8], "c": [8, 3], "v": nn.Parameter(torch.randn(WIDTH), requires_grad=False)},
+    )
+    graph = trace(network.double(), inputs(0))
     assert set(graph.full_widths) == {"b"}
     assert graph.fixed["a"] == "v takes these channels and is not trained"
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from growlab.growth import GrowthState, anneal_norms, finish, grow, make_seed
 from growlab.growth.constants import as_applied
+from growlab.growth.parity import relative_error
 from growlab.widths import WidthGraph, resized, tensors_of
 from tests.cases import METHODS, NETWORKS, PRESERVING, graph_of, outputs, roughen, widths_at
 
@@ -55,10 +56,6 @@ class Run:
         return outputs(self.network, x, training)
 
 
-def relative(before: torch.Tensor, after: torch.Tensor) -> float:
-    return float((after - before).abs().max() / before.abs().max())
-
-
 @pytest.mark.parametrize(
     ("method", "network", "dtype"),
     [
@@ -83,10 +80,10 @@ def test_growth_keeps_its_promises(method: str, network: str, dtype: torch.dtype
         # Preservation, on samples that the event has not seen.
         after_eval = run.outputs() * event.output_factor
         after_train = run.outputs(training=True) * event.output_factor
-        assert relative(before_eval, after_eval) <= ROUNDING[dtype]
+        assert relative_error(before_eval, after_eval) <= ROUNDING[dtype]
         assert max(event.parity_error_eval, event.parity_error_train) <= ROUNDING[dtype]
         # Of a rescaled input, batch normalisation's eps is another part.
-        assert relative(before_train, after_train) <= (1e-2 if "ours" in method else ROUNDING[dtype])
+        assert relative_error(before_train, after_train) <= (1e-2 if "ours" in method else ROUNDING[dtype])
         factor *= event.output_factor
     assert run.state.stage == 2
     assert run.state.output_factor == (1.0 if method == "ours literal" else pytest.approx(factor))

@@ -141,16 +141,6 @@ def test_without_data_and_by_nothing() -> None:
     assert same.replaced == {}
 
 
-def test_an_event_that_fails_leaves_the_network_as_it_was() -> None:
-    run = Run("resnet B", Tiny())
-    before = copy.deepcopy(run.network.state_dict())
-    held = dict(run.network.named_parameters())
-    with pytest.raises(UserError, match=r"Tiny cannot grow .* set fallback='pairs'"):
-        run.grow()
-    assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in run.network.state_dict().items())
-
-
 def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> None:
     class WidensItself(Part):
         groups = ("0",)

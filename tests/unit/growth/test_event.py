@@ -29,7 +29,7 @@ from growlab.growth.outputs import main_output, observe, without_side_effects
 from growlab.growth.parity import relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.widths import trace
-from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
+from tests.cases import NETWORKS, Around, graph_of, outputs, roughen, widths_at
 
 
 class Broken(PairGrowth):
@@ -90,18 +90,6 @@ def test_a_network_that_has_become_nan_does_not_grow():
         grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
 
 
-def test_a_failure_while_noise_is_added_is_undone():
-    class Noisy(PairGrowth):
-        def noise(self, context):
-            return {"pointwise.weight": torch.zeros(1, 2, 3)}
-
-    network, graph, state, probe = planted()
-    before = everything(network)
-    with pytest.raises(RuntimeError):
-        grow(network, graph, Noisy(), state, graph.full_widths, 0, probe)
-    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
-
-
 def test_shrinking_is_refused():
     network, graph, state, probe = planted("mlp")
     with pytest.raises(ValueError, match=r"hidden\.2 would shrink from 3 to 2"):
@@ -156,13 +144,8 @@ def test_observing_reports_batch_statistics_and_leaves_dropout_out():
     torch.testing.assert_close(mean, inputs[0].mean((0, 2, 3)))
     torch.testing.assert_close(variance, inputs[0].var((0, 2, 3)))
     torch.testing.assert_close(seen.train, outputs(network, probe[0], True))
-
-    class Functional(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.dropout(x, 0.5, self.training)
-
-    x = torch.randn(4, 4)
-    assert torch.equal(observe(Functional(), (x,)).train, x)
+    x, functional = torch.randn(4, 4), Around(lambda net, x: F.dropout(x, 0.5, net.training))
+    assert torch.equal(observe(functional, (x,)).train, x)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -175,19 +158,10 @@ def test_a_network_is_observed_in_both_modes_whichever_it_is_in(training):
     assert all(module.training == training for module in network.modules())
 
 
-class Cast(nn.Module):
-    """Computes a part in single precision and casts back, as networks of half precision do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.float().to(x.dtype))
-
-
 def test_a_cast_takes_no_precision_from_a_network_in_float64():
-    network, x = Cast(), torch.randn(4, 3, dtype=torch.float64)
+    """As networks of half precision cast back what they compute in single precision."""
+    network = Around(lambda net, x: net.layer(x.float().to(x.dtype)), layer=[3, 2]).double()
+    x = torch.randn(4, 3, dtype=torch.float64)
     assert torch.equal(observe(network, (x,)).eval, network.layer(x).detach())
 
 
@@ -318,6 +292,7 @@ def test_relative_error_of_an_output_of_many_pieces(place: int) -> None:
     after = before.clone()
     after[-1 - place] += 3.0
     assert relative_error(before, after) == 0.75
+    assert relative_error(before, after / 3, factor=3.0) == pytest.approx(0.75, rel=1e-6)
     assert relative_error(before.expand(2, -1).T, after.expand(2, -1).T) == 0.75
     after[place] = math.nan
     assert math.isnan(relative_error(before, after))
@@ -339,18 +314,9 @@ def test_a_head_that_starts_at_zero_grows(method):
 
 def test_folding_the_factor_through_a_residual_output():
     """The output is itself read by a layer, whose weight must not change what it adds."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.relu(self.first(x))
-            return x + self.second(x)
-
     torch.manual_seed(0)
-    network, x = Recurrent(), torch.randn(3, 4)
+    network = Around(lambda net, x: (h := F.relu(net.first(x))) + net.second(h), first=[4, 6], second=[6, 6])
+    x = torch.randn(3, 4)
     graph = trace(network, x)
     expected = outputs(network, x, False) * 3
     parameters = list(network.parameters())
@@ -367,46 +333,16 @@ def test_a_factor_that_no_layer_can_take_is_refused():
         fold_output_factor(network, graph, 2.0)
 
 
-class Lazy(nn.Module):
-    """Puts another buffer in the place of its own when it first sees an input of some length, as ConViT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.out = nn.Linear(3, 8), nn.Linear(8, 2)
-        self.register_buffer("positions", torch.zeros(1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(self.positions) != x.shape[1]:
-            self.positions = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        return self.out(torch.tanh(self.inside(x + self.positions)))
-
-
-def test_buffers_that_the_forward_replaces_are_put_back():
-    network, x = Lazy().double(), torch.randn(2, 5, 3, dtype=torch.float64)
-    before = network.positions
-    seen = observe(network, (x,))
-    assert network.positions is before
-    assert torch.equal(before, torch.zeros(1, 1))
-    assert torch.equal(seen.train, seen.eval)
-
-
-class Scaled(nn.Module):
-    """A factor per channel under a root, as hand-written normalisations have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.classifier = nn.Linear(5, 16), nn.Linear(16, 3)
-        self.variance = nn.Parameter(torch.linspace(0.01, 1.0, 16) ** 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(F.relu(self.a(x)) * torch.rsqrt(self.variance + 1e-9))
-
-
 @pytest.mark.parametrize("method", [PairGrowth, VarianceTransfer, RandomGrowth])
 def test_new_entries_of_bare_parameters_are_within_the_range_of_old_ones(method):
+    """A factor per channel under a root, as hand-written normalisations have it."""
     x = torch.randn(8, 5)
     for seed in range(5):
-        network = Scaled()
+        variance = nn.Parameter(torch.linspace(0.01, 1.0, 16) ** 3)
+        network = Around(
+            lambda net, x: net.classifier(F.relu(net.a(x)) * torch.rsqrt(net.variance + 1e-9)),
+            **{"a": [5, 16], "classifier": [16, 3], "variance": variance},
+        )
         graph = trace(network, x)
         state = make_seed(network, graph, method(), {name: 8 for name in graph.groups}, seed=seed)
         old = network.variance.clone()

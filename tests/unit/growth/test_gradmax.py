@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError
 from growlab.growth import GradMax
 from growlab.lab.training.run import near_zero
-from tests.cases import NETWORKS
+from tests.cases import NETWORKS, Around
 from tests.unit.growth.measured import Started, started
 
 DRAWS = 1000
@@ -154,19 +154,10 @@ def test_a_network_without_gradients_is_refused() -> None:
         run.grow({"0": 6})
 
 
-class Late(nn.Module):
-    """An activation that is flat around 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(nn.functional.softshrink(self.first(x)))
-
-
 def test_channels_that_no_gradient_reaches_are_refused() -> None:
-    run = started(Late(), (5,), GradMax())
+    """An activation that is flat around 0."""
+    late = Around(lambda net, x: net.last(nn.functional.softshrink(net.first(x))), first=[5, 6], last=[6, 3])
+    run = started(late, (5,), GradMax())
     with pytest.raises(UserError, match="GradMax cannot grow first: the gradient"):
         run.grow({"first": 5})
 

@@ -15,7 +15,7 @@ from growlab.base.errors import UserError
 from growlab.growth import GradMax, Measurement, Tiny, measurement
 from growlab.growth.fans import ChannelView, TensorDim, group_tensors
 from growlab.widths import tensors_of
-from tests.cases import NETWORKS, graph_of
+from tests.cases import NETWORKS, Around, graph_of
 from tests.unit.growth.measured import started
 
 
@@ -41,15 +41,6 @@ def test_gradients_are_means_over_batches_and_the_network_stays_as_it_is() -> No
     (expected,) = torch.autograd.grad(run.loss(), run.network[0].weight)
     torch.testing.assert_close(found["0.weight"], expected)
     assert float(found[""]) == pytest.approx(float(run.loss().detach()))
-
-
-class Spare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.spare = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
 
 
 class Remembering(nn.Module):
@@ -101,7 +92,8 @@ def test_an_event_s_runs_over_one_batch_share_a_snapshot(monkeypatch: pytest.Mon
 
 
 def test_unused_parameters_have_a_gradient_of_zero() -> None:
-    run = started(Spare(), (4,), GradMax(), part=1.0)
+    spare = Around(lambda net, x: net.last(net.first(x)), first=[4, 5], last=[5, 3], spare=[2, 2])
+    run = started(spare, (4,), GradMax(), part=1.0)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     found = data.gradients(tensors_of(run.network, run.graph), ["first.weight", "spare.weight"])
     assert found["first.weight"].all()

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base import ranks
-from growlab.growth import Net2Net, PairGrowth, ParityError, VarianceTransfer, grow, make_seed
+from growlab.growth import Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.state import GrowthState
 from growlab.widths import tensors_of, trace
+from tests.cases import Around
 from tests.command_line import CommandLine
-from tests.unit.growth.test_event import Broken
 
 
 class Products(nn.Module):
@@ -151,15 +151,6 @@ def test_an_average_takes_the_statistics_of_the_network_that_it_follows():
         assert torch.equal(mean.get_buffer(name), buffer), name
 
 
-def test_a_failed_event_leaves_no_statistics_behind():
-    broken = Broken(lambda w: w * 1.01)
-    network, graph, state = seed_network(method=broken)
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    with pytest.raises(ParityError):
-        grow(network, graph, broken, state, graph.full_widths, 0, batch(1))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-
-
 def one_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     network, graph, state = seed_network()
@@ -180,23 +171,14 @@ def test_ranks_that_see_different_batches_hold_the_same_statistics(cli: CommandL
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-class NormInside(nn.Module):
-    """Batch normalisation that is called by a module which computes something before it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(inputs, outputs)
-        self.register_buffer("running_mean", torch.zeros(outputs))
-        self.register_buffer("running_var", torch.ones(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(self.layer(x), self.running_mean, self.running_var, training=self.training)
-
-
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer()])
 @pytest.mark.parametrize("inputs", [5, 8])
 def test_statistics_are_those_of_the_functions_input_not_of_its_modules(inputs, method):
-    network = nn.Sequential(nn.Linear(5, inputs), NormInside(inputs, 8), nn.ReLU(), nn.Linear(8, 3))
+    inside = Around(
+        lambda net, x: F.batch_norm(net.layer(x), net.running_mean, net.running_var, training=net.training),
+        **{"layer": [inputs, 8], "running_mean": nn.Buffer(torch.zeros(8)), "running_var": nn.Buffer(torch.ones(8))},
+    )
+    network = nn.Sequential(nn.Linear(5, inputs), inside, nn.ReLU(), nn.Linear(8, 3))
     graph = trace(network, batch())
     widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
     state = make_seed(network, graph, method, widths, seed=0)

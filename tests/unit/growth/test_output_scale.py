@@ -17,24 +17,9 @@ from growlab.lab.training import RateAdaptation
 from growlab.lab.training.progress import first_line
 from growlab.optim import SGD, NormRatio
 from growlab.widths import WidthGraph, trace
-from tests.cases import METHODS, PRESERVING, outputs
+from tests.cases import METHODS, PRESERVING, Around, outputs
 
-
-class Ending(nn.Module):
-    """Two hidden layers, then whatever `end` makes of them."""
-
-    def __init__(self, end: Callable[["Ending", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.norm = nn.Linear(6, 12), nn.Linear(12, 16), nn.BatchNorm1d(16)
-        self.classifier, self.other = nn.Linear(16, 5), nn.Linear(16, 5)
-        self.last_norm = nn.BatchNorm1d(5)
-        self.scale = nn.Parameter(torch.rand(5) + 0.5)
-        self.end = end
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(self, F.relu(self.norm(self.second(F.relu(self.first(x))))))
-
-
+# What networks make of their last hidden layer.
 # The first ones end with affine layers, whose scale can be changed; the others do not.
 FOLDED = {
     "linear": lambda net, h: net.classifier(h),
@@ -60,16 +45,21 @@ PINNED = {
 ENDS = FOLDED | PINNED
 
 
-def made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
+def made(end: str) -> tuple[Around, WidthGraph, Tensor]:
     network, graph, x = _made(end)
     return copy.deepcopy(network), graph, x
 
 
 @cache
-def _made(end: str) -> tuple[Ending, WidthGraph, Tensor]:
+def _made(end: str) -> tuple[Around, WidthGraph, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network, x = Ending(ENDS[end]).double(), torch.randn(16, 6, dtype=torch.float64)
+        network = Around(
+            lambda net, x: ENDS[end](net, F.relu(net.norm(net.second(F.relu(net.first(x)))))),
+            **{"first": [6, 12], "second": [12, 16], "norm": nn.BatchNorm1d(16), "last_norm": nn.BatchNorm1d(5)},
+            **{"classifier": [16, 5], "other": [16, 5], "scale": nn.Parameter(torch.rand(5) + 0.5)},
+        ).double()
+        x = torch.randn(16, 6, dtype=torch.float64)
     return network, trace(network, x), x
 
 
@@ -154,59 +144,47 @@ def test_the_last_layers_are_found_behind_any_ending(end: str) -> None:
         assert float(factors[0]) == pytest.approx(1 / 8)
 
 
-class Tail(nn.Module):
-    """A layer that others follow in one way or another."""
-
-    def __init__(self, follow: str) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 8)
-        self.matrix, self.recurrent = nn.Parameter(torch.randn(8, 3)), nn.GRU(8, 3, batch_first=True)
-        self.follow = follow
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.first(x))
-        if self.follow == "itself":
-            return self.last(F.relu(self.last(h)))
-        h = self.last(h)
-        return h @ self.matrix if self.follow == "matrix" else self.recurrent(h)[0]
-
-
-@pytest.mark.parametrize(("follow", "last"), [("itself", {}), ("matrix", {"matrix": True}), ("recurrent", {})])
-def test_a_layer_that_another_map_follows_is_not_the_last(follow: str, last: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    ("follow", "last"),
+    [
+        (lambda net, h: net.last(F.relu(net.last(h))), {}),
+        (lambda net, h: net.last(h) @ net.matrix, {"matrix": True}),
+        (lambda net, h: net.recurrent(net.last(h))[0], {}),
+    ],
+    ids=["itself", "matrix", "recurrent"],
+)
+def test_a_layer_that_another_map_follows_is_not_the_last(
+    follow: Callable[[Around, Tensor], Tensor], last: dict[str, bool]
+) -> None:
     torch.manual_seed(0)
-    graph = trace(Tail(follow), torch.randn(4, 5, 6))
-    assert graph.last_layers == last
+    network = Around(
+        lambda net, x: follow(net, F.relu(net.first(x))),
+        **{"first": [6, 8], "last": [8, 8], "recurrent": nn.GRU(8, 3, batch_first=True)},
+        matrix=nn.Parameter(torch.randn(8, 3)),
+    )
+    assert trace(network, torch.randn(4, 5, 6)).last_layers == last
 
 
-class Returning(nn.Module):
-    """Returns what its last layer puts out, and in some forms what that layer or a norm reads as well."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.norm, self.head, self.form = nn.BatchNorm1d(16), nn.Linear(16, 3), form
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.third(F.relu(self.second(F.relu(self.first(x)))))
-        if self.form == "only logits":
-            logits = self.head(h)
-            return {"logits": logits, "loss": logits.square().mean()}
-        if self.form == "hidden":
-            return {"logits": self.head(F.relu(h)), "energy": h.mean(1)}
-        if self.form == "normed":
-            return {"logits": self.head(F.relu(self.norm(h))), "energy": h.mean(1)}
-        return {"hidden": h, "again": self.third(h), "logits": self.head(h)}
-
-
-FORMS = ["only logits", "hidden", "normed", "layer twice"]
+# What a network returns beside what its last layer puts out.
+FORMS = {
+    "only logits": lambda net, h: {"logits": (logits := net.head(h)), "loss": logits.square().mean()},
+    "hidden": lambda net, h: {"logits": net.head(F.relu(h)), "energy": h.mean(1)},
+    "normed": lambda net, h: {"logits": net.head(F.relu(net.norm(h))), "energy": h.mean(1)},
+    "layer twice": lambda net, h: {"hidden": h, "again": net.third(h), "logits": net.head(h)},
+}
 
 
 @pytest.mark.parametrize(
-    ("method", "form"), [(method, FORMS[(i + step) % 4]) for i, method in enumerate(PRESERVING) for step in (0, 1)]
+    ("method", "form"),
+    [(method, list(FORMS)[(i + step) % 4]) for i, method in enumerate(PRESERVING) for step in (0, 1)],
 )
 def test_all_outputs_stay_even_if_layers_read_them(form: str, method: str) -> None:
     torch.manual_seed(0)
-    network, x = Returning(form).double(), torch.randn(16, 6, dtype=torch.float64)
+    network = Around(
+        lambda net, x: FORMS[form](net, net.third(F.relu(net.second(F.relu(net.first(x)))))),
+        **{"first": [6, 16], "second": [16, 16], "third": [16, 16], "norm": nn.BatchNorm1d(16), "head": [16, 3]},
+    ).double()
+    x = torch.randn(16, 6, dtype=torch.float64)
     grower = Grower(network, x, method=METHODS[method].make(0.0), trigger={0: 0.25, 1: 0.5, 2: 1.0})
     with torch.no_grad():
         for parameter in network.parameters():

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,33 +15,26 @@ from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceT
 from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
 from growlab.widths.unchanged import unchanged
+from tests.cases import Around
 from tests.parts_here import needs
 
 X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
 
 
-class Spectral(nn.Module):
-    """Its first parameter is complex: a filter over frequencies for each channel."""
-
-    def __init__(self, width: int = 8, frequencies: int = 5) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(frequencies, width, dtype=torch.cfloat))
-        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        return self.down(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
-
-
-class Turned(nn.Module):
+def turned() -> nn.Module:
     """All its parameters are complex."""
+    return Around(lambda net, x: x * net.factor, factor=nn.Parameter(torch.ones(4, dtype=torch.cfloat)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(4, dtype=torch.cfloat))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
+def filtered(net: Any, x: Tensor) -> Tensor:
+    """A filter over frequencies for each channel."""
+    return torch.fft.irfft(torch.fft.rfft(x, dim=1) * net.filter, n=x.shape[1], dim=1)
+
+
+def spectral() -> nn.Module:
+    """Its first parameter is complex."""
+    known = {"filter": nn.Parameter(torch.randn(5, 8, dtype=torch.cfloat)), "up": [4, 8], "down": [8, 2]}
+    return Around(lambda net, x: net.down(filtered(net, net.up(x))), **known)
 
 
 def in_double(network: nn.Module) -> nn.Module:
@@ -50,9 +44,9 @@ def in_double(network: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("network", "dtype"),
     [
-        (Spectral(), torch.float32),
-        (in_double(Spectral()), torch.float64),
-        (Turned(), torch.float32),
+        (spectral(), torch.float32),
+        (in_double(spectral()), torch.float64),
+        (turned(), torch.float32),
         (nn.Identity(), torch.float32),
         (nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).double(), torch.float64),
     ],
@@ -74,7 +68,7 @@ def test_whole_numbers_among_the_parameters_are_no_precision() -> None:
 @pytest.mark.parametrize("method", [Net2Net(), PairGrowth(), RandomGrowth(), GradMax()], ids=lambda m: m.name)
 def test_a_network_whose_first_parameter_is_complex_grows(method) -> None:
     torch.manual_seed(0)
-    network = in_double(Spectral())
+    network = in_double(spectral())
     grower = Grower(network, X, method=method, trigger={0: 0.5, 1: 1.0})
     grower.provide(lambda number: [(X, torch.zeros(4))] * number, lambda y, _: (y - 0.3).square().mean())
     before = network.filter.detach().clone()
@@ -85,21 +79,16 @@ def test_a_network_whose_first_parameter_is_complex_grows(method) -> None:
     assert network.filter.shape == (5, 8) and bool((network.filter[:, 4:].imag != 0).all())
 
 
-class Block(nn.Module):
-    """A residual block with a filter over frequencies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(5, 8, dtype=torch.cfloat))
-        self.down = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=x.shape[1], dim=1))
-
-
 @needs("depth")
 def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
-    network = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 2))
+    blocks = [
+        Around(
+            lambda net, x: x + net.down(filtered(net, x)),
+            **{"filter": nn.Parameter(torch.randn(5, 8, dtype=torch.cfloat)), "down": [8, 8]},
+        )
+        for _ in "ab"
+    ]
+    network = nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
     grower = Grower(network, X, method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=[parts.Depth()])
     grower.step(epoch=1)
     for name in ("1", "2"):
@@ -108,8 +97,8 @@ def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
 
 
 def test_complex_parameters_round_as_their_real_parts_do() -> None:
-    assert rounding(Turned(), torch.zeros(2, dtype=torch.cfloat)) == ROUNDING[torch.float32]
-    assert rounding(in_double(Turned()), torch.zeros(2, dtype=torch.cdouble)) == ROUNDING[torch.float64]
+    assert rounding(turned(), torch.zeros(2, dtype=torch.cfloat)) == ROUNDING[torch.float32]
+    assert rounding(in_double(turned()), torch.zeros(2, dtype=torch.cdouble)) == ROUNDING[torch.float64]
 
 
 class Functional(nn.Module):
@@ -172,23 +161,19 @@ def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, c
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
 def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_ones(draw: Callable[[], float]) -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
-            self.middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x).relu()
-            for layer in self.middle:
-                if not self.training or draw() > 0.5:
-                    x = x + layer(x).relu()
-            return self.last(x)
+    def dropping(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x).relu()
+        for layer in net.middle:
+            if not net.training or draw() > 0.5:
+                x = x + layer(x).relu()
+        return net.last(x)
 
     x = torch.randn(32, 6)
     for seed in range(4):
         torch.manual_seed(seed)
-        grower = Grower(Dropping(), x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
+        middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        network = Around(dropping, first=[6, 16], last=[16, 3], middle=middle)
+        grower = Grower(network, x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
         random.seed(seed), np.random.seed(seed)
         expected = draw()
         random.seed(seed), np.random.seed(seed)
@@ -198,22 +183,17 @@ def test_layers_dropped_by_pythons_or_numpys_numbers_are_compared_with_the_same_
 
 
 def test_parameters_that_a_forward_updates_stay_as_an_event_is_checked() -> None:
-    class WithMomentum(nn.Module):
-        """A slowly moving copy of a layer, as contrastive learning has."""
+    """A slowly moving copy of a layer, as contrastive learning has."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
-            self.slow = nn.Parameter(torch.zeros(3, 16), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                with torch.no_grad():
-                    self.slow.lerp_(self.last.weight.detach().mean() * torch.ones_like(self.slow), 0.1)
-            return self.last(self.first(x).relu())
+    def with_momentum(net: Any, x: Tensor) -> Tensor:
+        if net.training:
+            with torch.no_grad():
+                net.slow.lerp_(net.last.weight.detach().mean() * torch.ones_like(net.slow), 0.1)
+        return net.last(net.first(x).relu())
 
     torch.manual_seed(0)
-    network, x = WithMomentum(), torch.randn(32, 6)
+    slow = nn.Parameter(torch.zeros(3, 16), requires_grad=False)
+    network, x = Around(with_momentum, first=[6, 16], last=[16, 3], slow=slow), torch.randn(32, 6)
     grower = Grower(network, x, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
     network.train()(x)
     before, version = network.slow.clone(), network.slow._version

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from growlab import Grower, Net2Net, VarianceTransfer
 from growlab.base.errors import UserError
 from growlab.growth import PairGrowth
+from tests.cases import Around
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -101,18 +102,10 @@ def test_gradients_behind_an_event_are_those_of_the_function(method: Any, how: s
     grower = Grower(made, X, method=method(), trigger={0: 0.34, 1: 1.0})
     grower.step(epoch=1)
     assert grower.state.multipliers or grower.state.norm_weights
-    run = made if how != "outside" else Checkpointed(made, reentrant)
+    around = Around(lambda net, x: checkpoint(net.inner, x, use_reentrant=reentrant), inner=made)
+    run = around if how == "outside" else made
     analytic, numeric = gradients(run)
     assert analytic == pytest.approx(numeric, rel=1e-5)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize(

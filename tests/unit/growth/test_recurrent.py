@@ -1,7 +1,6 @@
 """Recurrent layers: hidden channels grow through the recurrence, exactly, and so does what they read."""
 
 import copy
-import io
 import random
 from collections.abc import Callable
 from functools import cache, partial
@@ -31,7 +30,8 @@ from growlab.growth import (
     make_seed,
 )
 from growlab.growth.outputs import observe
-from growlab.optim import SGD, NormRatio, follow
+from growlab.growth.parity import relative_error
+from growlab.optim import follow
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, outputs, roughen, widths_at
 
@@ -98,10 +98,6 @@ def examples(network: Sequences, number: int, seed: int) -> Tensor:
     return torch.randn(number, 6, 3, generator=source, dtype=torch.float64)
 
 
-def error(before: Tensor, after: Tensor) -> float:
-    return float((after - before).abs().max() / before.abs().max())
-
-
 # Each method with a network of its own; the others are slow.
 SAMPLED = {(i, i % 8) for i in range(len(PRESERVING))}
 CASES = [
@@ -127,7 +123,7 @@ def test_any_recurrent_network_grows_three_times(method: str, seed: int) -> None
         event = grow(network, graph, made, state, widths_at(graph, part), seed=5, probe=(x,))
         after = [outputs(network, fresh, training) * event.output_factor for training in (False, True)]
         # Of features that attention and normalisation have passed, more rounding is left.
-        assert max(map(error, before, after)) < 1e-11
+        assert max(map(relative_error, before, after)) < 1e-11
         # In train mode dropout between the layers is left out.
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-11
         assert network.rnn.hidden_size == hidden.length(event.widths_after)
@@ -190,60 +186,6 @@ def test_moments_become_those_of_the_grown_network(method, kind, optimizer) -> N
             torch.testing.assert_close(state[name][chosen], gradient[chosen] ** power, rtol=1e-8, atol=1e-14)
         seen += int(chosen.sum())
     assert seen > 200
-
-
-OPTIMIZERS = {
-    "SGD": lambda n: torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9),
-    "AdamW": lambda n: torch.optim.AdamW(n.parameters(), lr=0.01),
-    "rates by age": lambda n: SGD(n.parameters(), lr=0.1, momentum=0.9, rule=NormRatio()),
-}
-
-
-class Loop:
-    """A plain loop of eight steps over random tokens."""
-
-    def __init__(self, optimizer: str, kind: str) -> None:
-        torch.manual_seed(0)
-        self.network = Sequences(kind, "embedding", "norm", num_layers=2, batch_first=True)
-        self.x = examples(self.network, 16, 3)
-        trigger = {0: 0.5, 2: 0.75, 4: 0.875, 6: 1.0}
-        self.grower = Grower(self.network, self.x, trigger=trigger, method=VarianceTransfer(), anneal_steps=1)
-        self.optimizer = OPTIMIZERS[optimizer](self.network)
-        self.grower.follow(self.optimizer)
-
-    def train(self, first: int, last: int) -> "Loop":
-        for step in range(first, last):
-            self.grower.step(epoch=step)
-            self.optimizer.zero_grad()
-            F.cross_entropy(self.network(self.x), (self.x.sum(1) + step) % 4).backward()
-            self.optimizer.step()
-        return self
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {"network": self.network, "optimizer": self.optimizer, "grower": self.grower}
-
-
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("AdamW", "GRU"), ("rates by age", "tanh"))]
-
-
-@pytest.mark.parametrize(("optimizer", "kind"), [("SGD", "LSTM"), *SLOW])
-def test_resumed_between_stages_it_is_the_uninterrupted_run(optimizer: str, kind: str) -> None:
-    whole, file = Loop(optimizer, kind).train(0, 8), io.BytesIO()
-    torch.save({n: p.state_dict() for n, p in Loop(optimizer, kind).train(0, 3).parts.items()}, file)
-    file.seek(0)
-    again = Loop(optimizer, kind)
-    for name, content in torch.load(file, weights_only=True).items():
-        again.parts[name].load_state_dict(content)
-    again.train(3, 8)
-    for name, tensor in whole.network.state_dict().items():
-        assert torch.equal(tensor, again.network.state_dict()[name]), name
-    assert whole.grower.events and len(whole.grower.events) == 3
-    whole.grower.finish()
-    torch.manual_seed(0)
-    plain = Sequences(kind, "embedding", "norm", num_layers=2, batch_first=True)
-    plain.load_state_dict(whole.network.state_dict(), strict=True)
-    assert torch.equal(plain.eval()(whole.x), whole.network.eval()(whole.x))
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "tanh"])
@@ -335,7 +277,7 @@ def test_first_states_of_the_networks_own_grow_along(where: str) -> None:
     for epoch in range(3):
         before = outputs(network, x, False)
         for event in grower.step(epoch=epoch):
-            assert error(before, outputs(network, x, False)) < 1e-12
+            assert relative_error(before, outputs(network, x, False)) < 1e-12
             assert event.parity_error_eval < 1e-12
         assert network.rnn.hidden_size == grower.state.widths[next(g for g in full if g != "inside")]
         roughen(network, seed=epoch)
@@ -365,7 +307,7 @@ def test_inputs_of_a_projecting_layer_grow(method: GrowthMethod) -> None:
     state = make_seed(network, graph, method, {"inside": 3}, seed=0)
     before = outputs(network, x, False)
     grow(network, graph, method, state, {"inside": 6}, 0, (x,))
-    assert error(before, outputs(network, x, False)) < 1e-12
+    assert relative_error(before, outputs(network, x, False)) < 1e-12
     assert network.rnn.input_size == 6 and network.rnn.hidden_size == 8
 
 
@@ -383,7 +325,7 @@ def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: tor
     roughen(network)
     before = outputs(network, x, False)
     event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
-    assert error(before, outputs(network, x, False)) < (1e-12 if dtype is torch.float64 else 1e-5)
+    assert relative_error(before, outputs(network, x, False)) < (1e-12 if dtype is torch.float64 else 1e-5)
     found = event.report["groups"]["rnn"]
     assert found["gradient_norm"] == pytest.approx(found["gradient_norm_bound"], rel=1e-3)
 

@@ -14,6 +14,7 @@ from growlab.growth import Net2Net, PairGrowth, ParityError, grow, make_seed
 from growlab.growth.outputs import observe
 from growlab.growth.parity import ROUNDING, compare, rounding, rounding_measured
 from growlab.widths import trace
+from tests.cases import Around
 from tests.unit.growth.test_event import Broken
 from tests.unit.growth.test_new_statistics import Products
 from tests.unit.growth.test_new_statistics import seed_network as products
@@ -90,17 +91,12 @@ def test_train_mode_decides_if_eval_mode_outputs_only_rounding():
     assert event.parity_error_train <= 1e-5 and event.parity_tolerance_train <= 1e-2
 
 
-class ChaoticInEval(nn.Module):
-    """Rounding of its input changes its output in eval mode by orders of magnitude, as lagging statistics may."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.training else (20 * (1e8 * x).sin()).exp()
-
-
 @pytest.mark.parametrize(("wrong", "kept"), [(1.0, True), (1.001, False)])
 def test_where_a_mode_outputs_only_rounding_the_other_decides(wrong: float, kept: bool) -> None:
+    """Rounding of its input changes its output in eval mode by orders of magnitude, as lagging statistics may."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), ChaoticInEval())
+    chaotic_in_eval = Around(lambda net, x: x if net.training else (20 * (1e8 * x).sin()).exp())
+    network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), chaotic_in_eval)
     after = observe(network, X)
     before = replace(after, eval=after.eval / 100, train=after.train * wrong)
     found = compare(network, (X,), before, after, list)

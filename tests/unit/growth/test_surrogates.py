@@ -1,5 +1,7 @@
 """Surrogates of activations: close to them, with the derivatives that they lack."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from growlab.base.errors import UserError
 from growlab.growth import GradMax, Measurement
 from growlab.growth.measurement import IdentityNorms, right_derivatives, smooth, twice_differentiable
 from growlab.widths import tensors_of
+from tests.cases import Around
 from tests.unit.growth.measured import started
 
 BENT = [
@@ -84,21 +87,13 @@ def test_new_channels_pass_norms_that_are_modules_and_norms_that_are_functions()
         torch.testing.assert_close(y[:, ~new], plain[:, ~new])
 
 
-class Attentive(nn.Module):
-    """An MLP over attention, gated by a hard sigmoid."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_second_derivatives_through_attention_and_hard_sigmoids() -> None:
+    def attentive(net: Any, x: Tensor) -> Tensor:
         x = x.view(-1, 1, 2, 4)
         x = F.scaled_dot_product_attention(x, x, x).mean((1, 2))
-        return self.last(self.first(x).tanh()) * F.hardsigmoid(x[:, :1])
+        return net.last(net.first(x).tanh()) * F.hardsigmoid(x[:, :1])
 
-
-def test_second_derivatives_through_attention_and_hard_sigmoids() -> None:
-    run = started(Attentive(), (8,), GradMax(), part=1.0)
+    run = started(Around(attentive, first=[4, 8], last=[8, 3]), (8,), GradMax(), part=1.0)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     direction = torch.randn(8, 4, dtype=torch.float64)
     tensors = tensors_of(run.network, run.graph)
@@ -112,17 +107,9 @@ def test_second_derivatives_through_attention_and_hard_sigmoids() -> None:
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-5)
 
 
-class NoSecondDerivative(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.ops.aten.hardsigmoid(self.first(x)))
-
-
 def test_an_operation_without_a_second_derivative_is_named() -> None:
-    run = started(NoSecondDerivative(), (4,), GradMax(), part=1.0)
+    network = Around(lambda net, x: net.last(torch.ops.aten.hardsigmoid(net.first(x))), first=[4, 8], last=[8, 3])
+    run = started(network, (4,), GradMax(), part=1.0)
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     direction = torch.randn(8, 4, dtype=torch.float64)
     with pytest.raises(UserError, match="which torch has not of hardsigmoid_backward; choose another"):

@@ -11,6 +11,7 @@ from growlab.growth.expressivity import bottleneck, moments
 from growlab.growth.fans import group_tensors
 from growlab.growth.methods.tiny import best_neurons, solved
 from growlab.widths import tensors_of
+from tests.cases import Around
 from tests.unit.growth.measured import Started, started
 from tests.unit.growth.test_splitting import Residual
 
@@ -204,20 +205,14 @@ def test_measurements_do_not_depend_on_the_eps_of_norms(make) -> None:
     torch.testing.assert_close(*products, rtol=1e-3, atol=1e-6)
 
 
-class Inside(nn.Module):
-    """Instance normalisation that is called by a module which computes something before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.weight = nn.Parameter(torch.ones(6, 1, 1)), nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.instance_norm(x * self.scale, weight=self.weight)
-
-
 def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
+    """It is called by a module which computes something before it."""
+    inside = Around(
+        lambda net, x: F.instance_norm(x * net.scale, weight=net.weight),
+        **{"scale": nn.Parameter(torch.ones(6, 1, 1)), "weight": nn.Parameter(torch.ones(6))},
+    )
     with pytest.raises(UserError, match="1 normalises each sample, and is no module of torch"):
-        started(normed(Inside()), (2, 6, 6), Tiny()).grow({"0": 5})
+        started(normed(inside), (2, 6, 6), Tiny()).grow({"0": 5})
 
 
 def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
@@ -267,11 +262,9 @@ def test_the_amplitude_of_the_lowest_loss_is_found_from_the_largest_down() -> No
     assert event.report["loss_after"] == pytest.approx(min(losses.values()))
 
 
-class Opposed(nn.Module):
+def opposed(z: Tensor, y: Tensor) -> Tensor:
     """A loss whose sign is that of the targets, so that what lowers one batch's raises the other's."""
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        return z.square().sum(1).mean() * y.to(z).mean()
+    return z.square().sum(1).mean() * y.to(z).mean()
 
 
 @pytest.mark.parametrize("build", [mlp, lambda: nn.Sequential(*mlp()[:3], nn.BatchNorm1d(6), *mlp()[3:])])
@@ -280,7 +273,7 @@ def test_if_no_amplitude_helps_the_function_stays_and_new_neurons_learn(build) -
     run.batches = [(x, torch.full((len(x),), sign)) for (x, _), sign in zip(run.batches, (1, -1), strict=True)]
     run.batches[1] = (run.batches[0][0], run.batches[1][1])
     widths = dict(run.state.widths)
-    data = Measurement(run.network, run.graph, run.batches, Opposed())
+    data = Measurement(run.network, run.graph, run.batches, opposed)
     grown = {group: width + 2 for group, width in widths.items()}
     event = grow(run.network, run.graph, run.method, run.state, grown, 5, (run.batches[0][0],), data=data)
     assert event.report["amplitude"] == 0.0
@@ -288,7 +281,7 @@ def test_if_no_amplitude_helps_the_function_stays_and_new_neurons_learn(build) -
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
     last = run.network[-1].weight
     assert not last[:, widths["2"] :].any()
-    (slope,) = torch.autograd.grad(Opposed()(run.network(run.batches[0][0]), run.batches[0][1]), last)
+    (slope,) = torch.autograd.grad(opposed(run.network(run.batches[0][0]), run.batches[0][1]), last)
     assert slope[:, widths["2"] :].norm(dim=0).min() > 1e-4
 
 

@@ -17,6 +17,7 @@ from growlab.growth import GradMax, HyperCloning, Measurement, PairGrowth, Tiny,
 from growlab.growth.constants import as_applied, as_stored
 from growlab.parts import Averages, Depth
 from growlab.widths import tensors_of, trace
+from tests.cases import Around
 from tests.unit.growth.measured import started
 
 X = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -169,34 +170,15 @@ def test_methods_that_look_at_data_grow_it(spelling: str, method: GradMax | Tiny
 
 
 def test_gains_that_the_forward_adds_one_to_are_measured_with_it() -> None:
-    class Gains(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.gain, self.last = nn.Linear(5, 8), nn.Parameter(torch.randn(8)), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(self.first(x)) * (1.0 + self.gain))
-
-    run = started(Gains(), (5,), GradMax(), part=1.0)
+    network = Around(
+        lambda net, x: net.last(torch.tanh(net.first(x)) * (1.0 + net.gain)),
+        **{"first": [5, 8], "gain": nn.Parameter(torch.randn(8)), "last": [8, 3]},
+    )
+    run = started(network, (5,), GradMax(), part=1.0)
     assert run.graph.offsets == {"gain": 1.0}
     tensors = as_applied(run.graph, tensors_of(run.network, run.graph))
     data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     assert data.loss(tensors) == pytest.approx(float(run.loss().detach()))
-
-
-def test_channels_of_weight_normalised_layers_are_pruned() -> None:
-    network = vocoder(parametrizations.weight_norm)
-    graph, whole = trace(network, X), vocoder(parametrizations.weight_norm)
-    kept = prune(network, graph, {"0": 5, "2": 4}, example=X)
-    for layer in (whole[0], whole[2]):
-        parametrize.remove_parametrizations(layer, "weight")
-    mask = torch.ones(8, dtype=torch.float64).index_fill(0, kept["0"], 0.0) == 0
-    masked = whole[0].weight.detach() * mask.view(8, 1, 1), whole[0].bias.detach() * mask
-    half = torch.ones(6, dtype=torch.float64).index_fill(0, kept["2"], 0.0) == 0
-    with torch.no_grad():
-        whole[0].weight.copy_(masked[0]), whole[0].bias.copy_(masked[1])
-        whole[2].weight.mul_(half.view(1, 6, 1)), whole[2].bias.mul_(half)
-    torch.testing.assert_close(network(X), whole(X), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("score", ["l1", "taylor"])

@@ -26,7 +26,7 @@ from growlab.growth import (
 )
 from growlab.growth.weighted_norms import annealed, weigh
 from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, resized, tensors_of, trace
-from tests.cases import NETWORKS, graph_of, outputs, roughen, widths_at
+from tests.cases import NETWORKS, Around, graph_of, outputs, roughen, widths_at
 
 CHANNELS = 6
 
@@ -337,19 +337,12 @@ def test_progress_takes_the_straight_way() -> None:
     assert annealed({"x": [0.5]}, 1.0) == {}
 
 
-class NamedAsInNumpy(nn.Module):
-    """An RMS normalisation whose mean is taken by numpy's names."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(axis=-1, keepdims=True) + 1e-6) * self.gain
-
-
 def test_a_mean_by_numpys_names_is_weighed() -> None:
-    network = nn.Sequential(nn.Linear(5, 16), NamedAsInNumpy(16), nn.Linear(16, 3)).double()
+    norm = Around(
+        lambda net, x: x * torch.rsqrt(x.pow(2).mean(axis=-1, keepdims=True) + 1e-6) * net.gain,
+        gain=nn.Parameter(torch.rand(16) + 0.5),
+    )
+    network = nn.Sequential(nn.Linear(5, 16), norm, nn.Linear(16, 3)).double()
     x = torch.randn(4, 5, dtype=torch.float64)
     graph = trace(network, x)
     assert graph.full_widths == {"0": 16}
@@ -384,14 +377,9 @@ def of_samples_too(norm: nn.Module, x: Tensor) -> Tensor:
     return x / (1 + x.std(0) + x.var(0, unbiased=False))
 
 
-class Written(nn.Module):
-    def __init__(self, normalise: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.normalise = normalise
-        self.gain, self.shift = nn.Parameter(torch.rand(16) + 0.5), nn.Parameter(torch.randn(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.normalise(self, x) * self.gain + self.shift
+def written(normalise: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    gain, shift = nn.Parameter(torch.rand(16) + 0.5), nn.Parameter(torch.randn(16))
+    return Around(lambda net, x: normalise(net, x) * net.gain + net.shift, gain=gain, shift=shift)
 
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), HyperCloning()], ids=lambda m: m.name)
@@ -402,7 +390,7 @@ def test_variances_and_deviations_over_channels_are_weighed(
     normalise: Callable[[nn.Module, Tensor], Tensor], method: GrowthMethod
 ) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(5, 16), Written(normalise), nn.Linear(16, 3)).double()
+    network = nn.Sequential(nn.Linear(5, 16), written(normalise), nn.Linear(16, 3)).double()
     x = torch.randn(4, 5, dtype=torch.float64)
     graph = trace(network, x)
     assert graph.full_widths == {"0": 16}
@@ -414,25 +402,16 @@ def test_variances_and_deviations_over_channels_are_weighed(
     anneal_norms(network, graph, state, 1.0)
     annealed_outputs = network(x) * state.output_factor
     finish(network, graph, method, state)
-    plain = nn.Sequential(nn.Linear(5, 16), Written(normalise), nn.Linear(16, 3)).double()
+    plain = nn.Sequential(nn.Linear(5, 16), written(normalise), nn.Linear(16, 3)).double()
     plain.load_state_dict(network.state_dict())
     torch.testing.assert_close(plain(x), annealed_outputs)
 
 
-class Euclidean(nn.Module):
-    """RMS normalisation by the Euclidean norm, whose scale is a number or follows the number of channels."""
-
-    def __init__(self, by_shape: bool) -> None:
-        super().__init__()
-        self.by_shape = by_shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=-1) * (x.shape[-1] if self.by_shape else 8) ** 0.5
-
-
 @pytest.mark.parametrize("by_shape", [False, True])
 def test_a_scale_behind_a_euclidean_norm_follows_the_channels_or_stays(by_shape: bool) -> None:
-    network = nn.Sequential(nn.Linear(5, 8), Euclidean(by_shape), nn.Linear(8, 3)).double()
+    """RMS normalisation by the Euclidean norm, whose scale is a number or follows the number of channels."""
+    norm = Around(lambda net, x: F.normalize(x, dim=-1) * (x.shape[-1] if by_shape else 8) ** 0.5)
+    network = nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 3)).double()
     x = torch.randn(4, 5, dtype=torch.float64)
     graph, method = trace(network, x), PairGrowth()
     (norm,) = graph.channel_norms

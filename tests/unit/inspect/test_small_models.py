@@ -32,11 +32,19 @@ def test_the_matrix_has_many_types() -> None:
     assert len(expand(["transformers/*"])) == len(set(TYPES)) >= 40
 
 
-def test_a_language_model_grows_whole_and_exactly() -> None:
-    report = examine("transformers/qwen3", methods=("pairs",))
+@pytest.mark.parametrize(
+    ("name", "method", "share"),
+    [
+        ("qwen3", "pairs", 0.99),
+        ("llama", "ours", 0.99),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "ours", 0.99), ("bert", "ours", 0.95))),
+    ],
+)
+def test_a_model_of_text_grows_whole_and_exactly(name: str, method: str, share: float) -> None:
+    report = examine(f"transformers/{name}", methods=(method,))
     assert report.grows
-    assert report.growing_share >= 0.99
-    assert report.parity["pairs"]["eval"] <= 1e-12
+    assert report.growing_share >= share
+    assert max(report.parity[method].values()) <= 1e-10
 
 
 @pytest.mark.parametrize("name, reason", [("autoformer", "prediction_length")])

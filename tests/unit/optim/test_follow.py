@@ -25,7 +25,7 @@ from growlab.optim import (
 )
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Carry, replaced, trace
-from tests.cases import NETWORKS, graph_of, widths_at
+from tests.cases import NETWORKS, Around, graph_of, widths_at
 
 
 def network():
@@ -142,18 +142,6 @@ def test_ages_start_at_birth_for_zeros_and_are_inherited_with_copies():
             assert run.optimizer.region_ages(dict(run.network.named_parameters())[name]).tolist() == ages
 
 
-OTHERS = {
-    "NAdam": lambda p: torch.optim.NAdam(p, 0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, 0.01),
-    "Adamax": lambda p: torch.optim.Adamax(p, 0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, 0.01),
-    "ASGD": lambda p: torch.optim.ASGD(p, 0.01),
-}
-
-
 class Unheard(torch.optim.Optimizer):
     """Sign descent with state under names that growlab has never heard of."""
 
@@ -169,25 +157,6 @@ class Unheard(torch.optim.Optimizer):
             state["count"] += 1
             state["wobble"].mul_(0.9).add_(p.grad)
             p.sub_(0.01 * state["wobble"].sign())
-
-
-@pytest.mark.parametrize(
-    ("name", "method"), [(name, (PairGrowth, Net2Net)[i % 2]) for i, name in enumerate([*OTHERS, "Unheard"])]
-)
-def test_optimizers_growlab_does_not_know_keep_their_state(name, method):
-    run = Run(OTHERS.get(name, Unheard), method(), "inherit", regional=False).steps(3)
-    before = {key: value for key, value in run.state_of("4.weight").items() if isinstance(value, torch.Tensor)}
-    run.grow()
-    weight = dict(run.network.named_parameters())["4.weight"]
-    after = run.state_of("4.weight")
-    for key, value in before.items():
-        shaped = value.shape == (8, 24) or value.dim() == 2
-        assert after[key].shape == (weight.shape if shaped else value.shape), key
-        assert not shaped or not value.any() or after[key].any(), f"{key} was lost"
-    old = [p.detach().clone() for p in run.network.parameters()]
-    run.steps(2)
-    assert all(torch.isfinite(p).all() for p in run.network.parameters())
-    assert any(not torch.equal(a, b) for a, b in zip(old, run.network.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("inheritance", ["inherit", "zero_new"])
@@ -359,24 +328,16 @@ def test_an_unknown_choice_is_refused():
         run.grow()
 
 
-class Sequences(nn.Module):
-    """An embedding, a table of positions and a bare parameter whose third axis grows."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.positions = nn.Embedding(5, 8), nn.Parameter(0.1 * torch.randn(1, 4, 8))
-        self.shift = nn.Parameter(0.1 * torch.randn(4, 8))
-        self.hidden, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.words(x) + self.positions) + self.shift
-        return self.head(torch.relu(self.hidden(x)).mean(1))
-
-
 def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_weights():
     """A first step of Adam is lr long where bias correction has the entries' own age, at a great one 3.2 lr."""
     torch.manual_seed(0)
-    made, x, y = Sequences(), torch.arange(20).view(5, 4) % 5, torch.tensor([0, 1, 2, 0, 1])
+    made = Around(
+        lambda net, x: net.head(torch.relu(net.hidden(torch.tanh(net.words(x) + net.positions) + net.shift)).mean(1)),
+        # An embedding, a table of positions and a bare parameter whose third axis grows.
+        **{"words": nn.Embedding(5, 8), "positions": nn.Parameter(0.1 * torch.randn(1, 4, 8))},
+        **{"shift": nn.Parameter(0.1 * torch.randn(4, 8)), "hidden": [8, 12], "head": [12, 3]},
+    )
+    x, y = torch.arange(20).view(5, 4) % 5, torch.tensor([0, 1, 2, 0, 1])
     graph = trace(made, x)
     half = {name: group.full_width // 2 for name, group in graph.groups.items()}
     state = make_seed(made, graph, RandomGrowth(), half, seed=0)

@@ -14,6 +14,7 @@ from growlab import Grower, VarianceTransfer
 from growlab.growth.methods.variance_transfer import Treatment
 from growlab.growth.multipliers import multiplied_weights, row_multipliers
 from growlab.optim.carry import normalises
+from tests.cases import Around
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -64,17 +65,12 @@ WHOLE: dict[str, Make] = {
 }
 
 
-class Normalised(nn.Module):
+def normalised() -> nn.Module:
     """Layer normalisation and a residual stream, as in a Transformer's MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(6, 16), nn.LayerNorm(16)
-        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+    return Around(
+        lambda net, x: net.head((h := net.first(x)) + net.down(F.gelu(net.up(net.norm(h))))),
+        **{"first": [6, 16], "norm": nn.LayerNorm(16), "up": [16, 32], "down": [32, 16], "head": [16, 5]},
+    )
 
 
 def mlp() -> nn.Module:
@@ -156,7 +152,7 @@ def test_steps_on_whole_matrices_are_about_as_long(name: str) -> None:
             assert 0.3 < float(after.norm() / before.norm()) < 1.5, weight
 
 
-@pytest.mark.parametrize("network", [mlp, Normalised])
+@pytest.mark.parametrize("network", [mlp, normalised])
 def test_kept_multipliers_lengthen_the_steps_of_adam(network: Callable[[], nn.Module]) -> None:
     training = Training(ELEMENTWISE["Adam"], "keep", network)
     training.moves()
@@ -173,7 +169,7 @@ def test_kept_multipliers_lengthen_the_steps_of_adam(network: Callable[[], nn.Mo
 @pytest.mark.parametrize("treatment", get_args(Treatment))
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_every_treatment_keeps_the_function_and_ends_as_a_plain_network(name: str, treatment: Treatment) -> None:
-    training = Training(ELEMENTWISE[name], treatment, Normalised)
+    training = Training(ELEMENTWISE[name], treatment, normalised)
     average = torch.optim.swa_utils.AveragedModel(training.network)
     training.grower.follow(average)
     for epoch in (1, 2):
@@ -186,7 +182,7 @@ def test_every_treatment_keeps_the_function_and_ends_as_a_plain_network(name: st
     training.step()
     expected = training.network(training.x)
     training.grower.finish()
-    plain = Normalised().double()
+    plain = normalised().double()
     plain.load_state_dict(training.network.state_dict())
     torch.testing.assert_close(plain(training.x), expected, rtol=1e-10, atol=1e-10)
 

@@ -8,26 +8,19 @@ import torch
 from torch import nn
 
 from growlab import Grower, UserError, VarianceTransfer
+from tests.cases import Around
 
 NARROW, WIDE = {"a": 8, "b": 4, "d": 8}, {"a": 16, "b": 4, "d": 16}
 
 
-class Both(nn.Module):
-    """A stream that never widens is read by a normalisation, which undoes its new scale, and by a layer that cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.norm = nn.Linear(6, 16), nn.Linear(16, 4), nn.BatchNorm1d(4)
-        self.c, self.d, self.e = nn.Linear(4, 4), nn.Linear(4, 16), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.b(torch.relu(self.a(x)))
-        return self.e(torch.relu(self.d(self.norm(x) + self.c(x))))
-
-
 def planted(method: VarianceTransfer, narrow: Mapping[str, int] | None = None) -> tuple[Grower, torch.Tensor]:
+    """A stream that never widens is read by a normalisation, which undoes its new scale, and by a layer that cannot."""
     torch.manual_seed(0)
-    network, x = Both().double(), torch.randn(32, 6).double()
+    network = Around(
+        lambda net, x: net.e(torch.relu(net.d(net.norm(y := net.b(torch.relu(net.a(x)))) + net.c(y)))),
+        **{"a": [6, 16], "b": [16, 4], "norm": nn.BatchNorm1d(4), "c": [4, 4], "d": [4, 16], "e": [16, 3]},
+    ).double()
+    x = torch.randn(32, 6).double()
     grower = Grower(network, x, method=method, trigger={0: narrow or NARROW, 1: WIDE})
     grower.step(epoch=0)
     return grower, x

@@ -11,6 +11,7 @@ from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, grow,
 from growlab.lab.networks.mlp import MLP
 from growlab.parts.classes import CLASSES, Classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
+from tests.cases import Around
 
 METHODS = [PairGrowth(), Net2Net(), VarianceTransfer(noise_std=0.0)]
 
@@ -85,14 +86,6 @@ def test_rows_go_to_the_places_of_their_labels() -> None:
 
 
 def test_a_head_that_is_no_layer_does_not_grow() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.one, self.other = nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-
-        def forward(self, x):
-            x = self.body(x).relu()
-            return self.one(x) + self.other(x)
-
-    graph = trace(Two(), torch.randn(2, 6))
-    assert with_classes(graph, 4) is None and with_classes(trace(Two().body, torch.randn(2, 6)), 4) is None
+    two = Around(lambda net, x: net.one(h := net.body(x).relu()) + net.other(h), body=[6, 8], one=[8, 4], other=[8, 4])
+    graph = trace(two, torch.randn(2, 6))
+    assert with_classes(graph, 4) is None and with_classes(trace(two.body, torch.randn(2, 6)), 4) is None

@@ -29,6 +29,7 @@ from growlab.growth import (
 from growlab.lab.networks.resnet import CifarResNet
 from growlab.parts import Averages, Depth, OldGradient, Part
 from growlab.widths import UnsupportedOperation
+from tests.cases import Around
 from tests.command_line import ROOT
 from tests.unit.grower.test_grower import EPOCHS, OPTIMIZERS, PROBE, STAGES, STEPS, Loop, batch, two_groups
 
@@ -317,19 +318,9 @@ def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resum
     torch.testing.assert_close(fresh(x), network(x), rtol=0, atol=1e-12)
 
 
-class Untraceable(nn.Module):
-    """Widths cannot be found: the forward leaves torch for NumPy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = layer_normed()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x if x.detach().numpy().sum() < 1e6 else -x)
-
-
 def untraceable() -> nn.Module:
-    return Untraceable()
+    """Widths cannot be found: the forward leaves torch for NumPy."""
+    return Around(lambda net, x: net.layers(x if x.detach().numpy().sum() < 1e6 else -x), layers=layer_normed())
 
 
 def test_a_network_that_keeps_its_widths_need_not_be_traced() -> None:

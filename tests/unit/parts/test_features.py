@@ -25,7 +25,9 @@ from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.parts import Averages, Classes, Features
 from growlab.parts.features import FEATURES
+from tests.cases import Around
 from tests.command_line import CommandLine
+from tests.unit.frontends.lightning_runs import Validated, trainer_of
 
 EXACT = 1e-13
 COUNTS, STAGES = [4, 7, 10], {0: 0.25, 1: 0.5, 2: 1.0}
@@ -54,30 +56,20 @@ class Readers(nn.Module):
         return self.last(torch.cat([x, self.hidden(torch.cat([h, x], 1)).relu()], 1))
 
 
-class Channels(nn.Module):
+def channels() -> nn.Module:
     """Convolutions read the channels of images, one of them each channel by itself, and a flattened skip connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.each, self.conv = nn.Conv2d(10, 10, 3, padding=1, groups=10), nn.Conv2d(10, 8, 3, padding=1)
-        self.norm, self.skip, self.last = nn.BatchNorm2d(8), nn.Linear(10 * 16, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.conv(self.each(x))).relu().mean((2, 3))
-        return self.last(h + self.skip(x.flatten(1)))
+    torch.manual_seed(0)
+    return Around(
+        lambda net, x: net.last(net.norm(net.conv(net.each(x))).relu().mean((2, 3)) + net.skip(x.flatten(1))),
+        **{"each": nn.Conv2d(10, 10, 3, padding=1, groups=10), "conv": nn.Conv2d(10, 8, 3, padding=1)},
+        **{"norm": nn.BatchNorm2d(8), "skip": [10 * 16, 8], "last": [8, 3]},
+    )
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """Weight normalisation of the layer that reads the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.utils.parametrizations.weight_norm(nn.Linear(10, 12)), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).relu())
+    torch.manual_seed(0)
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(10, 12)), nn.ReLU(), nn.Linear(12, 3))
 
 
 class Sequences(nn.Module):
@@ -113,8 +105,8 @@ def columns(seed: int = 1, shape: tuple[int, ...] = (8, 10)) -> Tensor:
 NETWORKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "mlp": (mlp, columns(), {}),
     "readers": (Readers, columns(), {}),
-    "channels": (Channels, columns(shape=(4, 10, 4, 4)), {}),
-    "normed": (Normed, columns(), {}),
+    "channels": (channels, columns(shape=(4, 10, 4, 4)), {}),
+    "normed": (normed, columns(), {}),
     "steps": (lambda: Sequences(False), columns(shape=(4, 5, 10)), {}),
     "signal": (lambda: Sequences(True), columns(shape=(4, 10, 5)), {"dim": 1}),
     "fusion": (Fusion, {"given": columns(shape=(8, 5)), "late": columns()}, {"argument": "late"}),
@@ -389,19 +381,10 @@ def test_a_trained_network_gets_more_features(trigger: Any) -> None:
         Grower.from_trained(small, mlp().double(), x, parts=[Features([5, 10])], verbose=False)
 
 
-class Module(lightning.LightningModule):
+class Module(Validated):
     def __init__(self) -> None:
         super().__init__()
         self.network = mlp()
-
-    def training_step(self, batch: Any, number: int) -> Tensor:
-        return F.cross_entropy(self.network(batch[0]), batch[1])
-
-    def validation_step(self, batch: Any, number: int) -> None:
-        self.log("loss", F.cross_entropy(self.network(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.01)
 
 
 class Late(torch.utils.data.Dataset[Any]):
@@ -422,15 +405,6 @@ class Arrive(lightning.Callback):
         trainer.train_dataloader.dataset.count = COUNTS[trainer.current_epoch]
 
 
-def trainer_of(folder: Path, *callbacks: Any, **settings: Any) -> lightning.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    return lightning.Trainer(
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **{"max_epochs": 3, "enable_checkpointing": False, **quiet, **settings},
-    )
-
-
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You defined a `validation_step`")
 def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: Path) -> None:
@@ -440,7 +414,7 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
         return Growth(method=PairGrowth(), trigger=STAGES, parts=[Features(COUNTS)], anneal_steps=0, **settings)
 
     module, callback = Module(), growing()
-    trainer = trainer_of(tmp_path, callback)
+    trainer = trainer_of(tmp_path, callback, max_epochs=3)
     # What is evaluated first has all features.
     trainer.validate(module, whole, verbose=False)
     trainer.fit(module, whole, whole)
@@ -455,12 +429,12 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
     first_half.fit(other, whole, whole)
     assert other.network[0].in_features == COUNTS[-1]
     again, resumed = Module(), growing()
-    trainer_of(tmp_path, resumed).fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
+    trainer_of(tmp_path, resumed, max_epochs=3).fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
     states = zip(module.state_dict().values(), again.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in states)
     # Features that are not there yet in the loader: the example has them.
     late = Module()
-    trainer = trainer_of(tmp_path, growing(example=columns().float()), Arrive(), limit_val_batches=0)
+    trainer = trainer_of(tmp_path, growing(example=columns().float()), Arrive(), max_epochs=3, limit_val_batches=0)
     trainer.fit(late, DataLoader(Late(), 4))
     assert late.network[0].in_features == COUNTS[-1]
 
@@ -527,18 +501,6 @@ def test_two_ranks_end_with_the_same_bits(cli: CommandLine, tmp_path: Path) -> N
 # What cannot arrive -----------------------------------------------------------------------------------------------
 
 
-class Also(nn.Module):
-    """A network that does something else with its input as well."""
-
-    def __init__(self, also: Any) -> None:
-        super().__init__()
-        self.network, self.norm, self.also = mlp(), nn.LayerNorm(10), also
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.also(self, x)
-        return output
-
-
 @pytest.mark.parametrize(
     ("also", "reason"),
     [
@@ -551,8 +513,9 @@ class Also(nn.Module):
     ids=["norm", "mean", "softmax", "first", "number"],
 )
 def test_features_read_by_more_than_weights_are_refused(also: Any, reason: str) -> None:
+    network = Around(also, network=mlp(), norm=nn.LayerNorm(10))
     with pytest.raises(UserError) as raised:
-        Grower(Also(also), columns().float(), trigger=STAGES, parts=[Features(COUNTS)])
+        Grower(network, columns().float(), trigger=STAGES, parts=[Features(COUNTS)])
     message = "the features of this network's input cannot arrive in stages: "
     assert str(raised.value).startswith(message + reason)
 

@@ -15,6 +15,7 @@ from growlab.inspect.__main__ import main as widths_command
 from growlab.parts import Depth
 from growlab.parts.depth import Blocks
 from growlab.parts.depth.search import Search
+from tests.cases import Around
 
 EXACT = 1e-10
 SAMPLES = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -98,35 +99,6 @@ class Siblings(nn.Module):
         return self.last(self.third(self.other(self.one(self.first(x)))))
 
 
-class NormsApart(nn.Module):
-    """Normalisations in a list of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
-        self.blocks = nn.ModuleList([mlp() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = x + block(norm(x))
-        return self.last(x)
-
-
-class OneBlockTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        block = Bare()
-        self.first, self.blocks, self.last = nn.Linear(8, 16), nn.ModuleList([block] * 3), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
 class SharedWeight(Siblings):
     """One weight of all blocks, which the first of them holds."""
 
@@ -136,19 +108,55 @@ class SharedWeight(Siblings):
             setattr(block, name, getattr(self.one, name))
 
 
-class Layers(nn.Module):
+def between(function: Callable[[Any, Tensor], Tensor], **blocks: nn.Module) -> nn.Module:
+    """A function of the network and 16 channels, and the blocks that it uses, between two layers."""
+    return Around(lambda net, x: net.last(function(net, net.first(x))), first=[8, 16], last=[16, 4], **blocks)
+
+
+def norms_apart() -> nn.Module:
+    """Normalisations in a list of their own."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        for norm, block in zip(net.norms, net.blocks, strict=True):
+            x = x + block(norm(x))
+        return x
+
+    norms, blocks = (nn.ModuleList([make() for _ in range(3)]) for make in (lambda: nn.LayerNorm(16), mlp))
+    return between(forward, norms=norms, blocks=blocks)
+
+
+def one_block_thrice() -> nn.Module:
+    blocks = nn.ModuleList([Bare()] * 3)
+    return between(lambda net, x: net.blocks[2](net.blocks[1](net.blocks[0](x))), blocks=blocks)
+
+
+def layers() -> nn.Module:
     """Layers without a residual; the ReLU is the network's own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.hidden = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first(x))
-        for layer in self.hidden:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = torch.relu(x)
+        for layer in net.hidden:
             x = torch.relu(layer(x))
-        return self.last(x)
+        return x
+
+    return between(forward, hidden=nn.ModuleList([nn.Linear(16, 16) for _ in range(4)]))
+
+
+def parallel() -> nn.Module:
+    """Three branches side by side: none takes what another puts out."""
+    branches = nn.ModuleList([Bare() for _ in range(3)])
+    return between(lambda net, x: sum((branch(x) for branch in net.branches), x), branches=branches)
+
+
+def post_norm() -> nn.Module:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        for layer in net.layers:
+            x = layer(x)
+        return x
+
+    encoder = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    return between(forward, layers=nn.ModuleList([copy.deepcopy(encoder) for _ in range(3)]))
 
 
 def plain_convnet() -> nn.Sequential:
@@ -156,33 +164,6 @@ def plain_convnet() -> nn.Sequential:
     for channels in (3, 8, 8):
         layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-
-
-class Parallel(nn.Module):
-    """Three branches side by side: none takes what another puts out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.branches = nn.ModuleList([Bare() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(sum((branch(x) for branch in self.branches), x))
-
-
-class PostNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
-        self.first = nn.Linear(8, 16)
-        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x.unsqueeze(1))
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def torchvision(name: str) -> Callable[[], nn.Module]:
@@ -313,16 +294,16 @@ def test_blocks_are_found_and_come_in_exactly(name: str, start: str) -> None:
 
 
 STAYS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str]] = {
-    "post-norm": (PostNorm, SAMPLES, "zero", "no sum at its end hands its input on: .* NativeLayerNorm"),
-    "norms apart": (NormsApart, SAMPLES, "zero", r"nothing would be learnt in norms\.\d\.weight without it"),
-    "one block three times": (OneBlockTwice, SAMPLES, "zero", "it runs 3 times in a forward pass"),
+    "post-norm": (post_norm, SAMPLES, "zero", "no sum at its end hands its input on: .* NativeLayerNorm"),
+    "norms apart": (norms_apart, SAMPLES, "zero", r"nothing would be learnt in norms\.\d\.weight without it"),
+    "one block three times": (one_block_thrice, SAMPLES, "zero", "it runs 3 times in a forward pass"),
     "what would be zero is shared": (
         *(lambda: SharedWeight("scale"), SAMPLES, "zero"),
         r"would begin with other values of one\.scale, which other modules share",
     ),
-    "side by side": (Parallel, SAMPLES, "zero", r"it does not take what branches\.0 puts out"),
+    "side by side": (parallel, SAMPLES, "zero", r"it does not take what branches\.0 puts out"),
     "a residual for identity": (Siblings, SAMPLES, "identity", "it has a residual branch"),
-    "layers for zero": (Layers, SAMPLES, "zero", "finds no modules of one kind"),
+    "layers for zero": (layers, SAMPLES, "zero", "finds no modules of one kind"),
     "densenet": (torchvision("densenet121"), IMAGES, "zero", r"puts out \[2, 32, 8, 8\] where \[2, 64, 8, 8\]"),
     "shufflenet": (torchvision("shufflenet_v2_x0_5"), IMAGES, "zero", "its output comes out of Cat"),
     "transformers BERT": (
@@ -349,7 +330,7 @@ def test_blocks_that_are_not_found_are_named_with_the_reason(name: str) -> None:
 
 
 def test_a_whole_copy_goes_into_a_post_norm_network_and_says_that_it_changes_it() -> None:
-    network, inputs = made(PostNorm, SAMPLES)
+    network, inputs = made(post_norm, SAMPLES)
     blocks = Blocks(network, no_widths(), None, "gstack", inputs)
     assert list(blocks.blocks) == ["layers.1", "layers.2"]
     blocks.leave_out(network)
@@ -363,7 +344,7 @@ def test_a_whole_copy_goes_into_a_post_norm_network_and_says_that_it_changes_it(
 @pytest.mark.parametrize(
     ("make", "x", "names"),
     [
-        (Layers, SAMPLES, ["hidden.1", "hidden.2", "hidden.3"]),
+        (layers, SAMPLES, ["hidden.1", "hidden.2", "hidden.3"]),
         (plain_convnet, images(8), ["3:6", "6:9"]),
         pytest.param(
             *(torchvision("vgg11_bn"), IMAGES, ["features.18:21", "features.22:25", "features.25:28"]),
@@ -423,10 +404,10 @@ def test_the_report_of_a_network_lists_its_blocks(capsys: pytest.CaptureFixture[
 
 def test_the_part_tells_what_it_finds_and_why_others_stay() -> None:
     torch.manual_seed(0)
-    assert Depth.examine(Layers(), (SAMPLES,)) == [
+    assert Depth.examine(layers(), (SAMPLES,)) == [
         "3 of 4 Linear (hidden.1, hidden.2, hidden.3) may come in later, exactly with start=identity"
     ]
-    (line,) = Depth.examine(PostNorm(), (SAMPLES,))
+    (line,) = Depth.examine(post_norm(), (SAMPLES,))
     assert line.startswith("layers.1, layers.2 cannot be left out: no sum at its end hands its input on")
     assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind behind one another"]
     lines = Depth.examine(torchvision("resnet18")(), (IMAGES,))

@@ -16,6 +16,7 @@ from growlab.grower.triggers import Clock, Scheduled, Training
 from growlab.growth import PairGrowth, grow, make_schedule, make_seed
 from growlab.parts.osgd import OldGradient, Orthogonalised, mean_gradients
 from growlab.widths import trace
+from tests.cases import Around
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
@@ -142,23 +143,14 @@ def test_annealing_needs_ends_of_stages_steps_and_data(anneal, end, training, me
         OldGradient(anneal).check(run)
 
 
-class PartlyUsed(nn.Module):
-    """A layer that is not used, and others, with draws and statistics if `noisy`."""
-
-    def __init__(self, noisy: bool) -> None:
-        super().__init__()
-        between = [nn.BatchNorm1d(6), nn.Dropout(0.5)] if noisy else []
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 3))
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 def before_growth(noisy: bool, **training: object) -> SimpleNamespace:
+    """A layer that is not used, and others, with draws and statistics if `noisy`."""
     torch.manual_seed(0)
+    between = [nn.BatchNorm1d(6), nn.Dropout(0.5)] if noisy else []
+    layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 3))
+    network = Around(lambda net, x: net.layers(x), layers=layers, unused=[2, 2]).double()
     settings = {"loss": nn.functional.cross_entropy, "weight": None, "seed_draws": None, **training}
-    return SimpleNamespace(network=PartlyUsed(noisy).double(), training=SimpleNamespace(**settings))
+    return SimpleNamespace(network=network, training=SimpleNamespace(**settings))
 
 
 def batches_of(*sizes: int) -> list[tuple[Tensor, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from growlab import Grower
@@ -21,6 +21,7 @@ from growlab.lab.training.plan import StageCost
 from growlab.parts import PatchSize
 from growlab.parts.patch_size import resample_patches, resize_positions
 from growlab.widths import trace
+from tests.cases import Around
 from tests.parts_here import averages
 from tests.unit.parts.stages import check_resumed, check_undone
 
@@ -39,25 +40,15 @@ def of_timm(patch: int = 4) -> nn.Module:
     return timm.models.VisionTransformer(16, patch, **sizes)
 
 
-class Logits(nn.Module):
-    """A model of transformers that returns its logits."""
-
-    def __init__(self, patch: int) -> None:
-        super().__init__()
-        config = transformers.ViTConfig(
-            **{"image_size": 16, "patch_size": patch, "hidden_size": WIDTH, "num_hidden_layers": 1},
-            **{"num_attention_heads": 2, "intermediate_size": 24, "num_labels": 3},
-            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        )
-        self.model = transformers.ViTForImageClassification(config)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images).logits
-
-
 def of_transformers(patch: int = 4) -> nn.Module:
+    """A model of transformers that returns its logits."""
     torch.manual_seed(0)
-    return Logits(patch)
+    config = transformers.ViTConfig(
+        **{"image_size": 16, "patch_size": patch, "hidden_size": WIDTH, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "intermediate_size": 24, "num_labels": 3},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    )
+    return Around(lambda net, x: net.model(x).logits, model=transformers.ViTForImageClassification(config))
 
 
 def of_torchvision(patch: int = 4) -> nn.Module:

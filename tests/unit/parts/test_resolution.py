@@ -4,7 +4,6 @@ import copy
 import pickle
 from pathlib import Path
 
-import lightning
 import pytest
 import torch
 import torchvision
@@ -24,6 +23,8 @@ from growlab.lab.networks.resnet import CifarResNet
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Resolution
 from growlab.widths import trace
+from tests.unit.frontends.lightning_runs import Plain, trainer_of
+from tests.unit.parts.stages import check_resumed
 
 IMAGES = torch.randn(4, 3, 16, 24, generator=torch.Generator().manual_seed(0))
 TOKENS = torch.randint(11, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -135,15 +136,12 @@ def test_a_stage_costs_what_its_inputs_cost() -> None:
     assert cost(full) == forward_flops(network, IMAGES[:1]) > 3 * cost(full, 1.0)
 
 
-def test_a_loop_resumes_at_the_size_of_its_checkpoint() -> None:
-    growing = grower(small_resnet(), IMAGES, [8, 12, 16])
-    growing.step(epoch=1)
-    saved, tensors = growing.state_dict(), growing.network.state_dict()
-    other = grower(small_resnet(), IMAGES, [8, 12, 16])
-    other.load_state_dict(pickle.loads(pickle.dumps(saved)))
-    other.network.load_state_dict(tensors)
-    assert other.parts[0].size == growing.parts[0].size == 12
-    assert torch.equal(other.network.train()(IMAGES), growing.network.train()(IMAGES))
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_resumed_it_trains_like_undisturbed(epoch: int) -> None:
+    def loss(network: nn.Module) -> Tensor:
+        return F.cross_entropy(network(IMAGES), torch.arange(4))
+
+    check_resumed(lambda: grower(small_resnet(), IMAGES, [8, 12, 16]), loss, epoch)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -241,29 +239,14 @@ def test_models_of_transformers_get_labels_and_masks_cut_with_their_inputs() -> 
     torch.testing.assert_close(growing.network.train()(**given).loss, growing.network.eval()(**cut).loss)
 
 
-class Model(lightning.LightningModule):
-    """Anyone's module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network, self.sizes = Seeing(small_resnet()), list[int]()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        loss = F.cross_entropy(self.network(batch[0]), batch[1])
-        self.sizes.append(self.network.seen[0].shape[2])
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
 def test_any_lightning_module_trains_at_the_sizes(tmp_path: Path) -> None:
-    module, labels = Model(), torch.arange(4)
+    module, sizes = Plain(), list[int]()
+    module.network = Seeing(small_resnet())
+    module.network.register_forward_hook(lambda network, *_: sizes.append(network.seen[0].shape[2]))
     growth = Growth("network", method=PairGrowth(), trigger=STAGES, parts=[Resolution([8, 12, 16])])
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    trainer = lightning.Trainer(max_epochs=3, callbacks=[growth], accelerator="cpu", default_root_dir=tmp_path, **quiet)
-    trainer.fit(module, DataLoader(list(zip(IMAGES, labels, strict=True)), batch_size=4))
-    assert module.sizes == [8, 12, 16]
+    data = DataLoader(list(zip(IMAGES, torch.arange(4), strict=True)), batch_size=4)
+    trainer_of(tmp_path, growth, max_epochs=3).fit(module, data)
+    assert set(sizes) == {8, 12, 16} and sizes[-1] == 16
 
 
 def test_a_finished_network_that_loads_an_early_checkpoint_trains_at_its_size_again() -> None:

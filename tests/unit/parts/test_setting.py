@@ -2,7 +2,6 @@
 
 import copy
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from growlab.growth.parity import relative_error
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Setting
 from growlab.widths import trace
+from tests.cases import Around
 from tests.parts_here import averages
 from tests.unit.parts.stages import check_resumed, check_undone
 
@@ -48,15 +48,8 @@ class Looped(nn.Module):
         return self.head(x)
 
 
-class Wrapped(nn.Module):
-    """A model of transformers that returns its logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens).logits
+def logits_of(model: nn.Module) -> nn.Module:
+    return Around(lambda net, tokens: net.model(tokens).logits, model=model)
 
 
 _SIZES: dict[str, Any] = {
@@ -67,13 +60,13 @@ _SIZES: dict[str, Any] = {
 
 def mistral() -> nn.Module:
     torch.manual_seed(0)
-    return Wrapped(transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES, sliding_window=8)))
+    return logits_of(transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES, sliding_window=8)))
 
 
 def mixtral() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=4)
-    return Wrapped(transformers.MixtralForCausalLM(config))
+    return logits_of(transformers.MixtralForCausalLM(config))
 
 
 # Network, names of the setting and its values.
@@ -181,33 +174,3 @@ def test_it_needs_a_trigger_that_knows_how_far_growth_has_come() -> None:
     with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
         grower("repeats", trigger=ByMethod())
     assert Setting("repeats", [1, 4]).applies(At(STAGES)) and not Setting("repeats", [1, 4]).applies(Never())
-
-
-@pytest.mark.slow
-def test_hugging_faces_trainer_trains_with_the_values_and_resumes(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    from growlab.frontends.transformers import Growth as Callback
-
-    def run(folder: Path, resume: str | None = None) -> tuple[Any, list[int]]:
-        model, windows = mistral().model, list[int]()
-        model.register_forward_pre_hook(
-            lambda module, inputs: windows.append(module.config.sliding_window) if module.training else None
-        )
-        quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-        arguments = transformers.TrainingArguments(
-            str(folder), num_train_epochs=3, per_device_train_batch_size=4, save_strategy="epoch", **quiet
-        )
-        growth = Callback(
-            method=PairGrowth(), trigger=STAGES, parts=[Setting("config.sliding_window", [2, 4, 8])], example=(TOKENS,)
-        )
-        data = [{"input_ids": words, "labels": words} for words in TOKENS]
-        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[growth])
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer, windows[-3 if resume is None else -2 :]
-
-    trainer, windows = run(tmp_path)
-    assert windows == [2, 4, 8] and trainer.model.config.sliding_window == 8
-    resumed, windows = run(tmp_path, str(tmp_path / "checkpoint-1"))
-    assert windows == [4, 8]
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, resumed.model.state_dict()[name]), name

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from growlab.inspect import METHODS, USUAL, Report, examine, matrix_table
 from growlab.inspect.__main__ import describe, main
 from growlab.widths import trace
+from tests.cases import Around
 
 
 def test_report_of_a_network(capsys):
@@ -151,19 +153,14 @@ def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
         assert report.parity["net2net"]["eval"] <= 1e-10
 
 
-class OnAGraph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes, self.messages, self.head = nn.Linear(4, 8), nn.Linear(8, 10), nn.Linear(10, 2)
-
-    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        sent = self.messages(self.nodes(x).relu())[edges[0]]
-        return self.head(torch.zeros(len(x), sent.shape[1], dtype=x.dtype).index_add_(0, edges[1], sent).tanh())
-
-
 def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     edges = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
-    return OnAGraph(), (torch.randn(6, 4), edges)
+
+    def passed_on(net: Any, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        sent = net.messages(net.nodes(x).relu())[edges[0]]
+        return net.head(torch.zeros(len(x), sent.shape[1], dtype=x.dtype).index_add_(0, edges[1], sent).tanh())
+
+    return Around(passed_on, nodes=[4, 8], messages=[8, 10], head=[10, 2]), (torch.randn(6, 4), edges)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,7 @@ def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     [
         (lambda: spatial(), ["0: 8"]),
         (lambda: recurrent(), ["0: 8", "1.lstm: 6"]),
-        (lambda: Attentive(), ["inside: 12 = 4 x 3 (heads or groups of channels)"]),
+        (lambda: attentive(), ["inside: 12 = 4 x 3 (heads or groups of channels)"]),
     ],
 )
 def test_a_graph_prints_the_report_in_short(make, lines):
@@ -217,24 +214,15 @@ def spatial() -> nn.Module:
     return nn.Sequential(nn.Conv2d(5, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 6, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lstm(x.flatten(2).transpose(1, 2))[0].mean(1)
-
-
 def recurrent() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(5, 8, 1), Recurrent(), nn.Linear(6, 3))
+    lstm = Around(
+        lambda net, x: net.lstm(x.flatten(2).transpose(1, 2))[0].mean(1), lstm=nn.LSTM(8, 6, batch_first=True)
+    )
+    return nn.Sequential(nn.Conv2d(5, 8, 1), lstm, nn.Linear(6, 3))
 
 
-class Attentive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(12, 4, 16, batch_first=True)
-        self.inside, self.head = nn.Linear(5, 12), nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(self.inside(x.flatten(2).transpose(1, 2))).mean(1))
+def attentive() -> nn.Module:
+    return Around(
+        lambda net, x: net.head(net.layer(net.inside(x.flatten(2).transpose(1, 2))).mean(1)),
+        **{"inside": [5, 12], "layer": nn.TransformerEncoderLayer(12, 4, 16, batch_first=True), "head": [12, 3]},
+    )

@@ -11,60 +11,56 @@ from torch.nn import functional as F
 
 import growlab
 from growlab.widths import UnsupportedOperation, trace
-from tests.cases import OLD_TORCH
+from tests.cases import OLD_TORCH, Around
 
 
-class Net(nn.Module):
+def made(function: Callable[..., Tensor]) -> nn.Module:
     """Two layers and a classifier, with any function around the second one."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 12), nn.Linear(12, 3)
-        self.function = function
-
-    def forward(self, x: Tensor, given: Tensor) -> Tensor:
-        return self.last(self.function(self, F.relu(self.first(x)), given))
+    return Around(
+        lambda net, x, given: net.last(function(net, F.relu(net.first(x)), given)),
+        **{"first": [8, 16], "second": [16, 12], "last": [12, 3]},
+    )
 
 
-def rows_of_a_mask(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+def rows_of_a_mask(net: Any, h: Tensor, mask: Tensor) -> Tensor:
     out = torch.zeros(*h.shape[:-1], net.second.out_features, dtype=h.dtype)
     out[mask] = net.second(h[mask])
     return out
 
 
-def rows_that_are_not_zero(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+def rows_that_are_not_zero(net: Any, h: Tensor, mask: Tensor) -> Tensor:
     rows = mask.nonzero().squeeze(-1)
     return net.second(h).index_add(0, rows, net.second(h[rows]))
 
 
-def rows_where_it_is_true(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+def rows_where_it_is_true(net: Any, h: Tensor, mask: Tensor) -> Tensor:
     # Two conditions, as of tokens that an expert is the first or second choice for.
     rows, _ = torch.where(torch.stack([mask, ~mask], 1))
     return net.second(h).index_add(0, rows, net.second(h[rows]))
 
 
-def up_to_the_longest(net: Net, h: Tensor, lengths: Tensor) -> Tensor:
+def up_to_the_longest(net: Any, h: Tensor, lengths: Tensor) -> Tensor:
     longest = int(lengths.max())
     kept = torch.arange(longest)[None] < lengths[:, None]
     return (net.second(h[:, :longest]) * kept[..., None]).sum(1)
 
 
-def split_by_lengths(net: Net, h: Tensor, lengths: Tensor) -> Tensor:
+def split_by_lengths(net: Any, h: Tensor, lengths: Tensor) -> Tensor:
     return net.second(torch.stack([part.mean(0) for part in h.split(lengths.tolist())]))
 
 
-def a_branch_and_a_number(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+def a_branch_and_a_number(net: Any, h: Tensor, mask: Tensor) -> Tensor:
     if mask.any():
         h = 2 * h
     return net.second(h) / mask.sum().item()
 
 
-def groups_of_rows(net: Net, h: Tensor, labels: Tensor) -> Tensor:
+def groups_of_rows(net: Any, h: Tensor, labels: Tensor) -> Tensor:
     names, inverse = torch.unique(labels, return_inverse=True)
     return net.second(h.new_zeros(len(names), h.shape[-1]).index_add(0, inverse, h))
 
 
-def rows_of_experts(net: Net, h: Tensor, offset: Tensor) -> Tensor:
+def rows_of_experts(net: Any, h: Tensor, offset: Tensor) -> Tensor:
     """The last expert gets no row, how many the others get depends on a layer that grows; a number is in doubt."""
     expert = (net.last(net.second(h)) + offset).argmax(-1)
     order, counts = expert.argsort(), torch.bincount(expert, minlength=3).tolist()
@@ -94,7 +90,7 @@ def test_networks_whose_sizes_depend_on_data_grow_exactly(case: str) -> None:
         pytest.skip("its torch.export asserts the example's number of rows")
     function, shape, given = CASES[case]
     torch.manual_seed(0)
-    network = Net(function).double()
+    network = made(function).double()
     example: Any = torch.randn(*shape, 8).double(), given
     fresh = copy.deepcopy(network)
     grower = growlab.Grower(
@@ -112,19 +108,19 @@ def test_networks_whose_sizes_depend_on_data_grow_exactly(case: str) -> None:
 
 
 def test_a_layer_that_the_example_does_not_reach_is_named() -> None:
-    def chosen(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+    def chosen(net: Any, h: Tensor, mask: Tensor) -> Tensor:
         return net.second(h) if mask.all() else h[:, :12]
 
     with pytest.raises(UnsupportedOperation, match=r"if mask\.all\(\).* does not read second\.weight for this"):
-        trace(Net(chosen), (torch.randn(6, 8), ROWS))
-    assert trace(Net(chosen), (torch.randn(6, 8), ROWS | True)).full_widths
+        trace(made(chosen), (torch.randn(6, 8), ROWS))
+    assert trace(made(chosen), (torch.randn(6, 8), ROWS | True)).full_widths
 
 
 def test_code_by_numbers_that_cannot_be_followed_is_named() -> None:
-    def from_the_queue(net: Net, h: Tensor, mask: Tensor) -> Tensor:
+    def from_the_queue(net: Any, h: Tensor, mask: Tensor) -> Tensor:
         at = int(mask.sum())
         net.first.bias.data = net.first.bias.data * 1.0
         return net.second(h[at : at + 2])
 
     with pytest.raises(UnsupportedOperation, match=r"at `at = int\(mask\.sum\(\)\)`: numbers in a tensor decide"):
-        trace(Net(from_the_queue), (torch.randn(6, 8), ROWS))
+        trace(made(from_the_queue), (torch.randn(6, 8), ROWS))

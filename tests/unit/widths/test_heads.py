@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import VisionTransformer
 
-from growlab.growth import GrowthMethod, Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, make_seed
-from growlab.widths import WidthGraph, resize, trace
+from growlab.growth import Net2Net, PairGrowth, VarianceTransfer
+from growlab.widths import resize, trace
+from tests.cases import Around, check_growth
 
 
 class DividingAttention(nn.Module):
@@ -34,38 +35,20 @@ class DividingAttention(nn.Module):
         return self.out((attention @ v).transpose(1, 2).reshape(B, T, -1)).mean(1)
 
 
-def vision_transformer() -> nn.Module:
-    network = VisionTransformer(
-        image_size=32, patch_size=8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=64, num_classes=10
-    )
-    nn.init.normal_(network.heads.head.weight)
-    return network
-
-
-def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor, method: GrowthMethod) -> None:
-    """Grow a network from a quarter of its widths, exactly, into one that its class builds."""
-    whole, network = copy.deepcopy(network), copy.deepcopy(network)
-    for part in (1, 2, 3, 4):
-        widths = {n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()}
-        if part == 1:
-            state = make_seed(network, graph, method, widths, 0)
-            continue
-        event = grow(network, graph, method, state, widths, 0, (x,))
-        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
-        anneal_norms(network, graph, state, 1.0)
-    finish(network, graph, method, state)
-    whole.load_state_dict(network.state_dict(), strict=True)
-    assert torch.equal(whole.eval()(x), network.eval()(x))
-
-
 @pytest.mark.parametrize(
     ("make", "shape", "stream"),
     [
         (DividingAttention, (2, 7, 5), ()),
-        (vision_transformer, (2, 3, 32, 32), ("conv_proj.weight", "encoder.ln.weight")),
+        (
+            lambda: VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=64, num_classes=10),
+            (2, 3, 32, 32),
+            ("conv_proj.weight", "encoder.ln.weight"),
+        ),
     ],
 )
-def test_heads_and_streams_grow_exactly(make: type[nn.Module], shape: tuple[int, ...], stream: tuple[str, ...]) -> None:
+def test_heads_and_streams_grow_exactly(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], stream: tuple[str, ...]
+) -> None:
     torch.manual_seed(0)
     network, x = make().double(), torch.randn(*shape, dtype=torch.float64)
     graph = trace(network, x)
@@ -249,21 +232,15 @@ def test_copies_of_a_narrow_network_split_as_it_does() -> None:
     assert torch.equal(copy.deepcopy(network)(x), network(x))
 
 
-class Correlation(nn.Module):
+@pytest.mark.parametrize(
+    ("what", "correlated"),
+    [
+        ("a matrix product", lambda y: y.transpose(1, 2) @ y),
+        ("attention", lambda y: F.scaled_dot_product_attention(y[:, :6], y[:, :6], y[:, :6])),
+    ],
+)
+def test_what_keeps_a_width_is_called_what_it_is(what: str, correlated: Callable[[Tensor], Tensor]) -> None:
     """Products of each sample's features with themselves, which are no attention."""
-
-    def __init__(self, first: str) -> None:
-        super().__init__()
-        self.features, self.out, self.first = nn.Linear(5, 6), nn.Linear(36, 3), first
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.features(x)
-        if self.first == "attention":
-            return self.out(F.scaled_dot_product_attention(y[:, :6], y[:, :6], y[:, :6]).flatten(1))
-        return self.out((y.transpose(1, 2) @ y).flatten(1))
-
-
-@pytest.mark.parametrize("what", ["a matrix product", "attention"])
-def test_what_keeps_a_width_is_called_what_it_is(what: str) -> None:
-    graph = trace(Correlation(what), torch.randn(2, 6, 5))
+    network = Around(lambda net, x: net.out(correlated(net.features(x)).flatten(1)), features=[5, 6], out=[36, 3])
+    graph = trace(network, torch.randn(2, 6, 5))
     assert graph.fixed["features"] == f"{what} multiplies and sums over them"

@@ -3,11 +3,11 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
@@ -22,6 +22,7 @@ from growlab.inspect.__main__ import main
 from growlab.widths import trace
 from growlab.widths.inputs import Inputs, arguments, inputs_of
 from tests.parts_here import needs
+from tests.unit.frontends.lightning_runs import Plain, trainer_of
 
 X, MASK, TARGETS = torch.randn(6, 5), torch.ones(6, 1), torch.randint(3, (6,))
 
@@ -160,8 +161,8 @@ def test_a_mapping_that_is_the_only_input_grows() -> None:
     assert set(grower.graph.groups) == {"a", "b"} and event.parity_error_train < 1e-5
 
 
-def test_lightning_sees_what_is_given_by_name() -> None:
-    class Module(LightningModule):
+def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
+    class Module(Plain):
         def __init__(self) -> None:
             super().__init__()
             self.network = ByName()
@@ -169,20 +170,8 @@ def test_lightning_sees_what_is_given_by_name() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return F.cross_entropy(self.network(batch[0], mask=batch[1]), batch[2])
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     growth = Growth("network", method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
-    trainer = Trainer(
-        max_epochs=2,
-        callbacks=[growth],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accelerator="cpu",
-        log_every_n_steps=1,
-    )
+    trainer = trainer_of(tmp_path, growth, max_epochs=2)
     trainer.fit(Module(), DataLoader(TensorDataset(X, MASK, TARGETS), batch_size=len(X)))
     assert [event.stage for event in growth.grower.events] == [1]
 

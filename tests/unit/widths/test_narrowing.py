@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,22 +15,14 @@ from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer, finish, grow
 from growlab.widths import resize, trace
 from growlab.widths.groups import HardcodedSize
 from growlab.widths.places import kept_at
-
-
-class WrittenWidth(nn.Module):
-    """Flattens by a number that is written into the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 8, 1)
-        self.classifier = nn.Linear(8 * 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(F.relu(self.conv2(F.relu(self.conv1(x)))).reshape(-1, 32))
+from tests.cases import Around
 
 
 def test_a_width_written_into_the_forward_keeps_its_group_full():
-    network = WrittenWidth()
+    network = Around(
+        lambda net, x: net.classifier(F.relu(net.conv2(F.relu(net.conv1(x)))).reshape(-1, 32)),
+        **{"conv1": nn.Conv2d(3, 6, 1), "conv2": nn.Conv2d(6, 8, 1), "classifier": [8 * 4, 3]},
+    )
     graph = trace(network, torch.randn(2, 3, 2, 2))
     assert graph.full_widths == {"conv1": 6}
     assert re.fullmatch(r"the code fails at narrow widths: test_narrowing.py:\d+ raises .*32.*", graph.fixed["conv2"])
@@ -185,38 +178,27 @@ def test_terms_of_the_loss_that_train_mode_alone_computes_are_kept(method: Growt
 
 
 def test_noise_on_channels_does_not_keep_them_from_growing():
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head, self.critic = nn.Linear(4, 16), nn.Linear(16, 3), nn.Linear(4, 1)
+    def noisy(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        hidden = net.first(x)
+        if net.training:
+            return net.head(hidden + 0.1 * torch.randn_like(hidden)), net.critic(x)
+        return net.head(hidden)
 
-        def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            hidden = self.first(x)
-            if self.training:
-                return self.head(hidden + 0.1 * torch.randn_like(hidden)), self.critic(x)
-            return self.head(hidden)
-
-    assert trace(Noisy(), torch.randn(2, 4)).full_widths == {"first": 16}
-
-
-class Tied(nn.Module):
-    """The forward asks two layers' widths to be in the ratio that they have at full width."""
-
-    def __init__(self, num_others: int) -> None:
-        super().__init__()
-        self.others = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_others)))
-        self.first, self.second, self.head = nn.Linear(8, 4), nn.Linear(8, 8), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.others(x)
-        first, second = self.first(x), self.second(x)
-        assert second.shape[1] == 2 * first.shape[1]
-        return self.head(torch.cat([first, second], 1))
+    network = Around(noisy, first=[4, 16], head=[16, 3], critic=[4, 1])
+    assert trace(network, torch.randn(2, 4)).full_widths == {"first": 16}
 
 
 @pytest.mark.parametrize("num_others", [0, 3])
 def test_any_two_groups_are_tried_apart(num_others):
-    graph = trace(Tied(num_others), torch.randn(2, 8))
+    """The forward asks two layers' widths to be in the ratio that they have at full width."""
+
+    def tied(net: Any, x: Tensor) -> Tensor:
+        first, second = net.first(x := net.others(x)), net.second(x)
+        assert second.shape[1] == 2 * first.shape[1]
+        return net.head(torch.cat([first, second], 1))
+
+    others = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_others)))
+    graph = trace(Around(tied, others=others, first=[8, 4], second=[8, 8], head=[12, 3]), torch.randn(2, 8))
     assert set(graph.groups) == {f"others.{number}" for number in range(num_others)}
 
 
@@ -313,59 +295,50 @@ def test_slices_of_a_vector_grow_with_what_they_are_added_to(follows: bool) -> N
     assert (network(x) - expected).abs().max() < 1e-12
 
 
-class TwiceNormed(nn.Module):
+def twice_normed(net: Any, x: Tensor) -> Tensor:
     """A stream with as many groups as channels in each, between norms of a channel a group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.every = nn.Conv2d(3, 4, 1), nn.GroupNorm(4, 4)
-        self.second = nn.Conv2d(4, 16, 1)
-        self.norms = nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(2))
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.every(self.first(x)).relu())
-        return self.head(self.norms[1](self.norms[0](x).relu()).mean((2, 3)))
+    x = net.second(net.every(net.first(x)).relu())
+    return net.head(net.norms[1](net.norms[0](x).relu()).mean((2, 3)))
 
 
-class GroupsOfFour(nn.Module):
+def in_groups_of_four(net: Any, x: Tensor) -> Tensor:
     """Groups that become more with the channels, not wider."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Conv2d(3, 16, 1), nn.Linear(16, 5)
-        self.gain = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.head(F.group_norm(x, x.shape[1] // 4, self.gain).relu().mean((2, 3)))
+    x = net.first(x)
+    return net.head(F.group_norm(x, x.shape[1] // 4, net.gain).relu().mean((2, 3)))
 
 
-class ShuffledGroups(nn.Module):
+def shuffled_groups(net: Any, x: Tensor) -> Tensor:
     """A shuffle of as many groups as there are channels in each, whose number no shape shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shuffle = nn.Conv2d(3, 16, 1), nn.ChannelShuffle(4)
-        self.norm, self.head = nn.GroupNorm(16, 16), nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.shuffle(self.first(x))).relu().mean((2, 3)))
+    return net.head(net.norm(net.shuffle(net.first(x))).relu().mean((2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("make", "groups", "following"),
+    ("function", "layers", "groups", "following"),
     [
-        (TwiceNormed, {"first": 4, "second": 4}, {"every"}),
-        (GroupsOfFour, {}, set()),
-        (ShuffledGroups, {"first": 4}, {"norm"}),
+        (
+            twice_normed,
+            {
+                **{"first": nn.Conv2d(3, 4, 1), "every": nn.GroupNorm(4, 4), "second": nn.Conv2d(4, 16, 1)},
+                "norms": nn.ModuleList(nn.GroupNorm(4, 16) for _ in range(2)),
+            },
+            {"first": 4, "second": 4},
+            {"every"},
+        ),
+        (in_groups_of_four, {"first": nn.Conv2d(3, 16, 1), "gain": nn.Parameter(torch.ones(16))}, {}, set()),
+        (
+            shuffled_groups,
+            {"first": nn.Conv2d(3, 16, 1), "shuffle": nn.ChannelShuffle(4), "norm": nn.GroupNorm(16, 16)},
+            {"first": 4},
+            {"norm"},
+        ),
     ],
+    ids=["twice normed", "groups of four", "shuffled"],
 )
 def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
-    make: Callable[[], nn.Module], groups: dict[str, int], following: set[str]
+    function: Any, layers: dict[str, Any], groups: dict[str, int], following: set[str]
 ) -> None:
-    torch.manual_seed(0)
-    network, x = make().double(), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    network = Around(function, **layers, head=[16, 5]).double()
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
     graph = trace(network, x)
     assert graph.full_widths == groups
     assert {place.module for place in graph.written if place.attribute == "num_groups"} == following

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,21 +11,17 @@ from torch.nn.utils import parametrizations
 
 from growlab import Grower
 from growlab.widths import trace
+from tests.cases import Around
 
 
-class Two(nn.Module):
+def two(run: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """Two layers and what a forward does with them."""
-
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.table, self.a, self.b = nn.Embedding(7, 5), nn.Linear(5, 8), nn.Linear(8, 8)
-        self.last, self.back = nn.Linear(8, 3), nn.Linear(8, 5)
-        self.table_of_numbers = torch.linspace(0.5, 1, 8).requires_grad_()
-        self.register_buffer("mask", torch.linspace(0.5, 1, 8)[None])
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
+    return Around(
+        run,
+        **{"table": nn.Embedding(7, 5), "a": [5, 8], "b": [8, 8], "last": [8, 3], "back": [8, 5]},
+        table_of_numbers=torch.linspace(0.5, 1, 8).requires_grad_(),
+        mask=nn.Buffer(torch.linspace(0.5, 1, 8)[None]),
+    )
 
 
 _FULL = "that keep their full width: "
@@ -36,7 +33,7 @@ _FULL = "that keep their full width: "
         (
             lambda net, x: net.last(net.a(x) * (1 / net.a(x).shape[-1])),
             {
-                "a": r"the code computes something else at narrow widths: mul \(test_reasons\.py:\d+\) takes 0\.5, and "
+                "a": r"the code computes something else at narrow widths: mul \(cases\.py:\d+\) takes 0\.5, and "
                 r"0\.125 at full width"
             },
         ),
@@ -68,8 +65,8 @@ _FULL = "that keep their full width: "
         (lambda net, x: net.table(x.long() * 0), {"table": "the network's output"}),
     ],
 )
-def test_what_stays_says_why(run: Callable[[nn.Module, Tensor], Tensor], reasons: dict[str, str]) -> None:
-    graph = trace(Two(run), torch.randn(4, 5))
+def test_what_stays_says_why(run: Callable[[Any, Tensor], Tensor], reasons: dict[str, str]) -> None:
+    graph = trace(two(run), torch.randn(4, 5))
     for name, reason in reasons.items():
         assert re.fullmatch(reason, graph.fixed[name]), graph.fixed
 
@@ -91,16 +88,11 @@ def test_parametrizations_that_keep_a_width_are_named(
 
 
 def test_statistics_that_no_state_dict_has_keep_their_width_and_the_network_trains() -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
-            self.mean, self.var = torch.rand(8), torch.rand(8) + 0.5
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(nn.functional.batch_norm(self.a(x), self.mean, self.var).relu())
-
-    network, x = Fixed(), torch.randn(4, 6)
+    network = Around(
+        lambda net, x: net.last(nn.functional.batch_norm(net.a(x), net.mean, net.var).relu()),
+        **{"a": [6, 8], "last": [8, 3], "mean": torch.rand(8), "var": torch.rand(8) + 0.5},
+    )
+    x = torch.randn(4, 6)
     assert "neither a parameter nor a buffer" in trace(network, x).fixed["a"]
     before = network(x)
     grower = Grower(network, x, trigger={0: 0.5, 1: 1.0})
@@ -109,16 +101,12 @@ def test_statistics_that_no_state_dict_has_keep_their_width_and_the_network_trai
 
 
 def test_weights_of_float8_keep_their_inputs_and_the_rest_grows() -> None:
-    class Coarse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(8, 6, bias=False), nn.Linear(6, 3)
-            self.b.weight = nn.Parameter(self.b.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.c(nn.functional.linear(self.a(x).relu(), self.b.weight.to(x.dtype)).relu())
-
-    network, x = Coarse(), torch.randn(4, 5)
+    network = Around(
+        lambda net, x: net.c(nn.functional.linear(net.a(x).relu(), net.b.weight.to(x.dtype)).relu()),
+        **{"a": [5, 8], "b": nn.Linear(8, 6, bias=False), "c": [6, 3]},
+    )
+    network.b.weight = nn.Parameter(network.b.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    x = torch.randn(4, 5)
     graph = trace(network, x)
     assert list(graph.groups) == ["b"] and "float8_e4m3fn, which cannot be scaled" in graph.fixed["a"], graph.fixed
     kept, before = network.b.weight.detach().float(), network.b.weight.dtype

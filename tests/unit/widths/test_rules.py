@@ -12,23 +12,10 @@ from torch.nn import functional as F
 
 from growlab.growth import Net2Net, VarianceTransfer, anneal_norms, finish, grow, make_schedule, make_seed
 from growlab.widths import HardcodedSize, trace
-from tests.cases import outputs, roughen
+from tests.cases import Around, outputs, roughen
 
 IMAGE, TOKENS, ROW = (3, 6, 6), (5, 8), (8,)
 torch.manual_seed(0)
-
-
-class Around(nn.Module):
-    """Some layers by name and a function that uses them."""
-
-    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module | nn.Parameter | int | tuple) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
 
 
 def on_stacks(
@@ -72,8 +59,7 @@ def case(
 ) -> RuleCase:
     """A network, or a function of one and its input, with linear layers [in, out] and others by name."""
     if not isinstance(network, nn.Module):
-        made = {n: nn.Linear(*one) if isinstance(one, list) else one for n, one in layers.items()}
-        network = Around(network, **made)
+        network = Around(network, **layers)
     return RuleCase(network, input_shape, groups, written)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.grower import Grower
-from growlab.growth import GrowthMethod, Net2Net, PairGrowth, VarianceTransfer, anneal_norms, finish, grow, make_seed
+from growlab.growth import GrowthMethod, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.lab.training import RateAdaptation
 from growlab.lab.training.progress import first_line
 from growlab.optim import SGD, NormRatio, follow
-from growlab.widths import WidthGraph, layouts, tensors_of, trace
+from growlab.widths import layouts, tensors_of, trace
+from tests.cases import Around, check_growth
 
 TOKENS = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(0))
 
@@ -69,33 +71,6 @@ class Language(nn.Module):
         return logits + x.mean() if self.seen_twice else logits
 
 
-class Experts(nn.Module):
-    """Rows sorted by their expert, each with a matrix of its own, as mixtures of experts have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.up = nn.Parameter(torch.randn(2, 12, 8))
-        self.down = nn.Parameter(torch.randn(2, 12, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = torch.tensor([2, 5], dtype=torch.int32)
-        x = F.grouped_mm(self.inside(x), self.up.transpose(-2, -1), offs=ends)
-        return self.out(F.grouped_mm(F.silu(x), self.down, offs=ends))
-
-
-class Measured(nn.Module):
-    """Takes a size from channels that it picks and then forgets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inside(x)
-        return self.out(x) * x[:, -1].shape[0]
-
-
 #: Positions whose logits are computed, as at the end of generated text: what else is done to each channel the same.
 CHOSEN: dict[str, Callable[[Tensor], Tensor]] = {
     "last, in a list": lambda x: x[:, [-1], :],
@@ -129,23 +104,7 @@ def check_tied(made: Language, *methods: GrowthMethod) -> None:
     assert graph.axes["table.weight"][1].role == "out"
     assert graph.axes["norm.weight"][0].role == "in"
     for method in methods:
-        check_growth(made.double(), graph, method)
-
-
-def check_growth(made: Language, graph: WidthGraph, method: GrowthMethod) -> None:
-    fresh, network = copy.deepcopy(made), copy.deepcopy(made)
-    state = make_seed(network, graph, method, {name: 4 for name in graph.groups}, 0)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.3 * torch.randn_like(parameter)
-    for width in (6, 9, None):
-        widths = {n: width or g.full_width for n, g in graph.groups.items()}
-        event = grow(network, graph, method, state, widths, 0, (TOKENS,))
-        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-12
-        anneal_norms(network, graph, state, 1.0)
-    finish(network, graph, method, state)
-    fresh.load_state_dict(network.state_dict())
-    assert relative_error(evaluate(network, TOKENS), evaluate(fresh, TOKENS)) <= 1e-13
+        check_growth(made.double(), graph, TOKENS, method)
 
 
 def test_gains_that_a_constant_is_added_to_follow_in_averages_and_in_optimizers() -> None:
@@ -212,42 +171,37 @@ def test_a_table_whose_gain_something_else_sees_keeps_its_stream() -> None:
 
 
 def test_experts_grow_in_their_hidden_layers() -> None:
+    """Rows sorted by their expert, each with a matrix of its own, as mixtures of experts have them."""
+
+    def experts(net: Any, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 5], dtype=torch.int32)
+        x = F.grouped_mm(net.inside(x), net.up.transpose(-2, -1), offs=ends)
+        return net.out(F.grouped_mm(F.silu(x), net.down, offs=ends))
+
+    up, down = (nn.Parameter(torch.randn(2, 12, 8)) for _ in "ab")
     # The kernel runs at widths of whole 16 bytes alone, which a trace would try others of.
-    graph = layouts(Experts(), torch.randn(5, 6))
+    graph = layouts(Around(experts, inside=[6, 8], up=up, down=down, out=[8, 3]), torch.randn(5, 6))
     assert [group.full_width for group in graph.groups.values()] == [8, 12, 8]
     assert [axis.role for axis in graph.axes["up"]] == ["fixed", "out", "in"]
     assert [axis.role for axis in graph.axes["down"]] == ["fixed", "in", "out"]
 
 
 def test_what_only_a_size_is_taken_from_does_not_fix_channels() -> None:
-    assert trace(Measured(), torch.randn(2, 4)).full_widths == {"inside": 8}
+    """From channels that the forward picks and then forgets."""
+    network = Around(lambda net, x: net.out(y := net.inside(x)) * y[:, -1].shape[0], inside=[4, 8], out=[8, 3])
+    assert trace(network, torch.randn(2, 4)).full_widths == {"inside": 8}
 
 
 def test_differences_keep_their_dimension_and_pass_the_others() -> None:
-    class Differences(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.diff(self.inside(x), dim=1))
-
-    assert trace(Differences(), torch.randn(2, 5, 4)).full_widths == {"inside": 8}
+    network = Around(lambda net, x: net.out(torch.diff(net.inside(x), dim=1)), inside=[4, 8], out=[8, 3])
+    assert trace(network, torch.randn(2, 5, 4)).full_widths == {"inside": 8}
 
 
 def test_layouts_have_what_the_code_could_not_run() -> None:
-    class Written(nn.Module):
-        """Its code has the width in it."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.inside(x).reshape(2, 8))
-
-    assert trace(Written(), torch.randn(2, 4)).full_widths == {}
-    assert layouts(Written(), torch.randn(2, 4)).full_widths == {"inside": 8}
+    """The code has the width in it."""
+    written = Around(lambda net, x: net.out(net.inside(x).reshape(2, 8)), inside=[4, 8], out=[8, 3])
+    assert trace(written, torch.randn(2, 4)).full_widths == {}
+    assert layouts(written, torch.randn(2, 4)).full_widths == {"inside": 8}
 
 
 def test_a_network_in_float64_is_observed_in_float64() -> None:

@@ -1,6 +1,8 @@
 """Sums over channels that a parameter weighs: linear layers that are written out, as graph attention has them."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,19 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growlab
+from tests.cases import Around
 
 
-class Pooling(nn.Module):
+def pooled(net: Any, x: Tensor) -> Tensor:
     """A mean of positions, weighed by a learned query."""
+    h = net.inside(x).tanh()
+    return net.outside((h * (h * net.query).sum(-1, keepdim=True).softmax(1)).sum(1))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.outside = nn.Linear(5, 16), nn.Linear(16, 3)
-        self.query = nn.Parameter(torch.randn(16))
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.inside(x).tanh()
-        return self.outside((h * (h * self.query).sum(-1, keepdim=True).softmax(1)).sum(1))
+def pooling(function: Callable[[Any, Tensor], Tensor] = pooled) -> nn.Module:
+    return Around(function, inside=[5, 16], outside=[16, 3], query=nn.Parameter(torch.randn(16)))
 
 
 class GraphAttention(nn.Module):
@@ -46,9 +46,9 @@ class GraphAttention(nn.Module):
 
 
 @pytest.mark.parametrize("method", [growlab.VarianceTransfer(), growlab.Net2Net()], ids=lambda m: m.name)
-@pytest.mark.parametrize(("kind", "width"), [(Pooling, 16), (GraphAttention, 8)])
+@pytest.mark.parametrize(("kind", "width"), [(pooling, 16), (GraphAttention, 8)])
 def test_channels_that_a_parameter_weighs_in_a_sum_grow_exactly(
-    kind: type[nn.Module], width: int, method: growlab.growth.GrowthMethod
+    kind: Callable[[], nn.Module], width: int, method: growlab.growth.GrowthMethod
 ) -> None:
     torch.manual_seed(0)
     network, x = kind().double(), torch.randn(2, 5, 5).double()
@@ -68,9 +68,5 @@ def test_channels_that_a_parameter_weighs_in_a_sum_grow_exactly(
 
 
 def test_a_weight_that_is_read_elsewhere_too_keeps_the_channels() -> None:
-    class Twice(Pooling):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.query.square().sum()
-
-    graph = growlab.trace(Twice(), torch.randn(2, 5, 5))
-    assert graph.full_widths == {}
+    network = pooling(lambda net, x: pooled(net, x) + net.query.square().sum())
+    assert growlab.trace(network, torch.randn(2, 5, 5)).full_widths == {}

@@ -15,6 +15,7 @@ from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer
 from growlab.widths import UnsupportedOperation, trace
+from tests.cases import Around as Layers
 
 IMAGE = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -131,30 +132,20 @@ def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
 
 def test_what_works_entry_by_entry_tells_channels_apart() -> None:
     """It does not commute with rotations of them, which isotropic layers would make."""
-    network = nn.Sequential(nn.Linear(3, 8), EntryByEntry(), nn.Linear(8, 2))
+    network = nn.Sequential(nn.Linear(3, 8), Layers(lambda net, x: torch.special.i0e(x)), nn.Linear(8, 2))
     graph = trace(network, torch.randn(4, 3), follow_norms=True)
     assert graph.basis_dependent["0"].startswith("special_i0e")
-
-
-class EntryByEntry(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.special.i0e(x)
 
 
 @pytest.mark.parametrize("function", [torch.subtract, torch.heaviside])
 def test_the_last_layer_stays_the_last_behind_a_table_that_changes_its_output(
     function: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.last = nn.Linear(3, 8), nn.Linear(8, 2)
-            self.table = nn.Parameter(torch.zeros(4, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return function(self.last(torch.relu(self.a(x))), self.table)
-
-    layers = {layer.name: layer for layer in trace(Shifted(), torch.randn(4, 3)).layers}
+    shifted = Layers(
+        lambda net, x: function(net.last(torch.relu(net.a(x))), net.table),
+        **{"a": [3, 8], "last": [8, 2], "table": nn.Parameter(torch.zeros(4, 2))},
+    )
+    layers = {layer.name: layer for layer in trace(shifted, torch.randn(4, 3)).layers}
     assert layers["last"].is_output and not layers["a"].is_output
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from growlab.lab.networks import convnet4, mlp8, resnet20
 from growlab.widths import Part, UnsupportedOperation, resize, trace
-from tests.cases import NETWORKS, graph_of, widths_at
+from tests.cases import NETWORKS, Around, graph_of, widths_at
 
 
 def is_narrow(graph, network, x) -> None:
@@ -108,17 +108,9 @@ def test_scales_stop_at_functions_that_are_not_homogeneous():
 FILTERS, CONSTANTS = torch.ones(6, 6, 3), torch.arange(8.0)
 
 
-class Odd(nn.Module):
+def odd(function) -> nn.Module:
     """Two linear layers on [B, L, C] around any function."""
-
-    def __init__(self, function, length: int = 6) -> None:
-        super().__init__()
-        self.inside = nn.Linear(4, 8)
-        self.function = function
-        self.outside = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outside(self.function(self.inside(x)))
+    return Around(lambda net, x: net.outside(function(net.inside(x))), inside=[4, 8], outside=[8, 3])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +128,7 @@ class Odd(nn.Module):
     ],
 )
 def test_channels_that_are_mixed_or_distinguished_do_not_grow(function):
-    assert trace(Odd(function), torch.randn(2, 6, 4)).full_widths == {}
+    assert trace(odd(function), torch.randn(2, 6, 4)).full_widths == {}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +147,7 @@ def test_channels_that_are_mixed_or_distinguished_do_not_grow(function):
     ],
 )
 def test_channels_that_pass_untouched_grow(function):
-    network, x = Odd(function), torch.randn(2, 6, 4)
+    network, x = odd(function), torch.randn(2, 6, 4)
     graph = trace(network, x)
     assert graph.full_widths == {"inside": 8}
     is_narrow(graph, network, x)
@@ -163,28 +155,18 @@ def test_channels_that_pass_untouched_grow(function):
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_weight_that_is_a_buffer_or_computed_does_not_grow(persistent):
-    class Blur(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.out = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)
-            self.register_buffer("kernel", torch.ones(6, 1, 3, 3), persistent)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(F.conv2d(self.conv(x), self.kernel, groups=6))
-
-    graph = trace(Blur(), torch.randn(2, 3, 5, 5))
+    blur = Around(
+        lambda net, x: net.out(F.conv2d(net.conv(x), net.kernel, groups=6)),
+        **{"conv": nn.Conv2d(3, 6, 1), "out": nn.Conv2d(6, 2, 1)},
+        kernel=nn.Buffer(torch.ones(6, 1, 3, 3), persistent=persistent),
+    )
+    graph = trace(blur, torch.randn(2, 3, 5, 5))
     assert graph.full_widths == {}
     assert graph.fixed["conv"] == "depthwise convolution: kernel (a weight that is no parameter)"
-
-    class Standardised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.out = nn.Linear(3, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(F.linear(x, self.inside.weight * 2, self.inside.bias))
-
-    assert trace(Standardised(), torch.randn(2, 3)).full_widths == {}
+    standardised = Around(
+        lambda net, x: net.out(F.linear(x, net.inside.weight * 2, net.inside.bias)), inside=[3, 6], out=[6, 2]
+    )
+    assert trace(standardised, torch.randn(2, 3)).full_widths == {}
 
 
 def test_an_unknown_operation_is_refused_by_name_and_place():
@@ -208,18 +190,10 @@ def test_an_unknown_operation_is_refused_by_name_and_place():
 
 
 def test_code_that_leaves_torch_is_refused_with_its_line(capfd):
-    class Leaving(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.detach().numpy().sum() > 0 else -x
-
-    with pytest.raises(UnsupportedOperation, match=r"cannot follow Leaving at `return x if x\..*trace=SUBMODULE"):
-        trace(Leaving(), torch.randn(2, 4))
-
-    class Observing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.amax()[None][0] == 1 else -x
-
-    trace(Observing(), torch.randn(2, 4))
+    leaving = Around(lambda net, x: x if x.detach().numpy().sum() > 0 else -x)
+    with pytest.raises(UnsupportedOperation, match=r"cannot follow Around at `.*x if x\..*trace=SUBMODULE"):
+        trace(leaving, torch.randn(2, 4))
+    trace(Around(lambda net, x: x if x.amax()[None][0] == 1 else -x), torch.randn(2, 4))
     # torch would print its program.
     assert capfd.readouterr().err == ""
 
@@ -281,30 +255,24 @@ def test_a_network_that_cannot_compute_its_input_says_so(
 )
 def test_sizes_that_depend_on_the_data_are_refused_without_data(function):
     with pytest.raises(UnsupportedOperation, match=r"asks for numbers in a tensor \(.*x\[.* trace it on a device"):
-        trace(Odd(function).to("meta"), torch.randn(2, 6, 4, device="meta"))
+        trace(odd(function).to("meta"), torch.randn(2, 6, 4, device="meta"))
 
 
 def test_an_operation_that_the_network_does_not_run_is_named():
-    with pytest.raises(UnsupportedOperation, match=r"keep_full=\[reluu\]: Odd runs no .* nearest are relu\.$"):
-        trace(Odd(F.relu), torch.randn(2, 6, 4), keep_full=["reluu", "linear"])
+    with pytest.raises(UnsupportedOperation, match=r"keep_full=\[reluu\]: Around runs no .* nearest are relu\.$"):
+        trace(odd(F.relu), torch.randn(2, 6, 4), keep_full=["reluu", "linear"])
     with pytest.raises(UnsupportedOperation, match=r"runs no .* it runs linear, relu\.$"):
-        trace(Odd(F.relu), torch.randn(2, 6, 4), keep_full=["nothing"])
-
-
-class Bare(nn.Module):
-    """Two weights that lie bare, and a matrix that is not learned behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 5))
-        self.register_buffer("codes", torch.randn(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x @ self.first) @ self.second @ self.codes
+        trace(odd(F.relu), torch.randn(2, 6, 4), keep_full=["nothing"])
 
 
 def test_bare_weights_are_layers_by_their_own_names():
-    for network, prefix in ((Bare(), ""), (nn.Sequential(Bare()), "0.")):
+    """Two weights that lie bare, and a matrix that is not learned behind them."""
+    bare = Around(
+        lambda net, x: F.relu(x @ net.first) @ net.second @ net.codes,
+        **{"first": nn.Parameter(torch.randn(4, 8)), "second": nn.Parameter(torch.randn(8, 5))},
+        codes=nn.Buffer(torch.randn(5, 3)),
+    )
+    for network, prefix in ((bare, ""), (nn.Sequential(bare), "0.")):
         graph = trace(network, torch.randn(2, 4))
         assert [layer.name for layer in graph.layers] == [f"{prefix}first", f"{prefix}second"]
         assert graph.last_layers == {f"{prefix}second": True}
@@ -313,40 +281,31 @@ def test_bare_weights_are_layers_by_their_own_names():
 def test_keys_that_are_written_over_are_linear_in_nothing():
     """As queries and keys are else, so that the head dimension of both may grow."""
 
-    class Attention(nn.Module):
-        def __init__(self, view: bool) -> None:
-            super().__init__()
-            self.view = view
-            self.q, self.k, self.v = (nn.Linear(4, 8) for _ in range(3))
-            self.out = nn.Linear(8, 2)
+    def attention(net, x: Tensor) -> Tensor:
+        q, k, v = net.q(x), net.k(x), net.v(x)
+        if net.written:
+            k.chunk(2, 1)[0][:, 1:].tanh_()
+        return net.out(F.scaled_dot_product_attention(q, k, v))
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.q(x), self.k(x), self.v(x)
-            if self.view:
-                k.chunk(2, 1)[0][:, 1:].tanh_()
-            return self.out(F.scaled_dot_product_attention(q, k, v))
-
-    assert trace(Attention(False), torch.randn(2, 6, 4)).full_widths == {"q": 8}
-    assert trace(Attention(True), torch.randn(2, 6, 4)).full_widths == {}
+    for written, groups in ((False, {"q": 8}), (True, {})):
+        network = Around(attention, q=[4, 8], k=[4, 8], v=[4, 8], out=[8, 2], written=written)
+        assert trace(network, torch.randn(2, 6, 4)).full_widths == groups
 
 
-class Attending(nn.Module):
+def attending() -> nn.Module:
     """A stream of 16 channels, four heads of four."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.attend = nn.Linear(5, 16), nn.MultiheadAttention(16, 4, batch_first=True)
-        self.b = nn.Linear(16, 3)
+    def attend(net, x, mask=None):
+        x = net.a(x)
+        return net.b((x + net.attend(x, x, x, attn_mask=mask)[0]).mean(1))
 
-    def forward(self, x, mask=None):
-        x = self.a(x)
-        return self.b((x + self.attend(x, x, x, attn_mask=mask)[0]).mean(1))
+    return Around(attend, a=[5, 16], attend=nn.MultiheadAttention(16, 4, batch_first=True), b=[16, 3])
 
 
 @pytest.mark.parametrize("rows", [3, 4, 16])
 def test_the_batch_size_may_equal_the_number_of_channels_per_head(rows: int) -> None:
     """torch's attention works on batch times heads: with four rows as many as the stream has channels."""
-    graph = trace(Attending(), torch.randn(rows, 6, 5))
+    graph = trace(attending(), torch.randn(rows, 6, 5))
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
 
 
@@ -354,21 +313,13 @@ def test_the_batch_size_may_equal_the_number_of_channels_per_head(rows: int) -> 
 def test_a_mask_over_positions_is_no_batch(rows: int, length: int) -> None:
     """It keeps its shape where the example's rows become others, also where it is as long as the batch."""
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)
-    assert list(trace(Attending(), (torch.randn(rows, length, 5), mask)).groups) == ["a"]
+    assert list(trace(attending(), (torch.randn(rows, length, 5), mask)).groups) == ["a"]
 
 
 def test_rows_that_are_no_batch_stay() -> None:
     """Of other rows than those that it is written for, the network computes nothing."""
 
-    class Written(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
-
-        def forward(self, x):
-            return self.b(self.a(x).view(4, 8))
-
-    graph = trace(Written(), torch.randn(4, 5))
+    graph = trace(Around(lambda net, x: net.b(net.a(x).view(4, 8)), a=[5, 8], b=[8, 3]), torch.randn(4, 5))
     assert not graph.groups and graph.fixed["a"].endswith("raises \"shape '[4, 8]' is invalid for input of size 16\"")
 
 
@@ -406,21 +357,16 @@ def test_what_is_tried_otherwise_refuses_no_network(of_images):
 
 
 def test_tracing_leaves_the_generators_where_they_are() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x).relu()
-            if self.training:
-                x = x * (random.random() + float(np.random.rand())) + torch.normal(0.0, 0.1, x.shape)
-            return self.last(x)
+    def noisy(net, x: Tensor) -> Tensor:
+        x = net.first(x).relu()
+        if net.training:
+            x = x * (random.random() + float(np.random.rand())) + torch.normal(0.0, 0.1, x.shape)
+        return net.last(x)
 
     def drawn() -> tuple[float, float, float]:
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
-    network, x = Noisy(), torch.randn(4, 6)
+    network, x = Around(noisy, first=[6, 16], last=[16, 3]), torch.randn(4, 6)
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = drawn()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from growlab import Grower
 from growlab.growth import Net2Net, PairGrowth
 from growlab.widths import resize, tensors_in, trace
+from tests.cases import Around
 
 A, B, C = (torch.full((1,), float(number)) for number in range(3))
 Pair = namedtuple("Pair", ["first", "second"])
@@ -60,21 +61,13 @@ def test_tensors_in_containers_in_their_order(outputs: Any, wanted: list[Tensor]
     assert len(found) == len(wanted) and all(one is two for one, two in zip(found, wanted, strict=True))
 
 
-class Returns(nn.Module):
-    """Logits and a loss in a container of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(4, 16), nn.Linear(16, 2)
-
-    def forward(self, x: Tensor) -> Out:
-        logits = self.out(torch.relu(self.hidden(x)))
-        return Out(logits, logits.mean())
-
-
 @pytest.mark.parametrize("method", [Net2Net(), PairGrowth()])
 def test_a_network_that_returns_a_registered_dataclass_grows(method) -> None:
-    network, x = Returns().double(), torch.randn(8, 4, dtype=torch.float64)
+    """Logits and a loss in a container of its own."""
+    network = Around(
+        lambda net, x: Out(logits := net.out(torch.relu(net.hidden(x))), logits.mean()), hidden=[4, 16], out=[16, 2]
+    ).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
     grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
     before = network(x).logits
     (event,) = grower.step(epoch=1)
@@ -91,20 +84,13 @@ def test_trials_warn_of_nothing() -> None:
     grower.step(epoch=1)
 
 
-class OtherHead(nn.Module):
-    """Reads its stream by one layer in train mode, and by another one of the same shape in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.trained, self.evaluated = nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.body(x))
-        return self.trained(x) if self.training else self.evaluated(x)
-
-
 def test_a_layer_that_one_mode_alone_reaches_keeps_its_input_as_wide_as_it_is() -> None:
-    network, x = OtherHead(), torch.randn(4, 6)
+    """A stream is read by one layer in train mode, and by another one of the same shape in eval mode."""
+    network = Around(
+        lambda net, x: (net.trained if net.training else net.evaluated)(torch.relu(net.body(x))),
+        **{"body": [6, 16], "trained": [16, 3], "evaluated": [16, 3]},
+    )
+    x = torch.randn(4, 6)
     graph = trace(network, x)
     narrow = {name: max(1, group.full_width // 2) for name, group in graph.groups.items()}
     resize(network, graph, graph.full_widths, narrow)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.triggers import Budget, Demand, Expressivity, GradientNorm, OnDemand, Plateau, Progress, Scheduled
 from growlab.growth import Bottleneck, PairGrowth, Schedule, make_schedule
+from tests.cases import Around
 
 STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
 
@@ -65,20 +65,13 @@ def test_little_within_reach() -> None:
 
 
 def test_a_network_without_channels_to_look_at_is_told_before_training() -> None:
-    class Stream(nn.Module):
-        """Of channels that two layers put out."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.branch, self.head = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            return self.head(x + self.branch(torch.relu(x)))
-
+    """Two layers put out the channels of its stream."""
+    network = Around(
+        lambda net, x: net.head((h := net.stem(x)) + net.branch(torch.relu(h))), stem=[3, 8], branch=[8, 8], head=[8, 2]
+    )
     schedule = Schedule((1, 3), (Fraction(1, 2), Fraction(1)), (4, 4))
     trigger = OnDemand(Expressivity(), schedule, 4)
-    grower = Grower(Stream(), torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
+    grower = Grower(network, torch.ones(2, 3), method=PairGrowth(), trigger=trigger)
     grower.provide(records=list, samples=[1], flops=lambda *_: 1, reference_flops=1.0)
     with pytest.raises(UserError, match="one producing and one consuming layer, of which this network has none"):
         grower.step(epoch=0)

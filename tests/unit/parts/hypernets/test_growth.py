@@ -12,6 +12,7 @@ from torch import nn
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import GrowthState, anneal_norms, finish, grow, make_seed
+from growlab.growth.parity import relative_error
 from growlab.lab.networks import MLP, CifarResNet
 from growlab.optim import SGD, NormRatio, follow, weight_regions
 from growlab.parts import Averages, Depth
@@ -108,10 +109,10 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, 
         event = run.grow(part)
         after = outputs(run.network, x, False) * event.output_factor
         after_train = outputs(run.network, x, True) * event.output_factor
-        error, error_train = relative(before, after), relative(before_train, after_train)
+        error, error_train = relative_error(before, after), relative_error(before_train, after_train)
         exact_after, noise_after = precise(run.network, run.x)
         # The weights as they are rounded, computed with exactly: what is left is growth's own.
-        assert relative(exact_before, exact_after * event.output_factor) <= ROUNDING[dtype] / 10
+        assert relative_error(exact_before, exact_after * event.output_factor) <= ROUNDING[dtype] / 10
         # Computing in float32 rounds by itself: more where outputs nearly cancel, and by other bits on other CPUs.
         rounding = 0.0 if dtype == torch.float64 else noise_before + noise_after
         assert error <= ROUNDING[dtype] and event.parity_error_eval <= max(ROUNDING[dtype], rounding)
@@ -122,7 +123,7 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, 
     fresh = make(name, dtype)
     fresh.load_state_dict(run.network.state_dict(), strict=True)
     assert repr(fresh) == repr(run.network)
-    assert relative(expected, outputs(fresh, x, False)) <= ROUNDING[dtype]
+    assert relative_error(expected, outputs(fresh, x, False)) <= ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
@@ -185,11 +186,7 @@ def test_new_weights_have_the_hyperfan_variance_at_the_new_widths(kind: str, rul
 def precise(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Outputs computed in float64 with the weights as they are, and how far the network's own are from them."""
     exact = outputs(copy.deepcopy(network).double(), x.double(), False)
-    return exact, relative(exact, outputs(network, x, False).double())
-
-
-def relative(before: torch.Tensor, after: torch.Tensor) -> float:
-    return float((after - before).abs().max() / before.abs().max())
+    return exact, relative_error(exact, outputs(network, x, False).double())
 
 
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
