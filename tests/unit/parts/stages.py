@@ -1,14 +1,25 @@
-"""Checks of parts whose value changes from stage to stage."""
+"""A residual block, and checks of parts whose value changes from stage to stage."""
 
 import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from growlab import Grower
 from growlab.growth.outputs import evaluate
+
+
+class Residual(nn.Module):
+    """A Transformer layer without attention: a norm and two layers around which the input is passed on."""
+
+    def __init__(self, width: int, hidden: int, normalise: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = normalise(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 def check_resumed(start: Callable[[], Grower], loss_of: Callable[[torch.nn.Module], Tensor], epoch: int) -> None:

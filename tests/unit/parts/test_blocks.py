@@ -17,6 +17,7 @@ from growlab.lab.networks.resnet import CifarResNet
 from growlab.optim import weight_regions
 from growlab.parts.depth import Blocks, Depth
 from growlab.widths import WidthGraph, trace
+from tests.unit.parts.stages import Residual
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
 SAMPLES = torch.randn(64, 20, generator=torch.Generator().manual_seed(1)).double()
@@ -27,20 +28,9 @@ def resnet(num_blocks: int = 3) -> CifarResNet:
     return CifarResNet(num_blocks, 5, 3, (4, 8, 16)).double()
 
 
-class Residual(nn.Module):
-    """A Transformer layer without attention: a norm and two layers around which the input is passed on."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 10), *(Residual(10) for _ in range(4)), nn.Linear(10, 3)).double()
+    return nn.Sequential(nn.Linear(20, 10), *(Residual(10, 12) for _ in range(4)), nn.Linear(10, 3)).double()
 
 
 def half(graph: WidthGraph) -> dict[str, int]:
@@ -234,7 +224,7 @@ def test_blocks_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
 
 
 def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:
-    network = nn.Sequential(nn.Linear(20, 8), *(Residual(8) for _ in range(3)), nn.Linear(8, 3)).double()
+    network = nn.Sequential(nn.Linear(20, 8), *(Residual(8, 12) for _ in range(3)), nn.Linear(8, 3)).double()
     nn.utils.parametrizations.orthogonal(network[2].up)
     with pytest.raises(UserError, match=r"no functions of others, which those of 2\.up are"):
         Depth("auto").prepare(network, trace(network, SAMPLES[:2]), 0, (SAMPLES[:2],))

@@ -32,27 +32,19 @@ from growlab.widths import UnsupportedOperation
 from tests.cases import Around
 from tests.command_line import ROOT
 from tests.unit.grower.test_grower import EPOCHS, OPTIMIZERS, PROBE, STAGES, STEPS, Loop, batch, two_groups
+from tests.unit.parts.stages import Residual
 
 PAGE = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "schedules.md").read_text(encoding="utf-8")
 
 
-class Residual(nn.Module):
-    def __init__(self, normalise: type[nn.Module]) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = normalise(8), nn.Linear(8, 10), nn.Linear(10, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 def layer_normed() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *(Residual(nn.LayerNorm) for _ in range(3)), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, 8), *(Residual(8, 10) for _ in range(3)), nn.Linear(8, 3))
 
 
 def batch_normed() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), *(Residual(nn.BatchNorm1d) for _ in range(3)), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, 8), *(Residual(8, 10, nn.BatchNorm1d) for _ in range(3)), nn.Linear(8, 3))
 
 
 def adam(network: nn.Module) -> torch.optim.Optimizer:
@@ -132,7 +124,7 @@ def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(nam
 
 def without_fixed_tensors() -> nn.Module:
     torch.manual_seed(0)
-    blocks = [nn.Linear(6, 8), *(Residual(nn.LayerNorm) for _ in range(3)), nn.LayerNorm(8)]
+    blocks = [nn.Linear(6, 8), *(Residual(8, 10) for _ in range(3)), nn.LayerNorm(8)]
     return nn.Sequential(*blocks, nn.Linear(8, 3, bias=False))
 
 

@@ -97,33 +97,6 @@ def test_a_wider_and_deeper_model_computes_the_same(tmp_path: Path, model_type: 
     assert receipt["num_params"] == sum(p.numel() for p in new.parameters())
 
 
-@pytest.mark.slow  # the receipts of other tests are in float64
-def test_in_float64_the_file_itself_is_exact(tmp_path: Path) -> None:
-    old = saved(tmp_path / "old", "llama").double()
-    old.save_pretrained(tmp_path / "old")
-    assert main([str(tmp_path / "old"), "--width", "1.5", "-o", str(tmp_path / "new")]) == 0
-    # Frequencies of rotary positions, which no file holds, are computed as a model is loaded.
-    loaded, new = (type(old).from_pretrained(tmp_path / n, dtype=torch.float64) for n in ("old", "new"))
-    narrow, probe = around(loaded)
-    assert relative_error(evaluate(narrow, probe), evaluate(around(new)[0], probe)) <= 1e-12
-
-
-@pytest.mark.slow  # it loads as any model does
-def test_training_goes_on_with_the_trainer(tmp_path: Path) -> None:
-    saved(tmp_path / "old", "llama")
-    main([str(tmp_path / "old"), "--width", "1.5", "--depth", "2", "-o", str(tmp_path / "new")])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    tokens = torch.randint(3, 60, (4, 8))
-    data = [{"input_ids": row, "labels": row} for row in tokens]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True
-    )
-    transformers.Trainer(model, arguments, train_dataset=data).train()
-    still = [name for name, p in model.named_parameters() if torch.equal(p.detach().cpu(), before[name])]
-    assert still == []
-
-
 def test_copies_are_the_default_and_differ_by_noise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path / "old", "llama")
     apart = {}

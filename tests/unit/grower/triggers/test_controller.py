@@ -17,6 +17,7 @@ import growlab
 from growlab import Controller, Grower
 from growlab.base.errors import UserError
 from growlab.growth import PairGrowth
+from tests.unit.frontends.lightning_runs import trainer_of
 
 STEPS, BATCH, MOMENT = 300, 16, 105
 
@@ -231,12 +232,7 @@ def fit(folder: Path, resume: Path | None = None) -> tuple[Module, Controller]:
     # Always the same batch: Lightning repeats an epoch that ended where it is resumed.
     x, y = (column.repeat(40, 1) for column in batches(1, True)[0])
     saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=-1)
-    trainer = lightning.Trainer(
-        **{"max_epochs": -1, "max_steps": 60, "logger": False, "accelerator": "cpu"},
-        **{"enable_progress_bar": False, "enable_model_summary": False},
-        callbacks=[growth, saving],
-        default_root_dir=folder,
-    )
+    trainer = trainer_of(folder, growth, saving, max_epochs=-1, max_steps=60, enable_checkpointing=True)
     trainer.fit(module, DataLoader(TensorDataset(x, y), BATCH), ckpt_path=resume)
     return module, trigger
 
