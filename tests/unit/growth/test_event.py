@@ -90,6 +90,18 @@ def test_a_network_that_has_become_nan_does_not_grow():
         grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
 
 
+def test_a_failure_while_noise_is_added_is_undone():
+    class Noisy(PairGrowth):
+        def noise(self, context):
+            return {"pointwise.weight": torch.zeros(1, 2, 3)}
+
+    network, graph, state, probe = planted()
+    before = everything(network)
+    with pytest.raises(RuntimeError):
+        grow(network, graph, Noisy(), state, graph.full_widths, 0, probe)
+    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
+
+
 def test_shrinking_is_refused():
     network, graph, state, probe = planted("mlp")
     with pytest.raises(ValueError, match=r"hidden\.2 would shrink from 3 to 2"):
@@ -392,28 +404,21 @@ def test_inside_autocast_an_event_is_as_exact_as_outside(method) -> None:
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
-class Autocast(nn.Module):
-    """It enters autocast in its forward, and may need it for a product of two types."""
-
-    def __init__(self, casts: bool = False) -> None:
-        super().__init__()
-        self.casts = casts
-        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = torch.relu(self.a(x))
-            return self.b(x.to(torch.bfloat16) if self.casts else x).float()
-
-
 def test_autocast_in_a_forward_does_not_count_as_an_error() -> None:
+    """A forward may need it for a product of two types."""
+
+    def entering(net: Around, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = torch.relu(net.a(x))
+            return net.b(x.to(torch.bfloat16) if net.casts else x).float()
+
     torch.manual_seed(0)
-    network, x = Autocast(), torch.randn(8, 6)
+    network, mixed = (Around(entering, a=[6, 16], b=[16, 3], casts=casts) for casts in (False, True))
+    x = torch.randn(8, 6)
     grower = Grower(network, x, method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
     for epoch in (1, 2):
         (event,) = grower.step(epoch=epoch)
         assert event.parity_error_eval <= 1e-6
-    mixed = Autocast(casts=True)
     torch.testing.assert_close(observe(mixed, x).eval, mixed(x), rtol=0.05, atol=0.02)
 
 

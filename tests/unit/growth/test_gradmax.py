@@ -118,24 +118,15 @@ def test_a_resting_point_is_searched_only_if_needed() -> None:
     assert samples[1] - samples[0] == sum(len(x) for x, _ in run.batches)
 
 
-class Depthwise(nn.Module):
-    """The producer of the grown channels has no bias, and a filter turns them negative."""
-
-    def __init__(self, bias: bool, sign: float) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(2, 6, 3, bias=bias)
-        self.each = nn.Conv2d(6, 6, 1, groups=6, bias=False)
-        self.last = nn.Linear(6, 3)
-        self.sign = sign
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last((self.sign * self.each(self.first(x))).relu().mean((2, 3)))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_new_channels_behind_a_relu_learn(bias: bool, sign: float) -> None:
-    run = started(Depthwise(bias, sign), (2, 6, 6), GradMax())
+    """Also where the producer of the grown channels has no bias, and a filter turns them negative."""
+    depthwise = Around(
+        lambda net, x: net.last((sign * net.each(net.first(x))).relu().mean((2, 3))),
+        **{"first": nn.Conv2d(2, 6, 3, bias=bias), "each": nn.Conv2d(6, 6, 1, groups=6, bias=False), "last": [6, 3]},
+    )
+    run = started(depthwise, (2, 6, 6), GradMax())
     old = run.state.widths["first"]
     event, _ = run.grow({"first": old + 2})
     assert event.parity_error_eval < 1e-14

@@ -131,26 +131,19 @@ def test_batch_normalisation_by_a_function_may_be_off_by_its_eps(kind, multiplie
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-6 < 1e-5 < event.eps_error_train < 1e-2
 
 
-class WithTerm(nn.Module):
-    """Returns a term of the loss beside its output while it trains."""
-
-    def __init__(self, of: str) -> None:
-        super().__init__()
-        self.hidden, self.head, self.of = nn.Linear(6, 16), nn.Linear(16, 3), of
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        h = torch.relu(self.hidden(x))
-        y = self.head(h)
-        if not self.training:
-            return y
-        return y, torch.cdist(h, h).mean() if self.of == "hidden" else y.square().mean()
-
-
 @pytest.mark.parametrize("of", ["hidden", "output"])
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
 def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, caplog) -> None:
+    """A forward returns a term of the loss beside its output while it trains."""
+
+    def with_term(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y = net.head(h := torch.relu(net.hidden(x)))
+        if not net.training:
+            return y
+        return y, torch.cdist(h, h).mean() if of == "hidden" else y.square().mean()
+
     torch.manual_seed(0)
-    network = WithTerm(of).double()
+    network = Around(with_term, hidden=[6, 16], head=[16, 3]).double()
     grower = Grower(network, torch.randn(8, 6).double(), method=method, trigger={0: 0.5, 1: 1.0})
     with caplog.at_level("WARNING"):
         (event,) = grower.step(epoch=1)

@@ -108,26 +108,16 @@ class Repeating(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Flat(nn.Module):
+def flat() -> nn.Module:
     """Batches are all that its statistics are taken over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (6, 16, 16, 16)
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for width in widths[1:])
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = F.relu(norm(layer(x.flatten(1))))
-        return self.head(x)
+    hidden = [(nn.Linear(i, 16), nn.BatchNorm1d(16), nn.ReLU()) for i in (6, 16, 16)]
+    return nn.Sequential(*itertools.chain(*hidden), nn.Linear(16, 4))
 
 
 SOUND = {
     "once": (lambda: Repeating(1), (3, 5, 5)),
     "six times": (lambda: Repeating(6), (3, 5, 5)),
-    "flat": (Flat, (6,)),
+    "flat": (flat, (6,)),
     "resnet": (lambda: CifarResNet(1, 4, channels=(8, 8, 16)), (3, 8, 8)),
 }
 

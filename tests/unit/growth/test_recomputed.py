@@ -166,26 +166,18 @@ class Norm(nn.Module):
         return checkpoint(self.own, x, use_reentrant=False) if self.how == "checkpoint" else self.own(x)
 
 
-class Denoising(nn.Module):
-    """A residual block of NAFNet's between two convolutions."""
-
-    def __init__(self, how: str, channels: int = 16) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, channels, 3, padding=1), Norm(channels, how)
-        self.wide, self.narrow = nn.Conv2d(channels, 32, 1), nn.Conv2d(32, channels, 1)
-        self.last = nn.Conv2d(channels, 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.last(x + self.narrow(F.gelu(self.wide(self.norm(x)))))
-
-
 @pytest.mark.parametrize(
     ("how", "method"), [("function", VarianceTransfer), ("checkpoint", Net2Net), ("plain", PairGrowth)]
 )
 def test_channels_normalised_inside_a_checkpoint_keep_their_width(how: str, method: Any) -> None:
     torch.manual_seed(0)
-    made, x = Denoising(how).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    made = Around(
+        # A residual block of NAFNet's between two convolutions.
+        lambda net, x: net.last((h := net.first(x)) + net.narrow(F.gelu(net.wide(net.norm(h))))),
+        **{"first": nn.Conv2d(3, 16, 3, padding=1), "norm": Norm(16, how), "last": nn.Conv2d(16, 3, 3, padding=1)},
+        **{"wide": nn.Conv2d(16, 32, 1), "narrow": nn.Conv2d(32, 16, 1)},
+    ).double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     grower = Grower(made, x, method=method(), trigger={0: 0.5, 1: 1.0})
     code = {"function": "the torch.autograd.Function Normalised", "checkpoint": "torch.utils.checkpoint"}
     if how == "plain":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
@@ -233,16 +233,10 @@ def test_a_frozen_length_or_direction_keeps_the_width() -> None:
     assert not graph.groups and "is frozen" in graph.fixed["2.parametrizations.weight"], graph.fixed
 
 
-class Residual(nn.Module):
+def residual(norm: Callable[..., nn.Module], dim: int | None) -> nn.Module:
     """A block of vocoders: its branch ends in a weight-normalised layer."""
-
-    def __init__(self, norm: Callable[..., nn.Module], dim: int | None) -> None:
-        super().__init__()
-        self.one, self.two = (norm(nn.Conv1d(8, 8, 3, padding=1), dim=dim) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(F.leaky_relu(self.one(F.leaky_relu(x))))
-        return x + y
+    one, two = (norm(nn.Conv1d(8, 8, 3, padding=1), dim=dim) for _ in range(2))
+    return Around(lambda net, x: x + net.two(F.leaky_relu(net.one(F.leaky_relu(x)))), one=one, two=two)
 
 
 @pytest.mark.parametrize("start", ["zero", "stack"])
@@ -252,7 +246,7 @@ def test_blocks_come_in_exactly_and_learn(spelling: str, dim: int | None, start:
     torch.manual_seed(0)
     norm, _ = SPELLINGS[spelling]
     ends = nn.Conv1d(3, 8, 3), (nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 4))
-    network = nn.Sequential(ends[0], *(Residual(norm, dim) for _ in range(3)), *ends[1]).double()
+    network = nn.Sequential(ends[0], *(residual(norm, dim) for _ in range(3)), *ends[1]).double()
     grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, parts=[Depth(start=start)])
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     grower.follow(optimizer)

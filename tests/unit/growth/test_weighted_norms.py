@@ -153,25 +153,16 @@ def test_a_network_goes_from_weighted_to_plain_without_a_jump() -> None:
     assert vars(run.network.rms).keys() == vars(nn.RMSNorm(2)).keys()
 
 
-class GatedBlock(nn.Module):
-    """Half of a Transformer as it is today: RMSNorm and a gated MLP beside a residual stream."""
-
-    def __init__(self, features: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(features)
-        self.gate, self.up = nn.Linear(features, hidden), nn.Linear(features, hidden)
-        self.down = nn.Linear(hidden, features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, features] to the same."""
-        normed = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-
-
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), Net2Net()], ids=lambda m: m.name)
 def test_new_channels_of_a_deep_gated_network_stay_as_large_as_old_ones(method: GrowthMethod) -> None:
+    """Blocks are half of a Transformer as it is today: RMSNorm and a gated MLP beside a residual stream."""
+
+    def gated(net: Around, x: Tensor) -> Tensor:
+        normed = net.norm(x)
+        return x + net.down(F.silu(net.gate(normed)) * net.up(normed))
+
     torch.manual_seed(0)
-    blocks = [GatedBlock(32, 64) for _ in range(12)]
+    blocks = [Around(gated, norm=nn.RMSNorm(32), gate=[32, 64], up=[32, 64], down=[64, 32]) for _ in range(12)]
     network = nn.Sequential(nn.Linear(8, 32), *blocks, nn.RMSNorm(32), nn.Linear(32, 4)).double()
     x = torch.randn(16, 8, dtype=torch.float64)
     graph = trace(network, x)
