@@ -42,7 +42,6 @@ ARMS = {
     "testbed_cifar10_depth/grown_20": "method=grown_depth schedule.initial_fraction=0.35",
     "testbed_cifar10_depth/grown_30": "method=grown_depth schedule.initial_fraction=0.48",
     "testbed_cifar10_depth/grown_40": "method=grown_depth schedule.initial_fraction=0.59",
-    "table2_short/vt_cost_80": f"method=growing_vt schedule.total_epochs=80 {CLOCK}",
     "table2_short/net2net_80": "method=net2net schedule.total_epochs=80",
     "table2_short/pairs_80": "method=growing schedule.total_epochs=80",
     "table2_short/whole_fixed": f"method=fixed_size {WHOLE}",

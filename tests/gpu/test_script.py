@@ -23,7 +23,7 @@ def test_the_script_runs_on_a_cpu(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "training.json").read_text())["rows"]
     assert [row["seed"] for row in rows] == [0, 1] * 4 and all(row["steps"] == 8 for row in rows)
     assert [bool(row["events"]) for row in rows] == [False] * 4 + [True] * 4
-    assert (tmp_path / "rows/table2_short/vt_cost_80_s0/results.json").is_file()
+    assert (tmp_path / "rows/table2_short/net2net_80_s0/results.json").is_file()
     assert len(json.loads((tmp_path / "ratios.json").read_text())["ratios"]) > 3
 
 
