@@ -78,10 +78,14 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
     front = OmegaConf.load(tmp_path / "both" / "optimization_results.yaml").solutions
     runs = [(r["val_accuracy"], r["train_cost_percent"]) for r in results_below(tmp_path / "both")]
     assert len(runs) == 2 and {tuple(solution["values"]) for solution in front} <= set(runs)
-    backwards = cli(*SWEEP, *search, "hydra.sweeper.direction=minimize", "data.validation=split", cwd=tmp_path)
+    wrong = ("hydra.sweeper.direction=minimize", "hydra.sweep.dir=wrong")
+    backwards = cli(*SWEEP, *search, *wrong, "data.validation=split", cwd=tmp_path)
     assert backwards.code == 2 and "direction=minimize does not fit" in backwards.err
-    refused = cli(*SWEEP, *search, "data.validation=test", cwd=tmp_path)
-    assert refused.code == 2 and "set data.validation=split" in refused.err
+    refused = cli(*SWEEP, *search, "data.validation=test", "hydra.sweep.dir=refused", cwd=tmp_path)
+    assert refused.code == 2 and refused.err.splitlines()[-1].endswith("set data.validation=split.")
+    failing = ("data.batch_size=0", "hydra.sweep.dir=failing")
+    failed = cli(*SWEEP, *search, *failing, "data.validation=split", cwd=tmp_path)
+    assert failed.code == 2 and failed.err.splitlines()[-1] == "error: 2 jobs of the sweep failed."
 
 
 @pytest.mark.slow

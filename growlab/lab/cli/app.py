@@ -66,6 +66,10 @@ def _job(cfg: DictConfig) -> Any:
     failure, alone = run_dir / FAILURE, not processes.started_elsewhere()
     try:
         sweeps.check_selection(cfg)
+    except UserError as error:
+        # The whole search, not this trial.
+        raise JobFailed(error) from None
+    try:
         if alone and sweeps.has_finished(cfg, run_dir):
             print(f"finished before: {run_dir}")
             return sweeps.objective(cfg, run_dir)
@@ -293,5 +297,8 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         return 130
     except Exception as error:
         sweeps.conclude()
+        if _FAILED and str(error) == "Record does not exist.":
+            # Optuna's words for a search without a best trial, as every trial failed.
+            error = UserError(next(iter(_FAILED)))
         return _fail(error, overrides, with_traceback)
     return 0
