@@ -233,7 +233,8 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(cli: Com
     *together, events = eval(first)
     assert [event["widths_after"] for event in events] == [event["widths_after"] for event in alone[-1]]
     for values, wanted in zip(together, alone, strict=False):
-        torch.testing.assert_close(torch.tensor(values), torch.tensor(wanted), rtol=1e-3, atol=1e-6)
+        # The loss is in float32, summed in another order by two.
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(wanted), rtol=1e-3, atol=1e-5)
 
 
 def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, tmp_path: Path) -> None:
