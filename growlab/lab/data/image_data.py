@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from growlab import parts
 from growlab.base.errors import UserError
 from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, stratified_split
@@ -18,7 +19,7 @@ from growlab.lab.data.image_files import open_images
 from growlab.lab.data.images import Fit, ImageArray, Images, Interpolation, RandomCrop, image_statistics
 from growlab.lab.data.loaders import EpochPlan, ImageBatches, MemoryLoader, StreamLoader, WorkerPool, workers_of_rank
 from growlab.lab.data.run_data import RunData
-from growlab.parts import Classes, Part
+from growlab.parts import Part
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ class ImageData(RunData):
         arriving = self.incremental
         if arriving is None or arriving.mode != "classes":
             return []
-        return [Classes(arriving.order(self.num_classes), partial(arriving.num_classes, self.num_classes))]
+        return [parts.Classes(arriving.order(self.num_classes), partial(arriving.num_classes, self.num_classes))]
 
     def held_bytes(self) -> int:
         """Return the bytes of all images that a run keeps on the training device, besides its batches."""

@@ -37,6 +37,7 @@ PARTS = {
     "resolution": Files(("parts/resolution.py",), ("parts/resolution.yaml", "method/grown_resolution.yaml")),
     "patch sizes": Files(("parts/patch_size.py",), ("parts/patch_size.yaml",)),
     "settings": Files(("parts/setting.py",), ("parts/setting.yaml",)),
+    "arriving classes": Files(("parts/classes.py",), ()),
     "arriving features": Files(("parts/features.py",), ("parts/features.yaml",)),
     "isotropic layers": Files(
         ("parts/isotropic", "recipes/papers/studies/isotropic*.py", "recipes/papers/entries/3_bird*.yaml"),
