@@ -4,10 +4,13 @@
     python -m tests.gpu.rows --only table2_short/whole_ --seeds 1 --write FOLDER/rows   # ResNet-20 at 160 epochs
 
 What ends in time lies in FOLDER/rows, by the folder in `notebooks/results` that it is to be copied to; the others begin
-again on the next machine. NVIDIA's MPS, where it is installed, lets the kernels of several processes run at once.
+again on the next machine. NVIDIA's MPS, where it is installed, lets the kernels of several processes run at once. Each
+arm on text has its own rate: the best by validation with seed 0, which is then trained with the other seeds too.
 """
 
 import argparse
+import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,6 +18,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "notebooks/results"
@@ -22,11 +26,24 @@ CLOCK = "schedule.learning_rate.progress_unit=cost"
 WHOLE = "model=resnet20 data.image_size=null data.shift=4 schedule.total_epochs=160"
 SIZES = "method=grown_resolution resolution.sizes"
 TWO_BLOCKS = "model=resnet14 model.stem_stride=1"
+ONE_LAYER = "method=fixed_size model.num_hidden_layers=1"
+LOOPED = "model=gpt model._target_=tests.gpu.looped.Looped model.num_layers=2 " + " ".join(
+    f"~model.{name}" for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                                  "num_key_value_heads", "config")
+)  # fmt: skip
+THREE = f"{SIZES}=null schedule.num_stages=3 schedule.initial_fraction=0.3 schedule.epoch_growth_rate=0"
+TEXT = "llama_text_inputs"
+# Passes of the full Llama over the text, and epochs in a pass: thirty in each budget.
+BUDGETS = {0.03: 1000, 0.1: 300, 0.3: 100}
+# FLOPs of a token of the full Llama, by those of the same with windows of 32 tokens and of one with a layer of six; and
+# of the two shared blocks run four times, by those run twice.
+SHORTER, SHALLOWER, FEWER = 1.0973, 3.3554, 1.7576
 # What all runs of a folder have in common.
 COMMON = {
     "resnet20_cifar10_inputs": "experiment=papers/frontier_resnet20 optimizer.lr=0.1 trainer.precision=bf16-mixed",
     "testbed_cifar10_depth": "experiment=papers/frontier_testbed schedule.budget=17",
     "table2_short": "experiment=papers/table2_short",
+    TEXT: "experiment=papers/frontier_llama_text data.validation_fraction=0.003 data.batch_size=16",
 }
 # Settings by folder and name, each of several seeds, in the order of what they decide. Kept rows have their command.
 ARMS = {
@@ -50,6 +67,27 @@ ARMS = {
     "table2_short/whole_vt_cost": f"method=growing_vt {WHOLE} {CLOCK}",
     "table2_short/whole_net2net": f"method=net2net {WHOLE}",
 }
+# Arms on text: settings, and how many passes cost what one of the full network does.
+ON_TEXT = {
+    "full": ("method=fixed_size", 1.0),
+    "smaller": (ONE_LAYER, SHALLOWER),
+    "grown_depth": ("method=grown_depth", 1.0),
+    "context_32": ("method=fixed_size data.context=32 data.batch_size=64", SHORTER),
+    "grown_context": (f"{SIZES}=[32,128] schedule.batch_sizes=[64,16]", 1.0),
+    "smaller_grown_context": (f"{SIZES}=[32,128] schedule.batch_sizes=[64,16] model.num_hidden_layers=1", SHALLOWER),
+    "batch_4": ("method=fixed_size data.batch_size=4", 1.0),
+    "grown_batch": (f"{THREE} schedule.batch_sizes=[4,8,16]", 1.0),
+    "repeats_4": (f"method=fixed_size {LOOPED}", 1.0),
+    "repeats_2": (f"method=fixed_size {LOOPED} +model.repeats=2", FEWER),
+    "grown_repeats": (f"{THREE} {LOOPED} setting.names=repeats setting.values=[2,3,4]", 1.0),
+}  # fmt: skip
+ARMS |= {
+    f"{TEXT}/b{budget}_{name}": f"{given} schedule.budget={budget * passes:.6g} data.epochs_per_pass={epochs}"
+    for budget, epochs in BUDGETS.items()
+    for name, (given, passes) in ON_TEXT.items()
+}
+# Runs that failed with CUDA graphs, by what they have in common.
+WITHOUT_GRAPHS: set[str] = set()
 SMALL = (
     "data.name=digits",
     "data.root=null",
@@ -59,30 +97,69 @@ SMALL = (
 )
 
 
-def command(name: str, seed: int, folder: Path, device: str, data: str) -> list[str]:
+def command(name: str, seed: int, rate: float | None, folder: Path, device: str, data: Path) -> list[str]:
     """The command line of a run."""
-    given = [COMMON[name.partition("/")[0]], ARMS[name], f"seed={seed} num_threads=1 logger=csv ckpt_path=null"]
-    given.append(f"data.root={data} trainer=gpu callbacks=cuda_graphs" if device == "cuda" else "trainer=cpu")
+    common, text = COMMON[name.partition("/")[0]], name.startswith(TEXT)
+    given = [common, ARMS[name], f"seed={seed} num_threads=1 logger=csv ckpt_path=null"]
+    given += [] if rate is None else [f"optimizer.lr={rate:g}"]
+    given.append(f"data.path={data / 'doc'}" if text else f"data.root={data / 'cifar10'}")
+    given.append("trainer=gpu" if device == "cuda" else "trainer=cpu")
+    given += ["callbacks=cuda_graphs"] if device == "cuda" and common not in WITHOUT_GRAPHS else []
     words = [*" ".join(given).split(), f"hydra.run.dir={folder}"]
-    return [sys.executable, "-m", "growlab", *words, *(SMALL if device == "cpu" else ())]
+    if device == "cpu":
+        words += ["schedule.budget=0.01", "data.epochs_per_pass=1000"] if text else SMALL
+    return [sys.executable, "-m", "growlab", *words]
 
 
-def trained(name: str, seed: int, out: Path, device: str, data: str, until: float) -> None:
-    """Train one, and keep what says how it went."""
-    folder = out / f"{name}_s{seed}"
-    if time.monotonic() >= until or ((KEPT / f"{name}_s{seed}/results.json").is_file() and device == "cuda"):
-        return
+def searched(name: str, seeds: list[int], *where: Any) -> None:
+    """Train one that needs a rate of its own: at twice and half the best one so far, until both are worse."""
+
+    def error(rate: float) -> float:
+        found = [folder / "results.json" for folder in trained(name, 0, *where, rate=rate)]
+        found = [path for path in found if path.is_file()]
+        return json.loads(found[0].read_text())["val_bits_per_byte"] if found else math.inf
+
+    errors = {0.004: error(0.004)}
+    while True:
+        best = min(errors, key=lambda rate: errors[rate])
+        beside = [rate for rate in (best / 2, best * 2) if rate not in errors]
+        if not beside or math.isinf(errors[best]):
+            break
+        errors |= {rate: error(rate) for rate in beside}
+    for seed in seeds:
+        trained(name, seed, *where, rate=best)
+
+
+def trained(
+    name: str, seed: int, out: Path, device: str, data: Path, until: float, rate: float | None = None
+) -> list[Path]:
+    """Train one, and keep what says how it went; return where that can lie."""
+    own = f"{name}{'' if rate is None else f'_lr{rate:g}'}_s{seed}"
+    folder = out / own
+    places = [KEPT / own, folder]
+    if time.monotonic() >= until or (device == "cuda" and any((place / "results.json").is_file() for place in places)):
+        return places
     try:
         done = subprocess.run(
-            command(name, seed, folder, device, data), capture_output=True, text=True, timeout=until - time.monotonic()
+            command(name, seed, rate, folder, device, data),
+            capture_output=True,
+            text=True,
+            timeout=until - time.monotonic(),
         )
     except subprocess.TimeoutExpired:
-        return shutil.rmtree(folder, ignore_errors=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith("test accuracy")]
-    print(f"{name}_s{seed}", *(told or [f"exit code {done.returncode}: {done.stderr[-300:]}"]), flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        return places
+    if done.returncode and device == "cuda" and (common := COMMON[name.partition("/")[0]]) not in WITHOUT_GRAPHS:
+        print(own, f"without graphs: {done.stderr[-600:]}", flush=True)
+        WITHOUT_GRAPHS.add(common)
+        shutil.rmtree(folder, ignore_errors=True)
+        return trained(name, seed, out, device, data, until, rate)
+    told = [line for line in done.stdout.splitlines() if line.startswith("test ")]
+    print(own, *(told or [f"exit code {done.returncode}: {done.stderr[-300:]}"]), flush=True)
     for path in folder.iterdir():
         if path.name not in ("config.yaml", "growth.json", "metrics.csv", "results.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return places
 
 
 def main() -> None:
@@ -91,12 +168,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--write", type=Path, required=True, help="folder of the runs")
-    parser.add_argument("--only", default="", help="names begin with this")
+    parser.add_argument("--only", default="", help="names begin with one of these, with commas")
     parser.add_argument("--seeds", default="0,1,2")
     given = parser.parse_args()
-    data = str(Path(os.environ.get("GROWLAB_DATA", ROOT.parent / "shared/data")) / "cifar10")
-    wanted = [name for name in ARMS if name.startswith(given.only)]
-    names = [(name, int(seed)) for name in wanted for seed in given.seeds.split(",")]
+    data = Path(os.environ.get("GROWLAB_DATA", ROOT.parent / "shared/data"))
+    wanted = [name for name in ARMS if name.startswith(tuple(given.only.split(",")))]
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    names = [(name, seed) for name in wanted if not name.startswith(TEXT) for seed in seeds]
+    texts = [name for name in wanted if name.startswith(TEXT)]
     if given.device == "cpu":
         # One of each folder.
         names = list({name.partition("/")[0]: (name, seed) for name, seed in reversed(names)}.values())
@@ -104,9 +183,12 @@ def main() -> None:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
     until = time.monotonic() + given.seconds
     cores = len(os.sched_getaffinity(0))
+    where = given.write, given.device, data, until
     with ThreadPoolExecutor(max(1, cores - 1)) as pool:
-        for name, seed in names:
-            pool.submit(trained, name, seed, given.write, given.device, data, until)
+        begun = [pool.submit(trained, name, seed, *where) for name, seed in names]
+        begun += [pool.submit(searched, name, seeds, *where) for name in texts]
+    for one in begun:
+        one.result()
     print(f"{len(list(given.write.glob('*/*/results.json')))} runs")
 
 
