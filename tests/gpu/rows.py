@@ -139,24 +139,20 @@ def trained(
     places = [KEPT / own, folder]
     if time.monotonic() >= until or (device == "cuda" and any((place / "results.json").is_file() for place in places)):
         return places
+    words = command(name, seed, rate, folder, device, data)
     try:
-        done = subprocess.run(
-            command(name, seed, rate, folder, device, data),
-            capture_output=True,
-            text=True,
-            timeout=until - time.monotonic(),
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=until - time.monotonic())
     except subprocess.TimeoutExpired:
         shutil.rmtree(folder, ignore_errors=True)
         return places
-    if done.returncode and device == "cuda" and (common := COMMON[name.partition("/")[0]]) not in WITHOUT_GRAPHS:
+    if done.returncode and "callbacks=cuda_graphs" in words:
         print(own, f"without graphs: {done.stderr[-600:]}", flush=True)
-        WITHOUT_GRAPHS.add(common)
+        WITHOUT_GRAPHS.add(COMMON[name.partition("/")[0]])
         shutil.rmtree(folder, ignore_errors=True)
         return trained(name, seed, out, device, data, until, rate)
     told = [line for line in done.stdout.splitlines() if line.startswith("test ")]
     print(own, *(told or [f"exit code {done.returncode}: {done.stderr[-300:]}"]), flush=True)
-    for path in folder.iterdir():
+    for path in folder.glob("*"):
         if path.name not in ("config.yaml", "growth.json", "metrics.csv", "results.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return places
