@@ -1,6 +1,6 @@
-"""Train pairs of a network and a budget that were written down before any of them was trained, in two rounds.
+"""Train pairs of a network and a budget that were written down before any of them was trained, in three rounds.
 
-`python notebooks/docs/blind_rows.py second --write` writes `notebooks/results/blind_second/pairs.csv`: networks,
+`python notebooks/docs/blind_rows.py third --write` writes `notebooks/results/blind_third/pairs.csv`: networks,
 budgets, and the odds of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
 missing from `rates.csv` (validation data, one seed) and `arms.csv` (test data), at equal cost in FLOPs, in about half
 an hour on one CPU core. `first` is the round of `notebooks/results/blind`. The kept pairs.csv of each round has the
@@ -25,7 +25,9 @@ import datasets
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from timm.layers import SEModule
 from timm.models import MlpMixer, VisionTransformer
+from timm.models.convmixer import ConvMixer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,16 +36,23 @@ from growlab.grower.cost import forward_flops
 from growlab.grower.triggers import Never
 from growlab.growth import VarianceTransfer
 from growlab.lab.networks import MLP, CausalTransformer, CifarResNet
+from growlab.lab.networks.language_models import CausalModel
 from growlab.lab.training.run import git_commit
 from growlab.parts import Depth, Resolution
 from growlab.plan import advise
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FOLDERS = {"first": RESULTS / "blind", "second": RESULTS / "blind_second"}
+FOLDERS = {
+    name: RESULTS / folder
+    for name, folder in zip(("first", "second", "third"), ("blind", "blind_second", "blind_third"), strict=True)
+}
 SIZES = ("full", "smaller", "grown")
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays", "shallow", "drawn")
 # The last rate is tried if the first is better than the second.
-RATES, RATE_SEED, SEEDS = (0.005, 0.015, 0.0015), 100, range(2)
+RATES, RATE_SEED = (0.005, 0.015, 0.0015), 100
+# Seeds of each round; more for what the controller is compared with, since the two differ little.
+SEEDS = {"first": 2, "second": 2, "third": 3}
+COMPARED = {"third": {"controller": 8, "stays": 8}}
 # Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
 RATE_OF = {
     **dict.fromkeys(("eighth", "controller", "stays"), "smaller"),
@@ -57,9 +66,9 @@ TESTED = 4000
 
 
 class Recurrent(nn.Module):
-    """Next character by two layers of an LSTM or a GRU."""
+    """Next character by two layers of an LSTM, a GRU or an RNN."""
 
-    def __init__(self, layer: type[nn.LSTM | nn.GRU], width: int) -> None:
+    def __init__(self, layer: type[nn.LSTM | nn.GRU | nn.RNN], width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, width)
         self.layers = layer(width, width, 2, batch_first=True)
@@ -193,6 +202,119 @@ def mixer(width: int, channels: int, size: int) -> nn.Module:
     return MlpMixer(CLASSES, size, channels, patch_size=4, num_blocks=4, embed_dim=width, mlp_ratio=(0.5, 2.0))
 
 
+def preact(width: int, channels: int) -> nn.Module:
+    """Four residual blocks of two convolutions behind group normalisation, on half of the image's side."""
+    C = width
+    blocks = [
+        Branch(
+            nn.GroupNorm(1, C), nn.ReLU(), nn.Conv2d(C, C, 3, padding=1), nn.GroupNorm(1, C), nn.ReLU(),
+            nn.Conv2d(C, C, 3, padding=1),
+        ) for _ in range(4)
+    ]  # fmt: skip
+    head = [nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(C, CLASSES)]
+    return nn.Sequential(nn.Conv2d(channels, C, 3, 2, 1), *blocks, *head)
+
+
+def inverted(width: int, channels: int) -> nn.Module:
+    """Four inverted residual blocks, three times as wide within."""
+    C, D = width, 3 * width
+    blocks = [
+        Branch(
+            nn.Conv2d(C, D, 1, bias=False), nn.BatchNorm2d(D), nn.ReLU6(),
+            nn.Conv2d(D, D, 3, padding=1, groups=D, bias=False), nn.BatchNorm2d(D), nn.ReLU6(),
+            nn.Conv2d(D, C, 1, bias=False), nn.BatchNorm2d(C),
+        ) for _ in range(4)
+    ]  # fmt: skip
+    stem = [nn.Conv2d(channels, C, 3, 2, 1, bias=False), nn.BatchNorm2d(C)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(C, CLASSES))
+
+
+class Encoder(nn.Module):
+    """Class of an image from its rows, by four layers of an encoder whose normalisations come first."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.rows = nn.Linear(size, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(size, width))
+        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        return self.head(self.layers(self.rows(images_BCHW[:, 0]) + self.positions).mean(1))
+
+
+def layered(width: int, features: int) -> nn.Module:
+    """Three hidden layers with layer normalisation, GELU and dropout."""
+    layers: list[nn.Module] = []
+    for into in (features, width, width):
+        layers += [nn.Linear(into, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(width, CLASSES))
+
+
+class GatedCausal(nn.Module):
+    """Causal convolution times a gate, beside a skip connection (WaveNet)."""
+
+    def __init__(self, width: int, dilation: int) -> None:
+        super().__init__()
+        self.value, self.gate = (nn.Conv1d(width, width, 2, dilation=dilation) for _ in range(2))
+        self.out, self.dilation = nn.Conv1d(width, width, 1), dilation
+
+    def forward(self, x_BCT: Tensor) -> Tensor:
+        """Features of the input's shape."""
+        padded = F.pad(x_BCT, (self.dilation, 0))
+        return x_BCT + self.out(torch.tanh(self.value(padded)) * torch.sigmoid(self.gate(padded)))
+
+
+class WaveNet(nn.Module):
+    """Next character by five gated causal convolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, width)
+        self.layers = nn.Sequential(*(GatedCausal(width, 2**index) for index in range(5)))
+        self.head = nn.Linear(width, CHARACTERS)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
+        return self.head(self.layers(self.embedding(tokens_BT).transpose(1, 2)).transpose(1, 2))
+
+
+def convmixer(width: int, channels: int) -> nn.Module:
+    """ConvMixer of timm: four layers, kernels of 5x5, patches of 2x2."""
+    return ConvMixer(width, 4, kernel_size=5, patch_size=2, in_chans=channels, num_classes=CLASSES)
+
+
+def gpt2(width: int) -> nn.Module:
+    """GPT-2 of transformers: four layers, two heads."""
+    return CausalModel(CHARACTERS, LENGTH, "gpt2", hidden_size=width, num_attention_heads=2)
+
+
+def excited(width: int, channels: int) -> nn.Module:
+    """Three convolutions with batch normalisation, each followed by squeeze-and-excitation of timm."""
+    layers: list[nn.Module] = []
+    for into, out, stride in ((channels, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 2)):
+        layers += [nn.Conv2d(into, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out), nn.SiLU()]
+        layers += [SEModule(out, rd_channels=width)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, CLASSES))
+
+
+class Strips(nn.Module):
+    """Class of an image whose rows are channels, by three convolutions along them."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv1d(size, width, 3, padding=1), nn.ReLU(), nn.Conv1d(width, width, 3, padding=1), nn.ReLU()),
+            *(nn.Conv1d(width, width, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(width * size, CLASSES)),
+        )
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Logits [B, classes]."""
+        return self.layers(images_BCHW[:, 0])
+
+
 @dataclass(frozen=True)
 class Pair:
     """A network and a budget.
@@ -266,8 +388,13 @@ _OF = {
     "lstm": partial(Recurrent, nn.LSTM), "gru": partial(Recurrent, nn.GRU),
     "separable": separable, "vgg": vgg, "causal": Causal, "rows": Rows, "resmlp": resmlp, "mixer": mixer,
     "convnext": convnext,
+    "preact": preact, "rnn": partial(Recurrent, nn.RNN), "inverted": inverted, "encoder": Encoder, "layered": layered,
+    "wavenet": WaveNet, "convmixer": convmixer, "gpt2": gpt2, "excited": excited, "strips": Strips,
 }  # fmt: skip
-_IN_DEPTH = ("resnet14", "vit", "decoder", "resmlp", "mixer", "convnext")
+_IN_DEPTH = (
+    *("resnet14", "vit", "decoder", "resmlp", "mixer", "convnext"),
+    *("preact", "inverted", "encoder", "wavenet", "gpt2"),
+)
 
 
 def _pair(
@@ -316,7 +443,21 @@ SECOND = [
     _pair(27, 28.0, "resmlp", DIGITS, (12, 8), None, features=64),
     _pair(28, 40.0, "mlp", CIFAR, (12, 6), None, features=768),
 ]
-PAIRS = {"first": FIRST, "second": SECOND}
+THIRD = [
+    _pair(29, 1.0, "preact", CIFAR, (12, 8, 4), 12, channels=3),
+    _pair(30, 1.2, "rnn", GERMAN, (64, 43, 18), 32, 8),
+    _pair(31, 1.5, "inverted", MNIST, (16, 11, 5), 14, channels=1),
+    _pair(32, 1.9, "encoder", SMALL_MNIST, (24, 16, 8), None, size=14),
+    _pair(33, 2.3, "layered", CIFAR, (24, 12, 3), None, features=768),
+    _pair(34, 2.9, "wavenet", PYTHON, (32, 22, 10), 32, 8),
+    _pair(35, 3.5, "lstm", GERMAN, (48, 32, 13), 32, 16),
+    _pair(36, 4.3, "convmixer", CIFAR, (20, 13, 5), 12, channels=3),
+    _pair(37, 5.3, "gpt2", ENGLISH, (24, 16, 8), 32, 16),
+    _pair(38, 6.6, "excited", SMALL_MNIST, (8, 5, 3), 10, channels=1),
+    _pair(39, 8.1, "strips", DIGITS, (24, 16, 6), None, size=8),
+    _pair(40, 10.0, "mixer", DIGITS, (12, 8, 4), None, channels=1, size=8),
+]
+PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD}
 
 
 # Data --------------------------------------------------------------------------------------------------------
@@ -536,15 +677,18 @@ def written(pair: Pair) -> dict[str, Any]:
     samples = round(pair.budget / pair.flops(pair.make(pair.widths[0]), pair.whole)) * (LENGTH if pair.text else 1)
     row = {"pair": pair.name, "family": pair.family, "kind": kind, "params": full, "smaller_params": half}
     row |= {"samples": samples, "ratio": f"{samples / full:.3g}", "budget_gflops": round(3 * pair.budget / 1e9, 1)}
-    for name, size in (("smaller_full", "any"), ("grown_full", "full")):
-        advice = advise(full, samples, smaller=half, kind=kind, size=size)
+    asked = [("smaller_full", half, "any"), ("grown_full", half, "full")]
+    asked += [("eighth_full", pair.params[2], "any")] if len(pair.params) > 2 else []
+    for name, smaller, size in asked:
+        advice = advise(full, samples, smaller=smaller, kind=kind, size=size)
         row[f"odds_{name}"] = round(1 - advice.odds if advice.choice == "full" else advice.odds, 3)
         row[f"regret_{name}"] = round(advice.regret, 4)
     return row
 
 
-def missing(folder: Path, pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[str, float, int, str]]:
-    """Runs that the files lack: arm, rate, seed and file."""
+def missing(name: str, pair: Pair) -> Iterator[tuple[str, float, int, str]]:
+    """Runs that the files of a round lack: arm, rate, seed and file."""
+    folder = FOLDERS[name]
     for arm in pair.arms:
         for rate in RATES if arm not in RATE_OF else ():
             known = [float(row["rate"]) for row in rates_of(folder, pair, arm)]
@@ -553,7 +697,7 @@ def missing(folder: Path, pair: Pair, seeds: Sequence[int]) -> Iterator[tuple[st
         ends = [
             int(row["seed"]) for row in rows_of(folder / "arms.csv") if (row["pair"], row["arm"]) == (pair.name, arm)
         ]
-        for seed in set(seeds) - set(ends):
+        for seed in set(range(COMPARED.get(name, {}).get(arm, SEEDS[name]))) - set(ends):
             yield arm, chosen(folder, pair, arm), seed, "arms.csv"
 
 
@@ -582,13 +726,12 @@ def main() -> None:
     if given.write:
         append(folder / "pairs.csv", [written(pair) for pair in PAIRS[given.round]])
         return
-    for seeds in (SEEDS[:1], SEEDS):
-        for pair in PAIRS[given.round]:
-            data = load(given.data, pair.data, pair.size)
-            for arm, rate, seed, name in missing(folder, pair, seeds):
-                row = train(pair, arm, rate, seed, data, "val" if name == "rates.csv" else "test")
-                append(folder / name, [row])
-                print(row, flush=True)
+    for pair in PAIRS[given.round]:
+        data = load(given.data, pair.data, pair.size)
+        for arm, rate, seed, name in missing(given.round, pair):
+            row = train(pair, arm, rate, seed, data, "val" if name == "rates.csv" else "test")
+            append(folder / name, [row])
+            print(row, flush=True)
 
 
 if __name__ == "__main__":
