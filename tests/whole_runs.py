@@ -35,7 +35,7 @@ NUM_STEPS = 18
 
 def mlp3(image_shape: Sequence[int], num_classes: int, width: int = 12, batch_norm: bool = False) -> nn.Module:
     """Three hidden layers, named as those of `mlp8`."""
-    return networks.mlp.MLP(torch.Size(image_shape).numel(), [width] * 3, num_classes, batch_norm)
+    return networks.MLP(torch.Size(image_shape).numel(), [width] * 3, num_classes, batch_norm)
 
 
 def dropout_mlp(image_shape: Sequence[int], num_classes: int) -> nn.Module:

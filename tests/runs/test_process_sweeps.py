@@ -73,6 +73,8 @@ def test_a_search_is_given_the_accuracy_of_every_job(cli: CommandLine, tmp_path:
     assert best == max(r["val_accuracy"] for r in results_below(tmp_path / "sweep"))
     assert cli("resume", "sweep", cwd=tmp_path).code == 0
     assert len(results_below(tmp_path / "sweep")) == 2
+    turned = cli(*SWEEP, *search, "hydra.sweeper.direction=minimize", "data.validation=split", cwd=tmp_path)
+    assert turned.code == 2 and "has another hydra.sweeper.direction" in turned.err and "Traceback" not in turned.err
     both = ("hydra.sweeper.direction=[maximize,minimize]", "hydra.sweep.dir=both", "trainer=cpu")
     cli.done(*SWEEP, *search, *both, "data.validation=split", cwd=tmp_path)
     front = OmegaConf.load(tmp_path / "both" / "optimization_results.yaml").solutions

@@ -17,8 +17,7 @@ from growlab.base.files import FAILURE
 from growlab.lab.data.arrival import first_balanced
 from growlab.lab.data.image_files import load_digits
 from growlab.lab.training.configuration import resume_override, set_plugin_defaults
-from growlab.lab.training.processes import in_folder, name_of
-from growlab.lab.training.run_folder import forget_results, is_locked, lock_folder
+from growlab.lab.training.processes import forget_results, in_folder, is_locked, lock_folder, name_of
 from tests.command_line import CommandLine
 from tests.whole_runs import MLP, Whole, table
 

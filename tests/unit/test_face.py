@@ -13,7 +13,7 @@ from torch import nn
 
 import growlab
 from growlab.lab.cli.explain import explain
-from growlab.lab.training.library_messages import quiet_libraries
+from growlab.lab.training.run import quiet_libraries
 
 
 def test_every_name_is_there() -> None:

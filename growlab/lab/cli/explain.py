@@ -34,6 +34,10 @@ _MEANT = {
         "the last of an epoch, has only one: change data.batch_size, or use a network with another normalisation"
     ),
     "DataLoader worker (pid": "a process that loads data died; if memory ran out, lower data.num_workers",
+    "Cannot overwrite study direction": (
+        "the search in this folder has another hydra.sweeper.direction: continue it with that one, or choose another "
+        "hydra.sweep.dir"
+    ),
     "Early stopping conditioned on metric": "",
     "Dataset not found or corrupted": "",
 }

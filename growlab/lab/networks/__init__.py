@@ -1,7 +1,17 @@
 """Plain full-width networks: `nn.Module`s without any code for growth."""
 
-from growlab.lab.networks.convolutional import ConvNet, allconv, convnet, convnet4, mobilenetv1, vgg11, vgg19
-from growlab.lab.networks.mlp import MLP, mlp5, mlp8
+from growlab.lab.networks.feedforward import (
+    MLP,
+    ConvNet,
+    allconv,
+    convnet,
+    convnet4,
+    mlp5,
+    mlp8,
+    mobilenetv1,
+    vgg11,
+    vgg19,
+)
 from growlab.lab.networks.resnet import CifarResNet, WideResNet, resnet14, resnet18, resnet20, wrn28_1
 from growlab.lab.networks.transformer import CausalTransformer, EncoderDecoder
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.lab.networks.convolutional import conv
+from growlab.lab.networks.feedforward import conv
 
 
 class PaddedShortcut(nn.Module):

@@ -39,10 +39,9 @@ from growlab.lab.training import build
 from growlab.lab.training.checkpoints import OPTIMIZER, save
 from growlab.lab.training.checks import check_trainer_options
 from growlab.lab.training.configuration import PRIMARY
-from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.plan import tokens_of
-from growlab.lab.training.processes import program
-from growlab.lab.training.run_folder import lock_folder
+from growlab.lab.training.processes import lock_folder, program
+from growlab.lab.training.run import quiet_libraries
 from growlab.optim import named_state
 from growlab.plan import advise
 from growlab.widths.inputs import changed

@@ -39,12 +39,10 @@ from growlab.lab.training.checks import check_effects, check_trainer_options, ch
 from growlab.lab.training.configuration import LAST, search_options
 from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy, cluster_environment
 from growlab.lab.training.learning_rate import LearningRate
-from growlab.lab.training.library_messages import quiet_libraries
 from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
-from growlab.lab.training.run import Experiment, StayStopped, provenance, run
-from growlab.lab.training.run_folder import lock_folder
+from growlab.lab.training.run import Experiment, StayStopped, provenance, quiet_libraries, run
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
@@ -62,7 +60,7 @@ def train(cfg: DictConfig) -> None:
     try:
         with quiet_libraries(), contextlib.ExitStack() as ending:
             if processes.is_first():
-                ending.enter_context(lock_folder(folder))
+                ending.enter_context(processes.lock_folder(folder))
             _check(cfg)
             if cfg.experiment_function is not None:
                 _run_study(cfg, folder)

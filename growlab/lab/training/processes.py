@@ -3,9 +3,13 @@
 Processes that torchrun or SLURM have started are left alone. Else `growlab.lab.training.launcher` starts one for each
 device, each a separate run of the command line, with the same overrides and the same folder, so a job of a sweep is a
 fresh run too, and devices may differ from job to job. This module does without torch: help and composing need none.
+
+One process at a time writes to a run's folder, which it locks.
 """
 
 import atexit
+import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -15,14 +19,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import ListConfig
 
-from growlab.base.errors import UserError
+from growlab.base.errors import FolderLocked, UserError
 from growlab.base.files import write_json
 
 # Variables of torchrun with the name of the run that a process belongs to, and its error file.
@@ -31,6 +35,10 @@ _OURS = "growlab-"
 _POLL_SEC = 0.1
 # A path that Hydra reads as it is where it stands unquoted.
 _PLAIN = re.compile(r"[\w.@%+-]*/[\w./@%+-]*", re.ASCII)
+
+# Files and folders that a run writes at its end.
+_RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
+_LOCKED: set[int] = set()
 
 
 class ProcessFailed(RuntimeError):
@@ -200,3 +208,63 @@ def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
     own |= {"hydra.output_subdir": "null", "hydra/job_logging": "none"}
     given = set(map(name_of, overrides))
     return [f"{name}={value}" for name, value in own.items() if name not in given]
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
+    """Lock a folder while this process writes to it; the system unlocks it when the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    _LOCKED.add(descriptor)
+    try:
+        last = time.monotonic() + wait_sec
+        # Some network file systems cannot lock.
+        with contextlib.suppress(OSError):
+            while not _locked(descriptor):
+                if time.monotonic() > last:
+                    raise FolderLocked(
+                        f"another process is at work in {folder}: wait for its end, or name another folder with "
+                        "hydra.run.dir=FOLDER."
+                    )
+                time.sleep(_POLL_SEC)
+        yield
+    finally:
+        _LOCKED.discard(descriptor)
+        os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(folder: Path) -> bool:
+    """True if another process has locked a folder, which need not be there."""
+    if not folder.is_dir():
+        return False
+    try:
+        with lock_folder(folder, wait_sec=0.0):
+            return False
+    except FolderLocked:
+        return True
+
+
+def _let_go() -> None:
+    """Processes that a run has forked may outlive it by a moment, and must not keep its locks."""
+    for descriptor in _LOCKED:
+        os.close(descriptor)
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def forget_results(folder: Path) -> None:
+    """Remove the results of an earlier run, so that a run which is stopped is not taken for it."""
+    for path in [path for pattern in _RESULTS for path in folder.glob(pattern)]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

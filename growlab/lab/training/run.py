@@ -1,10 +1,12 @@
 """Train an experiment: module, callbacks, training, test, results."""
 
 import contextlib
+import logging
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,15 +35,13 @@ from growlab.lab.data import RunData
 from growlab.lab.training.checkpoints import AtomicCheckpointIO, SaveCheckpoints, SavePolicy, last_checkpoint, save
 from growlab.lab.training.distributed import RankCheck
 from growlab.lab.training.fresh_statistics import FreshStatistics
-from growlab.lab.training.layer_statistics import layer_statistics
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.loggers import WandbRecords
 from growlab.lab.training.objectives import Objective
 from growlab.lab.training.plan import Plan, StageCost, carried_out, odds
-from growlab.lab.training.processes import is_first
+from growlab.lab.training.processes import forget_results, is_first
 from growlab.lab.training.progress import GrowthProgress
-from growlab.lab.training.recorder import RunRecorder, memory_measure, metric_columns
-from growlab.lab.training.run_folder import forget_results
+from growlab.lab.training.recorder import RunRecorder, layer_statistics, memory_measure, metric_columns
 from growlab.lab.training.task import Task
 from growlab.optim import Inheritance
 
@@ -358,3 +358,38 @@ def _device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence greetings and tips of libraries, and warnings about their use of deprecated functions.
+
+    growlab's warnings are printed without their line of code.
+    """
+    names = ("lightning.pytorch", "lightning.fabric", "matplotlib.font_manager")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    usual, warnings.formatwarning = warnings.formatwarning, _formatted
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
+            # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
+            # Said of a test whose weights are handed over, where a callback of the user's is a `Checkpoint`.
+            warnings.filterwarnings("ignore", message=r".*was called without a model\. The")
+            yield
+    finally:
+        warnings.formatwarning = usual
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if Path(filename).is_relative_to(Path(growlab.__file__).resolve().parent):
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"

@@ -21,8 +21,7 @@ from growlab.base.command_parser import CommandParser, amount, count, in_columns
 from growlab.base.errors import UserError
 from growlab.base.files import FAILURE, write_text
 from growlab.lab.analysis.results import open_run
-from growlab.lab.training.processes import path_override
-from growlab.lab.training.run_folder import is_locked
+from growlab.lab.training.processes import is_locked, path_override
 from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
 
 

@@ -15,7 +15,7 @@ from growlab.base.errors import UserError
 from growlab.lab.planner.cases import as_csv
 from growlab.lab.planner.run import check, settings_of
 from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
-from growlab.lab.training.run_folder import lock_folder
+from growlab.lab.training.processes import lock_folder
 from growlab.plan import advise, read_cases
 from tests.command_line import PLAN, CommandLine, Outcome
 from tests.parts_here import needs

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from growlab.lab.training.layer_statistics import LayerStatistics
+from growlab.lab.training.recorder import LayerStatistics
 
 
 class Turned(nn.Module):

@@ -1,9 +1,11 @@
-"""Plain convolutional networks for images: All-CNN, VGG, MobileNetV1 and stacks of convolutions.
+"""Networks without branches for images: perceptrons, All-CNN, VGG, MobileNetV1 and stacks of convolutions.
 
 Convolutions are drawn from N(0, 2 / fan_in), their biases are zero.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -155,3 +157,55 @@ def vgg11(
 def vgg19(image_shape: Sequence[int], num_classes: int, width: int = 64, batch_norm: bool = True) -> ConvNet:
     """VGG-19 for CIFAR: 16 convolutions, 20 M parameters (Yuan et al. 2023, Table 3)."""
     return vgg11(image_shape, num_classes, width, batch_norm, _VGG19)
+
+
+class MLP(nn.Module):
+    """Flatten, then hidden linear layers with ReLU, then a linear classifier.
+
+    Args:
+        in_features: number of values in one flattened sample.
+        hidden_features: width of each hidden layer.
+        num_classes: number of logits.
+        batch_norm: put batch normalisation between each hidden layer and its activation.
+        activation: name of the activation, "relu" or "tanh".
+
+    Weights are drawn from N(0, gain / fan_in) with gain 2 for ReLU and 1 for tanh, the classifier's as
+    torch draws them; biases start at zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: Sequence[int],
+        num_classes: int,
+        batch_norm: bool = False,
+        activation: Literal["relu", "tanh"] = "relu",
+    ) -> None:
+        super().__init__()
+        kind: type[nn.Module] = {"relu": nn.ReLU, "tanh": nn.Tanh}[activation]
+        layers: list[nn.Module] = []
+        width_in = in_features
+        for width in hidden_features:
+            linear = nn.Linear(width_in, width)
+            nn.init.kaiming_normal_(linear.weight, nonlinearity="relu" if activation == "relu" else "linear")
+            nn.init.zeros_(linear.bias)
+            layers += [linear, *([nn.BatchNorm1d(width)] if batch_norm else ()), kind()]
+            width_in = width
+        self.hidden = nn.Sequential(*layers)
+        self.classifier = nn.Linear(width_in, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map samples [B, ...] to logits [B, num_classes]."""
+        return self.classifier(self.hidden(x.flatten(1)))
+
+
+def mlp8(image_shape: Sequence[int], num_classes: int, width: int = 500, batch_norm: bool = False) -> MLP:
+    """The 8-hidden-layer MLP of Yuan et al. 2023, Appendix F: 500 units a layer, flattened images [C, H, W]."""
+    return MLP(math.prod(image_shape), [width] * 8, num_classes, batch_norm=batch_norm)
+
+
+def mlp5(
+    image_shape: Sequence[int], num_classes: int, width: int = 500, activation: Literal["relu", "tanh"] = "tanh"
+) -> MLP:
+    """The 5-hidden-layer MLP of Chang et al. 2020, Section 5.1: 500 units a layer, flattened images [C, H, W]."""
+    return MLP(math.prod(image_shape), [width] * 5, num_classes, activation=activation)
