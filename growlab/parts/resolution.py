@@ -38,6 +38,9 @@ class Resolution(Part):
             multiple of 8. If the last is below the data's size, training never uses full inputs. A network that does
             not grow trains at the last size.
 
+    Attributes:
+        resizer: the forward pre-hook of training steps, with the `cut` of the last one.
+
     Raises:
         UserError: they are not ascending positive numbers.
     """
@@ -56,13 +59,13 @@ class Resolution(Part):
             )
         self._given, self._relative = tuple(given), relative
         self._sizes = () if relative else tuple(int(size) for size in given)
-        self._own = Resizer(0 if relative else self._sizes[-1])
+        self.resizer = Resizer(0 if relative else self._sizes[-1])
         self._network: nn.Module | None = None
 
     @property
     def size(self) -> int:
         """Current size of training inputs: pixels of an image's shorter side, or tokens."""
-        return self._own.size
+        return self.resizer.size
 
     def size_at(self, fraction_grown: float) -> int:
         """Return the size of training inputs at a fraction of growth."""
@@ -82,7 +85,7 @@ class Resolution(Part):
         if self._relative:
             whole = size_of(values_of(example))
             self._sizes = tuple(_part_of(whole, part) for part in self._given)
-            self._own.size = self._sizes[-1]
+            self.resizer.size = self._sizes[-1]
         if resized(tuple(example), named_in(example), self._sizes[0])[2] is None:
             raise UserError(
                 f"sizes={list(self._given)} changes nothing: the inputs are no larger. Sizes are pixels of "
@@ -111,7 +114,7 @@ class Resolution(Part):
         """Add the hook that resizes inputs, at the present size; averages see whole inputs."""
         self.detach(network)
         if network is self._network:
-            network.register_forward_pre_hook(self._own, with_kwargs=True)
+            network.register_forward_pre_hook(self.resizer, with_kwargs=True)
 
     def detach(self, network: nn.Module) -> None:
         """Remove the hook that resizes inputs."""
@@ -130,17 +133,17 @@ class Resolution(Part):
         """Start at the first size; a network that does not grow trains at the last."""
         self._network = grower.network
         fraction = None if isinstance(grower.trigger, Never) else grower.trigger.fraction_grown(0, grower.seed_widths)
-        self._own.size = self._sizes[-1] if fraction is None else self.size_at(fraction)
+        self.resizer.size = self._sizes[-1] if fraction is None else self.size_at(fraction)
 
     def targets(self, y: Tensor) -> Tensor:
         """Resize targets as the last training batch was resized."""
-        return self._own.targets(y) if self._network is not None and acts_on(self._network) else y
+        return self.resizer.targets(y) if self._network is not None and acts_on(self._network) else y
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
         """Set the size of the new stage."""
         fraction = grower.trigger.fraction_grown(grower.state.scheduled_stage, event.widths_after)
         if fraction is not None:
-            self._own.size = self.size_at(fraction)
+            self.resizer.size = self.size_at(fraction)
         return {"input_size": self.size}
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +152,7 @@ class Resolution(Part):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        self._own.size = state["size"]
+        self.resizer.size = state["size"]
 
 
 @dataclass(frozen=True)
@@ -182,23 +185,23 @@ class Resizer:
     """A forward pre-hook that resizes a network's inputs in training mode while gradients are recorded.
 
     Passes without gradients (evaluation, probes, statistics of batch normalisation) use full inputs. `size` is in
-    pixels of the shorter side, or tokens.
+    pixels of the shorter side, or tokens. `cut` says how the last pass's inputs were resized; None: not.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._cut: Cut | None = None
+        self.cut: Cut | None = None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Resize the inputs of a training step."""
-        self._cut = None
+        self.cut = None
         if acts_on(module):
-            inputs, named, self._cut = resized(inputs, named, self.size)
+            inputs, named, self.cut = resized(inputs, named, self.size)
         return inputs, named
 
     def targets(self, y: Tensor) -> Tensor:
         """Resize targets as the last batch was resized."""
-        return y if self._cut is None else self._cut.apply(y)
+        return y if self.cut is None else self.cut.apply(y)
 
 
 def resized(

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.lab.training.task import Task
+from growlab.parts import Resolution
+from growlab.parts.resolution import Cut
 
 
 class CudaGraphs(Callback):
@@ -24,7 +26,7 @@ class CudaGraphs(Callback):
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[Any, ...], nn.Module] = {}
+        self._graphs: dict[tuple[Any, ...], tuple[nn.Module, list[Cut | None]]] = {}
         self._events = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,9 +48,15 @@ class CudaGraphs(Callback):
         if self._events != len(task.events):
             self._graphs, self._events = {}, len(task.events)
         key = tuple((x.shape, x.dtype) for x in inputs)
+        resizers = [part.resizer for part in task.grower.parts if isinstance(part, Resolution)]
         if key not in self._graphs:
-            self._graphs[key] = _captured(task.network, inputs)
-        return self._graphs[key](*inputs)
+            called = _captured(task.network, inputs)
+            self._graphs[key] = called, [resizer.cut for resizer in resizers]
+        called, cuts = self._graphs[key]
+        # A replay runs no hooks of Python: targets are resized as at the capture.
+        for resizer, cut in zip(resizers, cuts, strict=True):
+            resizer.cut = cut
+        return called(*inputs)
 
 
 def _on_one_device(trainer: Trainer) -> bool:

@@ -1,12 +1,16 @@
 """Training with graphs of forward and backward, which a CPU imitates: captured again after each event."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from growlab import At, Grower
 from growlab.frontends.lightning import Growth
 from growlab.lab.training import cuda_graphs
+from growlab.parts import Resolution
 from tests.lab.training.test_growth_callback import new_run, new_trainer, sgd
 
 
@@ -55,3 +59,21 @@ def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.Monke
         monkeypatch.setattr(task.growth_state, "norm_weights", weights)
         graphs._forward(task, torch.randn(4, 1, 8, 8))
         assert len(captures) == (not weights)
+
+
+def test_targets_are_cut_as_the_inputs_of_a_replay_which_runs_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(called: nn.Module, examples: tuple[Any, ...], **_: Any) -> None:
+        output = called.forward(*examples)
+        called.forward = lambda *inputs: output  # type: ignore[method-assign]
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    network = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7))
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    grower = Grower(network, tokens, trigger=At({0: 1.0, 3: 1.0}), parts=[Resolution([8, 16])], verbose=False)
+    task: Any = SimpleNamespace(network=network, growth_state=grower.state, events=[], grower=grower)
+    graphs = cuda_graphs.CudaGraphs()
+    for length in (16, 12, 16, 6, 12):
+        with torch.no_grad():
+            network.eval()(tokens)
+        output = graphs._forward((network.train(), task)[1], tokens[:, :length])
+        assert output.shape[1] == grower.targets(tokens[:, :length]).shape[1] == min(length, 8)
