@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.parts_here import skip_without
-
 ROOT = Path(__file__).resolve().parent.parent
 # A variable in a run's environment: the command is `growlab.lab.planner`.
 PLAN = "GROWLAB_TEST_PLAN"
@@ -124,7 +122,6 @@ class CommandLine:
             program: the text of a program in Python, which runs in place of the command line.
             limit_sec: it is killed after.
         """
-        skip_without(arguments)
         with tempfile.TemporaryDirectory() as folder:
             order = {
                 "arguments": [str(a) for a in arguments],

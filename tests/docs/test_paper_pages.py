@@ -17,7 +17,6 @@ from growlab.lab.analysis.style import display_name
 from growlab.recipes.papers.registry import Item, Registry, Rows, registry
 from tests.command_line import ROOT
 from tests.lab.analysis.fake_runs import write_run
-from tests.parts_here import needs
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 from paper_pages import Standing, pages, standings
@@ -31,7 +30,6 @@ def made() -> dict[str, str]:
     return pages(registry(), RESULTS)
 
 
-@needs()
 def test_the_pages_are_not_stale(made: dict[str, str]) -> None:
     """If this fails: python notebooks/docs/paper_pages.py."""
     folder = ROOT / "notebooks" / "docs" / "pages" / "papers"
@@ -182,7 +180,6 @@ def test_initialisations_that_one_is_not_below_take_one_line(tmp_path: Path) -> 
     assert line.count("+0.10\u00a0loss") == 2 and text.count("| loss: `a` below `c` |") == 1
 
 
-@needs("hypernets")
 def test_every_pair_of_the_continual_study_is_compared() -> None:
     checks = checks_of(registry().items["hyperfan_continual_regression"])
     for quantity in ("first_loss", "loss_while_learnt", "loss_when_learnt"):
@@ -231,7 +228,6 @@ def test_a_bound_on_a_number_of_each_network_uses_its_interval(tmp_path: Path) -
         outcome(Check("", "study", rows=("other.csv", "error"), at_most=1), tmp_path)
 
 
-@needs()
 def test_contradictions_have_an_interval() -> None:
     """But for counts, which are of all seeds together."""
     outcomes = [one for standing in standings(registry(), RESULTS) for one in standing.outcomes]

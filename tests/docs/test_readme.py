@@ -18,7 +18,6 @@ import growlab.lab.analysis.dashboard
 import growlab.recipes.papers.paper_table
 from growlab.lab.cli.commands import COMMANDS
 from tests.command_line import ROOT, CommandLine
-from tests.parts_here import needs
 from tests.runs.test_experiment import fake_images  # noqa: F401  (a fixture)
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -275,7 +274,6 @@ def test_pictures_and_files_that_it_names_are_there() -> None:
         assert (ROOT / target).exists(), f"the README links to {target}, which is not there"
 
 
-@needs()
 def test_settings_that_it_names_are_there() -> None:
     """Choices of the table of groups: each is a file of that group."""
     page = (GUIDE / "experiments.md").read_text(encoding="utf-8")

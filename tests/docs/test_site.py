@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
-from tests.parts_here import skip_unless_whole
 
 PAGES = ROOT / "notebooks" / "docs" / "pages"
 PACKAGES = ("widths", "growth", "optim", "widen", "plan", "training", "networks", "data", "analysis")
@@ -40,7 +39,6 @@ SEARCHED = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package)
-    skip_unless_whole()
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", "notebooks/docs/mkdocs.yml"]
     outcome = subprocess.run(

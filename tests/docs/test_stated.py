@@ -7,10 +7,9 @@ import pytest
 
 from tests.command_line import ROOT
 from tests.docs import blind, blind_second
-from tests.docs.stated import ISOTROPIC, MEASURED, OVERABUNDANCE, README, ROWS, Stated, plain, stated
+from tests.docs.stated import ISOTROPIC, MEASURED, README, ROWS, Stated, plain, stated
 from tests.docs.stated_rows import more
 from tests.docs.test_numbers import COSTS, PAGES, prose
-from tests.parts_here import needs
 
 STATED = [*stated(), *more(), *blind.stated(), *blind_second.stated()]
 
@@ -20,11 +19,7 @@ def text_of(page: str) -> str:
     return plain(prose(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "one",
-    [pytest.param(one, marks=[needs("isotropic")] if one.page == OVERABUNDANCE else []) for one in STATED],
-    ids=lambda one: f"{one.page.rpartition('/')[2]}: {one.template[:40]}",
-)
+@pytest.mark.parametrize("one", STATED, ids=lambda one: f"{one.page.rpartition('/')[2]}: {one.template[:40]}")
 def test_a_sentence_has_the_numbers_of_its_rows(one: Stated) -> None:
     assert one.text in text_of(one.page), f"{one.page} has no {one.text!r}"
 

@@ -6,7 +6,6 @@ import pytest
 
 from growlab.base.errors import UserError
 from growlab.lab.training.checks import check_types
-from tests.parts_here import needs
 
 DATA = {"_target_": "growlab.lab.data.ImageData", "name": "digits"}
 
@@ -22,11 +21,7 @@ DATA = {"_target_": "growlab.lab.data.ImageData", "name": "digits"}
         ({"growth": {"gain": nan}, "gain": nan}, "gain must be a finite number, not nan."),
         ({"schedule": {"widths": [0.5, inf]}}, "schedule.widths must be a finite number, not inf."),
         ({"optimizer": {"_target_": "torch.optim.SGD", "lr": nan}}, "optimizer.lr must be a finite number"),
-        pytest.param(
-            {"ema": {"_target_": "growlab.parts.averages.Averages", "decay": nan}},
-            "ema.decay must be a finite",
-            marks=needs("averages"),
-        ),
+        ({"ema": {"_target_": "growlab.parts.averages.Averages", "decay": nan}}, "ema.decay must be a finite"),
         ({"data": {**DATA, "validation_fraction": -inf}}, "data.validation_fraction must be a finite number"),
         ({"optimizer": {"_target_": "growlab.optim.Adam", "betas": [0.9]}}, "optimizer.betas must be tuple["),
         (

@@ -13,7 +13,6 @@ from growlab.base import settings
 from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
-from tests.parts_here import needs
 
 OPTIMIZERS = [optim.SGD, optim.Adam, optim.AdamW, optim.AvaGrad, optim.LARS, optim.Muon]
 
@@ -83,7 +82,6 @@ def test_what_is_no_argument_is_told(make: Callable[[], Any], told: str) -> None
     assert str(raised.value).startswith(told)
 
 
-@needs()
 @pytest.mark.parametrize(
     ("part", "arguments", "told"),
     [
@@ -109,7 +107,6 @@ def test_what_is_no_argument_of_a_part_is_told(part: str, arguments: dict[str, A
     assert str(raised.value).startswith(told)
 
 
-@needs("classes")
 @pytest.mark.parametrize("counts", [[1], [2, 1], [1, 4], [0, 3], [1.5, 3]], ids=str)
 def test_counts_of_classes_that_no_stages_have_are_told(counts: list[Any]) -> None:
     part = parts.Classes([2, 0, 1], lambda number: counts)

@@ -16,7 +16,6 @@ from growlab.recipes.papers.registry import registry
 from growlab.widths import trace
 from tests.command_line import ROOT
 from tests.experiments import option
-from tests.parts_here import needs
 
 # Pixels and classes of the data sets.
 DATA = {"cifar10": (32, 10), "cifar100": (32, 100), "imagenet": (224, 1000)}
@@ -84,7 +83,6 @@ def test_imagenets_epochs_are_the_published_ones() -> None:
         assert schedule.epochs == (4, 4, 5, 6, 8, 9, 11, 14, 29)
 
 
-@needs("osgd")
 def test_table_14s_cost_is_told_as_we_count_it() -> None:
     """Data that arrive with the stages, against fixed size on the same data; OSGD passes over old data once more."""
     epochs, flops, full = stage_costs("table14")

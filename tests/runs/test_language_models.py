@@ -16,7 +16,6 @@ from growlab.lab.analysis.results import open_run
 from growlab.lab.networks.language_models import CausalModel, plain_model
 from growlab.widths import trace
 from tests.command_line import CommandLine
-from tests.parts_here import needs
 from tests.whole_runs import Left, Whole, assert_resumes, whole_run
 
 transformers = pytest.importorskip("transformers")
@@ -85,7 +84,6 @@ def test_transformers_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         model()
 
 
-@needs("depth")
 @pytest.mark.parametrize(
     ("type", "last"),
     [("llama", 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("llama", 1), ("gpt2", 1), ("qwen3", 0)))],

@@ -10,7 +10,6 @@ import pytest
 from growlab.lab.cli.app import _with_more
 from growlab.lab.training.configuration import resume_override, set_plugin_defaults
 from tests.command_line import PLAN, CommandLine
-from tests.parts_here import needs
 from tests.whole_runs import MLP
 
 OPTIONS = {"config-dir": ("--config-dir", "own conf"), "searchpath": ("hydra.searchpath=['file://own conf']",)}
@@ -64,7 +63,6 @@ def test_processes_find_the_experiment_and_so_does_the_command_in_the_results(
     assert composed.code == 0 and "_target_: tests.whole_runs.mlp3" in composed.out, composed.err
 
 
-@needs("depth")
 @pytest.mark.parametrize(
     ("arguments", "planned"),
     [

@@ -18,7 +18,6 @@ from growlab.lab.networks import mlp8, resnet20
 from growlab.lab.networks.resnet import CifarResNet
 from tests.command_line import CommandLine
 from tests.experiments import write_fake_images
-from tests.parts_here import needs
 from tests.whole_runs import SMALL, Left, assert_resumes, kept_run, whole_run
 
 # Two layers of two blocks, of which the second comes in.
@@ -188,7 +187,6 @@ def mlp8_flops(width: int, classes: int) -> int:
     return 2 * (64 * width + 7 * width * width + width * classes)
 
 
-@needs("classes")
 def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None:
     run, *_ = kept("classes")
     folder = whole_run(cli, *RESUMED["classes"]).folder
@@ -217,7 +215,6 @@ def test_classes_appear_and_the_head_grows(cli: CommandLine, kept: Kept) -> None
         assert float(sum(right)) / data.num_test == pytest.approx(results[key])
 
 
-@needs("features")
 def test_channels_of_images_arrive(cli: CommandLine, tmp_path: Path) -> None:
     """The cost of each stage is that of a network with its number of channels."""
     images = write_fake_images(tmp_path / "images")
@@ -237,7 +234,6 @@ def test_channels_of_images_arrive(cli: CommandLine, tmp_path: Path) -> None:
     networks[-1].load_state_dict(run.weights)
 
 
-@needs("classes")
 def test_the_fixed_size_network_has_the_same_data(cli: CommandLine, tmp_path: Path) -> None:
     run = finished(cli, tmp_path, *CLASSES, "method=fixed_size", "data.incremental.mode=images")
     assert run.growth["events"] == [] and run.results["train_cost_percent"] == pytest.approx(100)

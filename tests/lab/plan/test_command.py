@@ -18,7 +18,6 @@ from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_d
 from growlab.lab.training.processes import lock_folder
 from growlab.plan import advise, read_cases
 from tests.command_line import PLAN, CommandLine, Outcome
-from tests.parts_here import needs
 
 # A multi-layer perceptron on digits, in some hundred steps.
 TINY = (
@@ -73,7 +72,6 @@ def test_rates_are_tried_with_three_percent_at_most_and_the_best_is_continued(as
     assert start["optimizer"]["class"] == "growlab.optim.sgd.SGD"
 
 
-@needs("depth")
 @pytest.mark.parametrize("arm", ["grown", *(pytest.param(arm, marks=pytest.mark.slow) for arm in ("full", "planned"))])
 def test_its_experiments_run_at_equal_cost(asked: tuple[Path, Outcome], cli: CommandLine, arm: str) -> None:
     folder, _ = asked

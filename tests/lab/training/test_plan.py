@@ -13,7 +13,6 @@ from growlab.lab.networks import CifarResNet, mlp8
 from growlab.lab.training.build import optimizer_maker
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost
 from growlab.widths import trace
-from tests.parts_here import needs
 
 SETTINGS = {"total_epochs": 9, "epochs": [2, 1], "widths": [0.5, 1], "batch_sizes": [50, 20], "equal_flops": False}
 
@@ -121,14 +120,9 @@ def test_equal_flops_count_the_width(data: ImageData, multiple: float) -> None:
     [
         (FixedSize(), {}, None, 7),
         (FixedSize(0.5), {}, None, 9.3),
-        pytest.param(FixedSize(depth_multiple=0.0), {}, "auto", 7, marks=needs("depth")),
+        (FixedSize(depth_multiple=0.0), {}, "auto", 7),
         (PairGrowth(), {"initial_width": 0.5}, None, 9.3),
-        pytest.param(
-            PairGrowth(),
-            {"initial_width": 0.25, "num_stages": 3, "batch_growth_rate": 0.5},
-            *("auto", 7),
-            marks=needs("depth"),
-        ),
+        (PairGrowth(), {"initial_width": 0.25, "num_stages": 3, "batch_growth_rate": 0.5}, "auto", 7),
         (PairGrowth(), {"initial_epochs": 3, "num_stages": 2}, None, 7),
     ],
 )

@@ -13,7 +13,6 @@ from growlab.lab.training.configuration import composed, config_dir
 from growlab.recipes.papers.paper_table import published
 from growlab.recipes.papers.registry import _split, drawn, experiment, registry
 from tests.command_line import ROOT
-from tests.parts_here import needs
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 from paper_pages import Standing
@@ -76,12 +75,10 @@ def _without_seed(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(one for one in overrides if not one.startswith("seed="))
 
 
-@needs()
 def test_every_published_table_has_an_entry() -> None:
     assert {one.table for one in published()} == {item.table for item in ITEMS if item.table}
 
 
-@needs()
 def test_every_prepared_sweep_has_an_entry() -> None:
     """Those of the papers: the frontier, multipliers under Adam, and the digits are not in them."""
     papers = config_dir() / "experiment" / "papers"

@@ -18,7 +18,6 @@ from growlab.recipes.papers.__main__ import Place, Training, _write_results, com
 from growlab.recipes.papers.registry import Job, registry
 from tests.command_line import ROOT
 from tests.lab.analysis.fake_runs import write_run
-from tests.parts_here import needs
 
 REGISTRY = registry()
 JOBS = [Job("digits", (f"seed={seed}",), 2, "digits", False) for seed in range(3)]
@@ -113,7 +112,6 @@ def test_runs_of_another_process_are_skipped_and_a_failed_run_leaves_the_others_
     assert "digits/seed=1 failed (exit code 2): it diverged.\n" in said and counting.done(JOBS[2])
 
 
-@needs("hypernets")
 def test_a_jobs_command_names_its_folder_data_and_device(tmp_path: Path) -> None:
     """A run that has begun keeps its precision; a study has no device."""
     lay_out(tmp_path, "cifar10")
@@ -206,7 +204,6 @@ def test_figures_are_drawn_of_the_runs_that_they_can_show(tmp_path: Path, capsys
     assert "shows one run" not in capsys.readouterr().err
 
 
-@needs("isotropic")
 def test_missing_data_leaves_out_its_runs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,7 +273,6 @@ def test_a_signal_lets_the_run_save(tmp_path: Path, number: signal.Signals, nohu
     assert error.splitlines()[-1] == f"{number.name}; the same command resumes"
 
 
-@needs("isotropic")
 @pytest.mark.slow
 def test_real_runs_are_stopped_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,8 +19,8 @@ from growlab.frontends.lightning import Growth
 from growlab.grower.triggers import At
 from growlab.growth import make_schedule
 from growlab.optim import SGD, NormRatio
+from growlab.parts import Averages
 from tests.command_line import CommandLine, join, offer_port
-from tests.parts_here import averages
 from tests.unit.frontends.lightning_runs import (
     EPOCHS,
     IMAGES,
@@ -78,7 +78,7 @@ class TwoOptimizers(L.LightningModule):
 
 
 MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
-    "automatic": lambda: (Plain(), growth(parts=averages())),
+    "automatic": lambda: (Plain(), growth(parts=[Averages(decay=0.7)])),
     "two optimizers": lambda: (TwoOptimizers(), growth("generator", example=IMAGES[:8])),
 }
 
@@ -323,11 +323,11 @@ def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_p
 def one_rank(rank: int, folder: Path) -> None:
     join(rank, folder)
     settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    module, callback = Plain(), growth(parts=averages())
+    module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
     trainer = trainer_of(folder, callback, Save(folder), **settings)
     trainer.fit(module, Loader(rank, 2))
     parameters = [p.tolist() for p in module.parameters()]
-    again, resumed = Plain(), growth(parts=averages())
+    again, resumed = Plain(), growth(parts=[Averages(decay=0.7)])
     trainer = trainer_of(folder, resumed, **settings)
     trainer.fit(again, Loader(rank, 2), ckpt_path=folder / "step7.ckpt")
     assert [p.tolist() for p in again.parameters()] == parameters

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from growlab.base.errors import UserError
 from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
-from tests.parts_here import averages, needs
+from growlab.parts import Averages
 from tests.unit.frontends.lightning_runs import (
     EPOCHS,
     IMAGES,
@@ -58,12 +58,11 @@ class Convolutions(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-@needs("averages")
 def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
     """What grows along is the average of the network grown, which `parts.Averages` computes in another order."""
     module = Plain()
     trainer_of(tmp_path, growth(), EMAWeightAveraging(decay=0.7)).fit(module, Loader())
-    own, callback = Plain(), growth(parts=averages())
+    own, callback = Plain(), growth(parts=[Averages(decay=0.7)])
     trainer_of(tmp_path, callback).fit(own, Loader())
     average = callback.grower.parts[0].module.state_dict()
     for name, tensor in module.network.state_dict().items():
@@ -214,10 +213,9 @@ class WithTarget(Plain):
             mean.data.lerp_(value.data, 0.3 if self.trainer.global_step else 1.0)
 
 
-@needs("averages")
 def test_a_target_network_grows_along(tmp_path: Path) -> None:
     """It is the average that the part keeps, which averages the same steps."""
-    module, callback = WithTarget(), growth(("network", "target"), parts=averages())
+    module, callback = WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
     trainer = trainer_of(tmp_path, callback, Save(tmp_path))
     trainer.fit(module, Loader())
     wanted = outcome(module, callback, trainer)
@@ -226,7 +224,7 @@ def test_a_target_network_grows_along(tmp_path: Path) -> None:
         assert torch.allclose(parameter, average[name], rtol=1e-5, atol=1e-6), name
     body().load_state_dict(module.target.state_dict(), strict=True)
     for path in (tmp_path / "epoch2.ckpt", tmp_path / "step4.ckpt"):
-        again, resumed = WithTarget(), growth(("network", "target"), parts=averages())
+        again, resumed = WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
         trainer = trainer_of(tmp_path, resumed)
         trainer.fit(again, Loader(), ckpt_path=path)
         assert outcome(again, resumed, trainer) == wanted

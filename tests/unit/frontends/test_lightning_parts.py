@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.growth import VarianceTransfer
-from tests.parts_here import needs
 from tests.unit.frontends.lightning_runs import IMAGES, LABELS, Loader, Plain, Save, growth, trainer_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -69,7 +68,6 @@ def classes() -> Any:
     )
 
 
-@needs("classes")
 def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path: Path) -> None:
     module, callback, save = Arriving(), classes(), Save(tmp_path)
     trainer = trainer_of(tmp_path, callback, save, max_epochs=8)
@@ -90,7 +88,6 @@ def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path:
         assert torch.allclose(loaded.load(Arriving(), tmp_path / name).network.eval()(IMAGES), logits, atol=1e-5), name
 
 
-@needs("depth")
 def test_blocks_come_back_where_evaluation_stands_before_training(tmp_path: Path) -> None:
     from growlab.parts.depth import Depth
 
@@ -106,7 +103,6 @@ def test_blocks_come_back_where_evaluation_stands_before_training(tmp_path: Path
     assert trained[0].keys() == trained[1].keys() == Deep().network.state_dict().keys()
 
 
-@needs("hypernets")
 def test_a_method_that_holds_weights_in_another_way_begins_from_the_ordinary_network(tmp_path: Path) -> None:
     from growlab.parts.hypernets.growth import Hyperfan
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from growlab.base.errors import UserError
 from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
+from growlab.parts import Averages
 from tests.command_line import CommandLine, join, offer_port
-from tests.parts_here import averages
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -64,7 +64,7 @@ def run(
     growth = Growth(
         method=VarianceTransfer(noise_std=1e-3, multipliers="keep"),
         trigger={0: 0.5, 1: 0.75, 2: 1.0},
-        parts=averages(),
+        parts=[Averages(decay=0.7)],
         example=(WORDS[:4],),
         anneal_steps=2,
     )

@@ -17,7 +17,6 @@ from growlab.growth import GrowthMethod
 from growlab.growth.parity import relative_error
 from growlab.parts import Part
 from tests.command_line import CommandLine
-from tests.parts_here import skip_unless_whole
 from tests.unit.grower.test_trained import CASES, LABELS, TOKENS, output, residual
 
 transformers = pytest.importorskip("transformers")
@@ -283,7 +282,6 @@ def on_rank(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_end_with_the_same_bits(cli: CommandLine, tmp_path: Path, name: str) -> None:
-    skip_unless_whole()
     (tmp_path / "name").write_text(name)
     cli.on_two_ranks(on_rank, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))

@@ -16,7 +16,6 @@ from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
 from growlab.widths.unchanged import unchanged
 from tests.cases import Around
-from tests.parts_here import needs
 
 X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -79,7 +78,6 @@ def test_a_network_whose_first_parameter_is_complex_grows(method) -> None:
     assert network.filter.shape == (5, 8) and bool((network.filter[:, 4:].imag != 0).all())
 
 
-@needs("depth")
 def test_a_block_that_comes_in_keeps_its_complex_numbers() -> None:
     blocks = [
         Around(

@@ -18,11 +18,10 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.lab.training.plan import StageCost
-from growlab.parts import PatchSize
+from growlab.parts import Averages, PatchSize
 from growlab.parts.patch_size import resample_patches, resize_positions
 from growlab.widths import trace
 from tests.cases import Around
-from tests.parts_here import averages
 from tests.unit.parts.stages import check_resumed, check_undone
 
 timm = pytest.importorskip("timm")
@@ -60,7 +59,7 @@ NETWORKS = {"timm": of_timm, "transformers": of_transformers, "torchvision": of_
 
 
 def grower(name: str, trigger: Any = STAGES) -> Grower:
-    parts = [PatchSize(SIZES), *averages()]
+    parts = [PatchSize(SIZES), Averages(decay=0.7)]
     return Grower(NETWORKS[name](), IMAGES, method=PairGrowth(), trigger=trigger, parts=parts, verbose=False)
 
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from growlab.base import ranks
 from growlab.base.errors import UserError
 from tests.command_line import CommandLine
-from tests.parts_here import skip_unless_whole
 from tests.unit.grower.test_grower import EPOCHS, STEPS, Loop, batch, mlp
 
 
@@ -55,7 +54,6 @@ def one_rank(rank: int, folder: Path) -> None:
 
 
 def test_ranks_end_with_the_same_bits_and_an_average_that_drifts_is_noticed(cli: CommandLine, tmp_path: Path) -> None:
-    skip_unless_whole()
     cli.on_two_ranks(one_rank, tmp_path)
     for name, word in (("hypernetworks", "Hyperfan"), ("isotropic", "asked_by")):
         first, second = ((tmp_path / f"{name}_{rank}.txt").read_text() for rank in (0, 1))

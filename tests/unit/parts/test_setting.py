@@ -18,10 +18,9 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.lab.training.plan import StageCost
-from growlab.parts import Setting
+from growlab.parts import Averages, Setting
 from growlab.widths import trace
 from tests.cases import Around
-from tests.parts_here import averages
 from tests.unit.parts.stages import check_resumed, check_undone
 
 transformers = pytest.importorskip("transformers")
@@ -90,7 +89,7 @@ def grower(case: str, **settings: Any) -> Grower:
     # Tracing these models takes seconds, and their widths stay.
     quick = {} if case == "repeats" else {"trace": "model.lm_head"}
     given = {"method": PairGrowth(), "trigger": STAGES, "verbose": False, **quick, **settings}
-    return Grower(network(), TOKENS, parts=[Setting(names, values), *averages()], **given)
+    return Grower(network(), TOKENS, parts=[Setting(names, values), Averages(decay=0.7)], **given)
 
 
 def loss_of(network: nn.Module) -> Tensor:

@@ -21,7 +21,6 @@ from growlab.growth import GradMax, VarianceTransfer
 from growlab.inspect.__main__ import main
 from growlab.widths import trace
 from growlab.widths.inputs import Inputs, arguments, inputs_of
-from tests.parts_here import needs
 from tests.unit.frontends.lightning_runs import Plain, trainer_of
 
 X, MASK, TARGETS = torch.randn(6, 5), torch.ones(6, 1), torch.randint(3, (6,))
@@ -110,7 +109,6 @@ def test_arguments_of_a_call_are_positional_ones_as_far_as_they_can_be() -> None
     assert tuple(found) == (X,) and found.named == {"mask": MASK}
 
 
-@needs("depth")
 def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
     from growlab.parts.depth import Depth
 
@@ -142,7 +140,6 @@ def test_a_method_takes_batches_of_inputs_by_name() -> None:
     assert event.parity_error_eval < 1e-5 and grower.events[0].notes["auxiliary_flops"] > 0
 
 
-@needs("resolution")
 def test_images_by_name_are_small_at_first() -> None:
     from growlab.parts.resolution import Resolution
 
