@@ -159,15 +159,11 @@ class Arrival:
         """Let incremental data arrive with stages that start so in a run `of` epochs, stretched to `epochs`."""
         self._stages = (tuple(starts), of, epochs)
 
-    def classes_at(self, epoch: int) -> tuple[int, ...] | None:
-        """Return the classes of an epoch by the class schedule; None for all."""
-        begun = [start for start in self._tasks if start <= epoch]
-        return self._tasks[max(begun)] if begun else None
-
     def key(self, epoch: int, batch_size: int) -> tuple[int, ...] | None:
         """Return a key of the epoch's subset of the images, with training batches of this size; None for all images."""
         if self.incremental is None:
-            return self.classes_at(epoch)
+            begun = [start for start in self._tasks if start <= epoch]
+            return self._tasks[max(begun)] if begun else None
         starts, of, epochs = self._stages
         stage = max(s for s, start in enumerate(starts) if start <= epoch * of // epochs)
         return (stage, len(starts), batch_size)

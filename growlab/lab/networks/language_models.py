@@ -110,20 +110,21 @@ class CausalModel(FirstOutput):
 def plain_model(network: CausalModel) -> Any:
     """Rebuild the model of a grown network by transformers at its present sizes."""
     trained: Any = network.network
+    kind = type(trained)
     tensors, present = _present(trained)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for config in _candidates(trained, tensors, present):
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                there = _made(trained, config).state_dict()
+                there = kind._from_config(config).state_dict()
         except Exception:  # No model has such sizes, and what transformers says of them is not one family.
             continue
         if {name: tensor.shape for name, tensor in there.items()} != shapes:
             continue
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = _made(trained, config).to(trained.dtype).eval()
+            model = kind._from_config(config).to(trained.dtype).eval()
         model.load_state_dict(tensors)
         if _same(model, network):
             # Training calls it without a cache, `generate` with one.
@@ -133,10 +134,6 @@ def plain_model(network: CausalModel) -> Any:
         f"no configuration of {trained.config.model_type} gives what the network has ended as, with layers that differ "
         "or a factor of its full width: it is in model.pt alone."
     )
-
-
-def _made(trained: Any, config: Any) -> Any:
-    return type(trained)._from_config(config)
 
 
 def _names(kind: Any) -> set[str]:

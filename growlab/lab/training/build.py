@@ -42,7 +42,7 @@ from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.loggers import close_loggers, run_name
 from growlab.lab.training.objectives import CustomObjective, Objective
 from growlab.lab.training.plan import Loop, Plan, Planning, StageCost, anneal_steps
-from growlab.lab.training.run import Experiment, StayStopped, provenance, quiet_libraries, run
+from growlab.lab.training.run import Experiment, provenance, quiet_libraries, run
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
@@ -478,8 +478,7 @@ def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
     if not isinstance(listed, ListConfig | list):
         raise UserError(f"trainer.callbacks={listed} must be a list; callbacks.NAME._target_=MODULE.CLASS adds one.")
     named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
-    made = [_user_callback(name, settings) for name, settings in named.items() if settings is not None]
-    return [*made, StayStopped()] if made else []
+    return [_user_callback(name, settings) for name, settings in named.items() if settings is not None]
 
 
 def _user_callback(name: str, settings: Any) -> lightning.Callback:

@@ -17,7 +17,7 @@ from typing import IO, Annotated, Any, Literal
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, Timer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from pydantic import Field
 from torch.optim import Optimizer
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Key of growlab's part of a checkpoint.
 HEADER = "growlab"
+# Key of what keeps a run that a callback has ended from training on.
+STOPPED = "growlab_stopped"
 # Wishes of a rank between two steps, the stronger one the larger number.
 _SAVE, _STOP = 1, 2
 # Key of `growlab.optim.named_state` in a file that a run starts from, next to "state_dict".
@@ -181,7 +183,7 @@ class SaveCheckpoints(Checkpoint):
         self, path: Path, writer: AtomicCheckpointIO, policy: SavePolicy | None = None, resumed: Path | None = None
     ) -> None:
         self._path, self._writer, self._policy = path, writer, policy or SavePolicy()
-        self._resumed = resumed
+        self._resumed, self._stopped = resumed, False
         self._saved_at, self._speaks = 0.0, False
         self._received: int | None = None
         self._handlers: dict[int, Any] = {}
@@ -191,6 +193,7 @@ class SaveCheckpoints(Checkpoint):
         if trainer.is_global_zero and self._resumed == self._path.with_name(PREVIOUS):
             # Over the newest one, which was damaged: else the next one saved would push out the only good one.
             os.replace(self._resumed, self._path)
+        trainer.should_stop = trainer.should_stop or self._stopped
         self._saved_at, self._speaks = time.monotonic(), trainer.is_global_zero
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGINT", *self._policy.signals):
@@ -222,24 +225,30 @@ class SaveCheckpoints(Checkpoint):
         if self._agreed(trainer) == _STOP:
             self._end(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Signals are again whose they were."""
-        self._restore()
+    def on_train_end(self, *_: Any) -> None:
+        """Restore the handlers of signals."""
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Signals are again whose they were."""
-        self._restore()
+    on_exception = on_train_end  # type: ignore[assignment]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Record a running validation as not started.
+        """Record that a callback has ended the run, and a running validation as not started.
 
         Lightning's loops continue an interrupted evaluation, but without restoring the position of its loaders. Only
         this function depends on Lightning's names of these counters.
         """
+        # After a time limit a resumed run trains on.
+        timers = [one for one in trainer.callbacks if isinstance(one, Timer)]  # type: ignore[attr-defined]
+        checkpoint[STOPPED] = trainer.should_stop and not timers
         if trainer.validating:
             counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress.update(total=dict(counts), current=dict(counts), is_last_batch=False)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep a run that a callback has ended early from training on."""
+        self._stopped = checkpoint.get(STOPPED, False)
 
     def _save_inside(self, trainer: Trainer, task: Any) -> None:
         """Save within an epoch, after the checks that otherwise run at its end."""
@@ -282,10 +291,6 @@ class SaveCheckpoints(Checkpoint):
         if self._writer.failure is not None:
             raise UserError(f"{signal.Signals(number).name} ends the run, but {self._writer.failure}")
         raise Stopped(number, f"saved after step {trainer.global_step}")
-
-    def _restore(self) -> None:
-        while self._handlers:
-            signal.signal(*self._handlers.popitem())
 
 
 def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimizer]) -> Any:

@@ -43,10 +43,10 @@ class CudaGraphs(Callback):
         self._graphs = {}
 
     def _forward(self, task: Task, *inputs: Tensor) -> Tensor:
-        if not (task.network.training and torch.is_grad_enabled()) or task.growth_state.norm_weights:
+        if not (task.network.training and torch.is_grad_enabled()) or task.grower.state.norm_weights:
             return task.network(*inputs)
-        if self._events != len(task.events):
-            self._graphs, self._events = {}, len(task.events)
+        if self._events != len(task.grower.events):
+            self._graphs, self._events = {}, len(task.grower.events)
         key = tuple((x.shape, x.dtype) for x in inputs)
         resizers = [part.resizer for part in task.grower.parts if isinstance(part, Resolution)]
         if key not in self._graphs:

@@ -23,7 +23,7 @@ from growlab.base.ranks import broadcast_buffers, compare
 from growlab.frontends.lightning import starts_by_copies
 from growlab.lab.training.task import Task
 
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class OneProcess(LightningEnvironment):
@@ -127,7 +127,7 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         """Make every batch normalisation synchronised, in place."""
         averages = model.grower.copies().values() if isinstance(model, Task) else ()
         for name, module in chain(*(network.named_modules() for network in (model, *averages))):
-            if type(module) in _PLAIN:
+            if type(module) in BATCH_NORMS:
                 self._classes[module] = type(module)
                 module.__class__ = self._class
                 module.process_group = None
@@ -173,5 +173,5 @@ class RankCheck(Callback):
 
     def _compare(self, trainer: Trainer, task: Task, when: str) -> None:
         if self._enabled and trainer.world_size > 1:
-            when = f"{when} (stage {task.growth_state.stage})"
+            when = f"{when} (stage {task.grower.state.stage})"
             compare(task.grower.state_to_compare(), when, ", or set check_ranks=false to continue")

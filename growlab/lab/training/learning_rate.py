@@ -89,16 +89,15 @@ class LearningRate:
             yield "shape=inverse_sqrt needs warmup_steps, such as 4000."
         if steps is not None and (steps < 1 or in_epochs or part or self.restarts != "none"):
             yield "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none."
-        if steps is not None and self.shape == "one_cycle":
-            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_steps out."
         if in_epochs and self.progress_unit == "steps":
             yield "warmup_epochs goes with progress_unit=epochs; with progress_unit=steps set warmup_steps."
         if part >= 1:
             yield f"warmup_fraction must be below 1, not {part}."
         if in_epochs and part:
             yield "warmup_epochs and warmup_fraction both set the warm-up: leave one at 0."
-        if in_epochs and self.shape == "one_cycle":
-            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave warmup_epochs at 0."
+        if self.shape == "one_cycle" and (in_epochs or steps is not None):
+            own = "warmup_epochs at 0" if in_epochs else "warmup_steps out"
+            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave {own}."
         if in_epochs and self.progress_unit == "cost":
             yield "warmup_epochs goes with progress_unit=epochs; with cost set warmup_fraction, a part of the cost."
         if self.progress_unit == "cost" and self.shape in _OWN_COUNT:

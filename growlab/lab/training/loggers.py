@@ -106,7 +106,7 @@ class WandbRecords(Callback):
         """Add the stage's spectra after its last epoch."""
         schedule, epoch = pl_module.schedule, trainer.current_epoch
         is_last = epoch + 1 >= schedule.total_epochs
-        stage = pl_module.growth_state.stage
+        stage = pl_module.grower.state.stage
         if not self._loggers or not trainer.is_global_zero:
             return
         if is_last or schedule.stage_at(epoch + 1) != stage:
@@ -119,7 +119,7 @@ class WandbRecords(Callback):
 
     def on_growth(self, trainer: Trainer, task: Task) -> None:
         """Update the table of growth events."""
-        events = [event.as_dict() for event in task.events]
+        events = [event.as_dict() for event in task.grower.events]
         rows = [[event.get(column) for column in EVENT_COLUMNS] for event in events]
         for logger in self._loggers:
             logger.log_table("growth_events", columns=list(EVENT_COLUMNS), data=rows, step=trainer.global_step)

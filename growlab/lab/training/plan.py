@@ -238,7 +238,7 @@ class Planning:
                 )
             number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
             stages = _schedule({**settings, "total_steps": None, "epochs": [1] * number}, 1, Loop())
-            schedule, _ = self._cut(self._alone(self._length))
+            schedule, _ = self._cut(_one_stage(self._length, self._batch_size, self.loop))
             return triggers.OnDemand(self.demand, stages, schedule.total_epochs)
         if isinstance(method, WidthDecision):
             given = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
@@ -259,10 +259,6 @@ class Planning:
         if settings["total_steps"] is not None:
             return settings["total_steps"]
         return settings["total_epochs"] if settings["epochs"] is None else sum(settings["epochs"])
-
-    def _alone(self, length: int) -> Schedule:
-        """The schedule of one stage of so many steps or epochs."""
-        return _one_stage(length, self._batch_size, self.loop)
 
     def plan(
         self, trigger: triggers.Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
@@ -287,7 +283,7 @@ class Planning:
             worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
             length = max(1, round(worth / flops[0]))
         scheduled = isinstance(trigger, triggers.Scheduled)
-        made = _schedule(settings, base, loop) if scheduled else self._alone(length)
+        made = _schedule(settings, base, loop) if scheduled else _one_stage(length, base, loop)
         schedule, data.steps = self._cut(made)
         reference_epochs: float = schedule.total_epochs if scheduled else total
         if settings["budget"] is not None:

@@ -47,10 +47,10 @@ class GrowthProgress(Callback):
         """Open the bar."""
         if not trainer.is_global_zero:
             return
-        if pl_module.graph.groups and trainer.global_step == 0:
-            stages = pl_module.grower.trigger.forecast(pl_module.graph)
+        if pl_module.grower.graph.groups and trainer.global_step == 0:
+            stages = pl_module.grower.trigger.forecast(pl_module.grower.graph)
             grows = stages is None or any(widths != stages[0] for widths in stages)
-            print(first_line(pl_module.graph, grows), file=sys.stderr, flush=True)
+            print(first_line(pl_module.grower.graph, grows), file=sys.stderr, flush=True)
         self._began = self._epoch_began = time.perf_counter()
         epoch, self._began_at = trainer.current_epoch, 0.0
         if trainer.fit_loop.restarted_mid_epoch:
@@ -99,7 +99,7 @@ class GrowthProgress(Callback):
             self._print(f"{self._when(trainer, pl_module)}  {figures}")
             return
         rate = (1 - self._began_at) * self._samples[epoch] / (now - self._epoch_began)
-        widths = f"widths {_span(pl_module.growth_state.widths)}"
+        widths = f"widths {_span(pl_module.grower.state.widths)}"
         left = self._left(self._done(epoch, 1.0), now)
         self._print("  ".join((self._moment(trainer, pl_module), widths, figures, f"{rate:,.0f}/s", left)))
 
@@ -118,18 +118,13 @@ class GrowthProgress(Callback):
         )
         self._print(line)
 
-    def on_train_end(self, trainer: Trainer, pl_module: Task) -> None:
-        """Close the bar."""
-        self._close()
-
-    def on_exception(self, trainer: Trainer, pl_module: Task, exception: BaseException) -> None:
-        """Close the bar, so that the reason is readable."""
-        self._close()
-
-    def _close(self) -> None:
+    def on_train_end(self, *_: Any) -> None:
+        """Close the bar, so that an exception is readable."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    on_exception = on_train_end  # type: ignore[assignment]
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
@@ -140,7 +135,7 @@ class GrowthProgress(Callback):
     def _moment(self, trainer: Trainer, task: Task) -> str:
         # The last stage is not known where widths are decided on the way.
         last = f"/{task.schedule.num_stages - 1}" if task.grower.forecast.known else ""
-        return f"stage {task.growth_state.stage}{last}  {self._when(trainer, task)}"
+        return f"stage {task.grower.state.stage}{last}  {self._when(trainer, task)}"
 
     def _when(self, trainer: Trainer, task: Task) -> str:
         if self._steps is not None:

@@ -107,8 +107,8 @@ class RunRecorder(Callback):
         """Measure memory from here on, and log the seed's widths."""
         self._device, self._since = pl_module.device, time.perf_counter()
         _reset_peak(self._device)
-        if trainer.global_step == 0 and pl_module.graph.groups:
-            _log(trainer, _widths(pl_module.growth_state.widths), 0)
+        if trainer.global_step == 0 and pl_module.grower.graph.groups:
+            _log(trainer, _widths(pl_module.grower.state.widths), 0)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Start the epoch's clock."""
@@ -147,7 +147,7 @@ class RunRecorder(Callback):
             self._grad_norm = torch.nn.utils.get_total_norm(grads)
         if trainer.global_step % self.log_rates_every_n_steps:
             return
-        where = (trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage)
+        where = (trainer.global_step, trainer.current_epoch, pl_module.grower.state.stage)
         adapted = isinstance(optimizer, Regional) and optimizer.rule is not None
         logged = {}
         parameters = dict(pl_module.network.named_parameters())
@@ -187,7 +187,7 @@ class RunRecorder(Callback):
             "grad_norm": float(self._grad_norm),
             f"{'tokens' if self._tokens else 'samples'}_per_sec": seen / (now - self._since),
         }
-        step, epoch, stage = trainer.global_step, trainer.current_epoch, pl_module.growth_state.stage
+        step, epoch, stage = trainer.global_step, trainer.current_epoch, pl_module.grower.state.stage
         self.step_rows.append({"step": step, "epoch": epoch, "stage": stage, **row})
         self._sums, self._seen, self._since = sums, 0, now
         _log(trainer, {f"step/{name}": value for name, value in row.items()}, step)
@@ -200,7 +200,7 @@ class RunRecorder(Callback):
         splits = ("train", watched, *(f"{watched}_{name}" for name in pl_module.grower.copies()))
         metrics = {key: value for split in splits for key, value in pl_module.metrics(split).items()}
         seconds = time.perf_counter() - self._began
-        stage, epoch = pl_module.growth_state.stage, trainer.current_epoch
+        stage, epoch = pl_module.grower.state.stage, trainer.current_epoch
         row = {
             "epoch": epoch,
             "step": trainer.global_step,
@@ -285,11 +285,11 @@ class RunRecorder(Callback):
         widths = task.stage_widths
         groups = {
             name: {"full_width": group.full_width, "widths": [stage[name] for stage in widths]}
-            for name, group in task.graph.groups.items()
+            for name, group in task.grower.graph.groups.items()
         }
         trigger = task.grower.trigger
         passes = list(trigger.auxiliary_passes) if isinstance(trigger, OnDemand) else []
-        growth = {"events": [event.as_dict() for event in task.events], "looks": passes, "groups": groups}
+        growth = {"events": [event.as_dict() for event in task.grower.events], "looks": passes, "groups": groups}
         self._write("growth.json", [json.dumps(growth, indent=2)])
 
     def _write(self, name: str, lines: Sequence[str]) -> None:

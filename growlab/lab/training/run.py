@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
+from lightning import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import Logger
-from torch import nn
 from torch.optim import Optimizer
 
 import growlab
@@ -33,7 +32,7 @@ from growlab.lab.analysis.identity import Identity
 from growlab.lab.analysis.report import print_results, write_run_report
 from growlab.lab.data import RunData
 from growlab.lab.training.checkpoints import AtomicCheckpointIO, SaveCheckpoints, SavePolicy, last_checkpoint, save
-from growlab.lab.training.distributed import RankCheck
+from growlab.lab.training.distributed import BATCH_NORMS, RankCheck
 from growlab.lab.training.fresh_statistics import FreshStatistics
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.loggers import WandbRecords
@@ -45,7 +44,6 @@ from growlab.lab.training.recorder import RunRecorder, layer_statistics, memory_
 from growlab.lab.training.task import Task
 from growlab.optim import Inheritance
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # Numbers near zero that training in half precision (twice its smallest), and in any other, distinguishes from zero.
 _HALF, _USUAL = 2.0**-23, 2.0**-100
 
@@ -149,7 +147,7 @@ def _task(experiment: Experiment) -> Task:
     task = Task(grower, plan.schedule, plan.steps, experiment.optimizer, rate, *settings)
     task.batch_fit, task.watched = experiment.batch_fit, experiment.data.watched
     task.flops_in_epoch = plan.flops_in_epoch if grower.forecast.known else None
-    if any(isinstance(module, _BATCH_NORMS) for module in task.network.modules()):
+    if any(isinstance(module, BATCH_NORMS) for module in task.network.modules()):
         task.statistics_ranks = 1 if experiment.synchronised else experiment.num_processes
     return task
 
@@ -160,11 +158,6 @@ def _begin(experiment: Experiment, folder: Path, trainer: Trainer, _: Any) -> No
         if experiment.checkpoint is None or experiment.identity.replaces:
             forget_results(folder)
         write_text(folder / "config.yaml", experiment.identity.yaml)
-
-
-def near_zero(precision: str) -> float:
-    """Return a number that training in one of Lightning's precisions distinguishes from zero, and from nothing else."""
-    return _HALF if precision in ("16-mixed", "16-true") else _USUAL
 
 
 def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer: Trainer) -> None:
@@ -185,7 +178,7 @@ def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer:
         known_batches if arriving else batches,
         task.loss,
         weight=lambda output, target: task.objective(output, grower.targets(target))[1][-1],
-        near_zero=near_zero(trainer.precision),
+        near_zero=_HALF if trainer.precision in ("16-mixed", "16-true") else _USUAL,
         steps=plan.steps,
         samples=plan.samples,
         records=lambda: recorder.rows,
@@ -196,33 +189,9 @@ def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer:
     )
 
 
-class StayStopped(Callback):
-    """Keeps a run that a callback has ended early from training on when it is resumed."""
-
-    def __init__(self) -> None:
-        self._trainer: Trainer | None = None
-        self._stopped = False
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the trainer, whose `should_stop` goes into checkpoints."""
-        self._trainer = trainer
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop again."""
-        trainer.should_stop = trainer.should_stop or self._stopped
-
-    def state_dict(self) -> dict[str, Any]:
-        """Record that a callback has ended the run."""
-        return {"stopped": self._trainer is not None and self._trainer.should_stop}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore it."""
-        self._stopped = state_dict["stopped"]
-
-
 def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
     """Shorten the plan to the epochs that were trained, if a callback ended the run after the last growth event."""
-    plan, trigger, state = experiment.plan, task.grower.trigger, task.growth_state
+    plan, trigger, state = experiment.plan, task.grower.trigger, task.grower.state
     wanted = plan.schedule.total_epochs
     if done >= wanted:
         return plan

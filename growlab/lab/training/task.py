@@ -12,13 +12,12 @@ from torch import Tensor
 from growlab.base.errors import UserError
 from growlab.base.ranks import stacked
 from growlab.grower import Grower
-from growlab.growth import GrowthEvent, GrowthState, Schedule
+from growlab.growth import Schedule
 from growlab.lab.analysis.identity import differences
 from growlab.lab.training.checkpoints import HEADER, shapes
 from growlab.lab.training.learning_rate import LearningRate
 from growlab.lab.training.objectives import Classification, Objective
 from growlab.optim import exempt_from_decay
-from growlab.widths import WidthGraph
 
 _CHECK_LOSS_EVERY = 50  # steps: reading the loss stalls a GPU, and ranks have to agree
 
@@ -71,21 +70,6 @@ class Task(LightningModule):
         self._evaluated: dict[str, dict[str, Any]] = {}
         self._saved_sums: Tensor | None = None
         self._bad_step: Tensor | None = None
-
-    @property
-    def graph(self) -> WidthGraph:
-        """The network's width graph."""
-        return self.grower.graph
-
-    @property
-    def growth_state(self) -> GrowthState:
-        """Stage and widths."""
-        return self.grower.state
-
-    @property
-    def events(self) -> list[GrowthEvent]:
-        """All growth events."""
-        return self.grower.events
 
     @property
     def stage_widths(self) -> list[dict[str, int]]:
@@ -216,7 +200,7 @@ class Task(LightningModule):
     def _not_finite(self, what: str, step: int) -> str:
         kept = "the last checkpoint is from before it" if self.current_epoch else "there is no checkpoint yet"
         return (
-            f"{what} step {step} (epoch {self.current_epoch}, stage {self.growth_state.stage}); {kept}: lower "
+            f"{what} step {step} (epoch {self.current_epoch}, stage {self.grower.state.stage}); {kept}: lower "
             "optimizer.lr, raise schedule.learning_rate.warmup_epochs or set trainer.gradient_clip_val."
         )
 

@@ -119,7 +119,7 @@ class Translation(TokenPrediction):
         every = self.bleu_every_n_epochs
         if epoch is not None and (every is None or (epoch + 1) % every):
             return {}
-        found = self.translate(task.network, split, task.growth_state.output_factor)
+        found = self.translate(task.network, split, task.grower.state.output_factor)
         scores = bleu(found, self._data.references(split), self._data.preparation.target)
         if epoch is None:
             self._tested = found

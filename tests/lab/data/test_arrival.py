@@ -67,10 +67,10 @@ def test_first_balanced_takes_the_first_images_of_each_class(labels, count):
 
 def test_classes_by_epoch() -> None:
     schedule = Arrival({0: [1, 0], 5: [2], 3: [0, 1, 2]})
-    assert [schedule.classes_at(epoch) for epoch in (0, 2, 3, 4, 5, 99)] == [
+    assert [schedule.key(epoch, 1) for epoch in (0, 2, 3, 4, 5, 99)] == [
         *((0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (2,), (2,))
     ]
-    assert Arrival().classes_at(3) is None
+    assert Arrival().key(3, 1) is None
     labels = np.array([0, 1, 2, 0, 1])
     assert positions_of(labels, [0, 2]).tolist() == [0, 2, 3]
     assert positions_of(labels, [1], 5).tolist() == [1, 4, 1, 4, 1]

@@ -38,7 +38,7 @@ def trained(*callbacks: Any) -> dict[str, torch.Tensor]:
     task, data = new_run(sgd)
     trainer = new_trainer(5, Growth(grower=task.grower), *callbacks)
     trainer.fit(task, datamodule=data)
-    assert len(task.events) == 2 and "forward" not in vars(task)
+    assert len(task.grower.events) == 2 and "forward" not in vars(task)
     return task.network.state_dict()
 
 
@@ -56,7 +56,7 @@ def test_steps_in_which_norms_are_annealed_run_without(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", imitated(captures))
     task, graphs = new_run(sgd)[0], cuda_graphs.CudaGraphs()
     for weights in ({"norm": [0.5]}, {}):
-        monkeypatch.setattr(task.growth_state, "norm_weights", weights)
+        monkeypatch.setattr(task.grower.state, "norm_weights", weights)
         graphs._forward(task, torch.randn(4, 1, 8, 8))
         assert len(captures) == (not weights)
 

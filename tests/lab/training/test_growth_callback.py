@@ -55,7 +55,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
     task, data = new_run(make)
     trainer = new_trainer(5, Growth(grower=task.grower, optimizer_state=inheritance))
     trainer.fit(task, datamodule=data)
-    assert len(task.events) == 2
+    assert len(task.grower.events) == 2
 
     kept: list[torch.optim.Optimizer] = []
 
@@ -65,7 +65,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
         return kept[0]
 
     reference, data = new_run(same_optimizer)
-    widths, seed = reference.schedule.widths(reference.graph), reference.grower.seed
+    widths, seed = reference.schedule.widths(reference.grower.graph), reference.grower.seed
     optimizer: Any = None
     ends = [2, 3, 5]
     stages = new_trainer(ends[0])
@@ -73,16 +73,22 @@ def test_one_fit_equals_one_fit_for_each_stage(
         if stage:
             event = grow(
                 reference.network,
-                reference.graph,
+                reference.grower.graph,
                 reference.grower.method,
-                reference.growth_state,
+                reference.grower.state,
                 widths[stage],
                 seed,
                 (data.probe_batch(16),),
                 normalised=frozenset(dict(reference.network.named_parameters()) if make is adamw else ()),
             )
             follow(
-                optimizer, event.replaced, reference.graph, event.widths_before, widths[stage], inheritance, event.carry
+                optimizer,
+                event.replaced,
+                reference.grower.graph,
+                event.widths_before,
+                widths[stage],
+                inheritance,
+                event.carry,
             )
             stages.fit_loop.max_epochs = end
         stages.fit(reference, datamodule=data)
@@ -95,7 +101,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
         assert one.state[mine].keys() == other.state[theirs].keys()
         for key, value in one.state[mine].items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other.state[theirs][key])), key
-    assert task.growth_state == reference.growth_state
+    assert task.grower.state == reference.grower.state
 
 
 def test_weight_decay_spares_what_no_one_decays() -> None:
