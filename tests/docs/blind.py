@@ -1,5 +1,7 @@
 """Scores of the odds on pairs that were written down before they were trained: notebooks/results/blind.
 
+`blind_third.py` uses these functions for the pairs of its folder.
+
 `python -m tests.docs.blind` prints the section of the page guide/measured.md.
 """
 
@@ -7,6 +9,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from statistics import fmean
 from textwrap import fill
 
@@ -68,13 +71,13 @@ class Outcome:
         """Network that the odds choose."""
         if self.odds("smaller_full") < 0.5:
             return "full"
-        return "eighth" if self.odds("eighth_smaller") >= 0.5 else "smaller"
+        return "eighth" if float(self.pair.get("odds_eighth_smaller", 0)) >= 0.5 else "smaller"
 
     def regret(self, rule: str, among: tuple[str, ...]) -> float:
         """Accuracy below the best of some arms."""
         best = max(self.mean(arm) for arm in among if arm in self.accuracy)
         if rule == "coin":
-            return best - fmean(self.mean(arm) for arm in SIZES)
+            return best - fmean(self.mean(arm) for arm in among if arm in SIZES)
         return best - self.mean(self.chosen if rule == "odds" else rule)
 
     def realised(self, question: str) -> float:
@@ -86,9 +89,9 @@ class Outcome:
 
 
 @cache
-def outcomes() -> tuple[Outcome, ...]:
-    """All pairs."""
-    with (FOLDER / "pairs.csv").open(encoding="utf-8") as pairs, (FOLDER / "arms.csv").open(encoding="utf-8") as arms:
+def outcomes(folder: Path = FOLDER) -> tuple[Outcome, ...]:
+    """All pairs of a folder."""
+    with (folder / "pairs.csv").open(encoding="utf-8") as pairs, (folder / "arms.csv").open(encoding="utf-8") as arms:
         lines, rows = list(csv.DictReader(pairs)), list(csv.DictReader(arms))
     found = []
     for line in lines:
@@ -103,39 +106,39 @@ def outcomes() -> tuple[Outcome, ...]:
     return tuple(found)
 
 
-def regrets(rule: str, among: tuple[str, ...] = SIZES) -> list[float]:
+def regrets(rule: str, among: tuple[str, ...] = SIZES, folder: Path = FOLDER) -> list[float]:
     """Regret of a rule in every pair that has it."""
-    return [one.regret(rule, among) for one in outcomes() if rule not in INPUTS or rule in one.accuracy]
+    return [one.regret(rule, among) for one in outcomes(folder) if rule not in INPUTS or rule in one.accuracy]
 
 
-def brier(question: str) -> float:
+def brier(question: str, folder: Path = FOLDER) -> float:
     """Mean squared difference of odds and outcome."""
-    return fmean((one.odds(question) - one.better(question)) ** 2 for one in outcomes())
+    return fmean((one.odds(question) - one.better(question)) ** 2 for one in outcomes(folder))
 
 
-def right(question: str) -> int:
+def right(question: str, folder: Path = FOLDER) -> int:
     """Pairs in which the likelier network was better."""
-    return sum((one.odds(question) >= 0.5) == one.better(question) for one in outcomes())
+    return sum((one.odds(question) >= 0.5) == one.better(question) for one in outcomes(folder))
 
 
-def expected(question: str) -> float:
+def expected(question: str, folder: Path = FOLDER) -> float:
     """Mean relative error that wrong choices were expected to cost."""
-    return fmean(float(one.pair[f"regret_{question}"]) for one in outcomes())
+    return fmean(float(one.pair[f"regret_{question}"]) for one in outcomes(folder))
 
 
-def realised(question: str) -> float:
+def realised(question: str, folder: Path = FOLDER) -> float:
     """Mean relative error that wrong choices cost."""
-    return fmean(one.realised(question) for one in outcomes())
+    return fmean(one.realised(question) for one in outcomes(folder))
 
 
-def across(first: str, second: str) -> list[float]:
+def across(first: str, second: str, folder: Path = FOLDER) -> list[float]:
     """Mean difference of accuracy of each pair that has both arms."""
-    return [one.gap(first, second) for one in outcomes() if {first, second} <= set(one.accuracy)]
+    return [one.gap(first, second) for one in outcomes(folder) if {first, second} <= set(one.accuracy)]
 
 
-def grew() -> list[int]:
+def grew(folder: Path = FOLDER) -> list[int]:
     """Decision of each controller: 1 if it grew."""
-    return [int(row["grown"]) for one in outcomes() for row in one.rows if row["arm"] == "controller"]
+    return [int(row["grown"]) for one in outcomes(folder) for row in one.rows if row["arm"] == "controller"]
 
 
 def pair_lines() -> list[tuple[str, ...]]:
@@ -159,9 +162,9 @@ def rule_lines() -> list[tuple[str, ...]]:
     return lines
 
 
-def difference(first: str, second: str) -> tuple[str, str, str]:
+def difference(first: str, second: str, folder: Path = FOLDER) -> tuple[str, str, str]:
     """Mean over pairs, its 95 % interval, and the number of pairs in which the first was better."""
-    found = across(first, second)
+    found = across(first, second, folder)
     reach = interval(found)
     assert reach is not None
     return f"{fmean(found):.1f}", f"{reach[0]:.1f} to {reach[1]:.1f}", str(sum(gap > 0 for gap in found))
@@ -188,14 +191,14 @@ def recurrent() -> tuple[str, ...]:
     return tuple(f"{one.gap('grown', arm):.1f}" for arm in ("drawn", "smaller") for one in own)
 
 
-def controller() -> tuple[str, ...]:
+def controller(folder: Path = FOLDER) -> tuple[str, ...]:
     """Number of runs that grew, of all, gap to staying, pairs within 0.3 points, and the worst pair."""
-    gaps, decisions = across("controller", "stays"), grew()
+    gaps, decisions = across("controller", "stays", folder), grew(folder)
     within = sum(gap >= -0.3 for gap in gaps)
     return (
         str(sum(decisions)),
         str(len(decisions)),
-        *difference("controller", "stays")[:2],
+        *difference("controller", "stays", folder)[:2],
         str(within),
         f"{-min(gaps):.1f}",
     )

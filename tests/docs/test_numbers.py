@@ -19,7 +19,7 @@ from growlab.lab.analysis.schedules import time_to_score_table, times_to_scores
 from growlab.lab.analysis.tables import Row, summarise, write_table
 from growlab.recipes.papers.paper_table import paper_table, published
 from tests.command_line import ROOT
-from tests.docs.stated import by_seconds
+from tests.docs.stated import by_seconds, on_inputs
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 from verdicts import first_loss
@@ -91,7 +91,9 @@ def known() -> frozenset[str]:
             numbers |= {row.cost_percent} if row.cost_percent is not None else set()
             for run in row.runs:
                 numbers |= of_run(run, row)
-    return frozenset({f"{number:.2f}" for number in numbers} | set(by_seconds()))
+    inputs = on_inputs("grown_24_32", "grown_16_24_32", "blocks2_24", "blocks2_24_32")
+    apart = {number for one in inputs for number in one.split(" ± ")}
+    return frozenset({f"{number:.2f}" for number in numbers} | set(by_seconds()) | apart)
 
 
 def of_run(run: Run, row: Row) -> set[float]:
