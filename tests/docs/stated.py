@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from math import ceil, floor
@@ -34,6 +34,10 @@ ROWS = "notebooks/results/README.md"
 OVERABUNDANCE = "conf/experiment/papers/isotropic_overabundance.yaml"
 
 
+Numbers = Callable[[], Iterable[str]]
+"""Returns the numbers of a sentence, formatted as on the page."""
+
+
 @dataclass(frozen=True)
 class Stated:
     """A sentence, or a part of one, with its numbers.
@@ -41,12 +45,12 @@ class Stated:
     Attributes:
         page: file that contains the sentence.
         template: its words, with `{}` for each number.
-        values: returns the numbers, formatted as on the page.
+        values: returns the numbers.
     """
 
     page: str
     template: str
-    values: Callable[[], tuple[str, ...]]
+    values: Numbers
 
     @property
     def text(self) -> str:
@@ -210,115 +214,81 @@ def by_budget(folder: str, arm: str, *budgets: str, digits: int = 2) -> tuple[st
     return tuple(mean(f"{folder}/b{budget}_{arm}_s*", digits) for budget in budgets)
 
 
-def seconds_by_seed() -> tuple[str, ...]:
-    """Seconds of growth in depth over those of the full network, seed by seed."""
-    grown, full = runs(f"{ALONE}/grown_depth_s*"), runs(f"{ALONE}/fixed_size_s*")
+def seconds_by_seed(folder: str, arm: str) -> tuple[str, ...]:
+    """Seconds of an arm over those of the full network, seed by seed."""
+    grown, full = runs(f"{folder}/{arm}_s*"), runs(f"{folder}/fixed_size_s*")
     return tuple(f"{grown[s].results['seconds'] / full[s].results['seconds']:.2f}" for s in sorted(grown))
 
 
 WIDTH, BOTH = "pairs, (?!grown in depth).*from 1/2 of the width.*", ".*grown in depth and from 1/2.*"
 DEPTH, SMALLER = "pairs, grown in depth.*(?<!width), T_0 = 75 %", "fixed-size, fewer blocks.*"
 BUDGETS = ("1.2", "3.6", "10")
-EQUAL_COST: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
-    (
-        MEASURED,
-        "by {} points at 1.2 epochs (95 % interval {}) and by {} at 3.6 ({}); at 10 epochs {} points ({}) are left.",
-        lambda: tuple(one for budget in BUDGETS for one in over(TEST, budget, "grown_depth")),
-    ),
-    (
-        MEASURED,
-        "the smaller one that never grows is better still, by {} ({}), {} ({}) and {} points ({}).",
-        lambda: tuple(one for b in BUDGETS for one in over(TEST, b, "smaller", "grown_depth")),
-    ),
-    (
-        MEASURED,
-        "Growing in width gains {} points ({}) at 1.2 epochs; there is no significant effect at 3.6 "
-        "({}, three seeds) or at 10 ({}, two seeds), nor for growth in both at 10 ({}).",
-        lambda: (
+EQUAL_COST: dict[str, dict[str, Numbers]] = {
+    MEASURED: {
+        "by {} points at 1.2 epochs (95 % interval {}) and by {} "
+        "at 3.6 ({}); at 10 epochs {} points ({}) are left.": lambda: tuple(
+            one for budget in BUDGETS for one in over(TEST, budget, "grown_depth")
+        ),
+        "the smaller one that never grows is better still, by {} ({}), {} ({}) and {} points ({}).": lambda: tuple(
+            one for b in BUDGETS for one in over(TEST, b, "smaller", "grown_depth")
+        ),
+        "Growing in width gains {} points ({}) at 1.2 epochs; there is no significant effect at 3.6 ({}, three "
+        "seeds) or at 10 ({}, two seeds), nor for growth in both at 10 ({}).": lambda: (
             *over(TEST, "1.2", "grown_width"),
             over(TEST, "3.6", "grown_width")[1],
             *(over(TEST, "10", arm)[1] for arm in ("grown_width", "grown_both")),
         ),
-    ),
-    (
-        MEASURED,
-        "the full network leads in both seeds, by {} and {} points over growth in depth, {} and {} "
-        "over the smaller network, "
-        "{} and {} over growth in width and {} and {} over growth in both.",
-        lambda: tuple(one for arm in ("grown_depth", "smaller", "grown_width", "grown_both") for one in at_30(arm)),
-    ),
-    (
-        MEASURED,
-        "Grown in depth the network gains {} points (95 % interval {}) and {} ({}) over the full one, "
-        "a little less than with "
-        "shifted images; in both, {} ({}) and {} ({}), in width {} ({}) and {} ({}).",
-        lambda: tuple(
+        "the full network leads in both seeds, by {} and {} points over growth in depth, {} and {} over the smaller "
+        "network, {} and {} over growth in width and {} and {} over growth in both.": lambda: tuple(
+            one for arm in ("grown_depth", "smaller", "grown_width", "grown_both") for one in at_30(arm)
+        ),
+        "Grown in depth the network gains {} points (95 % interval {}) and {} ({}) over the full one, a little less "
+        "than with shifted images; in both, {} ({}) "
+        "and {} ({}), in width {} ({}) and {} ({}).": lambda: tuple(
             one
             for arm in ("grown_depth", "grown_both", "grown_width")
             for budget in ("1.2", "3.6")
             for one in over(PLAIN, budget, arm)
         ),
-    ),
-    (
-        MEASURED,
-        "at 2.4 epochs' cost the network grown in depth ends at {} %, the full one at 3.6 epochs' at {} (three seeds",
-        lambda: (scores(f"{ALONE}/grown_depth_s*"), scores(f"{ALONE}/fixed_size_s*")),
-    ),
-    (
-        MEASURED,
-        "and {} s on average against {}, by seed {}, {} and {} of the seconds",
-        lambda: (*(seconds(f"{ALONE}/grown_depth_s*"), seconds(f"{ALONE}/fixed_size_s*")), *seconds_by_seed()),
-    ),
-    (
-        MEASURED,
-        "{} of the cost to the full network's accuracy at 3.6 epochs, the smaller network that never "
-        "grows {} of the cost and "
-        "{} of the seconds.",
-        lambda: (
+        "at 2.4 epochs' cost the network grown in depth ends at "
+        "{} %, the full one at 3.6 epochs' at {} (three seeds": lambda: (
+            scores(f"{ALONE}/grown_depth_s*"),
+            scores(f"{ALONE}/fixed_size_s*"),
+        ),
+        "and {} s on average against {}, by seed {}, {} and {} of the seconds": lambda: (
+            *(seconds(f"{ALONE}/grown_depth_s*"), seconds(f"{ALONE}/fixed_size_s*")),
+            *seconds_by_seed(ALONE, "grown_depth"),
+        ),
+        "{} of the cost to the full network's accuracy at 3.6 epochs, the smaller network that never grows {} of the "
+        "cost and {} of the seconds.": lambda: (
             ratio(PLAIN, "cost", DEPTH, 69.39),
             *(ratio(PLAIN, what, SMALLER, 69.39) for what in ("cost", "seconds")),
         ),
-    ),
-    (
-        MEASURED,
-        "growth in depth takes {} of the cost and the smaller network {} at 3.6 epochs, {} and {} at 10.",
-        lambda: tuple(ratio(TEST, "cost", arm, at) for at in (65.06, 75.74) for arm in (DEPTH, SMALLER)),
-    ),
-    (
-        MEASURED,
-        "in depth {} bits per byte (95 % interval {}) at 3 % and {} ({}) at 10 %, in width {} ({}) "
-        "and {} ({}), in both {} "
-        "({}) and {} ({}).",
-        lambda: tuple(
+        "growth in depth takes {} of the cost and the smaller network {} at 3.6 epochs, {} and {} at 10.": lambda: (
+            tuple(ratio(TEST, "cost", arm, at) for at in (65.06, 75.74) for arm in (DEPTH, SMALLER))
+        ),
+        "in depth {} bits per byte (95 % interval {}) at 3 % and {} ({}) at 10 %, in width {} ({}) and {} ({}), in "
+        "both {} ({}) and {} ({}).": lambda: tuple(
             one
             for arm in ("grown_depth", "grown_width", "grown_both")
             for budget in ("0.03", "0.1")
             for one in bits(budget, arm)
         ),
-    ),
-    (
-        MEASURED,
-        "the full network took {} s, the one grown in depth {} s, in width {} s, in both {} s and the "
-        "smaller one {} s at {} % "
-        "of the cost",
-        lambda: (
+        "the full network took {} s, the one grown in depth {} s, in width {} s, in both {} s and the smaller one {} "
+        "s at {} % of the cost": lambda: (
             *(
                 seconds(f"testbed_cifar10_seconds/{arm}")
                 for arm in ("fixed_size", "grown_depth", "grown_width", "grown_both", "smaller")
             ),
             cost("testbed_cifar10_seconds/smaller", 0),
         ),
-    ),
-    (
-        MEASURED,
-        "the full network's {} bits per byte take {} of its cost when it grows in depth, {} in width "
-        "and {} in both; the smaller network is there at its smallest budget already, {}.",
-        lambda: (
+        "the full network's {} bits per byte take {} of its cost when it grows in depth, {} in width and {} in both; "
+        "the smaller network is there at its smallest budget already, {}.": lambda: (
             mean(f"{TEXT}/b0.1_fixed_size_s*", 3),
             *(ratio(TEXT, "cost", arm, 1.974) for arm in (DEPTH, WIDTH, BOTH, SMALLER)),
         ),
-    ),
-]
+    },
+}
 
 # The paper's schedule and other rows -----------------------------------------------------------------------
 
@@ -343,12 +313,6 @@ MULTI, OVER, GRID = "multi30k_table5", "isotropic_overabundance", "isotropic_mlp
 def one_run(*patterns: str) -> Callable[[], tuple[str, ...]]:
     """Scores of single runs, or means over seeds."""
     return lambda: tuple(mean(pattern) for pattern in patterns)
-
-
-def time_by_seed() -> tuple[str, ...]:
-    """Seconds of growth in resolution over those of the full network, seed by seed."""
-    grown, full = runs(f"{TEN}/grown_resolution_s*"), runs(f"{TEN}/fixed_size_s*")
-    return tuple(f"{grown[s].results['seconds'] / full[s].results['seconds']:.2f}" for s in sorted(grown))
 
 
 def by_seconds() -> tuple[str, ...]:
@@ -426,8 +390,7 @@ def costs_of_rounding() -> tuple[str, str, str]:
 
 
 def others_behind() -> tuple[str, str]:
-    """By how much the fixed-size network at equal FLOPs leads the grown ones beside `ours`, least "
-    "and most."""
+    """By how much the fixed-size network at equal FLOPs leads the grown ones beside `ours`: least and most."""
     base = statistics.fmean(score(run) for run in runs(f"{NINE}/fixedflops_s*").values())
     names = {path.name.rpartition("_s")[0] for path in RESULTS.glob(f"{NINE}/*_s0")}
     grown = names - {"fixed", "fixedflops", "ours"}
@@ -504,319 +467,211 @@ def on_digits() -> tuple[str, ...]:
     )
 
 
-OTHERS: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
-    (
-        README,
-        "3.6 epochs of CIFAR-10: {} % smaller, {} grown in depth, {} full",
-        lambda: tuple(by_budget(TEST, arm, "3.6")[0] for arm in ("smaller", "grown_depth", "fixed_size")),
-    ),
-    (
-        README,
-        "at that budget, {} points above the full network (95 % interval {})",
-        lambda: over(TEST, "3.6", "grown_depth"),
-    ),
-    (
-        README,
+OTHERS: dict[str, dict[str, Numbers]] = {
+    README: {
+        "3.6 epochs of CIFAR-10: {} % smaller, {} grown in depth, {} full": lambda: tuple(
+            by_budget(TEST, arm, "3.6")[0] for arm in ("smaller", "grown_depth", "fixed_size")
+        ),
+        "at that budget, {} points above the full network (95 % interval {})": lambda: over(TEST, "3.6", "grown_depth"),
         "30 epochs: {} % full, {} grown; 80 epochs by the paper's schedule (ResNet-14): {} % grown, {} points below "
-        "the full network stopped at that cost (95 % interval {}), {} if the rate follows the cost ({})",
-        lambda: (
+        "the full network stopped at that cost (95 % interval "
+        "{}), {} if the rate follows the cost ({})": lambda: (
             *(by_budget(TEST, arm, "30")[0] for arm in ("fixed_size", "grown_depth")),
             *(mean(f"{SHORT}/ours_80_s*"), *gain(f"{SHORT}/flops_80_s*", f"{SHORT}/ours_80_s*")),
             *gain(f"{SHORT}/flops_80_s*", f"{SHORT}/vt_cost_80_s*"),
         ),
-    ),
-    (
-        README,
         "ResNet-20, cost of ten epochs: {} % grown from 16x16 over 24x24 to 32x32, {} full (95 % interval of the "
-        "difference {}), {} with 24x24 throughout ({})",
-        lambda: (
+        "difference {}), {} with 24x24 throughout ({})": lambda: (
             *(mean(f"{INPUTS}/{arm}_s?") for arm in ("grown_16_24_32", "full")),
             inputs_gain("grown_16_24_32", "full")[1],
             *(mean(f"{INPUTS}/small_24_s?"), inputs_gain("grown_16_24_32", "small_24")[1]),
         ),
-    ),
-    (
-        MEASURED,
-        "`ours` ends at {} % for {} % of the FLOPs. Stopped at {} %, the full network has {} %, {} points less "
-        "(five seeds, paired 95 % interval {}). In full it has {} %: not distinguishable with five seeds ({}).",
-        on_digits,
-    ),
-    (
-        MEASURED,
-        "of `ours` by {} points (three seeds, 95 % interval {}), of the others by {} to {}.",
-        lambda: (*gain(f"{NINE}/fixedflops_s*", f"{NINE}/ours_s*"), *others_behind()),
-    ),
-    *(
-        (
-            ROWS,
-            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} |",
-            lambda name=name: told_beside_fixed(f"{SCHEDULES}/{name}"),
-        )
-        for name, settings in SETTINGS_OF.items()
-    ),
-    (
-        ROWS,
-        "The grown network ends at {} % for {} % of the FLOPs, fixed-size stopped at {} % of them at {}, in full at "
-        "{}. In seconds it saves nothing: {} against {} and {},",
-        lambda: (
-            *(mean(f"{DIGITS}/ours_s*"), cost(f"{DIGITS}/ours_s*", 0), cost(f"{DIGITS}/equal_flops_s*", 0)),
-            *(mean(f"{DIGITS}/{arm}_s*") for arm in ("equal_flops", "fixed")),
-            *(seconds(f"{DIGITS}/{arm}_s*") for arm in ("ours", "fixed", "equal_flops")),
+    },
+    MEASURED: {
+        "`ours` ends at {} % for {} % of the FLOPs. Stopped at {} %, the full network has {} %, {} points less (five "
+        "seeds, paired 95 % interval {}). In full it has "
+        "{} %: not distinguishable with five seeds ({}).": on_digits,
+        "of `ours` by {} points (three seeds, 95 % interval {}), of the others by {} to {}.": lambda: (
+            *gain(f"{NINE}/fixedflops_s*", f"{NINE}/ours_s*"),
+            *others_behind(),
         ),
-    ),
-    (ROWS, "32 to 16 ends within {} points of 32 all along ({} and {} %);", shrunk),
-    (
-        ROWS,
-        "All six end with {} neurons and {} to {} %,",
-        lambda: (
-            width("isotropic_scaffold_cifar10/w*_s*"),
-            *spread("isotropic_scaffold_cifar10/w4_s*", "isotropic_scaffold_cifar10/w64_s*"),
-        ),
-    ),
-    (
-        ROWS,
-        "{} or {} neurons in three layers from 8 each, {} or {} from 64 each",
-        lambda: (*widths("isotropic_revised/width8_s*"), *widths("isotropic_revised/width64_s*")),
-    ),
-    (
-        ROWS,
-        "five stages from a quarter {}, {}, {}, and nine {}, {}, {} (three seeds).",
-        lambda: tuple(value for one in FROM_A_QUARTER for value in told_beside_fixed(one)),
-    ),
-    (
-        MEASURED,
         "all with a first stage of 5 % of the training: {} to {} points below, which is within the spread over "
         "seeds. With longer first stages the difference is larger: {} points for three stages from half the width, "
-        "{} to {} for two, {} for two from a quarter.",
-        distances,
-    ),
-    (
-        MEASURED,
-        "GradMax, not in that table, reaches {}, and TINY, which grows shared channels by pairs, reaches {}.",
-        lambda: (mean(f"{NINE}/gradmax_s0", 1), mean(f"{NINE}/tiny_s0", 1)),
-    ),
-    (
-        MEASURED,
-        "Variance transfer (by the current rule, see below) gives {} points over growing by pairs "
-        "({}), rate adaptation {} on "
-        "top ({})",
-        lambda: (*gain(f"{RATE}/ours_nora_s*", f"{NINE}/pairs_s*"), *gain(f"{NINE}/ours_s*", f"{RATE}/ours_nora_s*")),
-    ),
-    (
-        MEASURED,
+        "{} to {} for two, {} for two from a quarter.": distances,
+        "GradMax, not in that table, reaches {}, and TINY, which grows shared channels by pairs, reaches {}.": lambda: (
+            mean(f"{NINE}/gradmax_s0", 1),
+            mean(f"{NINE}/tiny_s0", 1),
+        ),
+        "Variance transfer (by the current rule, see below) gives {} points over growing by pairs ({}), rate "
+        "adaptation {} on top ({})": lambda: (
+            *gain(f"{RATE}/ours_nora_s*", f"{NINE}/pairs_s*"),
+            *gain(f"{NINE}/ours_s*", f"{RATE}/ours_nora_s*"),
+        ),
         "the fixed-size network ends at {} %, `ours` at {} % for {} % of the cost, Net2Net at {} %, the fixed-size "
-        "network at equal FLOPs (85 epochs) at {} %",
-        lambda: (
+        "network at equal FLOPs (85 epochs) at {} %": lambda: (
             *(mean(f"{LONG}/fixed_size_s0"), mean(f"{LONG}/ours_s0"), cost(f"{LONG}/ours_s0")),
             *(mean(f"{LONG}/net2net_s0"), mean(f"{LONG}/equal_flops_s0")),
         ),
-    ),
-    *(
-        (MEASURED, f"| {label} | {{}} | {{}} ({{}}) | {{}} ({{}}) |", partial(short_table, arm))
-        for label, arm in SHORT_ARMS.items()
-    ),
-    (
-        MEASURED,
-        "`ours` is {} points below the full network after 16 epochs, {} after 40 and {} after 80; it was {} after 160 "
-        "(ResNet-20, one seed)",
-        lambda: (
+        **{
+            f"| {label} | {{}} | {{}} ({{}}) | {{}} ({{}}) |": partial(short_table, arm)
+            for label, arm in SHORT_ARMS.items()
+        },
+        "`ours` is {} points below the full network after 16 epochs, {} after 40 and {} after 80; it was {} after "
+        "160 (ResNet-20, one seed)": lambda: (
             *(gap(f"{SHORT}/fixed_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (16, 40, 80)),
             gap(f"{LONG}/fixed_size_s0", f"{LONG}/ours_s0"),
         ),
-    ),
-    (
-        MEASURED,
-        "less than stopping early, by {}, {}, {} and {} points",
-        lambda: (
+        "less than stopping early, by {}, {}, {} and {} points": lambda: (
             *(gap(f"{SHORT}/flops_{n}_s*", f"{SHORT}/ours_{n}_s*") for n in (16, 40, 80)),
             gap(f"{LONG}/equal_flops_s0", f"{LONG}/ours_s0"),
         ),
-    ),
-    (
-        MEASURED,
-        "stopped at the same cost ({} % of 40 epochs, {} % of 80, {} % of 16)",
-        lambda: tuple(cost(f"{SHORT}/ours_{n}_s*") for n in (40, 80, 16)),
-    ),
-    (
-        MEASURED,
-        "bought with more training ({} % of the cost, rounded down {})",
-        lambda: (cost(f"{SHORT}/ours_wider_40_s*"), cost(f"{SHORT}/ours_narrower_40_s*")),
-    ),
-    (
-        MEASURED,
+        "stopped at the same cost ({} % of 40 epochs, {} % of 80, {} % of 16)": lambda: tuple(
+            cost(f"{SHORT}/ours_{n}_s*") for n in (40, 80, 16)
+        ),
+        "bought with more training ({} % of the cost, rounded down {})": lambda: (
+            cost(f"{SHORT}/ours_wider_40_s*"),
+            cost(f"{SHORT}/ours_narrower_40_s*"),
+        ),
         "The published cost of {} % is that of channels rounded up to whole numbers ({}; to the nearest even number, "
-        "as here, {})",
-        costs_of_rounding,
-    ),
-    (
-        MEASURED,
+        "as here, {})": costs_of_rounding,
         "variance transfer gains {} points ({}) over `ours`, and is {} below stopping early ({}). After 80 epochs it "
-        "gains {} ({}) and is {} below ({}).",
-        lambda: tuple(
+        "gains {} ({}) and is {} below ({}).": lambda: tuple(
             number
             for n in (40, 80)
             for pair in ((f"vt_cost_{n}", f"ours_{n}"), (f"flops_{n}", f"vt_cost_{n}"))
             for number in gain(*(f"{SHORT}/{arm}_s*" for arm in pair))
         ),
-    ),
-    (MEASURED, "the clock is worth {} points ({})", lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*")),
-    (MEASURED, "`ours` with one rate ends at {} (three seeds", lambda: (f"{scores(RATE + '/ours_nora_s*')}",)),
-    (
-        MEASURED,
-        "ends at {} %, the full network at {} (three seeds each): {} points more (95 % interval {}), "
-        "in {}, {} and {} of the "
-        "seconds by seed",
-        lambda: (
+        "the clock is worth {} points ({})": lambda: gain(f"{SHORT}/ours_cost_40_s*", f"{SHORT}/ours_40_s*"),
+        "`ours` with one rate ends at {} (three seeds": lambda: (f"{scores(RATE + '/ours_nora_s*')}",),
+        "ends at {} %, the full network at {} (three seeds each): {} points more (95 % interval {}), in {}, {} and "
+        "{} of the seconds by seed": lambda: (
             *(scores(f"{TEN}/grown_resolution_s*"), scores(f"{TEN}/fixed_size_s*")),
             *gain(f"{TEN}/grown_resolution_s*", f"{TEN}/fixed_size_s*"),
-            *time_by_seed(),
+            *seconds_by_seed(TEN, "grown_resolution"),
         ),
-    ),
-    (
-        MEASURED,
-        "ResNet-20 on 24x24 pixels from beginning to end has {} %, grown from 24x24 to 32x32 {}, grown from 16x16 over "
-        "24x24 to 32x32 {}, the full network {}",
-        lambda: on_inputs("small_24", "grown_24_32", "grown_16_24_32", "full"),
-    ),
-    (
-        MEASURED,
-        "From 16x16 it is {} points above the full network (95 % interval {}) and {} above 24x24 throughout ({}); from "
-        "24x24, {} above the latter ({}). ResNet-14, with two blocks a stage, has {} on 24x24 pixels and {} grown from "
-        "them to 32x32 ({}, {}).",
-        lambda: (
+        "ResNet-20 on 24x24 pixels from beginning to end has {} %, grown from 24x24 to 32x32 {}, grown from 16x16 "
+        "over 24x24 to 32x32 {}, the full network {}": lambda: on_inputs(
+            "small_24", "grown_24_32", "grown_16_24_32", "full"
+        ),
+        "From 16x16 it is {} points above the full network (95 % interval {}) and {} above 24x24 throughout ({}); "
+        "from 24x24, {} above the latter ({}). ResNet-14, with two blocks a stage, has {} on 24x24 pixels and {} "
+        "grown from them to 32x32 ({}, {}).": lambda: (
             *inputs_gain("grown_16_24_32", "full"),
             *(*inputs_gain("grown_16_24_32", "small_24"), *inputs_gain("grown_24_32", "small_24")),
             *on_inputs("blocks2_24", "blocks2_24_32"),
             *inputs_gain("blocks2_24_32", "blocks2_24"),
         ),
-    ),
-    (
-        MEASURED,
         "two runs at a time, ResNet-20 has {} %, ResNet-8 {}, ResNet-20 grown in depth {} and grown in its images {} "
-        "(two seeds each).",
-        by_seconds,
-    ),
-    (
-        MEASURED,
-        "Grown in depth at 60 % of the cost it ends at {}, the network with one block a stage at {} "
-        "(two seeds each), grown at "
-        "11 % of the cost at {} (one seed): all behind the full network's {} and {} with those seeds.",
-        lambda: (
+        "(two seeds each).": by_seconds,
+        "Grown in depth at 60 % of the cost it ends at {}, the network with one block a stage at {} (two seeds "
+        "each), grown at 11 % of the cost at {} (one seed): all "
+        "behind the full network's {} and {} with those seeds.": lambda: (
             *(scores(f"{TEN}/grown_depth_s*"), scores(f"{TEN}/smaller_s*")),
             *(mean(f"{TEN}/{one}") for one in ("grown_depth_early_s0", "fixed_size_s0", "fixed_size_s1")),
         ),
-    ),
-    (
-        MEASURED,
-        "`ours` {} and {}, Net2Net {} and {}.",
-        one_run(*(f"cifar10_8_epochs/{m}_{g}" for g in ("ours", "net2net") for m in ("vgg11", "mobilenetv1"))),
-    ),
-    (
-        MEASURED,
-        "state inherited {} and {}, reset {} and {}, inherited with rate adaptation {} and {}.",
-        one_run(*(f"{ADAPTIVE}/{o}_{s}" for s in ("inherit", "reset", "ra") for o in ("adam", "avagrad"))),
-    ),
-    (
-        MEASURED,
-        "by class, fixed-size {}, `ours` {} at {} % of the cost, with dynamic OSGD {} at {} %; by image {}, {} and {}.",
-        lambda: (
+        "`ours` {} and {}, Net2Net {} and {}.": one_run(
+            *(f"cifar10_8_epochs/{m}_{g}" for g in ("ours", "net2net") for m in ("vgg11", "mobilenetv1"))
+        ),
+        "state inherited {} and {}, reset {} and {}, inherited with rate adaptation {} and {}.": one_run(
+            *(f"{ADAPTIVE}/{o}_{s}" for s in ("inherit", "reset", "ra") for o in ("adam", "avagrad"))
+        ),
+        "by class, fixed-size {}, `ours` {} at {} % of the cost, with dynamic OSGD {} at {} %; by image {}, {} and "
+        "{}.": lambda: (
             *(mean(f"{CLASSES}/classes_fixed_size_s0"), mean(f"{CLASSES}/classes_ours_s0")),
             *(cost(f"{CLASSES}/classes_ours_s0"), mean(f"{CLASSES}/classes_ours_osgd_s0")),
             cost(f"{CLASSES}/classes_ours_osgd_s0"),
             *(mean(f"{CLASSES}/images_{one}_s0") for one in ("fixed_size", "ours", "ours_osgd")),
         ),
-    ),
-    (
-        MEASURED,
-        "BLEU {} with rate adaptation, {} and {} without it (state kept and reset), Net2Net {}, fixed-size {}.",
-        one_run(
+        "BLEU {} with rate adaptation, {} and {} without it "
+        "(state kept and reset), Net2Net {}, fixed-size {}.": one_run(
             *(f"{MULTI}/{one}" for one in ("ours_adam", "ours_with_state", "ours_without_state")),
             *(f"{MULTI}/{one}" for one in ("net2net", "fixed_size")),
         ),
-    ),
-    (
-        MEASURED,
-        "one seed, at {} % of the cost ([rows](../results/multi30k_table5/table.md)):",
-        lambda: (cost(f"{MULTI}/ours_adam"),),
-    ),
-    (
-        MEASURED,
-        "(Yuan et al. 2023, Table 2: ours {}, Net2Net {}, fixed-size {}).",
-        lambda: tuple(
+        "one seed, at {} % of the cost ([rows](../results/multi30k_table5/table.md)):": lambda: (
+            cost(f"{MULTI}/ours_adam"),
+        ),
+        "(Yuan et al. 2023, Table 2: ours {}, Net2Net {}, fixed-size {}).": lambda: tuple(
             f"{one.value:.2f}"
             for name in ("Ours", "Net2Net", "Large Baseline")
             for one in published()
             if (one.table, one.model, one.row) == ("Table 2", "resnet20", name)
         ),
-    ),
-    (MEASURED, "The full network ended at {} with a cosine over epochs", one_run(f"{NINE}/fixedflops_s*")),
-    (
-        MEASURED,
-        "hyperfan {}, ours {}, Net2Net {}, fixed-size {}.",
-        one_run(*(f"{EIGHT}/hyperfan8_{one}" for one in ("hyperfan", "ours", "net2net", "fixed"))),
-    ),
-    (
-        ISOTROPIC,
-        "model.width=2 # seconds: finds {} neurons; {} from model.width=64",
-        lambda: (width("isotropic_digits/width2_s*"), width("isotropic_digits/width64_s*")),
-    ),
-    (
-        ISOTROPIC,
-        "model.width=64 # CIFAR-10: {} neurons, from 4 as well",
-        lambda: (width("isotropic_scaffold_cifar10/w*_s*"),),
-    ),
-    *(
-        (
-            page,
-            "the twelve seeds that were run to decide it differ by {} points (95 % interval {}), all "
-            "sixteen by {} ({}), which "
-            "excludes an advantage above 0.3 points",
-            overabundance,
-        )
-        for page in (ISOTROPIC, ROWS, OVERABUNDANCE)
-    ),
-    (
-        ROWS,
-        "Fixed size ends at {} %, at equal FLOPs at {} %, `ours` at {} %, Net2Net at {} %",
-        one_run(*(f"{LONG}/{one}_s0" for one in ("fixed_size", "equal_flops", "ours", "net2net"))),
-    ),
-    (
-        ROWS,
-        "Growing gives up {} points by class and {} by image, with dynamic OSGD {} and {};",
-        lambda: tuple(
+        "The full network ended at {} with a cosine over epochs": one_run(f"{NINE}/fixedflops_s*"),
+        "hyperfan {}, ours {}, Net2Net {}, fixed-size {}.": one_run(
+            *(f"{EIGHT}/hyperfan8_{one}" for one in ("hyperfan", "ours", "net2net", "fixed"))
+        ),
+    },
+    ROWS: {
+        **{
+            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} |": lambda name=name: told_beside_fixed(
+                f"{SCHEDULES}/{name}"
+            )
+            for name, settings in SETTINGS_OF.items()
+        },
+        "The grown network ends at {} % for {} % of the FLOPs, fixed-size stopped at {} % of them at {}, in full at "
+        "{}. In seconds it saves nothing: {} against {} and {},": lambda: (
+            *(mean(f"{DIGITS}/ours_s*"), cost(f"{DIGITS}/ours_s*", 0), cost(f"{DIGITS}/equal_flops_s*", 0)),
+            *(mean(f"{DIGITS}/{arm}_s*") for arm in ("equal_flops", "fixed")),
+            *(seconds(f"{DIGITS}/{arm}_s*") for arm in ("ours", "fixed", "equal_flops")),
+        ),
+        "32 to 16 ends within {} points of 32 all along ({} and {} %);": shrunk,
+        "All six end with {} neurons and {} to {} %,": lambda: (
+            width("isotropic_scaffold_cifar10/w*_s*"),
+            *spread("isotropic_scaffold_cifar10/w4_s*", "isotropic_scaffold_cifar10/w64_s*"),
+        ),
+        "{} or {} neurons in three layers from 8 each, {} or {} from 64 each": lambda: (
+            *widths("isotropic_revised/width8_s*"),
+            *widths("isotropic_revised/width64_s*"),
+        ),
+        "five stages from a quarter {}, {}, {}, and nine {}, {}, {} (three seeds).": lambda: tuple(
+            value for one in FROM_A_QUARTER for value in told_beside_fixed(one)
+        ),
+        "the twelve seeds that were run to decide it differ by {} points (95 % interval {}), all sixteen by {} ({}), "
+        "which excludes an advantage above 0.3 points": overabundance,
+        "Fixed size ends at {} %, at equal FLOPs at {} %, `ours` at {} %, Net2Net at {} %": one_run(
+            *(f"{LONG}/{one}_s0" for one in ("fixed_size", "equal_flops", "ours", "net2net"))
+        ),
+        "Growing gives up {} points by class and {} by image, with dynamic OSGD {} and {};": lambda: tuple(
             gap(f"{CLASSES}/{mode}_fixed_size_s0", f"{CLASSES}/{mode}_{one}_s0", 2)
             for one in ("ours", "ours_osgd")
             for mode in ("classes", "images")
         ),
-    ),
-    (
-        ROWS,
-        "At 62 % of its cost hyperfan comes to {} %, ours to {}, Net2Net to {}, the fixed-size network to {}.",
-        one_run(*(f"{EIGHT}/hyperfan8_{one}" for one in ("hyperfan", "ours", "net2net", "fixed"))),
-    ),
-    (
-        ROWS,
-        "At {} % of the cost of the fixed-size network ({}), rate adaptation with state comes to {}, "
-        "ours without state to {}, "
-        "with state to {}, Net2Net to {}.",
-        lambda: (
+        "At 62 % of its cost hyperfan comes to {} %, ours to {}, Net2Net to {}, the fixed-size network to {}.": one_run(
+            *(f"{EIGHT}/hyperfan8_{one}" for one in ("hyperfan", "ours", "net2net", "fixed"))
+        ),
+        "At {} % of the cost of the fixed-size network ({}), rate adaptation with state comes to {}, ours without "
+        "state to {}, with state to {}, Net2Net to {}.": lambda: (
             *(cost(f"{MULTI}/net2net"), mean(f"{MULTI}/fixed_size"), mean(f"{MULTI}/ours_adam")),
             *(mean(f"{MULTI}/{one}") for one in ("ours_without_state", "ours_with_state", "net2net")),
         ),
-    ),
-    (
-        ROWS,
-        "Inheriting the optimizer's state gives {} and {} points, as in the paper (0.17 and 0.56); rate "
-        "adaptation costs {} and {} here",
-        lambda: tuple(
+        "Inheriting the optimizer's state gives {} and {} points, as in the paper (0.17 and 0.56); rate adaptation "
+        "costs {} and {} here": lambda: tuple(
             gap(f"{ADAPTIVE}/{optimizer}_{first}", f"{ADAPTIVE}/{optimizer}_{second}", 2)
             for first, second in (("inherit", "reset"), ("inherit", "ra"))
             for optimizer in ("adam", "avagrad")
         ),
-    ),
-]
+    },
+    ISOTROPIC: {
+        "model.width=2 # seconds: finds {} neurons; {} from model.width=64": lambda: (
+            width("isotropic_digits/width2_s*"),
+            width("isotropic_digits/width64_s*"),
+        ),
+        "model.width=64 # CIFAR-10: {} neurons, from 4 as well": lambda: (width("isotropic_scaffold_cifar10/w*_s*"),),
+        "the twelve seeds that were run to decide it differ by {} points (95 % interval {}), all sixteen by {} ({}), "
+        "which excludes an advantage above 0.3 points": overabundance,
+    },
+    OVERABUNDANCE: {
+        "the twelve seeds that were run to decide it differ by {} points (95 % interval {}), all sixteen by {} ({}), "
+        "which excludes an advantage above 0.3 points": overabundance,
+    },
+}
+
+
+def listed(pages: Mapping[str, Mapping[str, Numbers]]) -> list[Stated]:
+    """Sentences of each page, from their templates and numbers."""
+    return [Stated(page, template, values) for page, own in pages.items() for template, values in own.items()]
 
 
 def stated() -> list[Stated]:
     """All of them."""
-    return [*tables(), *(Stated(*one) for one in (*EQUAL_COST, *OTHERS))]
+    return [*tables(), *listed(EQUAL_COST), *listed(OTHERS)]

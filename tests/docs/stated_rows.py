@@ -5,7 +5,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -28,11 +28,13 @@ from tests.docs.stated import (
     TEN,
     TEST,
     TEXT,
+    Numbers,
     Stated,
     by_budget,
     cost,
     gain,
     gap,
+    listed,
     mean,
     runs,
     seconds,
@@ -214,8 +216,7 @@ def layers(name: str, quantity: str, step: int = 0) -> dict[str, float]:
 
 
 def mnist_line(name: str) -> tuple[str, ...]:
-    """A row of the table: losses before and behind 100 steps, at the end of training, of the test, and "
-    "its accuracy."""
+    """A row of the table: losses before and behind 100 steps, at the end of training, of the test, and its accuracy."""
     (run,) = runs(f"{MNIST}/{name}").values()
     return (
         f"{first_loss(run):.2f}",
@@ -616,162 +617,105 @@ def tutorial_differences() -> tuple[str, ...]:
     return tuple(told)
 
 
-def table_10() -> list[tuple[str, str, Callable[[], tuple[str, ...]]]]:
+def table_10() -> dict[str, Numbers]:
     """Published values beside folders."""
-    lines = []
-    for folder, name in (("adam", "Adam"), ("avagrad", "AvaGrad")):
-        for end, row in (
-            ("reset", f"{name} without buffer"),
-            ("inherit", f"{name} with buffer"),
-            ("ra", f"{name}+our RA"),
-        ):
-            settings = {"reset": " lr_adapt=none optimizer_state=reset", "inherit": " lr_adapt=none", "ra": ""}[end]
-            lines.append(
-                (
-                    ROWS,
-                    f"| `{folder}_{end}` | `experiment=papers/resnet20_cifar10_{folder}{settings}` | {{}} |",
-                    lambda row=row: two(printed("Table 10", "resnet20", row)),
-                )
-            )
-    return lines
+    ends = {
+        "reset": (" without buffer", " lr_adapt=none optimizer_state=reset"),
+        "inherit": (" with buffer", " lr_adapt=none"),
+        "ra": ("+our RA", ""),
+    }
+    return {
+        f"| `{folder}_{end}` | `experiment=papers/resnet20_cifar10_{folder}{settings}` | {{}} |": (
+            lambda row=f"{name}{row}": two(printed("Table 10", "resnet20", row))
+        )
+        for folder, name in (("adam", "Adam"), ("avagrad", "AvaGrad"))
+        for end, (row, settings) in ends.items()
+    }
 
 
-MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
-    *table_10(),
-    (
-        ROWS,
-        "with seed 0 the loss of validation is {} kept at 0.0015, {} at 0.003 and {} at 0.006, folded {} at 0.003 and "
-        "{} at 0.006.",
-        lambda: held_out("val", "keep_lr0.0015", "keep_lr0.003", "keep_lr0.006", "fold_lr0.003", "fold_lr0.006"),
-    ),
-    (
-        ROWS,
+MORE: dict[str, dict[str, Numbers]] = {
+    ROWS: {
+        **table_10(),
+        "with seed 0 the loss of validation is {} kept at 0.0015, {} at 0.003 and {} at 0.006, folded {} at 0.003 "
+        "and {} at 0.006.": lambda: held_out(
+            "val", "keep_lr0.0015", "keep_lr0.003", "keep_lr0.006", "fold_lr0.003", "fold_lr0.006"
+        ),
         "The mean test loss is {} kept, {} compensated and {} folded; folded less kept {} (95 % interval of the "
-        "paired difference {}), compensated less kept {} ({}), folded less compensated {} ({}).",
-        lambda: treated(TRANSLATED, "0.003", "test_loss"),
-    ),
-    (
-        ROWS,
-        "With three seeds it ends at {} bits per byte kept, {} compensated and {} folded; folded less kept {} "
-        "(95 % interval {}), compensated less kept {} ({}), folded less compensated {} ({}).",
-        lambda: treated(SHORT_LLAMA, "0.008", "test_bits_per_byte"),
-    ),
-    (
-        ROWS,
-        "(published for fixed size, `ours` and Net2Net: {}, {} and {}, on the original images",
-        lambda: two(printed("Table 2", "resnet20", "Large Baseline", "Ours", "Net2Net")),
-    ),
-    (
-        ROWS,
-        "(accuracy moves by {} points, with a deviation of {}, in the {} epochs that begin with a new neuron, by "
-        "{} and {} in the {} that begin with one removed down to 16, by {} and {} in the {} others from epoch 24 "
-        "on;",
-        jumps,
-    ),
-    (
-        ROWS,
-        "only 8 neurons cost accuracy ({} to {} % from 16, 24 and 32, {} % at 8 all along, {} to {} % at all "
-        "others; {} points an event below 16 neurons",
-        to_widths,
-    ),
-    (ROWS, "isotropic tanh is far above tanh at this rate ({} to {} against {} to {} %)", isotropic_and_tanh),
-    (
-        ROWS,
-        "The first four seeds above raised the question: they differ by {} points (95 % interval {}).",
-        lambda: gain(f"{GRID}/iso_w32_t16_s*", f"{GRID}/iso_w16_t16_s*", 2),
-    ),
-    (
-        ROWS,
-        "No jump here either ({} points with a deviation of {} in the {} epochs behind an event, {} and {} in the "
-        "{} others from epoch 24 on);",
-        jumps_slow,
-    ),
-    (
-        ROWS,
+        "paired difference {}), compensated less kept "
+        "{} ({}), folded less compensated {} ({}).": lambda: treated(TRANSLATED, "0.003", "test_loss"),
+        "With three seeds it ends at {} bits per byte kept, {} compensated and {} folded; folded less kept {} (95 % "
+        "interval {}), compensated less kept {} ({}), folded less compensated {} ({}).": lambda: treated(
+            SHORT_LLAMA, "0.008", "test_bits_per_byte"
+        ),
+        "(published for fixed size, `ours` and Net2Net: {}, {} and {}, on the original images": lambda: two(
+            printed("Table 2", "resnet20", "Large Baseline", "Ours", "Net2Net")
+        ),
+        "(accuracy moves by {} points, with a deviation of {}, in the {} epochs that begin with a new neuron, by {} "
+        "and {} in the {} that begin with one removed down to "
+        "16, by {} and {} in the {} others from epoch 24 on;": jumps,
+        "only 8 neurons cost accuracy ({} to {} % from 16, 24 and 32, {} % at 8 all along, {} to {} % at all others; "
+        "{} points an event below 16 neurons": to_widths,
+        "isotropic tanh is far above tanh at this rate ({} to {} against {} to {} %)": isotropic_and_tanh,
+        "The first four seeds above raised the question: they differ by {} points (95 % interval {}).": lambda: gain(
+            f"{GRID}/iso_w32_t16_s*", f"{GRID}/iso_w16_t16_s*", 2
+        ),
+        "No jump here either ({} points with a deviation of {} in the {} epochs behind an event, {} and {} in the {} "
+        "others from epoch 24 on);": jumps_slow,
         "8 neurons cost {} points ({} % from 32, {} all along), 32 to 16 nothing ({} and {} %), and 8 grown to 32 "
-        "end with 32's {} %.",
-        lambda: (
+        "end with 32's {} %.": lambda: (
             gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/iso_w8_t8_s0"),
             *(one(f"iso_{name}_s0") for name in ("w32_t8", "w8_t8", "w32_t16", "w32_t32", "w8_t32")),
         ),
-    ),
-    (
-        ROWS,
-        "learns well at this rate: {} % with 32 neurons, {} points below the isotropic network; with 8 neurons it "
-        "is four points below ({} %).",
-        lambda: (one("tanh_w32_s0"), gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/tanh_w32_s0"), one("tanh_w8_s0")),
-    ),
-    (
-        ROWS,
-        "Up to 75 neurons come without any change of the output ({}); one that goes changes it by {}, 75 of 100 "
-        "by {} %, and accuracy by nothing: the second layer uses few directions after so short a training. "
-        "Diagonal layers keep {} % of the parameters",
-        invariance,
-    ),
-    (ROWS, "growing changes the output by at most {});", growth_error),
-    (ROWS, "to measure seconds (which drift: {}, {} and {} s for the same work)", drift),
-    (ROWS, "All {} rows are here,", surveyed),
-    (ROWS, "from 4 after {} epochs and from 64 after {} or {}. A weight decay", found_after),
-    (
-        ROWS,
-        "end with {} to {} channels together from 8, 16 and 32, with {} to {} from 32, 64 and 128, at {} to {} %; all "
-        "six runs lie within 4 of each other from epoch {} on",
-        lambda: (*convolutions(), together_from()),
-    ),
-    (ROWS, "a removal changes the outputs by up to {} %.", largest_removal),
-    (ROWS, "Of 30 runs {} diverge", lambda: (str(len([*RESULTS.glob("figure14/*/failure.json")])),)),
-    (
-        ROWS,
-        "training loss falls from variance transfer ({} to {}) over plain growing ({} to {}) to rate adaptation "
-        "({} to {})",
-        lambda: [each for method in ("growing_vt", "growing", "ours") for each in over_rates(method)],
-    ),
-    (
-        ROWS,
-        "is below all of them ({} to {}), and above rate adaptation in accuracy by {} to {} points",
-        lambda: (*over_rates("equal_flops"), *ours_below_equal_cost()),
-    ),
-    (
-        ROWS,
-        "{} and {} %, but only the last widths meet, {}, {} and {} from the narrow start, {}, {} and {} from the",
-        fading,
-    ),
-    (MEASURED, "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.", windows),
-    (ISOTROPIC, "where tanh learns too, it is {} point above on CIFAR-10", at_0_001),
-    (MEASURED, "(359 test images, so one image is {} points)", lambda: (f"{100 / 359:.2f}",)),
-    (ROWS, "under which one seed in three of `growing_vt` collapsed to {} %.)", collapsed),
-    (
-        ROWS,
-        "On one core larger batches give up to {} % in the first stages and nothing in all: a core is just as "
-        "poorly used by large batches of few channels. A quarter of the width needs {} % of the FLOPs and runs only "
-        "twice as fast as the full network, so that {} % of the FLOPs become a factor of {} in time.",
-        batches,
-    ),
-    (ROWS, "with SGD, seeds differ by {} points.", spread_of_seeds),
-    (ROWS, "One seed: runs spread by {} points.", spread_of_seeds),
-    (ROWS, "in the paper OSGD gains {} and {} points and ends above fixed size", by_osgd),
-    (
-        ROWS,
-        "the fixed-size network translates the validation set with {}.",
-        lambda: (f"{runs(f'{MULTI}/fixed_size')[0].curve('val_bleu')[2]:.2f}",),
-    ),
-    *(
-        (ROWS, f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} | {{}} | {{}} |", lambda name=name: mnist_line(name))
-        for name, settings in (
-            ("classical", "model.sharing=none model.initialisation=xavier_in optimizer.lr=0.01"),
-            *((name, f"model.initialisation={name}") for name in HYPER[1:]),
-        )
-    ),
-    (
-        ROWS,
-        "A hypernetwork took {} to {} minutes on a shared core, the classical network {} to {}.",
-        lambda: (*minutes(*(f"{MNIST}_full/{name}_s*" for name in HYPER[1:])), *minutes(f"{MNIST}_full/classical_s*")),
-    ),
-    (
-        ROWS,
+        "learns well at this rate: {} % with 32 neurons, {} points below the isotropic network; with 8 neurons it is "
+        "four points below ({} %).": lambda: (
+            one("tanh_w32_s0"),
+            gap(f"{SLOW}/iso_w32_t32_s0", f"{SLOW}/tanh_w32_s0"),
+            one("tanh_w8_s0"),
+        ),
+        "Up to 75 neurons come without any change of the output ({}); one that goes changes it by {}, 75 of 100 by "
+        "{} %, and accuracy by nothing: the second layer uses few directions after so short a training. Diagonal "
+        "layers keep {} % of the parameters": invariance,
+        "growing changes the output by at most {});": growth_error,
+        "to measure seconds (which drift: {}, {} and {} s for the same work)": drift,
+        "All {} rows are here,": surveyed,
+        "from 4 after {} epochs and from 64 after {} or {}. A weight decay": found_after,
+        "end with {} to {} channels together from 8, 16 and 32, with {} to {} from 32, 64 and 128, at {} to {} %; "
+        "all six runs lie within 4 of each other from epoch {} on": lambda: (*convolutions(), together_from()),
+        "a removal changes the outputs by up to {} %.": largest_removal,
+        "Of 30 runs {} diverge": lambda: (str(len([*RESULTS.glob("figure14/*/failure.json")])),),
+        "training loss falls from variance transfer ({} to {}) over plain growing ({} to {}) to rate adaptation ({} "
+        "to {})": lambda: [each for method in ("growing_vt", "growing", "ours") for each in over_rates(method)],
+        "is below all of them ({} to {}), and above rate adaptation in accuracy by {} to {} points": lambda: (
+            *over_rates("equal_flops"),
+            *ours_below_equal_cost(),
+        ),
+        "{} and {} %, but only the last widths meet, {}, {} and "
+        "{} from the narrow start, {}, {} and {} from the": fading,
+        "under which one seed in three of `growing_vt` collapsed to {} %.)": collapsed,
+        "On one core larger batches give up to {} % in the first stages and nothing in all: a core is just as poorly "
+        "used by large batches of few channels. A quarter of the width needs {} % of the FLOPs and runs only twice "
+        "as fast as the full network, so that {} % of "
+        "the FLOPs become a factor of {} in time.": batches,
+        "with SGD, seeds differ by {} points.": spread_of_seeds,
+        "One seed: runs spread by {} points.": spread_of_seeds,
+        "in the paper OSGD gains {} and {} points and ends above fixed size": by_osgd,
+        "the fixed-size network translates the validation set with {}.": lambda: (
+            f"{runs(f'{MULTI}/fixed_size')[0].curve('val_bleu')[2]:.2f}",
+        ),
+        **{
+            f"| `{name}` | `{settings}` | {{}} | {{}} | {{}} | {{}} | {{}} |": lambda name=name: mnist_line(name)
+            for name, settings in (
+                ("classical", "model.sharing=none model.initialisation=xavier_in optimizer.lr=0.01"),
+                *((name, f"model.initialisation={name}") for name in HYPER[1:]),
+            )
+        },
+        "A hypernetwork took {} to {} minutes on a shared core, the classical network {} to {}.": lambda: (
+            *minutes(*(f"{MNIST}_full/{name}_s*" for name in HYPER[1:])),
+            *minutes(f"{MNIST}_full/classical_s*"),
+        ),
         "`hyperfan_in` has {} % of the test images after the two epochs, `hyperfan_out` {} %. At 1e-11 `kaiming_out` "
-        "begins at a loss of {} and has {} %; at 1e-15 `kaiming_in` begins at {} and has {} %: their losses",
-        lambda: (
+        "begins at a loss of {} and has {} %; at 1e-15 `kaiming_in` "
+        "begins at {} and has {} %: their losses": lambda: (
             *(mean(f"{ALLCONV}/{name}") for name in ("hyperfan_in", "hyperfan_out")),
             *(
                 value
@@ -779,199 +723,133 @@ MORE: list[tuple[str, str, Callable[[], tuple[str, ...]]]] = [
                 for value in (allconv_first(name), mean(f"{ALLCONV}/{name}"))
             ),
         ),
-    ),
-    (
-        ROWS,
         "the loss of `hyperfan_in` is not finite at step {}, those of `kaiming_in` and `kaiming_out` at step {}, and "
-        "`hyperfan_out` has {} % of the test images.",
-        lambda: (
+        "`hyperfan_out` has {} % of the test images.": lambda: (
             allconv_failed("hyperfan_in_lr5e-4"),
             allconv_failed("kaiming_in_lr5e-4", "kaiming_out_lr5e-4"),
             mean(f"{ALLCONV}_rates/hyperfan_out_lr5e-4", 1),
         ),
-    ),
-    (
-        ROWS,
         "Mean training losses of `hyperfan_in` at 1e-4, 3e-5 and 1e-5 are {}, {} and {}, of `hyperfan_out` {}, {} "
-        "and {}. At 1e-14 the loss of `kaiming_in` and at 1e-10 that of `kaiming_out` are not finite at step {};",
-        lambda: (
+        "and {}. At 1e-14 the loss of `kaiming_in` and at 1e-10 "
+        "that of `kaiming_out` are not finite at step {};": lambda: (
             *allconv_losses("hyperfan_in", "1e-4", "3e-5", "1e-5"),
             *allconv_losses("hyperfan_out", "1e-4", "3e-5", "1e-5"),
             allconv_failed("kaiming_in_lr1e-14", "kaiming_out_lr1e-10"),
         ),
-    ),
-    (
-        ROWS,
         "emits weights of deviation {} to {} in every layer ({} to {} in the hidden layers behind the first with "
-        "hyperfan and in the classical network), and the hidden layers' inputs to tanh have deviations of {} to "
-        "{} (classical and hyperfan-in {} to {}; hyperfan-out starts at {} because",
-        deviations,
-    ),
-    (
-        ROWS,
-        "Xavier's hypernetwork has hardly recovered after these 600 steps ({} %)",
-        lambda: (mean(f"{MNIST}/xavier_in", 0),),
-    ),
-    (
-        ROWS,
+        "hyperfan and in the classical network), and the hidden layers' inputs to tanh have deviations of {} to {} "
+        "(classical and hyperfan-in {} to {}; hyperfan-out starts at {} because": deviations,
+        "Xavier's hypernetwork has hardly recovered after these 600 steps ({} %)": lambda: (
+            mean(f"{MNIST}/xavier_in", 0),
+        ),
         "Xavier's fan-in starts at a loss of {} (mean of the first epoch) and ends at {} %, hyperfan-in at {} and "
-        "hyperfan-out at {} %. With ReLU hyperfan-in reaches {} and hyperfan-out {} %, the classical network {} %;",
-        variants,
-    ),
-    (
-        ROWS,
+        "hyperfan-out at {} %. With ReLU hyperfan-in reaches {} "
+        "and hyperfan-out {} %, the classical network {} %;": variants,
         "(median first loss {} and {} against {}) and converges, while Kaiming's fan-in diverges in at least one "
         "seed even at 1e-5 (published: trainable at 1e-5 only). But hyperfan is not the best of all: Xavier's "
-        "fan-out starts lower ({}) and is lower at the end of every task ({}, {}, {} against hyperfan-in's {}, "
-        "{}, {})",
-        continual,
-    ),
-    (
-        ROWS,
-        "(hyperfan-in's mean loss when learnt is {} with and without, Xavier's fan-out {} with and {} without)",
-        lookahead,
-    ),
-    (
-        MEASURED,
-        "All runs of a budget cost the same to within {} %, except growth in width ({} % less) and the smaller network "
-        "({} % less) at 1.2 epochs.",
-        less_than_asked,
-    ),
-    (
-        MEASURED,
-        "So a FLOP of growth in depth takes {} times as long as one of the full network, one of growth in both "
-        "{}, in width {} and one of the smaller network {} times:",
-        a_flop,
-    ),
-    (
-        MEASURED,
-        "It does not pay in seconds ({}, {} and {}):",
-        lambda: tuple(seconds(f"digits/{arm}_s*") for arm in ("ours", "equal_flops", "fixed")),
-    ),
-    (MEASURED, "Looking at data adds {} to {} % of cost.", looking),
-    (MEASURED, "from the middle of its epochs on ({} % of the cost)", share_of_small_images),
-    (
-        MEASURED,
-        "one seed, at {} % of the cost ([rows](../results/cifar10_8_epochs/table.md))",
-        lambda: (cost("cifar10_8_epochs/vgg11_ours", 0),),
-    ),
-    (MEASURED, "ResNet-20 at 8 epochs and {} % (", lambda: (cost(f"{EIGHT}/hyperfan8_ours", 0),)),
-    (
-        MEASURED,
-        "(The schedule behind the published {} is not given.)",
-        lambda: (f"{max(o.cost_percent for o in published() if o.table == 'Table 13' and o.row == 'Ours'):.2f}",),
-    ),
-    (
-        LANGUAGE,
-        "in bits per byte: the full network ends at {} and {}, grown in depth at {} and {}, in both at {} and {}, "
-        "in width at {} and {}, and a smaller one that never grows at {} and {}",
-        lambda: tuple(
+        "fan-out starts lower ({}) and is lower at the end of every task ({}, {}, {} against hyperfan-in's {}, {}, "
+        "{})": continual,
+        "(hyperfan-in's mean loss when learnt is {} with and "
+        "without, Xavier's fan-out {} with and {} without)": lookahead,
+    },
+    MEASURED: {
+        "the full network takes {} and {} windows of 128 tokens, in {} and {} steps.": windows,
+        "(359 test images, so one image is {} points)": lambda: (f"{100 / 359:.2f}",),
+        "All runs of a budget cost the same to within {} %, except growth in width ({} % less) and the smaller "
+        "network ({} % less) at 1.2 epochs.": less_than_asked,
+        "So a FLOP of growth in depth takes {} times as long as one of the full network, one of growth in both {}, "
+        "in width {} and one of the smaller network {} times:": a_flop,
+        "It does not pay in seconds ({}, {} and {}):": lambda: tuple(
+            seconds(f"digits/{arm}_s*") for arm in ("ours", "equal_flops", "fixed")
+        ),
+        "Looking at data adds {} to {} % of cost.": looking,
+        "from the middle of its epochs on ({} % of the cost)": share_of_small_images,
+        "one seed, at {} % of the cost ([rows](../results/cifar10_8_epochs/table.md))": lambda: (
+            cost("cifar10_8_epochs/vgg11_ours", 0),
+        ),
+        "ResNet-20 at 8 epochs and {} % (": lambda: (cost(f"{EIGHT}/hyperfan8_ours", 0),),
+        "(The schedule behind the published {} is not given.)": lambda: (
+            f"{max(o.cost_percent for o in published() if o.table == 'Table 13' and o.row == 'Ours'):.2f}",
+        ),
+    },
+    ISOTROPIC: {
+        "where tanh learns too, it is {} point above on CIFAR-10": at_0_001,
+    },
+    LANGUAGE: {
+        "in bits per byte: the full network ends at {} and {}, grown in depth at {} and {}, in both at {} and {}, in "
+        "width at {} and {}, and a smaller one that never grows at {} and {}": lambda: tuple(
             value
             for arm in ("fixed_size", "grown_depth", "grown_both", "grown_width", "smaller")
             for value in by_budget(TEXT, arm, "0.03", "0.1")
         ),
-    ),
-    (OPTIMIZERS, "{} is the largest in the runs on digits and CIFAR-10.", largest_factor),
-    (
-        TRANSLATION,
-        "where the paper has {} without",
-        lambda: (f"{next(o.cost_percent for o in published() if o.table == 'Table 5' and o.row == 'Net2Net'):.2f}",),
-    ),
-    *(
-        (TUTORIAL, f"| {head} | {{}} % | {{}} ± {{}} % |", lambda name=name: tutorial_line(name))
-        for head, name in (
-            ("grown, 12 epochs", "grown"),
-            *(((name, name)) for name in ("fixed size, 5 epochs", "fixed size, 12 epochs")),
-        )
-    ),
-    (
-        TUTORIAL,
-        "against the 5 epochs it gains {} points (95 % interval of the paired difference {}), and against the 12 "
-        "epochs it loses {} ({}).",
-        tutorial_differences,
-    ),
-    (
-        OPTIMIZERS,
-        "by {} points (ten seeds, paired 95 % interval {}).",
-        lambda: gain("digits_output_rate/ours_s*", "digits_output_rate/growing_vt_s*", 2),
-    ),
-    (
-        OPTIMIZERS,
-        "The paper reports +{} points for ResNet-20 on CIFAR-10 after 160 epochs (Table 6: {} with variance "
-        "transfer alone, {} with both).",
-        lambda: two(
+    },
+    OPTIMIZERS: {
+        "{} is the largest in the runs on digits and CIFAR-10.": largest_factor,
+        "by {} points (ten seeds, paired 95 % interval {}).": lambda: gain(
+            "digits_output_rate/ours_s*", "digits_output_rate/growing_vt_s*", 2
+        ),
+        "The paper reports +{} points for ResNet-20 on CIFAR-10 after 160 epochs (Table 6: {} with variance transfer "
+        "alone, {} with both).": lambda: two(
             (
                 printed("Table 2", "resnet20", "Ours")[0] - printed("Table 6", "resnet20", "Growing+VT")[0],
                 printed("Table 6", "resnet20", "Growing+VT")[0],
                 printed("Table 2", "resnet20", "Ours")[0],
             )
         ),
-    ),
-    (
-        "notebooks/docs/pages/guide/networks.md",
+    },
+    TRANSLATION: {
+        "where the paper has {} without": lambda: (
+            f"{next(o.cost_percent for o in published() if o.table == 'Table 5' and o.row == 'Net2Net'):.2f}",
+        ),
+    },
+    TUTORIAL: {
+        **{
+            f"| {head} | {{}} % | {{}} ± {{}} % |": lambda name=name: tutorial_line(name)
+            for head, name in (
+                ("grown, 12 epochs", "grown"),
+                *(((name, name)) for name in ("fixed size, 5 epochs", "fixed size, 12 epochs")),
+            )
+        },
+        "against the 5 epochs it gains {} points (95 % interval of the paired difference {}), and against the 12 "
+        "epochs it loses {} ({}).": tutorial_differences,
+    },
+    "notebooks/docs/pages/guide/networks.md": {
         "its test loss is {} bits per byte with HyperCloning, {} without noise and {} with pairs, in this order for "
-        "every seed; at 1.5 times the width HyperCloning has {}, pairs {} and Net2Net {}.",
-        widening,
-    ),
-    (
-        "notebooks/docs/pages/guide/trained.md",
-        "| small network, not enlarged | {} | {} | "
-        "| twice as wide, state carried | {} | {} | "
-        "| twice as wide, state reset | {} | {} | "
-        "| twice as wide, `Warmup` of new entries | {} | {} | "
-        "| twice as deep, state carried | {} | {} | "
-        "| twice as deep, state reset | {} | {} | "
-        "| twice as deep, `Warmup` of new entries | {} | {} | "
-        "| both, state carried | {} | {} | "
-        "| both, state reset | {} | {} | "
-        "| both, `Warmup` of new entries | {} | {} | "
-        "| from scratch, twice as wide | {} | {} | "
-        "| from scratch, twice as deep | {} | {} | "
-        "| from scratch, both | {} | {} |",
-        trained,
-    ),
-    (
-        "notebooks/docs/pages/own_loop.md",
-        "a GPT over characters ends at {} bits per character in place of {}, a Llama at {} bits per byte in place "
-        "of {} (by seed the sign differs), a ResNet-20 on digits at {} % in place of {} (likewise), but a small ViT on "
-        "digits at {} % in place of {}, worse with every seed.",
-        new_weights,
-    ),
-    (
-        "notebooks/docs/pages/guide/networks.md",
+        "every seed; at 1.5 times the width HyperCloning has {}, pairs {} and Net2Net {}.": widening,
         "Tests prune {} networks of torchvision and transformers by half, all equal to the masked network. "
         "Torch-Pruning's `BasePruner`, as `python notebooks/docs/pruning_rows.py` calls it (version 1.6.0, with the "
-        "number of heads), is equal on {} of them, differs on {} (OPT, Phi-3), removes nothing of {} (GPT-2), ends in "
-        "an error on {} (ShuffleNet, T5), and is not done after a minute on {} (Swin, Llama, Qwen3).",
-        pruning,
-    ),
-    (
-        "notebooks/docs/pages/guide/sharded.md",
-        "| 512 x 8 | {} M | 2 | {} | {} | {} | "
-        "| 1024 x 4 | {} M | 8 | {} | {} | {} | "
-        "| 1024 x 8 | {} M | 8 | {} | {} | {} | "
-        "| 2048 x 4 | {} M | 32 | {} | {} | {} |",
-        sharded,
-    ),
-    (
-        "notebooks/docs/pages/guide/sharded.md",
+        "number of heads), is equal on {} of them, differs on {} (OPT, Phi-3), removes nothing of {} (GPT-2), ends "
+        "in an error on {} (ShuffleNet, T5), and is not done "
+        "after a minute on {} (Swin, Llama, Qwen3).": pruning,
+    },
+    "notebooks/docs/pages/guide/trained.md": {
+        "| small network, not enlarged | {} | {} | | twice as wide, state carried | {} | {} | | twice as wide, state "
+        "reset | {} | {} | | twice as wide, `Warmup` of new entries | {} | {} | | twice as deep, state carried | {} "
+        "| {} | | twice as deep, state reset | {} | {} | | twice as deep, `Warmup` of new entries | {} | {} | | "
+        "both, state carried | {} | {} | | both, state reset | {} | {} | | both, `Warmup` of new entries | {} | {} | "
+        "| from scratch, twice as wide | {} | {} | | from scratch, twice as deep | {} | {} | | from scratch, both | "
+        "{} | {} |": trained,
+    },
+    "notebooks/docs/pages/own_loop.md": {
+        "a GPT over characters ends at {} bits per character in place of {}, a Llama at {} bits per byte in place of "
+        "{} (by seed the sign differs), a ResNet-20 on digits at {} % in place of {} (likewise), but a small ViT on "
+        "digits at {} % in place of {}, worse with every seed.": new_weights,
+    },
+    "notebooks/docs/pages/guide/sharded.md": {
+        "| 512 x 8 | {} M | 2 | {} | {} | {} | | 1024 x 4 | {} M | 8 | {} | {} | {} | | 1024 x 8 | {} M | 8 | {} | "
+        "{} | {} | | 2048 x 4 | {} M | 32 | {} | {} | {} |": sharded,
         "Each process computes all new tensors and keeps its pieces: operations read and write 12 M bytes about {} "
-        "times. Memory above that of training is about two of the largest tensors, as in the table above, and the host "
-        "gets the old pieces. For Llama 2 from half to full width, per process: | | processes | N | M | gathered, GB | "
-        "memory above, GB | to the host, GB | network, s | arithmetic, s | noise, s | "
-        "|---|---|---|---|---|---|---|---|---|---| | 7B | 8 | {} B | {} B | {} | {} | {} | {} | {} | {} | "
-        "| 70B | 64 | {} B | {} B | {} | {} | {} | {} | {} | {} | N and M are counted in the "
-        "traced network (tracing it on device meta took {} and {} s here, on a busy machine)",
-        sharded_at_scale,
-    ),
-    (
-        "notebooks/docs/pages/guide/sharded.md",
-        "Llama 2 7B with a seed of a quarter of its width took {} s of CPU time and at most {} GB",
-        seed_on_meta,
-    ),
-]
+        "times. Memory above that of training is about two of the largest tensors, as in the table above, and the "
+        "host gets the old pieces. For Llama 2 from half to full width, per process: | | processes | N | M | "
+        "gathered, GB | memory above, GB | to the host, GB | network, s | arithmetic, s | noise, s | "
+        "|---|---|---|---|---|---|---|---|---|---| | 7B | 8 | {} B | {} B | {} | {} | {} | {} | {} | {} | | 70B | 64 "
+        "| {} B | {} B | {} | {} | {} | {} | {} | {} | N and M are counted in the traced network (tracing it on "
+        "device meta took {} and {} s here, on a busy machine)": sharded_at_scale,
+        "Llama 2 7B with a seed of a quarter of its width took {} s of CPU time and at most {} GB": seed_on_meta,
+    },
+}
 
 
 def more() -> list[Stated]:
     """All of them."""
-    return [Stated(*entry) for entry in MORE]
+    return listed(MORE)

@@ -29,6 +29,8 @@ RESULT = re.compile(
     r"(?<![\w.,/=^])[−-]?(?:\d+\.\d+(?:e-?\d+)?|\d+e-?\d+|\d+(?= (?:%|points?|s\b|bits|times|neurons|BLEU)))"
     r"(?![\w`]|\.\d|,\d)"
 )
+# Accuracies, BLEU and costs in percent, which have to be stated in code too.
+PERCENT = re.compile(r"(?<![\d.,])\d\d\.\d\d(?![\d.])")
 CHANGES = "CHANGELOG.md"
 # Numbers that are no results of rows: budgets, rates, thresholds, sizes of data and packages, sections and versions.
 SETTINGS = {
@@ -59,9 +61,9 @@ def left_over(page: str, text: str) -> set[str]:
     text = plain(text)
     for one in STATED:
         text = text.replace(one.text, " ") if one.page == page else text
+    percent = set(PERCENT.findall(text))
     text = re.sub(r"`[^`]*`", "`", re.sub(r"```.*?```", " ", text))
-    found = (match for match in RESULT.finditer(text))
-    return {_with_unit(text, match) for match in found}
+    return percent | {_with_unit(text, match) for match in RESULT.finditer(text)}
 
 
 def _with_unit(text: str, match: re.Match[str]) -> str:
@@ -79,8 +81,8 @@ def test_no_result_stands_by_itself(page: Path) -> None:
 
 
 def test_a_result_that_no_sentence_holds_is_found() -> None:
-    text = "It has 75.1 % (at 0.2), 3 points more, within 2e-6 in `lr=0.3`; 14 times. ```\n0.7 %\n```"
-    assert left_over(MEASURED, text) == {"75.1", "0.2", "3 points", "2e-6", "14 times"}
+    text = "It has 75.1 % (at 0.2), 3 points more, within 2e-6 in `lr=0.3`; 14 times. ```\n0.7 %, 81.85\n```"
+    assert left_over(MEASURED, text) == {"75.1", "0.2", "3 points", "2e-6", "14 times", "81.85"}
 
 
 @pytest.mark.parametrize(
