@@ -644,8 +644,7 @@ def train(pair: Pair, arm: str, rate: float, seed: int, data: Data, part: str) -
         "params": sum(p.numel() for p in network.parameters()),
         "steps": step,
         "grown": "" if decision is None else int(decision["grown"]),
-        "gap": "" if decision is None else round(decision["gap"], 5),
-        "gap_error": "" if decision is None else round(decision["gap_error"], 5),
+        **{k: "" if (decision or {}).get(k) is None else round(decision[k], 5) for k in ("gap", "gap_error")},
         "seconds": round(time.process_time() - began, 2),
         "commit": commit(),
     }

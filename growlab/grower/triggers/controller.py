@@ -24,7 +24,7 @@ from growlab.widths.unchanged import states_of_draws
 
 log = logging.getLogger(__name__)
 
-# Steps of a branch, at least.
+# Steps of a branch, at least: without them nothing is grown.
 _LEAST_STEPS = 4
 
 
@@ -35,7 +35,8 @@ class Controller(Trigger):
     it grows and trains on the same batches for as many FLOPs. Both are measured on batches that neither trained on. If
     the grown network's loss is lower by more than its standard error, it trains on, else the smaller one does; the
     branch of the winner counts as training, that of the loser is undone, the growth event included. For budgets between
-    those for which `growlab.plan.advise` is sure of a smaller and of the full network.
+    those for which `growlab.plan.advise` is sure of a smaller and of the full network. Where a branch has fewer than
+    four steps at that cost, the smaller network trains on.
 
     The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your
     own loop call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or its rate.
@@ -51,7 +52,8 @@ class Controller(Trigger):
     Attributes:
         decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network less that of the
             grown one) and its standard error "gap_error", both losses, "steps" of both branches, "odds" of the full
-            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took.
+            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took; gap
+            and losses are None where a branch was too short.
 
     Raises:
         UserError: a value is impossible.
@@ -121,12 +123,15 @@ class Controller(Trigger):
             raise UserError("a Controller needs to know how long training is: give it total_steps=N.")
         if grower.clock.step < ceil(self.at * total):
             return None
-        self._begin(grower, total)
+        steps = min(self.max_steps, round(self.branch * total))
+        if steps < _LEAST_STEPS:
+            self._decide(_too_short(0, 0.0))
+            return None
+        self._begin(grower, total, steps)
         return self.steps(grower.graph)[-1]
 
-    def _begin(self, grower: GrowingNetwork, total: int) -> None:
+    def _begin(self, grower: GrowingNetwork, total: int, steps: int) -> None:
         """Train on as it is, and then go back."""
-        steps = min(self.max_steps, max(_LEAST_STEPS, round(self.branch * total)))
         draws = states_of_draws(grower.network)
         batches = self._batches(grower, steps + self.batches)
         draws_of_branch = states_of_draws(grower.network)
@@ -145,14 +150,18 @@ class Controller(Trigger):
         """Train the grown network for as many FLOPs, and decide."""
         steps, small, total = (trial[key] for key in ("steps", "flops", "total"))
         flops, batches = _flops(grower), trial["batches"]
-        grown_steps = max(_LEAST_STEPS, round(steps * small / flops))
+        grown_steps = round(steps * small / flops)
+        samples = _samples(batches[0]) * (torch.distributed.get_world_size() if ranks.several() else 1)
+        entries = {"stage": grower.state.stage - 1, "epoch": grower.clock.epoch}
+        if grown_steps < _LEAST_STEPS:
+            entries |= {"auxiliary_flops": samples * steps * small, "auxiliary_samples": samples * steps}
+            raise Declined({"decision": _too_short(steps, steps / total), "passes": entries})
         draws = states_of_draws(grower.network)
         trial["draws"]()
         losses = self._train(grower, batches, grown_steps, first=steps)
         draws()
         gaps = [continued - grown for continued, grown in zip(trial["losses"], losses, strict=True)]
         gap, error = fmean(gaps), stdev(gaps) / sqrt(len(gaps))
-        samples = _samples(batches[0]) * (torch.distributed.get_world_size() if ranks.several() else 1)
         event = grower.events[-1]
         receipt = {
             "grown": gap > error,
@@ -164,9 +173,7 @@ class Controller(Trigger):
             "odds": _odds(event.num_params, event.num_params_before, total * samples * small / flops),
             "paid": (steps * small + grown_steps * flops) / (total * small),
         }
-        entries = {
-            "stage": grower.state.stage - 1,
-            "epoch": grower.clock.epoch,
+        entries |= {
             "auxiliary_flops": samples * (steps * small + grown_steps * flops),
             "auxiliary_samples": samples * (steps + grown_steps),
         }
@@ -182,8 +189,11 @@ class Controller(Trigger):
         self._open = None
         self._decide(declined.receipt["decision"], declined.receipt["passes"])
 
-    def _decide(self, decision: dict[str, Any], passes: dict[str, Any]) -> None:
-        self.decision, self.auxiliary_passes = decision, [*self.auxiliary_passes, passes]
+    def _decide(self, decision: dict[str, Any], *passes: dict[str, Any]) -> None:
+        self.decision, self.auxiliary_passes = decision, [*self.auxiliary_passes, *passes]
+        if decision["gap"] is None:
+            log.info("no growth: a branch of %.1f %% of the training is too short to compare", 100 * self.branch)
+            return
         log.info(
             "growth %s: loss %.4g continued, %.4g grown; both branches took %.1f %% of the training's cost",
             "is kept" if decision["grown"] else "is undone",
@@ -238,6 +248,12 @@ class Controller(Trigger):
         assert training.loss is not None
         *inputs, target = network_inputs(tuple(batch), grower.network)
         return training.loss(main_output(call_on(grower.network, inputs)), target)
+
+
+def _too_short(steps: int, paid: float) -> dict[str, Any]:
+    """Receipt where nothing was compared."""
+    nothing = dict.fromkeys(("gap", "gap_error", "loss_continued", "loss_grown", "odds"))
+    return {"grown": False, **nothing, "steps": [steps, 0], "paid": paid}
 
 
 def _flops(grower: GrowingNetwork) -> int:

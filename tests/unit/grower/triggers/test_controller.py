@@ -19,7 +19,7 @@ from growlab.base.errors import UserError
 from growlab.growth import PairGrowth
 from tests.unit.frontends.lightning_runs import trainer_of
 
-STEPS, BATCH, MOMENT = 300, 16, 105
+STEPS, BATCH, MOMENT = 1200, 16, 420
 
 
 def batches(number: int, hard: bool, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -43,7 +43,7 @@ class Loop:
         torch.manual_seed(0)
         self.network = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.01), nn.Linear(24, 3))
         self.data = batches(STEPS, hard)
-        self.trigger = Controller(1 / 12 if hard else 0.5, total_steps=STEPS, branch=0.03)
+        self.trigger = Controller(1 / 8 if hard else 0.5, total_steps=STEPS, branch=0.03)
         self.grower = Grower(self.network, self.data[0][0], method=PairGrowth(), trigger=self.trigger, verbose=False)
         self.grower.provide(batches=lambda number: batches(number, hard, seed=1), loss=F.mse_loss)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1 if hard else 0.002, momentum=0.9)
@@ -106,7 +106,7 @@ def test_the_better_network_trains_on_and_the_receipt_says_why(trained: tuple[bo
     assert loop.grower.auxiliary_flops == loop.trigger.auxiliary_passes[0]["auxiliary_flops"] > 0
     # Both took as many FLOPs, to a step.
     steps, grown = decision["steps"]
-    assert steps >= grown >= 4 and steps == 9
+    assert steps == 36 and grown == (6 if hard else 18)
 
 
 def test_a_resumed_run_ends_as_the_uninterrupted_one(trained: tuple[bool, Loop, Any]) -> None:
@@ -189,6 +189,16 @@ def test_what_cannot_be_is_refused(make: Callable[[], Controller], message: str)
         make()
 
 
+@pytest.mark.parametrize(("branch", "steps"), [(0.002, 0), (0.01, 12)], ids=["no branch", "only the smaller one"])
+def test_a_branch_of_too_few_steps_costs_nothing_and_nothing_grows(branch: float, steps: int) -> None:
+    loop = Loop(True)
+    loop.trigger.branch = branch
+    decision = loop.train().trigger.decision
+    assert decision is not None and not decision["grown"] and decision["gap"] is None
+    assert decision["steps"] == [steps, 0] and decision["paid"] == steps / STEPS
+    assert loop.network[0].out_features == 4 and not loop.grower.events
+
+
 def test_a_loop_that_provides_nothing_is_asked_to() -> None:
     loop = Loop(False)
     loop.grower.training = growlab.grower.triggers.Training()
@@ -226,13 +236,13 @@ class Module(lightning.LightningModule):
 
 
 def fit(folder: Path, resume: Path | None = None) -> tuple[Module, Controller]:
-    """Train for an epoch of 40 steps, behind which a checkpoint is saved, and 20 steps of another."""
-    trigger = Controller(1 / 12, branch=0.03, total_steps=120)
+    """Train for an epoch of 40 steps, behind which a checkpoint is saved, and another."""
+    trigger = Controller(0.5, at=0.25, branch=0.03, total_steps=270)
     module, growth = Module(), growlab.Growth("network", method=PairGrowth(), trigger=trigger, verbose=False)
     # Always the same batch: Lightning repeats an epoch that ended where it is resumed.
     x, y = (column.repeat(40, 1) for column in batches(1, True)[0])
     saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=-1)
-    trainer = trainer_of(folder, growth, saving, max_epochs=-1, max_steps=60, enable_checkpointing=True)
+    trainer = trainer_of(folder, growth, saving, max_epochs=-1, max_steps=80, enable_checkpointing=True)
     trainer.fit(module, DataLoader(TensorDataset(x, y), BATCH), ckpt_path=resume)
     return module, trigger
 
@@ -242,9 +252,9 @@ def test_in_lightning_the_modules_own_step_trains_the_branches_and_a_resumed_run
     tmp_path: Path,
 ) -> None:
     module, trigger = fit(tmp_path / "whole")
-    assert trigger.decision is not None
-    assert module.network[0].out_features == (24 if trigger.decision["grown"] else 2)
+    assert trigger.decision is not None and trigger.decision["gap"] is not None
+    assert module.network[0].out_features == (24 if trigger.decision["grown"] else 12)
     assert {"log", "log_dict"}.isdisjoint(vars(module))
-    # The branch comes behind 42 steps.
+    # The branch comes behind 68 steps.
     resumed, again = fit(tmp_path / "resumed", tmp_path / "whole" / "epoch=0-step=40.ckpt")
     assert same(resumed, module) and again.decision == trigger.decision
