@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -33,6 +34,11 @@ def files_fingerprint(paths: Sequence[Path]) -> str:
             return "missing"
 
     return "\n".join(f"{path.resolve()}\t{state(path)}" for path in paths)
+
+
+def refuse(error: OSError) -> NoReturn:
+    """Raise an error of `os.walk`, which passes over folders that it may not read."""
+    raise error
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from growlab.base.errors import UserError, first_line, how_to_install
+from growlab.lab.data.cache import refuse
 
 #: Of a tokenizer that is trained here: stands after each document.
 END_OF_TEXT = "<|endoftext|>"
@@ -92,7 +93,7 @@ class Documents:
             endings = tuple(suffix + packed for suffix in self.suffixes for packed in ("", ".gz"))
             found = (
                 Path(parent, name)
-                for parent, _, names in os.walk(place, onerror=_refuse)
+                for parent, _, names in os.walk(place, onerror=refuse)
                 for name in names
                 if name.endswith((*endings, ".parquet"))
             )
@@ -197,11 +198,6 @@ class _Text(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.found += [data] * (not self._unseen)
-
-
-def _refuse(error: OSError) -> NoReturn:
-    # os.walk passes over folders that it may not read.
-    raise error
 
 
 @dataclass(frozen=True)

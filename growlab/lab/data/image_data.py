@@ -14,9 +14,17 @@ from growlab import parts
 from growlab.base.errors import UserError
 from growlab.base.settings import not_none, whole
 from growlab.lab.data.arrival import Arrival, Incremental, first_balanced, stratified_split
-from growlab.lab.data.augment import Augmentation, Normalisation
 from growlab.lab.data.image_files import open_images
-from growlab.lab.data.images import Fit, ImageArray, Images, Interpolation, RandomCrop, image_statistics
+from growlab.lab.data.images import (
+    Augmentation,
+    Fit,
+    ImageArray,
+    Images,
+    Interpolation,
+    Normalisation,
+    RandomCrop,
+    image_statistics,
+)
 from growlab.lab.data.loaders import EpochPlan, ImageBatches, MemoryLoader, StreamLoader, WorkerPool, workers_of_rank
 from growlab.lab.data.run_data import RunData
 from growlab.parts import Part
@@ -140,17 +148,7 @@ class ImageData(RunData):
         # Of each part of the data the images of the current task: the key that they were chosen by, and the images.
         self._of_task: dict[str, tuple[Any, Images]] = {}
 
-    def prepare_data(self) -> None:
-        """Fetch and decode what is not there yet; Lightning calls this in one process a machine."""
-        self.setup()
-
-    def setup(self, stage: str | None = None) -> None:
-        """Read the data, once, whatever the stage."""
-        if self.validation == "none" and self.trainer is not None:
-            # Else Lightning warns of an empty list, and likewise if the method were missing.
-            self.trainer.limit_val_batches = 0
-        if self._images:
-            return
+    def _read(self) -> None:
         skip, without_test = self.on_error == "skip", self.test_fraction is not None
         images = open_images(self.name, self.root, self.download, self.fit, skip, without_test)
         train = images.pop("train")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ import torch
 from growlab.base.errors import UserError
 from growlab.base.files import write_atomically
 from growlab.lab.data.arrival import stratified_split
-from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
+from growlab.lab.data.cache import cache_dir, files_fingerprint, locked, refuse
 from growlab.lab.data.images import EncodedImages, Fit, ImageArray, Images, Source
 from growlab.lab.data.run_data import PART_NAMES
 
@@ -244,9 +244,6 @@ class _Files(Source):
 
 
 def _image_names(folder: Path) -> Iterator[str]:
-    def refuse(error: OSError) -> NoReturn:
-        raise error
-
     # Not Path.rglob, which takes ten times as long for a million files, and passes over folders that it may not read.
     for parent, _, files in os.walk(folder, onerror=refuse, followlinks=True):
         below = os.path.relpath(parent, folder)

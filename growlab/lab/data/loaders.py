@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from growlab.base.errors import UserError
-from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.images import ImageArray, Images, RandomCrop
+from growlab.lab.data.images import Augmentation, ImageArray, Images, Normalisation, RandomCrop
 from growlab.lab.data.order import ORDER, evaluation_batches, permutation, training_batches
 
 # First words of torch's RuntimeError about a dead worker process. Its handler of SIGCHLD raises it wherever the

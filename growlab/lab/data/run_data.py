@@ -53,12 +53,26 @@ class RunData(LightningDataModule, ABC):
         super().__init__()
         self.batch_size, self.seed = batch_size, seed
         self.batch_size_at_epoch: Callable[[int], int] | None = None
+        self._is_read = False
         # Of each part of the data, as far as worker processes read it.
         self._workers: dict[str, WorkerPool] = {}
 
-    @abstractmethod
+    def prepare_data(self) -> None:
+        """Fetch and read what is not there yet; Lightning calls this in one process a machine."""
+        self.setup()
+
     def setup(self, stage: str | None = None) -> None:
         """Read the data at the first call, whatever the stage."""
+        if not self._is_read:
+            self._read()
+            self._is_read = True
+        if not self.num_val and self.trainer is not None:
+            # Else Lightning warns of an empty list, and likewise if `val_dataloader` were missing.
+            self.trainer.limit_val_batches = 0
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Read the data; `num_train`, `num_val` and `num_test` are known then."""
 
     @abstractmethod
     def training_loader(self, epoch: int, draw: int) -> Iterable[Batch]:

@@ -99,10 +99,7 @@ class WindowData(RunData):
     def vocabulary_size(self) -> int:
         """Tokens are below this number; known after `setup()`."""
 
-    def setup(self, stage: str | None = None) -> None:
-        """Read the text, once, whatever the stage."""
-        if self._tokens:
-            return
+    def _read(self) -> None:
         tokens = self._sequences()
         # Training windows may begin up to a window later.
         self._windows = {"train": (len(tokens["train"]) - self.context) // self.context}

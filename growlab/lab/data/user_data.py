@@ -341,13 +341,7 @@ class CustomData(RunData):
         self._parts: dict[str, SamplePart] = {}
         self._classes: np.ndarray | None = None
 
-    def setup(self, stage: str | None = None) -> None:
-        """Open the data, once, whatever the stage."""
-        if self.split.validation == 0 and self.trainer is not None:
-            # Else Lightning warns of an empty list, and likewise if the method were missing.
-            self.trainer.limit_val_batches = 0
-        if self._parts:
-            return
+    def _read(self) -> None:
         parts = open_source(self._source, self.columns, self.seed)
         self.batch_size = self._batch_size or parts["train"].batch_size or _BATCH_SIZE
         self._parts = parts = self._complete(parts)
@@ -384,7 +378,7 @@ class CustomData(RunData):
         """Return the first batches of an epoch as they are trained on, read in this process; see `RunData`."""
         epoch = self._now if epoch is None else epoch
         batches = self._plan(epoch, epoch).batches()[:count]
-        return [self._read("train", places, epoch, number) for number, places in enumerate(batches)]
+        return [self._batch("train", places, epoch, number) for number, places in enumerate(batches)]
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
         """Return the number of samples in each training batch of an epoch that has batches of this size."""
@@ -471,7 +465,7 @@ class CustomData(RunData):
     def _classes_of(self, part: SamplePart) -> np.ndarray | None:
         """Class labels, int64 [N], if they can be read cheaply, else None."""
         self._parts = {"train": part}
-        target = self._read("train", np.arange(1), None, 0)[-1]
+        target = self._batch("train", np.arange(1), None, 0)[-1]
         if target.is_floating_point() or target.dim() != 1:
             return None
         found = _classes_of(part.dataset, part.columns)
@@ -482,13 +476,13 @@ class CustomData(RunData):
     def _targets(self, part: SamplePart) -> Iterator[Tensor]:
         for start in range(0, len(part), _READ_TOGETHER):
             places = np.arange(start, min(start + _READ_TOGETHER, len(part)))
-            yield self._read("train", places, None, 0)[-1].cpu()
+            yield self._batch("train", places, None, 0)[-1].cpu()
 
     def _first(self, n: int) -> tuple[Tensor, ...]:
         places = first_balanced(self._labels(self._parts["train"]), n)
-        return self._read("train", np.resize(places, n), None, 0)
+        return self._batch("train", np.resize(places, n), None, 0)
 
-    def _read(self, name: str, places: np.ndarray, epoch: int | None, number: int) -> tuple[Tensor, ...]:
+    def _batch(self, name: str, places: np.ndarray, epoch: int | None, number: int) -> tuple[Tensor, ...]:
         return self._finish(name, epoch, self._parts[name].read_batch(places, epoch), number)
 
     def _finish(self, name: str, epoch: int | None, batch: Any, number: int) -> tuple[Tensor, ...]:

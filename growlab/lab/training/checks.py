@@ -125,7 +125,14 @@ def hints_of(name: str, target: str) -> dict[str, Any]:
     """Annotations of the settings in a group, of the top level ("") or of what its `_target_` names."""
     if name == "schedule":
         return {**_hints(make_schedule), **_SCHEDULE}
-    return _TOP if not name else _hints_of(target)
+    if not name:
+        return _TOP
+    if not target.startswith(("growlab.", "lightning.")):
+        return {}
+    try:
+        return _hints(get_object(target))
+    except Exception:  # Raised again, with its reason, when it is called.
+        return {}
 
 
 def _check_finite(value: Any, name: str) -> None:
@@ -133,16 +140,6 @@ def _check_finite(value: Any, name: str) -> None:
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{name} must be a finite number, not {number}.")
-
-
-def _hints_of(target: str) -> dict[str, Any]:
-    """Annotations of the parameters of a class or function of growlab or Lightning; none where they are unknown."""
-    if not target.startswith(("growlab.", "lightning.")):
-        return {}
-    try:
-        return _hints(get_object(target))
-    except Exception:  # Raised again, with its reason, when it is called.
-        return {}
 
 
 def _hints(made: Any) -> dict[str, Any]:

@@ -167,13 +167,10 @@ class LearningRate:
             shape = self._shape(step, moment, clock[begin], clock[end], warm)
             since = step - starts[schedule.starts[stage]]
             rewarm = min(1.0, since / again) if stage and (again := self.warmup_steps_after_growth) else 1.0
-            return self._batch_scale(schedule, stage) * rewarm * shape
+            ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])
+            return {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule] * rewarm * shape
 
         return factor
-
-    def _batch_scale(self, schedule: Schedule, stage: int) -> float:
-        ratio = schedule.batch_sizes[stage] / (self.batch_size or schedule.batch_sizes[-1])
-        return {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[self.batch_rule]
 
     def _shape(self, step: int, moment: float, begin: float, end: float, warmup: float) -> float:
         """Factor at a time of the clock, for a shape that spans `begin` to `end` after a warm-up."""

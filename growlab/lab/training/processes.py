@@ -219,25 +219,21 @@ def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
         last = time.monotonic() + wait_sec
         # Some network file systems cannot lock.
         with contextlib.suppress(OSError):
-            while not _locked(descriptor):
-                if time.monotonic() > last:
-                    raise FolderLocked(
-                        f"another process is at work in {folder}: wait for its end, or name another folder with "
-                        "hydra.run.dir=FOLDER."
-                    )
-                time.sleep(_POLL_SEC)
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > last:
+                        raise FolderLocked(
+                            f"another process is at work in {folder}: wait for its end, or name another folder with "
+                            "hydra.run.dir=FOLDER."
+                        ) from None
+                    time.sleep(_POLL_SEC)
         yield
     finally:
         _LOCKED.discard(descriptor)
         os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def is_locked(folder: Path) -> bool:

@@ -211,14 +211,7 @@ class TranslationData(RunData):
         self.in_tokens, self.eval_batch_tokens = batch_tokens is not None, eval_batch_tokens
         self._sides: dict[str, tuple[Side, Side]] = {}
 
-    def prepare_data(self) -> None:
-        """Prepare what is not there yet; Lightning calls this in one process a machine."""
-        self.setup()
-
-    def setup(self, stage: str | None = None) -> None:
-        """Read the data, once, whatever the stage."""
-        if self._sides:
-            return
+    def _read(self) -> None:
         root = default_root(self.name) if self.root is None else Path(self.root).expanduser()
         pairs = open_pairs(root, self.name, self.preparation)
         splits = ["train", "test", *(["valid"] if self.validates and pairs.has("valid") else [])]

@@ -5,8 +5,7 @@ import torchvision.transforms.v2.functional as tvf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from growlab.lab.data.augment import Augmentation, Normalisation
-from growlab.lab.data.images import image_statistics
+from growlab.lab.data.images import Augmentation, Normalisation, image_statistics
 
 
 def _random_images(batch: int, height: int, width: int, channels: int) -> torch.Tensor:
