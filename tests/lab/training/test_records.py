@@ -1,15 +1,18 @@
-"""rates.csv: norms and rate factors of regions, with and without rates of their own."""
+"""rates.csv, norms and rate factors of regions, with and without rates of their own; and layers.csv."""
 
 import csv
 from pathlib import Path
 
 import lightning
 import pytest
+import torch
+from torch import nn
 from torch.nn import functional as F
 
 from growlab.growth import PairGrowth, make_seed
 from growlab.lab.data import ImageData
 from growlab.lab.networks import mlp8
+from growlab.lab.training.recorder import LayerStatistics
 from growlab.widths import trace
 from tests.command_line import CommandLine
 
@@ -77,3 +80,23 @@ def test_with_rate_adaptation_factors_are_the_ratios_of_the_recorded_norms(cli: 
     for row in rows:
         ratio = float(row["weight_norm"]) / oldest[row["step"]]
         assert float(row["rate_factor"]) == pytest.approx(ratio / 6, rel=1e-4)
+
+
+class Turned(nn.Module):
+    """A task whose network is itself, and whose first parameter is complex."""
+
+    network = property(lambda self: self)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.out = nn.Parameter(torch.ones(3, dtype=torch.cfloat)), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4).flatten(1))
+
+
+def test_images_take_the_precision_of_real_parameters(tmp_path: Path) -> None:
+    statistics = LayerStatistics(tmp_path, torch.randn(6, 1, 3, 4).double(), torch.arange(6) % 5, 1)
+    statistics._measure(Turned(), 0)
+    rows = statistics.state_dict()["rows"].splitlines()
+    assert [row.split(",")[2] for row in rows[:4]] == ["loss", "accuracy", "activation", "gradient"]
