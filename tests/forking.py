@@ -115,7 +115,7 @@ def _import_everything(traces: Path) -> None:
     from growlab.lab.data import image_files
     from growlab.lab.networks import mlp8, resnet20
     from growlab.lab.training import run as experiment
-    from growlab.recipes.translation.library import fairseq_module
+    from growlab.recipes.translation.sentence_pairs import fairseq_module
     from growlab.widths import trace
 
     # What a run imports where it needs it, torch.export above all.

@@ -1,5 +1,354 @@
-"""Odds before training: is a smaller network better for a budget, and does growing pay for a full one?"""
+"""Odds before training: is a smaller network better for a budget, and does growing pay for a full one?
 
-from growlab.plan.odds import Advice, Case, Check, advise, check, read_cases
+With r = training samples (tokens of text) for each parameter of the full network, as many as it would see for the whole
+budget, and f = its parameters over the smaller network's, the logarithm of the odds that another network ends better
+than the full one is taken to be `a + b ln r + c ln f`, fitted to finished runs: `cases.csv`, and the user's own.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from math import exp, isfinite, log, log1p
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from growlab.base.errors import UserError
 
 __all__ = ["Advice", "Case", "Check", "advise", "check", "read_cases"]
+
+Size = Literal["any", "full"]
+Arm = Literal["smaller", "grown"]
+# Log-odds of a case.
+Odds = Callable[["Case"], float]
+# Parameters of the smaller network relative to the full one's where nothing else is known: half the width.
+_SMALLER = 0.25
+# Squared weights are worth so many logarithms of likelihood: with some twenty cases a fit without it is too sure.
+_RIDGE = (0.0, 0.3, 1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Test errors that a full, a smaller and a grown network reached at equal cost.
+
+    Attributes:
+        case: name of the runs.
+        family: network and data; cases of one family are left out together where a fit is checked.
+        kind: "classes" (images and the like, one label a sample) or "language".
+        params: parameters of the full network.
+        smaller_params: of the smaller one.
+        samples: training samples, of text tokens, that the full network saw.
+        full: test error of the full network, from 0 to 1; of text, loss or bits per byte.
+        smaller: of the smaller network, which saw more samples at the same cost.
+        grown: of the network that was grown to full size; None: not trained.
+    """
+
+    case: str
+    family: str
+    kind: str
+    params: int
+    smaller_params: int
+    samples: int
+    full: float
+    smaller: float
+    grown: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Samples per parameter of the full network."""
+        return self.samples / self.params
+
+    def gain(self, arm: str) -> float | None:
+        """Logarithm of the full network's error over another's: above 0 if the other one was better."""
+        error = getattr(self, arm)
+        return None if error is None else log(max(self.full, 1e-4) / max(error, 1e-4))
+
+
+@dataclass(frozen=True)
+class Check:
+    """Agreement of the odds with cases, each judged by a fit without its family.
+
+    Attributes:
+        right: cases whose likelier network was the better one.
+        cases: number of cases.
+        brier: mean squared difference between odds and outcome; 0.25 is a coin's.
+        expected: mean relative error that wrong choices were expected to cost.
+        realised: what they cost.
+        odds: of the other network in each case, in order.
+    """
+
+    right: int
+    cases: int
+    brier: float
+    expected: float
+    realised: float
+    odds: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Odds for a network and a budget; `str` prints them in at most nine lines.
+
+    Attributes:
+        choice: "smaller", "grow" or "full".
+        odds: probability that the choice ends no worse than the alternative.
+        instead: the alternative.
+        ratio: training samples, of text tokens, per parameter of the full network.
+        params: parameters of the full network.
+        smaller_params: parameters of the smaller one.
+        if_wrong: test error above the alternative's, relative to it, where the choice is wrong.
+        points: the same in percentage points of accuracy, in cases of images like these; None for text.
+        regret: expected relative error above the better of the two, `(1 - odds) * if_wrong`.
+        even: ratio at which the two are as likely to end better; None where no budget changes the choice.
+        seen: range of ratios in the cases.
+        check: the odds of the cases themselves.
+    """
+
+    choice: Literal["smaller", "grow", "full"]
+    odds: float
+    instead: str
+    ratio: float
+    params: int
+    smaller_params: int
+    if_wrong: float
+    points: float | None
+    regret: float
+    even: float | None
+    seen: tuple[float, float]
+    check: Check
+
+    @property
+    def line(self) -> str:
+        """The odds in one line."""
+        name, other = _NAMES[self.choice], _NAMES[self.instead]
+        odds = f"{100 * self.odds:.0f} % likely to end better than {other}"
+        turns = "" if self.even is None else f", even at {self.even:.2g}"
+        return f"{name} is {odds} ({self.ratio:.2g} samples a parameter{turns})"
+
+    def __str__(self) -> str:
+        name, other = _NAMES[self.choice].capitalize(), _NAMES[self.instead]
+        points = "" if self.points is None else f", {self.points:.1f} points in such cases"
+        lines = [
+            f"{name} is {100 * self.odds:.0f} % likely to end better than {other}.",
+            f"If wrong: {100 * self.if_wrong:.0f} % more test error{points}; expected: {100 * self.regret:.1f} %.",
+            f"The full network: {self.params:,} parameters; it sees {self.ratio:.3g} samples for each.",
+        ]
+        if self.even is not None:
+            times = self.even / self.ratio
+            budget = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
+            lines.append(f"Even odds: at {self.even:.2g} samples a parameter, {budget} times this budget.")
+        if "smaller" in (self.choice, self.instead):
+            part = 100 * self.smaller_params / self.params
+            lines.append(f"The smaller one has {part:.0f} % of these and trains for longer, at equal cost.")
+        if self.choice == "grow":
+            lines.append("Grow in depth between 20 and 40 % of the cost, before the rate decays.")
+        right = f"{self.check.right} right with their family left out"
+        lines.append(f"{self.check.cases} cases: {right}, Brier score {self.check.brier:.2f} (a coin: 0.25).")
+        low, high = self.seen
+        if not low / 2 <= self.ratio <= 2 * high:
+            lines.append(f"No case is near: they have {low:.2g} to {high:.2g} samples a parameter.")
+        return "\n".join(lines)
+
+
+_NAMES = {"smaller": "a smaller network", "grow": "growing", "full": "the full network"}
+
+
+def read_cases(*paths: Path | str) -> list[Case]:
+    """Cases of the package, and of CSV files with the same columns.
+
+    Raises:
+        UserError: a file has no such cases.
+    """
+    shipped = files("growlab.plan").joinpath("cases.csv").read_text(encoding="utf-8")
+    found = _parsed(shipped.splitlines(), "cases.csv")
+    for path in paths:
+        try:
+            found += _parsed(Path(path).read_text(encoding="utf-8").splitlines(), str(path))
+        except OSError as error:
+            raise UserError(f"cannot read the cases of {path}: {error.strerror}.") from error
+    return found
+
+
+def _parsed(lines: Iterable[str], name: str) -> list[Case]:
+    whole, number = ("params", "smaller_params", "samples"), ("full", "smaller")
+    try:
+        return [
+            Case(
+                **{key: row[key] for key in ("case", "family", "kind")},
+                **{key: int(row[key]) for key in whole},
+                **{key: float(row[key]) for key in number},
+                grown=float(row["grown"]) if row["grown"] else None,
+            )
+            for row in csv.DictReader(lines)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        columns = ", ".join(field.name for field in fields(Case))
+        raise UserError(f"{name} has no cases ({error}): its columns must be {columns}.") from error
+
+
+def advise(
+    network: nn.Module | int,
+    samples: float,
+    *,
+    smaller: nn.Module | int | float = _SMALLER,
+    size: Size = "any",
+    kind: str | None = None,
+    cases: Sequence[Case] | None = None,
+) -> Advice:
+    """Odds that a smaller network ends better than the full one at equal cost, and what being wrong costs.
+
+    Args:
+        network: at full size, or its number of parameters.
+        samples: training samples that the full network would see for the whole budget; of text, tokens.
+        smaller: the network to compare with, its parameters, or these as a fraction of the full network's.
+        size: "full": the full network is wanted in any case, and the question is to grow it or not.
+        kind: "classes" or "language"; None: language if the network has an embedding.
+        cases: to learn from; None: those of the package, see `read_cases`.
+
+    Raises:
+        UserError: a number is impossible, or there are no cases.
+
+    Examples:
+        >>> from growlab.plan import advise
+        >>> advise(270_000, samples=60_000).choice
+        'smaller'
+        >>> advise(10_000, samples=1_000_000).choice
+        'full'
+    """
+    params, smaller_params = _count(network), _count(smaller, network)
+    if not (isfinite(samples) and samples > 0):
+        raise UserError(f"samples={samples} must be a number above 0.")
+    if not 0 < smaller_params < params:
+        raise UserError(f"the smaller network has {smaller_params:,} parameters, the full one {params:,}.")
+    if kind is None:
+        embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
+        kind = "language" if embeds else "classes"
+    known = read_cases() if cases is None else list(cases)
+    arm: Arm = "grown" if size == "full" else "smaller"
+    known = [case for case in known if case.gain(arm) is not None]
+    if len(known) < 2:
+        raise UserError("odds need at least two cases to learn from.")
+    asked = Case("", "", kind, params, smaller_params, round(samples) or 1, 1.0, 1.0)
+    log_odds = _fitted(known, arm)
+    asked_odds = log_odds(asked)
+    other: Literal["grow", "smaller"] = "grow" if size == "full" else "smaller"
+    choice, instead = (other, "full") if asked_odds >= 0 else ("full", other)
+    wrong = 1 / (1 + exp(abs(asked_odds)))
+    if_wrong = _softplus(-abs(asked_odds)) / wrong
+    classes = [case for case in known if case.kind == "classes"]
+    points = None
+    if kind == "classes" and classes:
+        points = if_wrong * _scale(classes, lambda case: 100 * abs(case.full - getattr(case, arm)), log_odds)
+    if_wrong *= _scale(known, _relative(arm), log_odds)
+    ratios = [case.ratio for case in known]
+    return Advice(
+        choice,
+        1 - wrong,
+        instead,
+        asked.ratio,
+        params,
+        smaller_params,
+        if_wrong,
+        points,
+        wrong * if_wrong,
+        _even(asked, log_odds),
+        (min(ratios), max(ratios)),
+        check(known, arm),
+    )
+
+
+def check(cases: Sequence[Case], arm: Arm = "smaller") -> Check:
+    """Odds of each case by a fit to all families but its own.
+
+    Args:
+        cases: with the errors of both networks.
+        arm: compared with the full network.
+    """
+    odds, expected, realised, right, brier = list[float](), 0.0, 0.0, 0, 0.0
+    cases = [case for case in cases if case.gain(arm) is not None]
+    for case in cases:
+        others = [one for one in cases if one.family != case.family]
+        log_odds = _fitted(others, arm) if others else lambda case: 0.0
+        asked, gain = log_odds(case), _gain(case, arm)
+        odds.append(1 / (1 + exp(-asked)))
+        if others:
+            expected += _softplus(-abs(asked)) * _scale(others, _relative(arm), log_odds)
+        agrees = (asked >= 0) == (gain > 0)
+        realised += 0.0 if agrees else _relative(arm)(case)
+        right += agrees
+        brier += (odds[-1] - (gain > 0)) ** 2
+    number = len(cases)
+    return Check(right, number, brier / number, expected / number, realised / number, odds)
+
+
+def _gain(case: Case, arm: str) -> float:
+    gain = case.gain(arm)
+    assert gain is not None
+    return gain
+
+
+def _features(case: Case) -> np.ndarray:
+    return np.array([1.0, log(case.ratio), log(case.params / case.smaller_params / 4)])
+
+
+def _fitted(cases: Sequence[Case], arm: str) -> Odds:
+    """Log-odds by logistic regression by Newton's method, with a weak Gaussian prior on the slopes."""
+    x = np.array([_features(case) for case in cases])
+    y = np.array([float(_gain(case, arm) > 0) for case in cases])
+    ridge, weights = np.array(_RIDGE) + 1e-3, np.zeros(x.shape[1])
+    for _ in range(30):
+        p = 1 / (1 + np.exp(-x @ weights))
+        hessian = (x * (p * (1 - p))[:, None]).T @ x + np.diag(ridge)
+        step = np.linalg.solve(hessian, x.T @ (y - p) - ridge * weights)
+        weights = weights + np.clip(step, -2, 2)
+        if np.abs(step).max() < 1e-9:
+            break
+    least = 1 / (len(cases) + 2)  # So many cases allow no surer odds.
+    limit = log((1 - least) / least)
+    return lambda case: float(np.clip(_features(case) @ weights, -limit, limit))
+
+
+def _even(case: Case, odds: Odds) -> float | None:
+    """Samples a parameter at which the odds of a case turn, by bisection; None outside of a millionth to a million."""
+    low, high = -6.0, 6.0
+
+    def at(power: float) -> float:
+        return odds(replace(case, samples=round(10**power * case.params) or 1))
+
+    if at(low) * at(high) >= 0:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(low) * at(middle) > 0 else (low, middle)
+    return float(10**low)
+
+
+def _scale(cases: Sequence[Case], sizes: Callable[[Case], float], odds: Odds) -> float:
+    """Size of a gain for each unit of log-odds.
+
+    The odds are those of a gain `scale * (l + e)` above 0, with `l` the log-odds and `e` of a standard logistic
+    distribution, whose mean absolute value is `softplus(l) + softplus(-l)` scales.
+    """
+    both = sum(_softplus(odds(case)) + _softplus(-odds(case)) for case in cases)
+    return sum(map(sizes, cases)) / both
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + log1p(exp(-abs(x)))
+
+
+def _relative(arm: str) -> Callable[[Case], float]:
+    return lambda case: exp(abs(_gain(case, arm))) - 1
+
+
+def _count(network: nn.Module | int | float, whole: nn.Module | int | None = None) -> int:
+    if isinstance(network, nn.Module):
+        return sum(parameter.numel() for parameter in network.parameters())
+    if not (isfinite(network) and network > 0):
+        raise UserError(f"{network} is no number of parameters.")
+    if whole is not None and network < 1:
+        return max(1, round(network * _count(whole)))
+    return round(network)

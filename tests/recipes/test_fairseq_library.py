@@ -8,8 +8,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from growlab.base.errors import UserError
-from growlab.recipes.translation.library import extra_module, fairseq_module
-from growlab.recipes.translation.sentence_pairs import Preparation, open_pairs
+from growlab.recipes.translation.sentence_pairs import Preparation, extra_module, fairseq_module, open_pairs
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_nothing_is_left_in_hydras_store(monkeypatch):
         logging.info("a package could be installed")
         return name
 
-    monkeypatch.setattr("growlab.recipes.translation.library.importlib.import_module", imported)
+    monkeypatch.setattr("growlab.recipes.translation.sentence_pairs.importlib.import_module", imported)
     assert fairseq_module("fairseq.data") == "fairseq.data"
     assert store.repo.keys() == before.keys()
     assert set(store.repo.get("model", {})) == models

@@ -18,7 +18,7 @@ from growlab.inspect.hub import read_saved
 from growlab.lab.analysis.grid import Grid, inert
 from growlab.lab.analysis.report import page
 from growlab.lab.analysis.results import load_runs
-from growlab.lab.analysis.tables import csv_text, markdown, summarise, write_table
+from growlab.lab.analysis.tables import markdown, summarise, write_table
 from growlab.lab.training.checkpoints import read_header
 from tests.lab.analysis.fake_runs import write_run
 
@@ -72,10 +72,10 @@ def test_reports_and_tables_hold_any_name(name: str, tmp_path: Path) -> None:
     (run,) = json.loads(line.removeprefix("const RUNS = ").removesuffix(";"))
     assert run["title"].startswith(name)
     rows = summarise(runs)
-    for text in (markdown(rows), write_table(rows, "latex"), csv_text(rows)):
+    for text in (markdown(rows), write_table(rows, "latex"), write_table(rows, "csv")):
         assert text.replace("\n", "").isprintable()
     assert not re.search(r"(?<!\\)<[A-Za-z/!?]", markdown(rows))
-    (record,) = csv.DictReader(io.StringIO(csv_text(rows)))
+    (record,) = csv.DictReader(io.StringIO(write_table(rows, "csv")))
     assert not record["model"].startswith(("=", "+", "-", "@"))
 
 

@@ -137,7 +137,7 @@ def _figure(argv: Sequence[str]) -> None:
     parser.add_argument("--parameter", metavar="NAME", action="append", help=single)
     arguments = parser.parse_args(argv)
     if arguments.name == "movie":
-        from growlab.lab.analysis.movie import save_movie
+        from growlab.lab.analysis.width_figures import save_movie
 
         (run,) = figures.one_run("movie", load_runs(arguments.folders, warn))
         print(save_movie(run, arguments.output))

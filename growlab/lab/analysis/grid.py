@@ -6,8 +6,9 @@ import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from growlab.base.command_parser import columns_of
 
@@ -123,17 +124,19 @@ class Grid:
 
     def csv(self) -> str:
         """Comma-separated cells as shown, bold left out; without the caption."""
-        text = io.StringIO()
-        lines = (self._names(), *self.rows)
-        csv.writer(text, lineterminator="\n").writerows(
-            [inert(cell.replace("**", "")) for cell in line] for line in lines
-        )
-        return text.getvalue()
+        return as_csv([inert(cell.replace("**", "")) for cell in line] for line in (self._names(), *self.rows))
 
     def _names(self) -> list[str]:
         """The header, each column after its group."""
         groups = [name for name, n in self.groups for _ in range(n)] or [""] * len(self.header)
         return [f"{group} {name}".strip() for group, name in zip(groups, self.header, strict=True)]
+
+
+def as_csv(lines: Iterable[Sequence[Any]]) -> str:
+    """Lines of cells as comma-separated values."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
 
 
 def visible(text: str) -> str:

@@ -1,7 +1,5 @@
 """Tables over runs: one row a method, averaged over seeds, as text in four forms; or grouped by any settings."""
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -14,7 +12,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from growlab.base.errors import UserError
-from growlab.lab.analysis.grid import Grid, inert
+from growlab.lab.analysis.grid import Grid, as_csv, inert
 from growlab.lab.analysis.identity import leaves, spelling
 from growlab.lab.analysis.results import Group, Metric, Report, Run, metric_of
 
@@ -321,24 +319,17 @@ def markdown(rows: Sequence[Row]) -> str:
     return table(rows).markdown()
 
 
-def csv_text(rows: Sequence[Row]) -> str:
-    """The rows as CSV with plain numbers: accuracy as a fraction, empty cells where nothing is known."""
-    records = [
-        {key: " ".join(map(str, v)) if isinstance(v, list) else v for key, v in row.record.items()} for row in rows
-    ]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(records[0] if records else ["method"])
-    writer.writerows([inert(v) if isinstance(v, str) else v for v in one.values()] for one in records)
-    return text.getvalue()
-
-
 def write_table(rows: Sequence[Row], form: str) -> str:
-    """The rows as "markdown", "latex" (package booktabs), "csv" or "json" (a list with plain numbers)."""
-    if form == "csv":
-        return csv_text(rows)
+    """The rows as "markdown", "latex" (package booktabs), or with plain numbers as "csv" or "json" (a list).
+
+    Of plain numbers accuracy is a fraction; cells are empty, or null, where nothing is known.
+    """
     if form == "json":
         return json.dumps([row.record for row in rows], indent=2) + "\n"
+    if form == "csv":
+        cells = [[" ".join(map(str, v)) if isinstance(v, list) else v for v in row.record.values()] for row in rows]
+        lines = [[inert(v) if isinstance(v, str) else v for v in line] for line in cells]
+        return as_csv([list(rows[0].record) if rows else ["method"], *lines])
     return table(rows).latex() if form == "latex" else markdown(rows)
 
 

@@ -32,7 +32,7 @@ def _job(cfg: DictConfig) -> None:
 
 
 def _print_cases(folders: Sequence[str]) -> int:
-    from growlab.lab.planner.cases import as_csv, cases_of
+    from growlab.lab.planner.cases import cases_of, written
     from growlab.plan import read_cases
 
     try:
@@ -40,7 +40,7 @@ def _print_cases(folders: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(as_csv(found if folders else read_cases()), end="")
+    print(written(found if folders else read_cases()), end="")
     return 0
 
 

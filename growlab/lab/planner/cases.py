@@ -1,7 +1,5 @@
 """Finished runs as cases of `growlab.plan`: the full network, a smaller one and a grown one at equal cost."""
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -9,6 +7,7 @@ from statistics import mean
 from typing import Any
 
 from growlab.base.errors import UserError
+from growlab.lab.analysis.grid import as_csv
 from growlab.lab.analysis.results import Run, load_runs
 from growlab.plan import Case, read_cases
 
@@ -30,13 +29,9 @@ def read(sources: Sequence[str]) -> list[Case]:
     return found
 
 
-def as_csv(cases: Iterable[Case]) -> str:
+def written(cases: Iterable[Case]) -> str:
     """The table of cases as a file that `read` takes."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in fields(Case)])
-    writer.writerows(["" if value is None else value for value in astuple(case)] for case in cases)
-    return text.getvalue()
+    return as_csv([[field.name for field in fields(Case)], *map(astuple, cases)])
 
 
 def cases_of(folder: Path) -> list[Case]:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.recipes.translation.library import fairseq_module
-from growlab.recipes.translation.sentence_pairs import SentencePairs
+from growlab.recipes.translation.sentence_pairs import SentencePairs, fairseq_module
 
 
 class FairseqTransformer(nn.Module):

@@ -11,8 +11,8 @@ from growlab.base.ranks import gather
 from growlab.base.settings import whole
 from growlab.lab.training.objectives import TokenPrediction
 from growlab.recipes.translation.data import TranslationData
-from growlab.recipes.translation.library import extra_module, fairseq_module
 from growlab.recipes.translation.network import FairseqTransformer, fairseq_checkpoint
+from growlab.recipes.translation.sentence_pairs import extra_module, fairseq_module
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:

@@ -2,21 +2,64 @@
 
 import gzip
 import hashlib
+import importlib
 import io
 import json
 import logging
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+from hydra.core.config_store import ConfigStore
 
-from growlab.base.errors import UserError
+from growlab.base.errors import UserError, how_to_install
 from growlab.lab.data.cache import cache_dir, files_fingerprint, locked
-from growlab.recipes.translation.library import extra_module, fairseq_module
+
+EXTRA = f"needs a package that is not installed: {how_to_install('translation')}"
+
+
+def fairseq_module(name: str) -> ModuleType:
+    """Import a module of fairseq, such as `fairseq.data`.
+
+    On its first import fairseq registers configurations in Hydra's store under names of growlab's groups (`model`,
+    `optimizer`). They are removed, so that a sweep's later jobs are composed as the first. Its messages about
+    optional packages are suppressed.
+    """
+    store = ConfigStore.instance()
+    before = _copied(store.repo)
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    quiet = logging.NullHandler()
+    # With a handler present, logging adds none.
+    root.addHandler(quiet)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"translation with fairseq {EXTRA} ({error}).") from error
+    finally:
+        store.repo, root.handlers = before, handlers
+
+
+def extra_module(name: str) -> ModuleType:
+    """Import a module of another package of the extra `translation`."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"translation {EXTRA} ({error}).") from error
+
+
+def _copied(repository: dict) -> dict:
+    # Folders are dictionaries; their entries stay.
+    return {name: _copied(node) if isinstance(node, dict) else node for name, node in repository.items()}
+
 
 Subwords = Literal["none", "sentencepiece", "subword_nmt"]
 # File of the learned pieces or merges in the folder of prepared data.

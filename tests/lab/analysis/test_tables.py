@@ -13,7 +13,7 @@ from growlab.lab.analysis.comparison import frontier, frontier_seconds
 from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.paired import compare_pairs, paired_table
 from growlab.lab.analysis.schedules import series_over_budgets, times_to_scores
-from growlab.lab.analysis.tables import csv_text, table, unique_names, write_table
+from growlab.lab.analysis.tables import table, unique_names, write_table
 from growlab.recipes.papers.paper_table import paper_table
 
 from .fake_runs import FIXED, changed, rows_of, write_run
@@ -187,7 +187,7 @@ def test_csv_and_json_have_the_same_plain_numbers(tmp_path):
     write_run(tmp_path / "b", seed=1, test_accuracy=0.9, overrides=["growth.x=[1,2]"])
     rows = rows_of(tmp_path)
     (from_json,) = json.loads(write_table(rows, "json"))
-    (from_csv,) = csv.DictReader(io.StringIO(csv_text(rows)))
+    (from_csv,) = csv.DictReader(io.StringIO(write_table(rows, "csv")))
     assert list(from_json) == list(from_csv)
     assert from_json["score_mean"] == pytest.approx(0.85)
     assert float(from_csv["score_mean"]) == from_json["score_mean"]

@@ -9,7 +9,7 @@ import pytest
 
 from growlab.base.errors import UserError
 from growlab.lab.planner.__main__ import main
-from growlab.lab.planner.cases import as_csv, cases_of, read
+from growlab.lab.planner.cases import cases_of, read, written
 from growlab.plan import Case, read_cases
 from tests.command_line import ROOT
 
@@ -49,10 +49,10 @@ def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFix
     assert main(["--cases", *(str(RESULTS / folder) for folder in FOLDERS)]) == 0
     head, *of_runs = capsys.readouterr().out.splitlines()
     pairs = [case for name in ("plan", "blind", "blind_second") for case in _pairs(RESULTS / name)]
-    _, *of_pairs = as_csv(pairs).splitlines()
+    _, *of_pairs = written(pairs).splitlines()
     assert [head, *of_pairs, *of_runs] == (ROOT / "growlab" / "plan" / "cases.csv").read_text().splitlines()
     assert main(["--cases"]) == 0
-    assert capsys.readouterr().out == as_csv(read_cases())
+    assert capsys.readouterr().out == written(read_cases())
 
 
 def test_a_case_averages_seeds_and_takes_the_best_network_of_each_kind() -> None:

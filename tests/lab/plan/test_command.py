@@ -12,7 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from growlab.base.errors import UserError
-from growlab.lab.planner.cases import as_csv
+from growlab.lab.planner.cases import written
 from growlab.lab.planner.run import check, settings_of
 from growlab.lab.training.configuration import PRIMARY, config_dir, set_plugin_defaults
 from growlab.lab.training.processes import lock_folder
@@ -103,7 +103,7 @@ def test_the_full_network_may_be_wanted_and_the_budget_is_the_runs_own_length(cl
 
 
 def test_a_users_own_cases_are_used(cli: CommandLine, tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(as_csv([replace(case, full=0.1, smaller=0.9) for case in read_cases()] * 9))
+    (tmp_path / "mine.csv").write_text(written([replace(case, full=0.1, smaller=0.9) for case in read_cases()] * 9))
     outcome = ask(cli, tmp_path, *TINY, "plan.cases=[mine.csv]")
     assert outcome.code == 0 and outcome.out.startswith("The full network is"), outcome.err
     outcome = ask(cli, tmp_path, *TINY, "plan.cases=[none.csv]")

@@ -7,7 +7,7 @@ import pytest
 
 from growlab.base.errors import UserError
 from growlab.recipes.translation.data import TranslationData
-from growlab.recipes.translation.library import fairseq_module
+from growlab.recipes.translation.sentence_pairs import fairseq_module
 
 GERMAN, ENGLISH = "ein hund mann frau sieht läuft rot", "a dog man woman sees runs red"
 WORDS = dict(zip(GERMAN.split(), ENGLISH.split(), strict=True))

@@ -10,9 +10,8 @@ from torch import Tensor
 from growlab.base.errors import UserError
 from growlab.growth import Net2Net, VarianceTransfer, grow, make_seed
 from growlab.recipes.translation import FairseqTransformer
-from growlab.recipes.translation.library import fairseq_module
 from growlab.recipes.translation.network import fairseq_checkpoint
-from growlab.recipes.translation.sentence_pairs import SentencePairs, Words
+from growlab.recipes.translation.sentence_pairs import SentencePairs, Words, fairseq_module
 from growlab.widths import trace
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from growlab.recipes.translation.library import extra_module
+from growlab.recipes.translation.sentence_pairs import extra_module
 from tests.command_line import CommandLine
 
 SMALL = (

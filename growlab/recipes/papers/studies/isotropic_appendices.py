@@ -10,6 +10,7 @@ import copy
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from growlab.lab.analysis import style
 from growlab.parts.isotropic import ChiNorm, Choices, IsotropicActivation, change_width, isotropic_mlp
 from growlab.parts.isotropic.resize import COLUMNS, DIRECTIONS, watch
 from growlab.parts.isotropic.spectrum import decompose
-from growlab.recipes.papers.studies import measuring
+from growlab.recipes.papers import studies
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 _SAMPLES = 2000  # points of the rings, for training and for measuring
@@ -72,13 +73,13 @@ def isotropic_appendices(
     for number in range(seed, seed + num_seeds):
         found = {"collapse": list(collapsed(number, data, test, width, epochs, lr))}
         network, graph = _trained(number, data, width, epochs, lr)
-        batches = list(itertools.islice(measuring.batches_of(data, epochs), divergence_steps))
+        batches = studies.batches_of(data, epochs, divergence_steps)
         found["divergence"] = list(diverging(network, graph, test[0], batches, 10 * lr))
         found["directions"] = list(directions(network, graph, batches[0][0].double(), test, removed))
         found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
         for name, rows in found.items():
             tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
-    measuring.write(run_dir, tables, summarise, draw)
+    studies.write(run_dir, tables, summarise, draw)
 
 
 def collapsed(
@@ -89,13 +90,13 @@ def collapsed(
     for name in NETWORKS:
         torch.manual_seed(seed)
         network = built(name, 2, width, 2).double()
-        measuring.train(network, torch.optim.Adam(network.parameters(), 0.01), [rings[0]] * 300)
+        studies.train(network, torch.optim.Adam(network.parameters(), 0.01), [rings[0]] * 300)
         yield {"task": "rings", "network": name, **_affinity(network, *rings[1])}
         torch.manual_seed(seed)
         network = built(name, test[0][0].numel(), width, data.num_classes).double()
         optimizer = torch.optim.Adam(network.parameters(), lr)
         for epoch in range(epochs):
-            measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
+            studies.train(network, optimizer, studies.epoch_of(data, epoch))
         yield {"task": "data", "network": name, **_affinity(network, *test)}
 
 
@@ -128,7 +129,7 @@ def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]
         "gain_spread": max(float((gain.std() / gain.mean()).detach()) for gain in gains),
         "not_affine": unexplained(x.flatten(1)),
         "not_affine_unit": unexplained(nn.functional.normalize(x.flatten(1), dim=1)),
-        "accuracy": measuring.accuracy(logits, labels),
+        "accuracy": studies.accuracy(logits, labels),
     }
 
 
@@ -160,15 +161,9 @@ def diverging(
         replace_tensors(twins[columns], graph, change.tensors)
     for name, twin in twins.items():
         pair = (copy.deepcopy(network), twin)
-        optimizers = [torch.optim.SGD(one.parameters(), lr) for one in pair]
-        for step in range(len(batches) + 1):
-            outputs = [one(x).detach() for one in pair]
+        for step, difference in studies.diverging(pair, partial(torch.optim.SGD, lr=lr), x, batches):
             moved = 0.0 if name == "product" else float(twin.get_submodule(group).weight[old:].detach().norm())
-            difference = measuring.relative(outputs[1], outputs[0])
             yield {"twin": name, "step": step, "relative_difference": difference, "new_weights": moved}
-            if step < len(batches):
-                for one, optimizer in zip(pair, optimizers, strict=True):
-                    measuring.train(one, optimizer, [batches[step]])
 
 
 def _factored(network: nn.Module) -> nn.Module:
@@ -199,13 +194,7 @@ def directions(
         change = change_width(graph, tensors, graph.full_widths, group, new_width, choices, observed=observed)
         replace_tensors(copied, graph, change.tensors)
         after = copied(x).detach()
-        yield {
-            "direction": direction,
-            "removed": count,
-            "relative_error": measuring.relative(after, before),
-            "accuracy_before": measuring.accuracy(before, labels),
-            "accuracy": measuring.accuracy(after, labels),
-        }
+        yield {"direction": direction, "removed": count, **studies.changed(after, before, labels)}
 
 
 def lengths(
@@ -220,7 +209,7 @@ def lengths(
         "lengths": name,
         "start": length,
         **last,
-        "accuracy": measuring.accuracy(network(test[0]).detach(), test[1]),
+        "accuracy": studies.accuracy(network(test[0]).detach(), test[1]),
     }
 
 
@@ -229,8 +218,8 @@ def _trained(seed: int, data: Any, width: int, epochs: int, lr: float, **options
     network = isotropic_mlp(data.image_shape, data.num_classes, width, depth=2, **options).double()
     optimizer = torch.optim.Adam(network.parameters(), lr)
     for epoch in range(epochs):
-        measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
-    example = next(iter(measuring.epoch_of(data, 0)))[0][:2].double()
+        studies.train(network, optimizer, studies.epoch_of(data, epoch))
+    example = next(iter(studies.epoch_of(data, 0)))[0][:2].double()
     return network, trace(network, example, follow_norms=True)
 
 

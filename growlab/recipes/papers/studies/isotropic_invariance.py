@@ -6,7 +6,6 @@ computes the same but learns differently under an optimizer with a state for eac
 """
 
 import copy
-import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from growlab.lab.analysis import style
 from growlab.parts.isotropic import Diagonal, change_width, diagonalise_partially, isotropic_mlp, sparsify, spectra
 from growlab.parts.isotropic.resize import watch
-from growlab.recipes.papers.studies import measuring
+from growlab.recipes.papers import studies
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
 OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
@@ -53,16 +52,16 @@ def isotropic_invariance(
             if number == seed:
                 tables["spectra"] += _spectrum(network, graph, epoch)
             if epoch < epochs:
-                measuring.train(network, optimizer, measuring.epoch_of(data, epoch))
+                studies.train(network, optimizer, studies.epoch_of(data, epoch))
         test = (x.double(), labels)
         tables["changes"] += [{"seed": number, **row} for row in _resized(network, graph, test, changes)]
         tables["sparsity"].append({"seed": number, **_sparse(network, graph, test)})
-        batches = list(itertools.islice(measuring.batches_of(data, epochs), divergence_steps))
+        batches = studies.batches_of(data, epochs, divergence_steps)
         for name, make in OPTIMIZERS.items():
             own_lr = 10 * lr if name == "SGD" else lr
             rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
             tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
-    measuring.write(run_dir, tables, summarise, draw)
+    studies.write(run_dir, tables, summarise, draw)
 
 
 def resized(network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int) -> tuple[nn.Module, dict[str, int]]:
@@ -86,12 +85,7 @@ def _resized(
     full = graph.full_widths[list(graph.isotropic)[1]]
     for change in changes:
         after = resized(network, graph, x, full + change)[0](x).detach()
-        yield {
-            "change": change,
-            "relative_error": measuring.relative(after, before),
-            "accuracy_before": measuring.accuracy(before, labels),
-            "accuracy": measuring.accuracy(after, labels),
-        }
+        yield {"change": change, **studies.changed(after, before, labels)}
 
 
 def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -108,9 +102,7 @@ def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) 
     saved = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in sparse.parameters())
     of_square = sum(parameter.numel() for module in square for parameter in module.parameters())
     return {
-        "relative_error": measuring.relative(after, before),
-        "accuracy_before": measuring.accuracy(before, labels),
-        "accuracy": measuring.accuracy(after, labels),
+        **studies.changed(after, before, labels),
         "share_of_parameters": 1 - saved / of_square,
         "share_by_equation_19": (2 * k * n + (m - k) * n * (n + 1)) / (m * n * (n + 1)),
     }
@@ -123,13 +115,8 @@ def _diverge(
     pair = [copy.deepcopy(network), copy.deepcopy(network)]
     for group in graph.isotropic:
         diagonalise_partially(pair[1], graph, group)
-    optimizers = [make(one.parameters()) for one in pair]
-    for step in range(len(batches) + 1):
-        outputs = [one(x).detach() for one in pair]
-        yield {"step": step, "relative_difference": measuring.relative(outputs[1], outputs[0])}
-        if step < len(batches):
-            for one, optimizer in zip(pair, optimizers, strict=True):
-                measuring.train(one, optimizer, [batches[step]])
+    for step, difference in studies.diverging(pair, make, x, batches):
+        yield {"step": step, "relative_difference": difference}
 
 
 def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[str, Any]]:
