@@ -14,8 +14,7 @@ import torch
 
 from growlab.grower.cost import forward_flops
 from growlab.lab.data import ImageData
-from growlab.lab.networks import mlp8, resnet20
-from growlab.lab.networks.resnet import CifarResNet
+from growlab.lab.networks import CifarResNet, mlp8, resnet20
 from tests.command_line import CommandLine
 from tests.experiments import write_fake_images
 from tests.whole_runs import SMALL, Left, assert_resumes, kept_run, whole_run

@@ -1,18 +1,23 @@
 """Plain full-width networks: `nn.Module`s without any code for growth."""
 
-from growlab.lab.networks.feedforward import (
+from growlab.lab.networks.image_networks import (
     MLP,
+    CifarResNet,
     ConvNet,
+    WideResNet,
     allconv,
     convnet,
     convnet4,
     mlp5,
     mlp8,
     mobilenetv1,
+    resnet14,
+    resnet18,
+    resnet20,
     vgg11,
     vgg19,
+    wrn28_1,
 )
-from growlab.lab.networks.resnet import CifarResNet, WideResNet, resnet14, resnet18, resnet20, wrn28_1
 from growlab.lab.networks.transformer import CausalTransformer, EncoderDecoder
 
 __all__ = [

@@ -11,7 +11,7 @@ from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.growth import VarianceTransfer, grow, make_schedule
 from growlab.lab.data import ImageData
-from growlab.lab.networks.feedforward import MLP
+from growlab.lab.networks import MLP
 from growlab.lab.training import LearningRate, Task
 from growlab.optim import Inheritance, follow
 

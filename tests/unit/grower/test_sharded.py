@@ -47,8 +47,8 @@ from growlab import (
 from growlab.base.pieces import is_piece, reshard, whole
 from growlab.base.ranks import checksums
 from growlab.growth import GrowthMethod
-from growlab.lab.networks.resnet import BasicBlock
-from growlab.lab.networks.resnet import resnet20 as whole_resnet20
+from growlab.lab.networks import resnet20 as whole_resnet20
+from growlab.lab.networks.image_networks import BasicBlock
 from growlab.optim import SGD
 from growlab.parts import Averages, Depth
 from tests.command_line import ROOT, CommandLine

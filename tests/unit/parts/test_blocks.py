@@ -12,8 +12,7 @@ from growlab.grower.triggers import ByMethod
 from growlab.growth import GrowthState, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
 from growlab.growth.multipliers import fold_multipliers
 from growlab.growth.state import ParityError
-from growlab.lab.networks.feedforward import MLP
-from growlab.lab.networks.resnet import CifarResNet
+from growlab.lab.networks import MLP, CifarResNet
 from growlab.optim import weight_regions
 from growlab.parts.depth import Blocks, Depth
 from growlab.widths import WidthGraph, trace

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from growlab.grower import Grower
 from growlab.grower.part import open_channels
 from growlab.growth import GradMax, Net2Net, PairGrowth, VarianceTransfer, grow, make_seed
-from growlab.lab.networks.feedforward import MLP
+from growlab.lab.networks import MLP
 from growlab.parts.classes import CLASSES, Classes, sort_classes, with_classes
 from growlab.widths import WidthGraph, trace
 from tests.cases import Around

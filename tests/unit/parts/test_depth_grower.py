@@ -26,7 +26,7 @@ from growlab.growth import (
     VarianceTransfer,
     make_schedule,
 )
-from growlab.lab.networks.resnet import CifarResNet
+from growlab.lab.networks import CifarResNet
 from growlab.parts import Averages, Depth, OldGradient, Part
 from growlab.widths import UnsupportedOperation
 from tests.cases import Around

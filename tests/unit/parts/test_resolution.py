@@ -18,8 +18,7 @@ from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
 from growlab.grower.triggers import ByMethod
 from growlab.growth.methods.pairs import PairGrowth
-from growlab.lab.networks import CausalTransformer
-from growlab.lab.networks.resnet import CifarResNet
+from growlab.lab.networks import CausalTransformer, CifarResNet
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Resolution
 from growlab.widths import trace
