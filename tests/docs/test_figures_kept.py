@@ -1,7 +1,6 @@
 """Figures that are kept in the repository are what the rows beside them give."""
 
 import importlib.metadata
-import importlib.util
 import json
 import re
 import shutil
@@ -24,12 +23,14 @@ from results_pages import command_of_run, gallery
 KEPT = list(kept())
 
 
-def same_matplotlib() -> bool:
-    locked = re.search(r"^matplotlib==(.*)$", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.M)
-    return locked is not None and locked[1] == importlib.metadata.version("matplotlib")
+LOCKED = re.search(r"^matplotlib==(.*)$", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.M)
+drawn_alike = pytest.mark.skipif(
+    LOCKED is None or LOCKED[1] != importlib.metadata.version("matplotlib"),
+    reason="another matplotlib than the locked one lays out otherwise",
+)
 
 
-@pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
+@drawn_alike
 @pytest.mark.parametrize("one", KEPT, ids=lambda one: one.file)
 def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
     with warnings.catch_warnings():
@@ -41,11 +42,9 @@ def test_a_figure_is_what_its_rows_give(one: Kept, tmp_path: Path) -> None:
     assert np.abs(drawn - there).mean() < 1e-4
 
 
-@pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
+@drawn_alike
 @pytest.mark.parametrize("file", OF_RUNS)
 def test_a_figure_of_a_study_is_what_its_tables_give(file: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(OF_RUNS[file]) is None:
-        pytest.skip(f"there is no {OF_RUNS[file]}")
     for path in (RESULTS / file).parent.iterdir():
         if path.suffix in (".csv", ".json"):
             shutil.copy(path, tmp_path)
@@ -54,16 +53,10 @@ def test_a_figure_of_a_study_is_what_its_tables_give(file: str, tmp_path: Path) 
     assert np.abs(drawn - there).mean() < 1e-4
 
 
-def test_every_figure_of_a_study_is_drawn_anew() -> None:
+def test_every_figure_is_drawn_again_and_has_its_command() -> None:
     pictures = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
     assert pictures == {one.file for one in KEPT} | set(OF_RUNS)
-
-
-def test_every_figure_tells_its_command() -> None:
-    pictures = {str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.png")}
-    known = {one.file for one in KEPT}
-    assert known <= pictures
-    for file in pictures - known:
+    for file in OF_RUNS:
         assert command_of_run((RESULTS / file).parent).startswith("python -m growlab")
     page = gallery()
     assert page.count("![") == page.count("```sh") == len(pictures)
@@ -92,7 +85,7 @@ def test_studies_tell_their_own_command(tmp_path: Path) -> None:
     assert command_of_run(tmp_path) == "python -m growlab experiment_function=x"
 
 
-@pytest.mark.skipif(not same_matplotlib(), reason="another matplotlib than the locked one lays out otherwise")
+@drawn_alike
 @pytest.mark.parametrize("name", drawings.ALL)
 def test_a_drawing_is_what_growlab_does(name: str, tmp_path: Path) -> None:
     """If growing changes, so does its picture: `make figures ARGS=NAME`."""

@@ -11,7 +11,7 @@ from itertools import count, islice
 from math import ceil, inf, isfinite
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import hydra
 import lightning
@@ -369,7 +369,8 @@ def write_experiments(
             **dict(leaves(begin.start.settings)),
         },
     }
-    command = f"python -m growlab --config-dir {shlex.quote(_short(folder))} experiment="
+    short = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    command = f"python -m growlab --config-dir {shlex.quote(str(short))} experiment="
     texts = {}
     for name, own in runs.items():
         common = _common(cfg, data, spent if name == chosen else 0.0)
@@ -384,12 +385,6 @@ def write_experiments(
     for name, text in texts.items():
         write_text(folder / "experiment" / f"{name}.yaml", text)
     return f"{command}planned"
-
-
-def _short(folder: Path) -> str:
-    """Relative to the working directory, where it is in there."""
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
@@ -432,7 +427,7 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
     for key, value in settings.items():
         if not key.startswith("/"):
             OmegaConf.update(wanted, key, value, force_add=True)
-    target, known = (_container(one) for one in (wanted, base))
+    target, known = (cast(Any, OmegaConf.to_container(one, enum_to_str=True)) for one in (wanted, base))
     values = {key: value for key, value in _different(target, known).items() if key not in _NOT_KEPT}
     defaults = {"defaults": [{f"override /{group}": choice} for group, choice in choices.items()]}
     return (
@@ -440,10 +435,6 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
         "# Written by growlab.lab.planner for this network, data and budget.\n"
         f"# Command:  {command}\n" + "\n".join(yaml.safe_dump(part, sort_keys=False) for part in (defaults, values))
     )
-
-
-def _container(cfg: DictConfig) -> Any:
-    return OmegaConf.to_container(cfg, resolve=False, enum_to_str=True)
 
 
 def _different(target: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
