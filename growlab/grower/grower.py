@@ -29,6 +29,7 @@ from growlab.grower.network import (
     trace_for_growth,
 )
 from growlab.grower.part import BlockPart, Part, WidthPart, checked_parts, widen_parts
+from growlab.grower.rows import check_vocabulary, tokens_since, vocabulary
 from growlab.grower.sharding import Shard, Sharding, check_follower, check_sharding
 from growlab.grower.trained import (
     Layers,
@@ -46,7 +47,6 @@ from growlab.grower.trained import (
 )
 from growlab.grower.transaction import Seconds, call_then, decision, merged, transaction
 from growlab.grower.triggers import Clock, Declined, Never, Training, Trigger, Widths, as_trigger
-from growlab.grower.vocabulary import check_vocabulary, tokens_since, vocabulary
 from growlab.growth import (
     GrowthEvent,
     GrowthMethod,

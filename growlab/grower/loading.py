@@ -11,14 +11,21 @@ from torch import Tensor, nn
 from growlab.base.devices import methods_on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import gathered
-from growlab.grower.experts import fit_experts, multiply_experts, number_of_experts, tensors_of_experts
 from growlab.grower.forecast import Forecast
 from growlab.grower.network import plain_tensors, see_through, see_whole
 from growlab.grower.part import BlockPart, Part
-from growlab.grower.rows import with_rows
+from growlab.grower.rows import (
+    fit_experts,
+    fit_vocabulary,
+    multiply_experts,
+    number_of_experts,
+    resize_vocabulary,
+    rows_of_tokens,
+    tensors_of_experts,
+    with_rows,
+)
 from growlab.grower.sharding import Sharding
 from growlab.grower.triggers import Clock, GrowingNetwork, Widths
-from growlab.grower.vocabulary import fit_vocabulary, resize_vocabulary, rows_of_tokens
 from growlab.growth import GrowthEvent, GrowthState, restore
 from growlab.growth.constants import at_widths, unchanged
 from growlab.growth.hooks import attach, detach, state_of

@@ -5,7 +5,7 @@ norm for the next step is computed before it leaves. Rows of a weight that were 
 and have the same rates along the columns: such a run of rows, as a matrix, is a piece, and its rates are one row
 vector. If runs are short, a piece consists of several, its rates are a matrix, and its squares are summed by a product
 with a one-hot matrix. Elsewhere (GPUs, other memory layouts) a piece is a whole weight and its rates a tensor of its
-size, so that a step takes the same few kernels for any number of weights: see `growlab.optim.flat`.
+size, so that a step takes the same few kernels for any number of weights: see `Flat`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from growlab.optim.flat import Flat, layout_key
 from growlab.optim.rates import BaseRate, RateRule
 from growlab.optim.regions import Regions
 from growlab.optim.settings import check_settings
@@ -32,6 +31,8 @@ BLOCK_ELEMENTS = 2**18
 _SHORT_RUN = 2**16
 # With more runs of rows than this (a fused qkv projection of many heads), operation overhead outweighs the cache.
 _MAX_RUNS = 64
+# Longer segments are cut: on a GPU a single block of threads sums a segment.
+_LONGEST = 4096
 # Output buffer of sums over rows: a row [C], or a matrix [R, C] and the one-hot matrix [R, rows] of its runs.
 SumRows = tuple[Tensor, Tensor | None]
 
@@ -275,7 +276,7 @@ class Regional(torch.optim.Optimizer):
             return False
         return not self._cut(param).whole
 
-    def _flattened(self, params: Sequence[Tensor]) -> Flat:
+    def _flattened(self, params: Sequence[Tensor]) -> "Flat":
         flat = self._flat.get(params[0])
         if flat is None or not flat.matches(params):
             regions = [self._regions[p].to(p.device) for p in params]
@@ -418,6 +419,70 @@ class Pieces:
         for piece, row in zip(self.cut(tensor.detach()), self.sum_rows, strict=True):
             add_squares([piece], [row])
         return self.take_sums()
+
+
+class Flat:
+    """Regions of many weights on one device as segments of one flat tensor of all their elements, in memory order.
+
+    Sums over all regions are then two segmented reductions, deterministic ones, and one gather spreads a value per
+    region over the elements. Reads only shapes and strides.
+    """
+
+    def __init__(self, params: Sequence[Tensor], regions: Sequence[Regions]) -> None:
+        self._key = [layout_key(p) for p in params]
+        self._shape = len(params), max(own.num_regions for own in regions)
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in params]
+        self._orders = [sorted(range(len(s)), key=s.__getitem__, reverse=True) for s in self._strides]
+        self._sizes = [p.numel() for p in params]
+        indices, segments, lengths = [], [], []
+        for i, (param, own) in enumerate(zip(params, regions, strict=True)):
+            index = torch.arange(own.num_regions, device=param.device) + i * self._shape[1]
+            index = own.spread(index, param.dim()).expand(param.shape).permute(self._orders[i]).flatten()
+            indices.append(index.int())
+            num_cuts = 1 + index.numel() // _LONGEST
+            cut = torch.arange(index.numel(), device=param.device) // _LONGEST
+            found, counts = torch.unique_consecutive(index * num_cuts + cut, return_counts=True)
+            segments.append(found // num_cuts)
+            lengths.append(counts)
+        self._index = torch.cat(indices)
+        region_of = torch.cat(segments)
+        self._ends = _ends(torch.cat(lengths))
+        self._by_region = region_of.argsort(stable=True)
+        self._region_ends = _ends(torch.bincount(region_of, minlength=self._shape[0] * self._shape[1]))
+
+    def matches(self, params: Sequence[Tensor]) -> bool:
+        """Return True if these have the shapes, strides and devices of the parameters."""
+        return self._key == [layout_key(p) for p in params]
+
+    def square_sums(self, params: Sequence[Tensor]) -> Tensor:
+        """Sums of squares of the regions, [P, K], padded with 0, in at least float32: squares overflow in float16."""
+        flat = torch.cat([_flat(p.detach(), order) for p, order in zip(params, self._orders, strict=True)])
+        squares = flat.to(torch.promote_types(flat.dtype, torch.float32)).square_()
+        sums = torch.segment_reduce(squares, "sum", offsets=self._ends, unsafe=True)
+        sums = sums.index_select(0, self._by_region)
+        return torch.segment_reduce(sums, "sum", offsets=self._region_ends, unsafe=True).view(self._shape)
+
+    def spread(self, values_PK: Tensor) -> list[Tensor]:
+        """Spread a value per region over the elements: a tensor of the shape and strides of each parameter."""
+        pieces = values_PK.flatten().index_select(0, self._index).split(self._sizes)
+        return [
+            piece.as_strided(key[0], strides)
+            for piece, key, strides in zip(pieces, self._key, self._strides, strict=True)
+        ]
+
+
+def layout_key(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.device]:
+    """Key of a partition: the tensor's shape, strides and device."""
+    return tensor.shape, tensor.stride(), tensor.device
+
+
+def _flat(tensor: Tensor, order: list[int]) -> Tensor:
+    return tensor.flatten() if tensor.is_contiguous() else tensor.permute(order).flatten()
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    """Offsets of segments of these lengths, with the total at the end."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
 def aligned(tensor: Tensor, like: Tensor) -> Tensor:

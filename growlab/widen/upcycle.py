@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from growlab.base.command_parser import CommandParser, amount, command, count, in_columns
 from growlab.base.errors import UserError
-from growlab.grower.experts import EXACT, copies, multiplied, number_of_experts
+from growlab.grower.rows import EXACT, copies, multiplied, number_of_experts
 from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of

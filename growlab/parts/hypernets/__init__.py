@@ -2,8 +2,17 @@
 
 from growlab.parts.hypernets.growth import Hyperfan, emitted_graph
 from growlab.parts.hypernets.initialisations import INITIALISATIONS, Emission, Initialisation
-from growlab.parts.hypernets.modules import Chunks, Embedding, Emitted
-from growlab.parts.hypernets.parametrise import Hypernet, MonteCarlo, emitted, hypernetwork, materialize, parametrise
+from growlab.parts.hypernets.parametrise import (
+    Chunks,
+    Embedding,
+    Emitted,
+    Hypernet,
+    MonteCarlo,
+    emitted,
+    hypernetwork,
+    materialize,
+    parametrise,
+)
 
 __all__ = [
     "INITIALISATIONS",

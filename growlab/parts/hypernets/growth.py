@@ -14,8 +14,7 @@ from growlab.base.settings import one_of
 from growlab.growth import GrowthContext, NewWeights, VarianceTransfer
 from growlab.growth.method import WeightRule
 from growlab.parts.hypernets.initialisations import Emission, Initialisation
-from growlab.parts.hypernets.modules import Chunks, Emitted
-from growlab.parts.hypernets.parametrise import Hypernet, materialize, parametrise
+from growlab.parts.hypernets.parametrise import Chunks, Emitted, Hypernet, materialize, parametrise
 from growlab.widths import Axis, Group, Layer, Part, WidthGraph
 
 

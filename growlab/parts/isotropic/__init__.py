@@ -16,8 +16,7 @@ from growlab.parts.isotropic.networks import (
 )
 from growlab.parts.isotropic.part import GainWeights, IsotropicLayers
 from growlab.parts.isotropic.resize import Choices, change_width
-from growlab.parts.isotropic.sparsify import Diagonal, densify, sparsify
-from growlab.parts.isotropic.spectrum import diagonalise, diagonalise_partially, spectra
+from growlab.parts.isotropic.spectrum import Diagonal, densify, diagonalise, diagonalise_partially, sparsify, spectra
 
 __all__ = [
     "Blend",
