@@ -46,10 +46,12 @@ def _formulas(known: Mapping[Any, Callable[..., int]]) -> dict[Any, Callable[...
     """
     formulas: dict[Any, Callable[..., int]] = {
         **{op: known[op] for op in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)},
-        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _by_vector),
-        **{aten.addmv: _by_vector_added, aten.addbmm: _sum_of_products, aten._trilinear: _trilinear},
+        **dict.fromkeys((aten.mv, aten.dot, aten.vdot), lambda left, *_, **__: 2 * left.numel()),
+        aten.addmv: lambda _, matrix, *__, **___: 2 * matrix.numel(),
+        aten.addbmm: lambda _, one, other, *__, **___: 2 * one.numel() * other.shape[-1],
+        aten._trilinear: _trilinear,
         # Tokens sorted by expert, by a matrix each.
-        aten._grouped_mm: _grouped,
+        aten._grouped_mm: lambda tokens, matrices, *_, **__: 2 * tokens.numel() * matrices.shape[-1],
         **dict.fromkeys(
             (
                 aten._scaled_dot_product_flash_attention_for_cpu,
@@ -71,25 +73,9 @@ def _complex(formula: Callable[..., int], first: Tensor, *args: Any, **kwargs: A
     return formula(first, *args, **kwargs) * (4 if first.is_complex() else 1)
 
 
-def _by_vector(left: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * left.numel()
-
-
-def _by_vector_added(_: Tensor, matrix: Tensor, *__: Any, **___: Any) -> int:
-    return 2 * matrix.numel()
-
-
-def _sum_of_products(_: Tensor, one: Tensor, other: Tensor, *__: Any, **___: Any) -> int:
-    return 2 * one.numel() * other.shape[-1]
-
-
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Scores and weighted sums; several heads may share keys and values."""
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-
-
-def _grouped(tokens: Tensor, matrices: Tensor, *_: Any, **__: Any) -> int:
-    return 2 * tokens.numel() * matrices.shape[-1]
 
 
 def _trilinear(

@@ -574,12 +574,7 @@ class Grower(LoadingNetwork):
     # New parameters are to be trained, wherever the event happens.
     @torch.inference_mode(False)
     def _grow_once(self, asked: Widths, asker: WidthPart | None) -> GrowthEvent:
-        """Grow the network and its followers, and append the event.
-
-        Args:
-            asked: widths of all groups, or of a part's own groups if the part asks.
-            asker: the part that asks for the event, with its own method; None: the trigger.
-        """
+        """Grow the network and its followers to widths that a part (for its own groups) or the trigger asks for."""
         seconds, before, num_params = Seconds(), dict(self.state.widths), _num_params(self.network)
         method = self.method if asker is None else asker.method
         assert method is not None
@@ -650,22 +645,14 @@ class Grower(LoadingNetwork):
         )
         self.events.append(event)
         self._begin_stage()
-        if self.state.norm_weights:
-            self._begin_annealing(method)
+        if self.state.norm_weights and self.trained:
+            anneal_at_once(self, method)
+        elif self.state.norm_weights and self.anneal_steps < 1:
+            self.anneal(1.0)
         return event
 
-    def _begin_annealing(self, method: GrowthMethod) -> None:
-        if self.trained:
-            anneal_at_once(self, method)
-        elif self.anneal_steps < 1:
-            self.anneal(1.0)
-
     def _widths_of_event(self, asked: Widths, asker: Part | None) -> tuple[Widths, Widths]:
-        """Width of each group after an event, and the same with parts' own groups unchanged, for the method.
-
-        Raises:
-            UserError: a group is unknown, or a width is not a number of channels.
-        """
+        """Width of each group after an event, and the same with parts' own groups unchanged, for the method."""
         now = dict(self.state.widths)
         if asker is not None:
             return {**now, **asked}, {**now, **asked}

@@ -358,11 +358,7 @@ def _match_outputs(grower: Any, small: nn.Module) -> dict[str, tuple[Tensor, Ten
 
 
 def _warn_of_unknown_outputs(network: nn.Module, graph: WidthGraph, widths: Widths) -> None:
-    """Log a warning that outputs cannot be compared where only a state_dict of the trained network is given.
-
-    Raises:
-        UserError: the network has a number that code computes from a width that grows: the trained one had another.
-    """
+    """Log a warning that outputs are not compared; raise a UserError if code computes a number from a growing width."""
     numbers = {
         f"{path}.{name}".lstrip("."): number
         for path, module in network.named_modules()

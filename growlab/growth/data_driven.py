@@ -19,7 +19,6 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.rescale import attention_factors, with_attention_scale
 from growlab.widths import Carry, WidthGraph, grid, resized
 
-FALLBACKS = ("pairs",)
 # Candidates measured in one pass, in multiples of a group's width: a pass then costs about three plain ones.
 _AT_ONCE = 2
 # Least number of candidates per pass: in a narrow group they cost nothing extra.
@@ -51,7 +50,7 @@ class DataDriven(GrowthMethod):
     ) -> None:
         super().__init__(0.0, gain, new_weights)
         whole(1, batches=batches)
-        one_of((None, *FALLBACKS), fallback=fallback)
+        one_of((None, "pairs"), fallback=fallback)
         self.batches, self.fallback = batches, fallback
 
     @abstractmethod
@@ -90,7 +89,8 @@ class DataDriven(GrowthMethod):
         refused = self._refused(context.graph, here, before, after)
         while True:
             self._check(refused)
-            first, second = _in_two(context, {*refused, *absent})
+            between = {g: after[g] if g in refused or g in absent else width for g, width in before.items()}
+            first, second = replace(context, new_widths=between), replace(context, old_widths=between)
             pairs = PairGrowth(gain=self.new_weights.gain, new_weights=self.new_weights.rule)
             base = with_attention_scale(first, pairs.grow(first)).tensors
             factors = attention_factors(first)
@@ -283,13 +283,6 @@ class Candidates:
                 ones[torch.arange(len(part)), part] = 1.0
                 view.write(tensors, fans.outgoing, fans.group, new[fans.group], ones)
             yield cls(view, tensors, new)
-
-
-def _in_two(context: GrowthContext, first: set[str]) -> tuple[GrowthContext, GrowthContext]:
-    between = {
-        group: context.new_widths[group] if group in first else width for group, width in context.old_widths.items()
-    }
-    return replace(context, new_widths=between), replace(context, old_widths=between)
 
 
 def lengths(rows: Tensor) -> Tensor:

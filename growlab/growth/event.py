@@ -54,10 +54,6 @@ Average = Callable[[Tensor], Tensor]
 Rebuilding = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @on_cpu
 def make_seed(
     model: nn.Module, graph: WidthGraph, method: GrowthMethod, widths: Mapping[str, int], seed: int
@@ -216,7 +212,7 @@ def grow(
     gradients: Mapping[str, Tensor] | None = None,
     data: Measurement | None = None,
     averaged_event: "GrowthEvent | None" = None,
-    average: Average = _alone,
+    average: Average = lambda tensor: tensor,
     normalised: frozenset[str] = frozenset(),
     rebuilding: Rebuilding = contextlib.nullcontext,
 ) -> GrowthEvent:
@@ -426,11 +422,7 @@ def _checked(
     agree: Agree,
     average: Average,
 ) -> dict[str, Any]:
-    """Compare outputs, then add the noise that breaks symmetries; return the parity fields of the event.
-
-    Raises:
-        ParityError: the outputs changed by more than the method allows.
-    """
+    """Compare outputs, then add the noise that breaks symmetries; return the parity fields of the event."""
     before = _forgetful(model, before, forget_caches(model, probe, FAILURES))
     tensors = tensors_of(model, context.graph)
     begin = statistics_writer(context, growth, tensors, average)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from itertools import chain
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -229,7 +229,11 @@ class _Quiet(TorchFunctionMode):
     _KINDS = frozenset({F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout})
     # In calls of recurrent layers, the dropout probability is the only float argument.
     _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-    _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.rrelu}
+    _NAMED: ClassVar[Mapping[Any, Any]] = {
+        F.multi_head_attention_forward: {"dropout_p": 0.0},
+        F.rrelu: {"training": False},
+    }
+    _CHANGED = _KINDS | _RECURRENT | {F.scaled_dot_product_attention, *_NAMED}
 
     def __init__(self, model: nn.Module, snapshot: Snapshot, devices: Collection[str], in_double: bool) -> None:
         super().__init__()
@@ -264,12 +268,8 @@ class _Quiet(TorchFunctionMode):
             # The dropout probability follows query, key, value and mask.
             args, kwargs = (*args[:4], *[0.0] * len(args[4:5]), *args[5:]), {**kwargs}
             kwargs.pop("dropout_p", None)
-        if func is F.multi_head_attention_forward:
-            kwargs = {**signature(func).bind(*args, **kwargs).arguments, "dropout_p": 0.0}
-            args = ()
-        if func is F.rrelu:
-            kwargs = {**signature(func).bind(*args, **kwargs).arguments, "training": False}
-            args = ()
+        if func in self._NAMED:
+            args, kwargs = (), {**signature(func).bind(*args, **kwargs).arguments, **self._NAMED[func]}
         if mean is None:
             return self._call(func, args, kwargs)
         self.seen = True

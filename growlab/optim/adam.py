@@ -67,8 +67,8 @@ class _Aged(Regional):
                 self.state[param]["region_start"] = dict.fromkeys(stages, 0)
 
     def _step_plain(self, group: dict[str, Any]) -> None:
-        params, grads, means, squares, largest, steps = _six_lists()
-        has_complex = self._init_group(group, params, grads, means, squares, largest, steps)
+        params, grads, means, squares, largest, steps = lists = [list[Tensor]() for _ in range(6)]
+        has_complex = self._init_group(group, *lists)
         adam(
             params,
             grads,
@@ -93,7 +93,7 @@ class _Aged(Regional):
 
     def _step_regional(self, group: dict[str, Any], factors_PK: Tensor) -> None:
         params: list[Tensor] = group["params"]
-        lists = _six_lists()
+        lists = [list[Tensor]() for _ in range(6)]
         self._init_group(group, *lists)
         steps = lists[5]
         torch._foreach_add_(steps, 1)
@@ -162,10 +162,6 @@ def _fused_moments(weights: Any, grads: Any, means: Any, squares: Any, beta1: fl
         amsgrad=False,
         maximize=False,
     )
-
-
-def _six_lists() -> tuple[list[Tensor], ...]:
-    return [], [], [], [], [], []
 
 
 def _update(group: dict[str, Any], decoupled: bool, weights: Any, grads: Any, *rest: Any) -> None:

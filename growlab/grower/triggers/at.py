@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -99,13 +98,10 @@ class At(Trigger):
                 fraction = exact(width)
                 given = Schedule((1,), (fraction,), (1,)).widths(graph)[0]
                 # Rounded one by one, a stream's pieces may shrink by a channel.
-                grown = bool(stages) and fraction >= self._largest_before(len(stages))
+                known = [exact(other) for other in self._widths[: len(stages)] if not isinstance(other, Mapping)]
+                grown = bool(known) and fraction >= max(known)
                 stages.append({g: max(w, before[g]) if grown else w for g, w in given.items()})
         return stages
-
-    def _largest_before(self, stage: int) -> Fraction:
-        known = [exact(width) for width in self._widths[:stage] if not isinstance(width, Mapping)]
-        return max(known, default=Fraction(2))
 
     def stage_at(self, clock: Clock) -> int:
         """Return the stage at a time."""

@@ -12,7 +12,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import gather
 from growlab.base.settings import at_least, finite, one_of, whole
 from growlab.grower.triggers.trigger import GrowingNetwork, Trigger, Widths
-from growlab.growth import Bottleneck, GrowthEvent, Schedule, WidthDecision, bottlenecks, measurable, out_of_reach
+from growlab.growth import Bottleneck, Schedule, WidthDecision, bottlenecks, measurable, out_of_reach
 from growlab.widths import WidthGraph
 
 GROUPS = ("all", "gradient", "bottleneck")
@@ -426,7 +426,8 @@ class OnDemand(Trigger):
             flops(stages[row["stage"]], self.fraction_grown(row["stage"], stages[row["stage"]])) * samples[row["epoch"]]
             for row in rows
         )
-        scheduled = _scheduled(grower.events)
+        # Every stage so far as triggers count, which ignore events requested by parts.
+        scheduled = [0, *accumulate(int("asked_by" not in event.notes) for event in grower.events)]
         found = self._measure(grower) if above and self.demand.wants_bottlenecks else {}
         spent += sum(
             passes.get("auxiliary_flops", 0)
@@ -491,8 +492,3 @@ def cheapest_remaining_cost(flops: Sequence[int], samples: Sequence[int], every:
 
 def _above(steps: Sequence[Widths], widths: Widths) -> list[Widths]:
     return [step for step in steps if any(width > widths[group] for group, width in step.items())]
-
-
-def _scheduled(events: Sequence[GrowthEvent]) -> list[int]:
-    """Map every stage so far to the stage as triggers count, which ignores events requested by parts."""
-    return [0, *accumulate(int("asked_by" not in event.notes) for event in events)]

@@ -268,10 +268,7 @@ def accumulated(
 
 def _why_flat(context: GrowthContext, data: Measurement, groups: Sequence[GroupTensors]) -> dict[str, str]:
     """Return why no gradient reaches the incoming weights of new channels, by group."""
-    if not groups:
-        return {}
-    names = names_of(groups, "incoming")
-    found = data.gradients(context.old, names)
+    found = data.gradients(context.old, names_of(groups, "incoming"))
     return {
         fans.group: (
             "the gradient of what leads to its channels is zero while they are (are they multiplied?)"

@@ -92,10 +92,11 @@ class HyperCloning(GrowthMethod):
             noise = normal(context.new_shape(name), source).double()
             return noise.mul_(self.noise_std).mul_(self.new_weights.std(context, context.layers[name]))
 
+        before, after = context.old_widths, context.new_widths
         wider = (
             name
             for name in context.layers
-            if any(_grows(axis, context) for axis in context.axes(name) if axis.role == "in")
+            if any(before[g] != after[g] for axis in context.axes(name) if axis.role == "in" for g in axis.groups)
         )
         return OneByOne(wider, noise)
 
@@ -105,10 +106,6 @@ def cloned(context: GrowthContext) -> dict[str, Tensor]:
     return {
         group: torch.arange(context.new_widths[group]) % context.old_widths[group] for group in context.graph.groups
     }
-
-
-def _grows(axis: Axis, context: GrowthContext) -> bool:
-    return any(context.old_widths[group] != context.new_widths[group] for group in axis.groups)
 
 
 def _mean_of_clones(noise: Tensor, dim: int, positions: Tensor) -> Tensor:

@@ -171,11 +171,13 @@ class Isotropic(GrowthMethod, WidthDecision):
         Raises:
             ValueError: the network has no isotropic layer, or gradients for the scores are missing.
         """
-        decided = dict(widths)
+        decided, forward = dict(widths), self.choices.direction == "forward"
         for group in adaptable(graph):
             scores = None
             if self.widths.target_width is None:
-                scores = self._scores(graph, group, tensors, widths, gradients)
+                own = decompose(weights_of(graph, group, tensors, widths, forward))
+                gradient = gradient_of(graph, group, gradients, widths, forward)
+                scores = IMPORTANCES[self.choices.importance](*own, gradient)
             decided[group] = self.widths.after(widths[group], scores)
         return decided
 
@@ -223,7 +225,8 @@ class Isotropic(GrowthMethod, WidthDecision):
                     name: carry.carried(value, name, graph, before_widths, widths) for name, value in gradients.items()
                 }
         exact = self.choices.bias == 0 or self.choices.columns == "zero"
-        exact = exact or all(_reads_gains(graph, group, widths) for group in bases)
+        readers = ((group, layer) for group in bases for layer in consumers(graph, group))
+        exact = exact or all(gain_columns(graph, group, layer, widths) for group, layer in readers)
         return GrownTensors(
             tensors,
             # Rows stored as m W have m times the gradient of W, see `growlab.growth.multipliers`.
@@ -232,23 +235,6 @@ class Isotropic(GrowthMethod, WidthDecision):
             report=report,
             folded=frozenset(scales),
         )
-
-    def _scores(
-        self,
-        graph: WidthGraph,
-        group: str,
-        tensors: Mapping[str, Tensor],
-        widths: Mapping[str, int],
-        gradients: Mapping[str, Tensor],
-    ) -> Tensor:
-        forward = self.choices.direction == "forward"
-        gradient = gradient_of(graph, group, gradients, widths, forward)
-        own = decompose(weights_of(graph, group, tensors, widths, forward))
-        return IMPORTANCES[self.choices.importance](*own, gradient)
-
-
-def _reads_gains(graph: WidthGraph, group: str, widths: Mapping[str, int]) -> bool:
-    return all(gain_columns(graph, group, layer, widths) for layer in consumers(graph, group))
 
 
 def adaptable(graph: WidthGraph) -> list[str]:

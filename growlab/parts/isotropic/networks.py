@@ -169,13 +169,14 @@ class NestedNetwork(nn.Module):
         one_of(("first", "last"), products=products)
         widths = [*hidden_features, num_classes]
         self.products = products
-        self.terms = [width for level, width in enumerate(widths, start=1) for _ in range(level)]
+        levels = [level for level in range(1, len(widths) + 1) for _ in range(level)]
+        self.terms = [widths[level - 1] for level in levels]
         self.affine = nn.Linear(in_features, sum(self.terms))
         self.activations = nn.ModuleList(IsotropicActivation(activation, length) for _ in hidden_features)
         # The terms of one level are summed: each is drawn smaller, so that the sum has the usual scale.
         with torch.no_grad():
             terms = (tensor.split(self.terms) for tensor in (self.affine.weight, self.affine.bias))
-            for level, *tensors in zip(self._levels(), *terms, strict=True):
+            for level, *tensors in zip(levels, *terms, strict=True):
                 for tensor in tensors:
                     tensor.mul_(level**-0.5)
 
@@ -193,10 +194,6 @@ class NestedNetwork(nn.Module):
                 product = gain if product is None else product * gain
                 level = level + product * next(terms)
         return cast(level, dtype)
-
-    def _levels(self) -> list[int]:
-        num_levels = len(self.activations) + 1
-        return [level for level in range(1, num_levels + 1) for _ in range(level)]
 
 
 def nested(network: IsotropicMLP) -> NestedNetwork:

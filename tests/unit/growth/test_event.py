@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,7 +29,8 @@ from growlab.growth.method import generator
 from growlab.growth.outputs import main_output, observe, without_side_effects
 from growlab.growth.parity import relative_error
 from growlab.growth.rescale import fold_output_factor
-from growlab.widths import trace
+from growlab.lab.training.build import make_network
+from growlab.widths import UnsupportedOperation, trace
 from tests.cases import NETWORKS, Around, graph_of, outputs, roughen, widths_at
 
 
@@ -450,3 +452,24 @@ def test_eval_mode_is_run_again_only_where_it_may_differ_from_train_mode(monkeyp
         passes[norm] = modes[2:]
         assert event.parity_error_eval < 1e-5 and event.parity_error_train < 1e-5
     assert passes[nn.LayerNorm] == [True] and False in passes[nn.BatchNorm1d]
+
+
+class Images:
+    def __init__(self) -> None:
+        self.network_arguments = {"image_shape": (1, 32, 32), "num_classes": 10}
+
+
+@pytest.mark.parametrize("target", ["resnet20", "mlp5", "convnet4"])
+def test_a_network_without_channels_is_named_by_its_setting(target: str) -> None:
+    model = OmegaConf.load(f"conf/model/{target}.yaml")
+    model.width = 0
+    with pytest.raises(UserError, match=r"without entries, with model\.width=0.*at least 1") as raised:
+        make_network(model, Images())
+    assert "data" not in str(raised.value)
+
+
+def test_a_trace_names_the_layer_without_channels() -> None:
+    with pytest.warns(UserWarning, match="zero-element"):
+        network = nn.Sequential(nn.Conv2d(4, 0, 3), nn.Conv2d(0, 2, 3))
+    with pytest.raises(UnsupportedOperation, match=r"0\.weight .* \[0, 4, 3, 3\], without entries"):
+        trace(network, torch.ones(2, 4, 9, 9))

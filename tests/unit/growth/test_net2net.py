@@ -1,10 +1,17 @@
-"""Net2Net against its own formula, entry by entry."""
+"""Methods that copy channels (Net2Net, HyperCloning, LEMON, bert2BERT) against formulas and plain matrices."""
+
+import copy
+import math
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from growlab.growth import Net2Net, grow, make_seed
-from tests.cases import NETWORKS, graph_of, roughen
+from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
+from growlab.widths import WidthGraph, resize, trace
+from tests.cases import NETWORKS, graph_of, outputs, roughen
 
 
 def replicated_from(rows_before: torch.Tensor, rows_after: torch.Tensor) -> list[int]:
@@ -59,3 +66,248 @@ def test_replicas_are_drawn_from_all_channels():
         )
         drawn |= set(replicated_from(old[:, None], network.hidden[0].bias.detach()[9:, None]))
     assert drawn == set(range(9))
+
+
+HEAD = 3
+
+
+class Block(nn.Module):
+    """Attention by heads of three channels and an MLP, each behind a layer normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.q, self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 12, bias=False), nn.Linear(8, 12)
+        self.out = nn.Linear(12, 8)
+        self.fc1, self.fc2 = nn.Linear(8, 10), nn.Linear(10, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.norm1(x)
+        q, k, v = (
+            layer(read).unflatten(2, (self.num_heads, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class Small(nn.Module):
+    """Two blocks on a stream of 8 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+X = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def whole() -> tuple[nn.Module, WidthGraph]:
+    """The network at full width, with fixed weights off where they start, and its width graph."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = Small().double()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(0.3 * torch.randn(parameter.shape).double())
+    return network, trace(network, X[:2])
+
+
+def grown(method: GrowthMethod, part: float = 0.5) -> tuple[nn.Module, nn.Module, object, WidthGraph]:
+    """The network at a part of its widths, at full width, the event between them and the width graph."""
+    network, graph = whole()
+    state = make_seed(network, graph, method, graph.full_widths, seed=0)
+    widths = {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
+    resize(network, graph, graph.full_widths, widths)
+    state.widths = widths
+    state.births = {group: [0] * width for group, width in widths.items()}
+    small = copy.deepcopy(network)
+    event = grow(network, graph, method, state, graph.full_widths, 3, (X[:2],))
+    return small, network, event, graph
+
+
+def computed(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The whole network by matrices: what its tensors `w` make of one sample x, [6, 5] to [6, 3]."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        mean = x.sum(1, keepdim=True) / x.shape[1]
+        variance = ((x - mean) ** 2).sum(1, keepdim=True) / x.shape[1]
+        return (x - mean) / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def affine(x: Tensor, name: str) -> Tensor:
+        y = x @ w[f"{name}.weight"].T
+        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+    x = affine(x, "embed")
+    for block in ("blocks.0", "blocks.1"):
+        read = norm(x, f"{block}.norm1")
+        q, k, v = (affine(read, f"{block}.{name}") for name in "qkv")
+        heads = []
+        for start in range(0, q.shape[1], HEAD):
+            mine = slice(start, start + HEAD)
+            scores = (q[:, mine] @ k[:, mine].T / math.sqrt(HEAD)).exp()
+            heads.append(scores / scores.sum(1, keepdim=True) @ v[:, mine])
+        x = x + affine(torch.cat(heads, 1), f"{block}.out")
+        hidden = affine(norm(x, f"{block}.norm2"), f"{block}.fc1")
+        x = x + affine(hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2, f"{block}.fc2")
+    return affine(x, "head")
+
+
+def tensors(network: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}
+
+
+def doubled(name: str, old: Tensor, diagonal: bool) -> Tensor:
+    """HyperCloning's blocks for n = 2, by hand."""
+    if name == "embed.weight":
+        return torch.cat([old, old])
+    if name == "head.weight":
+        return torch.cat([old, old], 1) / 2
+    if name == "head.bias":
+        return old
+    if old.dim() == 1:
+        return torch.cat([old, old])
+    if diagonal:
+        return torch.block_diag(old, old)
+    return torch.cat([torch.cat([old, old], 1), torch.cat([old, old], 1)]) / 2
+
+
+@pytest.mark.parametrize("form", ["symmetric", "diagonal"])
+def test_hypercloning_doubles_by_blocks(form: str) -> None:
+    small, large, event, _ = grown(HyperCloning(form))
+    old, new = tensors(small), tensors(large)
+    for name, tensor in old.items():
+        torch.testing.assert_close(new[name], doubled(name, tensor, form == "diagonal"), rtol=1e-15, atol=0, msg=name)
+    for x in X:
+        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
+    assert event.weighted_norms == []  # statistics are plain ones already
+
+
+@pytest.mark.parametrize("network", ["shared", "grouped", "gated", "transformer", "channel norms", "decoder"])
+def test_the_diagonal_form_is_exact_on_other_networks_and_at_odd_widths(network: str) -> None:
+    graph, model, x = graph_of(network), NETWORKS[network].make(), NETWORKS[network].inputs()
+    method = HyperCloning("diagonal", noise_std=0.2)
+    halves = {name: (group.full_width + 1) // 2 for name, group in graph.groups.items()}
+    state = make_seed(model, graph, method, halves, seed=0)
+    roughen(model)
+    small = outputs(model, x, False)
+    event = grow(model, graph, method, state, graph.full_widths, 0, (x,))
+    torch.testing.assert_close(outputs(model, x, False), small, rtol=1e-9, atol=1e-9)
+    assert max(event.parity_error_eval, event.noise_error_eval) < 1e-11
+
+
+def test_the_noise_of_hypercloning_parts_clones_and_changes_no_output() -> None:
+    small, large, event, _ = grown(HyperCloning(noise_std=0.3))
+    old, new = tensors(small), tensors(large)
+    weight, width = new["blocks.1.fc1.weight"], 4
+    first, second = weight[:, :width], weight[:, width:]
+    torch.testing.assert_close(first + second, torch.cat([old["blocks.1.fc1.weight"]] * 2))
+    assert float((first - second).norm() / first.norm()) > 0.05
+    for x in X:
+        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-11, atol=1e-11)
+    assert event.noise_error_eval < 1e-12
+
+
+def test_lemon_splits_columns_unevenly() -> None:
+    small, large, event, graph = grown(Lemon(spread=0.6))
+    old, new = tensors(small), tensors(large)
+    (group,) = graph.axes["head.weight"][1].groups
+    shares = event.carry.rows[group]
+    assert ((shares[:4] + shares[4:]) - 1).abs().max() < 1e-14
+    assert (shares[:4] - shares[4:]).abs().min() > 1e-3
+    torch.testing.assert_close(new["head.weight"], torch.cat([old["head.weight"]] * 2, 1) * shares)
+    inner = new["blocks.0.fc2.weight"]
+    torch.testing.assert_close(inner[:4], inner[4:])
+    torch.testing.assert_close(inner[:, :5] + inner[:, 5:], torch.cat([old["blocks.0.fc2.weight"]] * 2))
+    for x in X:
+        # The network weights its statistics by the shares at first; plain ones are the same, as copies are.
+        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
+
+
+def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
+    small, large, event, graph = grown(Bert2Bert())
+    old, new = tensors(small), tensors(large)
+    stream, hidden = event.carry.sources["embed"], event.carry.sources["blocks.0.fc1"]
+    assert stream.bincount().tolist() == [2] * 4
+
+    def read(block: int) -> Tensor:
+        return old[f"blocks.{block}.fc1.weight"][:, stream] / 2
+
+    torch.testing.assert_close(new["blocks.0.fc1.weight"][:5], read(0))
+    torch.testing.assert_close(new["blocks.0.fc1.weight"][5:], read(1)[hidden[5:]])
+    torch.testing.assert_close(new["blocks.0.fc1.bias"][5:], old["blocks.1.fc1.bias"][hidden[5:]], rtol=0, atol=0)
+    heads = event.carry.sources[graph.axes["blocks.0.k.weight"][0].groups[0]]
+    for place, head in enumerate(heads.tolist()):
+        block = 0 if place < 2 else 1
+        mine = old[f"blocks.{block}.k.weight"][HEAD * head : HEAD * (head + 1)][:, stream] / 2
+        torch.testing.assert_close(new["blocks.0.k.weight"][HEAD * place : HEAD * (place + 1)], mine)
+    # The last block, norms and the embedding have no next one: FPI.
+    last = event.carry.sources["blocks.1.fc1"]
+    torch.testing.assert_close(new["blocks.1.fc1.weight"], read(1)[last])
+    torch.testing.assert_close(new["blocks.0.norm1.bias"], old["blocks.0.norm1.bias"][stream], rtol=0, atol=0)
+    torch.testing.assert_close(new["embed.weight"], old["embed.weight"][stream], rtol=0, atol=0)
+    assert event.report["rows_of_the_next_block"]["blocks.0.q.weight"] == "blocks.1.q.weight"
+    assert event.parity_tolerance_eval is None and event.parity_error_eval > 1e-6
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
+        (nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 2)),
+        # Biases that are as long as one another, of weights that are not.
+        (nn.Linear(4, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)),
+        # Weights of one shape that do not do the same.
+        (nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 16, 1), nn.Conv2d(16, 16, 1, groups=16), nn.Flatten()),
+    ],
+)
+def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Module, ...]) -> None:
+    tail = [nn.Linear(64, 2)] if isinstance(layers[-1], nn.Flatten) else []
+    grown, x = {}, torch.randn(8, 4, dtype=torch.float64)
+    for method in (Bert2Bert(), Net2Net()):
+        network = copy.deepcopy(nn.Sequential(*layers, *tail)).double()
+        graph = trace(network, x)
+        halves = {name: group.full_width // 2 for name, group in graph.groups.items()}
+        state = make_seed(network, graph, method, halves, seed=0)
+        roughen(network)
+        event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+        assert event.report == {} and event.parity_error_eval < 1e-12
+        grown[method.name] = network.state_dict()
+    for name, tensor in grown["Net2Net"].items():
+        assert torch.equal(grown["Bert2Bert"][name], tensor), name
+
+
+def test_equal_blocks_make_bert2bert_exact() -> None:
+    """AKI's new units are those that FPI would copy, where the next block has the same weights."""
+    network, graph = whole()
+    with torch.no_grad():
+        for one, other in zip(network.blocks[0].parameters(), network.blocks[1].parameters(), strict=True):
+            one.copy_(other)
+    state = make_seed(network, graph, Bert2Bert(), graph.full_widths, seed=0)
+    widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
+    resize(network, graph, graph.full_widths, widths)
+    state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}
+    event = grow(network, graph, Bert2Bert(), state, graph.full_widths, 3, (X[:2],))
+    assert event.report["rows_of_the_next_block"] and event.parity_error_eval < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: HyperCloning("oblique"), "form must be symmetric or diagonal, not 'oblique'"),
+        (lambda: Lemon(spread=1.0), "spread must be between 0 and 1, not 1.0"),
+    ],
+)
+def test_bad_arguments_are_named(make, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -1,4 +1,6 @@
-"""Splitting: eigenvalues against the Hessian of the splitting loss, brute force (Liu et al. 2019, Theorem 2.2)."""
+"""Splitting against the Hessian of its loss (Liu et al. 2019), and FireFly to first order (Wu et al. 2020)."""
+
+import copy
 
 import pytest
 import torch
@@ -6,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.growth import GrowthContext, Measurement, Splitting
+from growlab.growth import FireFly, GrowthContext, Measurement, Splitting
 from growlab.growth.fans import group_tensors
+from growlab.growth.methods.firefly import _Neighbourhood
 from growlab.growth.methods.splitting import splitting_eigen
-from growlab.widths import tensors_of
+from growlab.widths import replace_tensors, tensors_of
 from tests.unit.growth.measured import Started, started
 
 BETA = 3.0
@@ -114,3 +117,120 @@ def test_more_copies_than_originals_are_refused() -> None:
     run = started(mlp(), (3,), Splitting())
     with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many channels"):
         run.grow({"0": 9})
+
+
+def step(run: Started, rate: float = 0.05) -> float:
+    """Loss after a step of gradient descent, by plain autograd."""
+    parameters = list(run.network.parameters())
+    gradients = torch.autograd.grad(run.loss(), parameters, materialize_grads=True)
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter -= rate * gradient
+    return float(run.loss().detach())
+
+
+@pytest.mark.parametrize("build", [mlp, Residual])
+def test_the_loss_falls_as_predicted(build) -> None:
+    run = started(build(), (3,) if build is mlp else (2, 5, 5), FireFly(epsilon=1e-3, steps=3))
+    before = float(run.loss().detach())
+    event, data = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+    groups = event.report["groups"].values()
+    predicted = sum(group["predicted_change"] for group in groups)
+    assert predicted < 0 and all(group["splits"] + group["new"] == 2 for group in groups)
+    assert float(run.loss().detach()) - before == pytest.approx(predicted, rel=0.05)
+    # Descent and the scores: a pass each over all batches.
+    assert data.cost.samples == (3 + 1) * sum(len(x) for x, _ in run.batches)
+
+
+def test_chosen_candidates_beat_random_ones() -> None:
+    """In first-order decrease, in loss, and in loss after a step."""
+    run = started(Residual(), (2, 5, 5), FireFly(steps=3))
+    old = dict(run.state.widths)
+    context = GrowthContext(
+        *(run.graph, tensors_of(run.network, run.graph), old),
+        *({group: width + 1 for group, width in old.items()}, 5, 1),
+    )
+    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    groups = [group_tensors(run.graph, group) for group in old]
+    around = _Neighbourhood.drawn(run.method, context, groups)
+    for _ in range(3):
+        around.descend(data, 0.3)
+    decreases, signs = around.scores(data)
+
+    def outcome(chosen: dict[str, int]) -> tuple[float, float, float]:
+        grown = {
+            group: (torch.tensor([at] if at < old[group] else []).long(), torch.tensor([at - old[group]]).long())
+            for group, at in chosen.items()
+        }
+        grown = {g: (a, b if not len(a) else b[:0]) for g, (a, b) in grown.items()}
+        copied = copy.deepcopy(run.network)
+        trial = Started(copied, run.graph, run.state, run.method, run.batches)
+        replace_tensors(copied, run.graph, around.result(grown, signs, {}).tensors)
+        first_order = sum(float(decreases[group][at]) for group, at in chosen.items())
+        return first_order, float(trial.loss().detach()), step(trial)
+
+    best = outcome({group: int(found.argmax()) for group, found in decreases.items()})
+    source = torch.Generator().manual_seed(0)
+    others = [
+        outcome({g: int(torch.randint(len(d), (), generator=source)) for g, d in decreases.items()}) for _ in range(20)
+    ]
+    assert best[0] >= max(one[0] for one in others)
+    assert best[1] <= min(one[1] for one in others)
+    assert best[2] <= min(one[2] for one in others)
+    assert best[1] < sorted(one[1] for one in others)[10]
+
+
+def test_descent_makes_better_candidates() -> None:
+    reached = []
+    for steps in (0, 6):
+        run = started(mlp(), (3,), FireFly(steps=steps))
+        event, _ = run.grow({"0": 6})
+        reached.append(event.report["groups"]["0"]["predicted_change"])
+    assert reached[1] < reached[0] <= 0
+
+
+def test_splits_alone() -> None:
+    run = started(mlp(), (3,), FireFly(new_candidates=0, steps=2))
+    before = run.network(run.batches[0][0]).detach()
+    event, _ = run.grow({"0": 6})
+    assert event.method == "FireFlySplit" and event.report["groups"]["0"]["new"] == 0
+    sources = event.carry.sources["0"]
+    weight: Tensor = run.network[0].weight.detach()
+    bias = run.network[0].bias.detach()
+    theta = torch.cat([weight, bias[:, None]], 1)
+    original = torch.cat([*event.replaced["0.weight"][:1], event.replaced["0.bias"][0][:, None]], 1).detach()
+    for new in (4, 5):
+        at = int(sources[new])
+        torch.testing.assert_close((theta[at] + theta[new]) / 2, original[at])
+        apart = (theta[at] - theta[new]).norm() / 2
+        assert float(apart) == pytest.approx(0.01 * float(original[at].norm()), rel=1e-6)
+    assert float((run.network(run.batches[0][0]).detach() - before).abs().max()) < 0.01
+    with pytest.raises(UserError, match="FireFlySplit cannot grow 0: splitting makes at most twice as many"):
+        run.grow({"0": 13})
+
+
+def test_with_a_candidate_for_every_neuron_a_layer_may_more_than_double() -> None:
+    run = started(mlp(), (3,), FireFly(new_candidates=1.0, steps=1))
+    width = run.state.widths["0"]
+    event, _ = run.grow({"0": 2 * width + 1})
+    report = event.report["groups"]["0"]
+    assert report["splits"] + report["new"] == width + 1 and run.state.widths["0"] == 2 * width + 1
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_the_order_of_sums_decides_nothing(num_batches: int) -> None:
+    """Behind ReLUs that no sample bends, gradients by moves are rounding: steps of one length follow none of it."""
+    grown = []
+    for backwards in (False, True):
+        run = started(mlp(torch.nn.ReLU()), (3,), FireFly(steps=2), num_batches=num_batches, size=64)
+        with torch.no_grad():
+            for name in ("0", "2"):
+                run.network.get_submodule(name).bias += 20.0
+        if backwards:
+            run.batches[:] = [(x.flip(0), y.flip(0)) for x, y in run.batches]
+        event, _ = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+        grown.append(run.network.state_dict())
+        report = event.report["groups"]["0"]
+        assert report["decreases"][:4] == [0.0] * 4
+    for name, tensor in grown[0].items():
+        torch.testing.assert_close(tensor, grown[1][name], rtol=1e-9, atol=1e-12, msg=name)

@@ -1,13 +1,16 @@
-"""Optimizers go on with the same training where weights keep their shape but are multiplied otherwise."""
+"""Optimizers continue the same training: under other multipliers, and by name in another process."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from growlab import Grower, UserError, VarianceTransfer
+from growlab import Grower, UserError, VarianceTransfer, optim
+from growlab.optim import Regions, load_named_state, named_state
 from tests.cases import Around
 
 NARROW, WIDE = {"a": 8, "b": 4, "d": 8}, {"a": 16, "b": 4, "d": 16}
@@ -141,3 +144,137 @@ def test_accumulated_gradients_of_tensors_that_stay_are_rescaled() -> None:
     for name, kept in accumulated.items():
         torch.testing.assert_close(kept, now[name])
         torch.testing.assert_close(kept, before[name] / 2.0)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "sgd_plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "own_sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, rule=optim.MaxOne()),
+    "own_adamw": lambda p: optim.AdamW(p, lr=0.01, rule=optim.NormRatio()),
+    "avagrad": lambda p: optim.AvaGrad(p, lr=0.1),
+    "lars": lambda p: optim.LARS(p, lr=0.1, momentum=0.9),
+    "muon": lambda p: optim.Muon(p, lr=0.01),
+}
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
+    make, whole = OPTIMIZERS[name], network(0)
+    optimizer = make(whole.parameters())
+    train(whole, optimizer, range(4))
+    file = tmp_path / "start.pt"
+    torch.save({"weights": whole.state_dict(), "optimizer": named_state(optimizer, whole)}, file)
+    train(whole, optimizer, range(4, 9))
+
+    saved = torch.load(file, weights_only=True)
+    again = network(1)
+    again.load_state_dict(saved["weights"])
+    other = make(again.parameters())
+    load_named_state(other, again, saved["optimizer"])
+    train(again, other, range(4, 9))
+    assert alike(whole, again)
+    if name != "sgd_plain":
+        anew = network(1)
+        anew.load_state_dict(saved["weights"])
+        train(anew, make(anew.parameters()), range(4, 9))
+        assert not alike(whole, anew)
+
+
+def test_state_is_found_by_name_in_any_groups_and_order() -> None:
+    whole, again = network(0), network(0)
+    one = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    train(whole, one, range(3))
+    taken = named_state(one, whole)
+    again.load_state_dict(whole.state_dict())
+    vectors, matrices = ([p for p in again.parameters() if p.dim() == dim] for dim in (1, 2))
+    other = torch.optim.AdamW([{"params": vectors}, {"params": matrices[::-1], "weight_decay": 0.1}], lr=0.5)
+    load_named_state(other, again, taken)
+    theirs = dict(again.named_parameters())
+    for key, parameter in whole.named_parameters():
+        for entry, value in one.state[parameter].items():
+            assert torch.equal(other.state[theirs[key]][entry], value)
+    # Settings stay, and what was taken is nobody's but the taker's.
+    assert [(group["lr"], group["weight_decay"]) for group in other.param_groups] == [(0.5, 0.01), (0.5, 0.1)]
+    before = {key: value["exp_avg"].clone() for key, value in taken["state"].items()}
+    train(again, other, range(3, 5))
+    assert all(torch.equal(value, taken["state"][key]["exp_avg"]) for key, value in before.items())
+
+
+def test_ages_of_regions_go_along() -> None:
+    whole, again = network(0), network(0)
+    one, other = (optim.Adam(n.parameters(), lr=0.01, rule=optim.NormRatio()) for n in (whole, again))
+    columns = torch.zeros(6, dtype=torch.int64)
+    for rows, steps in ([0] * 8, range(3)), ([0] * 5 + [1] * 3, range(3, 5)):
+        one.set_regions({whole[0].weight: Regions(torch.tensor(rows), columns)})
+        if steps.start:
+            # As growth by zeros leaves it: what is new has no moments.
+            for key in ("exp_avg", "exp_avg_sq"):
+                one.state[whole[0].weight][key][5:] = 0
+            one.set_regions({whole[0].weight: Regions(torch.tensor(rows), columns)})
+        train(whole, one, steps)
+    again.load_state_dict(whole.state_dict())
+    other.set_regions({again[0].weight: Regions(torch.tensor(rows), columns)})
+    load_named_state(other, again, named_state(one, whole))
+    assert torch.equal(other.region_ages(again[0].weight), one.region_ages(whole[0].weight))
+    train(whole, one, range(5, 9))
+    train(again, other, range(5, 9))
+    assert alike(whole, again)
+
+
+def test_state_of_parameters_that_there_are_not_is_left_out() -> None:
+    whole = network(0)
+    stranger = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([*whole.parameters(), stranger], lr=0.01)
+    stranger.grad = torch.ones(2)
+    train(whole, optimizer, range(1))
+    taken = named_state(optimizer, whole)
+    assert taken["state"].keys() == dict(whole.named_parameters()).keys()
+    del taken["state"]["0.weight"]
+    other = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    load_named_state(other, whole, taken)
+    assert whole[0].weight not in other.state and whole[0].bias in other.state
+
+
+def test_another_optimizer_or_shape_is_refused_and_nothing_is_changed() -> None:
+    whole = network(0)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    train(whole, optimizer, range(2))
+    taken = named_state(optimizer, whole)
+    other = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=r"of torch.optim.adamw.AdamW, not of torch.optim.sgd.SGD"):
+        load_named_state(other, whole, taken)
+    wide = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Tanh(), nn.Linear(9, 3))
+    other = torch.optim.AdamW(wide.parameters(), lr=0.01)
+    with pytest.raises(ValueError, match=r"exp_avg of 0.weight is \[8, 6\], not \[9, 6\]"):
+        load_named_state(other, wide, taken)
+    assert not other.state
+
+
+def test_state_that_no_file_of_weights_holds_is_refused() -> None:
+    whole = network(0)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    optimizer.state[whole[0].weight]["history"] = object()
+    with pytest.raises(ValueError, match=r"SGD's state of 0.weight contains a object"):
+        named_state(optimizer, whole)

@@ -16,8 +16,7 @@ from growlab.parts.isotropic.resize import COLUMNS, IMPORTANCES, watch
 from growlab.parts.isotropic.spectrum import decompose, producers, weights_of
 from growlab.widths import WidthGraph, replace_tensors, rotate, tensors_of, trace
 from tests.cases import outputs, roughen
-from tests.unit.parts.isotropic.test_networks import rotation
-from tests.unit.parts.isotropic.test_sparsify import OneByOne
+from tests.unit.parts.isotropic.test_networks import OneByOne, rotation
 
 
 class Flattened(nn.Module):
