@@ -225,7 +225,7 @@ def _check_memory(network: nn.Module) -> None:
         if (
             device == other_device
             and start <= end
-            and np.shares_memory(*(np.asarray(_Memory(network.get_parameter(name))) for name in (one, other)))
+            and np.shares_memory(*(_Memory.of(network.get_parameter(name)) for name in (one, other)))
         ):
             raise UserError(
                 f"{one} and {other} are two Parameters in the same memory, which growing would part: tie them as one "
@@ -241,6 +241,10 @@ class _Memory:
         strides = tuple(step * size for step in tensor.stride())
         about = {"version": 3, "typestr": f"|V{size}", "shape": tuple(tensor.shape), "strides": strides}
         self.__array_interface__ = {**about, "data": (tensor.data_ptr(), True)}
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Any:
+        return np.asarray(cls(tensor))
 
 
 def not_fresh(network: nn.Module) -> str:
