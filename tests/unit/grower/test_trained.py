@@ -273,7 +273,6 @@ def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any)
 @pytest.mark.parametrize(
     ("wide", "arguments", "message"),
     [
-        (lambda: llama(8, 2), {}, "wider than LlamaForCausalLM"),
         (lambda: llama(16, 2, head=4), {}, "computes something else"),
         (
             lambda: llama(32, 2),
@@ -291,6 +290,12 @@ def test_bad_arguments_are_refused(wide: Any, arguments: dict[str, Any], message
     with pytest.raises(UserError) as error:
         Grower.from_trained(small, wide(), TEXT, **arguments)
     assert message in str(error.value)
+
+
+def test_a_wider_network_is_refused() -> None:
+    small, _ = trained(residual, IMAGES)
+    with pytest.raises(UserError, match="wider than Residual"):
+        Grower.from_trained(small, residual(8, 2), IMAGES)
 
 
 @pytest.mark.parametrize("from_checkpoint", [False, True])
