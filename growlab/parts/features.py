@@ -174,7 +174,7 @@ class _Source:
 
 
 def _source(network: nn.Module, example: tuple[Any, ...], argument: str | None, dim: int | None) -> _Source:
-    """Find the input that has the features; raise a UserError if there is none of such a dimension."""
+    """Find the input that has the features; raise a UserError if no input has such a dimension."""
     taken = list(signature(network.forward).parameters.values())
     own = {at: p.name for at, p in enumerate(taken) if p.kind is p.POSITIONAL_OR_KEYWORD}
     given: list[tuple[int | None, str | None, Any]] = [(at, own.get(at), x) for at, x in enumerate(example)]
