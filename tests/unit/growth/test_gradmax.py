@@ -24,7 +24,7 @@ from growlab.growth import (
     grow,
     make_seed,
 )
-from growlab.lab.training.run import near_zero
+from growlab.lab.training.run import _HALF, _USUAL
 from growlab.optim import follow
 from growlab.parts import Part
 from growlab.widths import tensors_of
@@ -241,10 +241,10 @@ def test_channels_that_are_not_zero_are_refused_by_the_layer_s_name() -> None:
         run.grow({"2": 5})
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
-def test_near_zero_by_precision(precision: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("number", "dtype"), [(_HALF, torch.float16), (_USUAL, torch.bfloat16)])
+def test_near_zero_by_precision(number: float, dtype: torch.dtype) -> None:
     """It is not zero in the precision of training, and nothing beside a number of the network's."""
-    near = torch.tensor(near_zero(precision))
+    near = torch.tensor(number)
     assert float(near.to(dtype)) > 0
     assert float(near.to(dtype) * 0.5) > 0
     assert float(torch.tensor(0.01, dtype=dtype) + near.to(dtype)) == float(torch.tensor(0.01, dtype=dtype))
