@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from growlab.base.described import Described
 from growlab.base.errors import UserError, as_user_errors
+from growlab.base.settings import Described
 from growlab.grower import Grower
 from growlab.grower.network import as_method, check_arguments
 from growlab.grower.part import Part, checked_parts

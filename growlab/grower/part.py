@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from growlab.base.described import Described
 from growlab.base.errors import UserError
+from growlab.base.settings import Described
 from growlab.grower.triggers import GrowingNetwork, Trigger, Widths
 from growlab.growth import GrowthContext, GrowthEvent, GrowthMethod, GrowthState
 from growlab.growth.constants import as_applied, as_stored, unchanged

@@ -17,7 +17,7 @@ from growlab.grower.part import Part
 from growlab.grower.sharding import known_sharding
 from growlab.grower.triggers import GrowingNetwork
 from growlab.growth import GrowthEvent
-from growlab.widths.replaced import note_restored
+from growlab.widths.resize import note_restored
 from growlab.widths.unchanged import (
     STATES,
     TENSOR_HOOKS,

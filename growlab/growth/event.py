@@ -39,7 +39,7 @@ from growlab.widths import (
     tensors_of,
 )
 from growlab.widths.meta import FAILURES
-from growlab.widths.replaced import note_restored
+from growlab.widths.resize import note_restored
 from growlab.widths.unchanged import Snapshot
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from growlab.base.described import Described
 from growlab.base.errors import UserError
 from growlab.base.pieces import OneByOne
-from growlab.base.settings import above, at_least, one_of
+from growlab.base.settings import Described, above, at_least, one_of
 from growlab.growth.constants import at_widths
 from growlab.growth.measurement import Measurement
 from growlab.widths import Axis, Carry, Layer, WidthGraph, as_run, grid

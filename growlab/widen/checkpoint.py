@@ -1,19 +1,243 @@
-"""Map the names of a transformers model's tensors to the keys in its files, and back.
+"""Read tensors of saved models one at a time, by their names in a model, and write them as safetensors.
 
 transformers stores some tensors under other names or in pieces, such as the experts of a mixture.
 """
 
 import importlib
-from collections.abc import Mapping
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import EllipsisType
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError, first_line
-from growlab.widen.tensors import Rows, Saved, Source
+from growlab.base.files import write_atomically, write_json
+
+#: Rows of a tensor's first dimension, or all of it.
+Rows = slice | EllipsisType
+#: Returns a tensor by its name, or some of its rows.
+Source = Callable[[str, Rows], Tensor]
+# In the order in which transformers searches for them.
+_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_FILES = (_SAFE, f"{_SAFE}.index.json", _PICKLED, f"{_PICKLED}.index.json")
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The tensors in a folder that `save_pretrained` wrote, by the keys of its files.
+
+    Attributes:
+        files: key -> the file and the tensor's first byte in it, or the tensors of a pickled file.
+        shard_bytes: size of the largest file if an index lists several, else None.
+    """
+
+    files: Mapping[str, tuple[Path, int] | Mapping[str, Tensor]]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    shard_bytes: int | None
+
+    def __call__(self, key: str, rows: Rows = ...) -> Tensor:
+        """Read a tensor, or some of its rows, from its file."""
+        place = self.files[key]
+        if isinstance(place, Mapping):
+            return place[key][rows]
+        path, offset = place
+        shape, dtype = self.shapes[key], self.dtypes[key]
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(shape[0])
+            offset += start * _numel(shape[1:]) * dtype.itemsize
+            shape = (stop - start, *shape[1:])
+        tensor = torch.empty(shape, dtype=dtype)
+        # Not memory-mapped: what is read of a mapped file stays in memory.
+        with path.open("rb") as file:
+            file.seek(offset)
+            if file.readinto(_bytes(tensor)) != tensor.nbytes:
+                raise UserError(f"{path} ends in the middle of {key}; save the model again.")
+        return tensor
+
+
+def read_folder(folder: Path) -> Saved:
+    """Find the tensors that `save_pretrained` wrote to a folder, without reading them.
+
+    Raises:
+        UserError: there are no weights, or a file is missing, damaged, or contains objects other than tensors.
+    """
+    main = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if main is None:
+        raise UserError(f"{folder} has a configuration and no weights ({_SAFE}); save the model there.")
+    names = [main.name]
+    if main.suffix == ".json":
+        try:
+            names = sorted(set(json.loads(main.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{main} is no index of weights; save the model again.") from error
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{main} names {name}, which is no file in {folder}; save the model again.")
+    files, shapes, dtypes = {}, {}, {}
+    for path in (folder / name for name in names):
+        if path.suffix == ".safetensors":
+            for key, (offset, shapes[key], dtypes[key]) in _header(path).items():
+                files[key] = (path, offset)
+        else:
+            for key, tensor in (tensors := _unpickled(path)).items():
+                files[key], shapes[key], dtypes[key] = tensors, tuple(tensor.shape), tensor.dtype
+    sizes = [(folder / name).stat().st_size for name in names]
+    return Saved(files, shapes, dtypes, max(sizes) if main.suffix == ".json" else None)
+
+
+def _header(path: Path) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+    """Return the first byte, shape and type of each tensor in a safetensors file."""
+    types = {name: dtype for dtype, name in _TYPES.items()}
+    found = {}
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for key, entry in header.items():
+            if entry["dtype"] not in types:
+                raise UserError(
+                    f"{path} contains numbers of the type {entry['dtype']}, which cannot be widened exactly; save "
+                    "the model in bfloat16 or float32."
+                )
+            shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+            dtype = types[entry["dtype"]]
+            if stop - start != _numel(shape) * dtype.itemsize or 8 + length + stop > path.stat().st_size:
+                raise ValueError(f"it ends in the middle of {key}")
+            found[key] = (8 + length + start, shape, dtype)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise UserError(f"cannot read {path} ({reason}); save the model again.") from error
+    return found
+
+
+def _unpickled(path: Path) -> Mapping[str, Tensor]:
+    content: Any = None
+    try:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:
+            # Files in torch's oldest format cannot be memory-mapped.
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} is damaged or contains objects other than tensors, which growlab does not load: loading them "
+            "could run code; save the model as safetensors."
+        ) from error
+    except Exception as error:  # what damaged files raise is not one family
+        raise UserError(
+            f"cannot read {path} ({getattr(error, 'strerror', None) or 'it is damaged'}); save the model again."
+        ) from error
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise UserError(f"{path} contains no state_dict; save the model again.")
+    return content
+
+
+def write_folder(
+    folder: Path,
+    units: Sequence[Mapping[str, tuple[int, ...]]],
+    dtypes: Mapping[str, torch.dtype],
+    made: Iterable[Mapping[str, Tensor]],
+    shard_bytes: int | None,
+) -> None:
+    """Write tensors in the files that `from_pretrained` reads, one unit in memory at a time.
+
+    `units` are shapes by key, and `made` yields the tensors of one unit after the other. A file has at most
+    `shard_bytes`; None: one file for all.
+
+    Raises:
+        WriteError: the disk is full, or the folder cannot be written.
+    """
+    sizes = [sum(dtypes[key].itemsize * _numel(shape) for key, shape in unit.items()) for unit in units]
+    shards: list[list[int]] = [[]]
+    total = 0
+    for place, size in enumerate(sizes):
+        if shard_bytes is not None and shards[-1] and total + size > shard_bytes:
+            shards.append([])
+            total = 0
+        shards[-1].append(place)
+        total += size
+    number = len(shards)
+    names = (
+        [_SAFE]
+        if shard_bytes is None
+        else [f"model-{shard:05}-of-{number:05}.safetensors" for shard in range(1, number + 1)]
+    )
+    tensors = iter(made)
+    for name, places in zip(names, shards, strict=True):
+        keys = {key: shape for place in places for key, shape in units[place].items()}
+
+        def write(file: BinaryIO, keys: Any = keys, places: Any = places) -> None:
+            offsets = _write_header(file, keys, dtypes)
+            start = file.tell()
+            for _ in places:
+                for key, tensor in next(tensors).items():
+                    file.seek(start + offsets[key])
+                    file.write(_bytes(tensor.contiguous()))
+
+        write_atomically(folder / name, write)
+    if shard_bytes is not None:
+        index = {
+            "metadata": {"total_size": sum(sizes)},
+            "weight_map": {
+                key: name
+                for name, places in zip(names, shards, strict=True)
+                for place in places
+                for key in units[place]
+            },
+        }
+        write_json(folder / _FILES[1], index)
+
+
+def _write_header(
+    file: BinaryIO, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, int]:
+    """Write the header of a safetensors file; returns the offset of each tensor in the data after it.
+
+    Tensors are sorted by the size of their numbers, the largest first, so that all are aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for key in sorted(shapes, key=lambda key: -dtypes[key].itemsize):
+        offsets[key], size = end, dtypes[key].itemsize * _numel(shapes[key])
+        header[key] = {
+            "dtype": _TYPES[dtypes[key]],
+            "shape": list(shapes[key]),
+            "data_offsets": [end, end := end + size],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    return offsets
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from growlab.widen.checkpoint import first_names
 from growlab.widen.folder import check_out, load
 from growlab.widen.sizes import PARTS, widened
 from growlab.widen.skeletons import skeleton
-from growlab.widths import Carry, UnsupportedOperation, WidthGraph, trace
+from growlab.widths import Carry, WidthGraph, trace
 
 # Key of an entry of an optimizer's state, as `get_state_dict` names it.
 _MOMENT = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<entry>\w+)")
@@ -208,10 +208,7 @@ def widen_distributed(
     kind, config = load(folder)
     wider = widened(config, width, parts)
     network = skeleton(kind, wider)
-    try:
-        graph = trace(network, inputs_of(network))
-    except UnsupportedOperation as error:
-        raise UserError(str(error)) from error
+    graph = trace(network, inputs_of(network))
     WidenedReader(checkpoint, network, graph, graph.full_widths, method, seed).save(out)
     wider.save_pretrained(out)
     return network

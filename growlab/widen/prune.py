@@ -21,7 +21,7 @@ from growlab.widen.checkpoint import loaded
 from growlab.widen.folder import check_out, copy_others, load, num_params, write_receipt
 from growlab.widen.sizes import changed, resized
 from growlab.widen.skeletons import skeleton
-from growlab.widths import UnsupportedOperation, trace
+from growlab.widths import trace
 
 #: Name of the receipt in the folder that is written.
 RECEIPT = "growlab_pruning.json"
@@ -57,10 +57,7 @@ def prune_folder(
     sizes_before = num_params(model)
     inputs = inputs_of(model)
     network, probe = FirstOutput(model, list(inputs)), tuple(inputs.values())
-    try:
-        graph = trace(network, probe)
-    except UnsupportedOperation as error:
-        raise UserError(str(error)) from error
+    graph = trace(network, probe)
     shapes = {f"network.{name}": tuple(tensor.shape) for name, tensor in target.state_dict(keep_vars=True).items()}
     widths = {**graph.full_widths, **graph.widths_of(shapes)}
     if wrong := [name for name in graph.axes if name in shapes and graph.shape(name, widths) != shapes[name]]:

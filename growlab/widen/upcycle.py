@@ -24,10 +24,9 @@ from growlab.grower.rows import EXACT, copies, multiplied, number_of_experts
 from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
-from growlab.widen.checkpoint import Checkpoint, first_names
+from growlab.widen.checkpoint import Checkpoint, first_names, read_folder
 from growlab.widen.folder import RECEIPT, check_out, load, num_params, write_model, write_receipt
 from growlab.widen.skeletons import output_of, skeleton
-from growlab.widen.tensors import read_folder
 from growlab.widen.weights import blocks_of
 
 # Model type of a dense model -> configuration and model class of its mixture.

@@ -29,7 +29,7 @@ from growlab.base.errors import UserError, as_user_errors
 from growlab.growth import HyperCloning, Lemon, Net2Net, PairGrowth
 from growlab.growth.method import GrowthContext, GrowthMethod, NewWeights
 from growlab.growth.rescale import with_attention_scale
-from growlab.widen.tensors import Rows, Source
+from growlab.widen.checkpoint import Rows, Source
 from growlab.widths import Axis, Layer, Part, WidthGraph, grid
 
 #: Growth methods for channels that no statistics run over.

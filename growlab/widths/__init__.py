@@ -4,9 +4,17 @@ from growlab.widths.carry import Carry, applied, rotate
 from growlab.widths.groups import Attention, ChannelLength, ChannelNorm, Group, HardcodedSize, Layer, Norm, WidthGraph
 from growlab.widths.inputs import Example, tensors_in
 from growlab.widths.layout import Axis, Part
-from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.meta import FAILURES, Lightened
-from growlab.widths.resize import as_run, grid, replace_tensors, resize, resized, restore_tensors, tensors_of
+from growlab.widths.resize import (
+    as_run,
+    avoid_unsafe_kernels,
+    grid,
+    replace_tensors,
+    resize,
+    resized,
+    restore_tensors,
+    tensors_of,
+)
 from growlab.widths.trace import UnsupportedOperation, layouts, trace
 
 __all__ = [

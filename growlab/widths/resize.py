@@ -4,6 +4,8 @@ The module's own bookkeeping (`in_channels`, `num_features`, ...) follows, so th
 ordinary module of its class at other widths.
 """
 
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -12,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import is_piece, placed
 from growlab.widths.groups import WidthGraph
 from growlab.widths.layout import Axis
-from growlab.widths.memory_format import avoid_unsafe_kernels
 from growlab.widths.places import write
-from growlab.widths.replaced import note_replaced, note_restored
 
 # Start of a part of an axis, its number of runs, their length and the length of what is kept of each.
 _Block = tuple[int, int, int, int]
@@ -298,3 +300,136 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
         known = module.running_mean if module.weight is None else module.weight
         if known is not None:
             module.num_features = known.shape[0]
+
+
+_Named = dict[int, tuple["weakref.ref[Tensor]", str]]
+
+# Parameters that are no longer in their network; those that replace them, until an optimizer steps them.
+_replaced: _Named = {}
+_awaited: _Named = {}
+_seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_hook: Any = None
+_NOT_FOLLOWED = (
+    "the network does not train: call Grower.follow(optimizer) once; without a Grower make the optimizer after "
+    "make_seed() and call growlab.optim.follow(optimizer, event.replaced, graph, event.widths_before, "
+    "event.widths_after, carry=event.carry) after each growth event"
+)
+_NO_REGIONS = (
+    "has regions of",
+    "their rates are lost: call optimizer.set_regions with weight_regions(graph, state.births) after follow()",
+)
+
+
+def note_replaced(tensors: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+    """Watch for optimizers that step the old tensors of replaced parameters: the network would not train.
+
+    While replaced parameters are alive, each optimizer is checked once, at its first step. When every new parameter has
+    been seen in an optimizer, or no longer exists, the hook on steps is removed.
+
+    Args:
+        tensors: name, old and new tensor. Buffers and frozen parameters are left out.
+    """
+    trained = [entry for entry in tensors if isinstance(entry[1], nn.Parameter) and entry[1].requires_grad]
+    for name, old, new in trained:
+        # A parameter that was put back and is replaced again, or whose place another one has taken at once.
+        _awaited.pop(id(old), None)
+        _remember(_replaced, name, old)
+        _remember(_awaited, name, new)
+    if trained:
+        _seen.clear()
+        global _hook
+        _hook = _hook or register_optimizer_step_pre_hook(_check)
+
+
+def note_restored(tensors: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Stop watching pairs (old and new tensor) whose old tensor is in the network again."""
+    for old, new in tensors:
+        _replaced.pop(id(old), None)
+        _awaited.pop(id(new), None)
+    if not _awaited:
+        _stop_listening()
+
+
+def _check(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+    if optimizer in _seen:
+        return
+    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    for params, does, so in ((stepped, "steps", _NOT_FOLLOWED), (getattr(optimizer, "_regions", {}), *_NO_REGIONS)):
+        found = ((param, *_replaced.get(id(param), (lambda: None, ""))) for param in params)
+        if names := [name for param, known, name in found if known() is param]:
+            what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other parameters"
+            raise UserError(f"{type(optimizer).__name__} {does} {what} that growing has replaced, so {so}.")
+    _seen.add(optimizer)
+    for param in stepped:
+        _awaited.pop(id(param), None)
+    if not _awaited:
+        _stop_listening()
+
+
+def _remember(where: _Named, name: str, tensor: Tensor) -> None:
+    key = id(tensor)
+
+    def forget(reference: "weakref.ref[Tensor]") -> None:
+        # Another tensor may have been given the same id.
+        if where.get(key, (None,))[0] is reference:
+            del where[key]
+
+    where[key] = weakref.ref(tensor, forget), name
+
+
+def _stop_listening() -> None:
+    global _hook
+    if _hook is not None:
+        _hook.remove()
+        _hook = None
+
+
+# Number of float32 in an AVX2 register.
+_VECTOR = 8
+
+
+def avoid_unsafe_kernels(model: nn.Module) -> None:
+    """Make narrow strided 1x1 convolutions on CPUs without AVX-512 use torch's default memory layout.
+
+    oneDNN 3.13.3 (torch 2.15) has a 1x1 convolution for CPUs with AVX2 but no AVX-512 whose weight gradient, in float32
+    and channels_last, overruns its buffer: at a stride above 1 that divides the image and up to 7 input channels (fewer
+    than fit a vector register). The process then dies of a segmentation fault or `double free`. Found by a scan with a
+    guard page on each side of every buffer over 1 to 40 input and 1 to 16 output channels, kernels of 1, 3 and 5,
+    strides of 1 to 4, groups, depthwise, padding, one to three dimensions, transposed convolutions, float32, bfloat16
+    and float16, with SSE4.1, AVX2, AVX-VNNI, AVX-512 and AMX: nothing else overruns, and in torch's default layout
+    nothing at all. A network that starts narrow has such convolutions on its shortcuts.
+
+    Everything else keeps its layout, and results stay the same. `resize` and `growlab.growth.make_seed` call it. It may
+    be called repeatedly, and does nothing if the CPU has AVX-512.
+
+    Args:
+        model: gets a forward pre-hook on its strided 1x1 convolutions; parameters, buffers and classes do not change.
+    """
+    if not _affected():
+        return
+    for module in model.modules():
+        if not isinstance(module, nn.Conv2d) or module.kernel_size != (1, 1) or max(module.stride) == 1:
+            continue
+        if _in_default_layout not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_in_default_layout, with_kwargs=True)
+
+
+def _affected() -> bool:
+    limited = any(os.environ.get(f"{prefix}_MAX_CPU_ISA") for prefix in ("ONEDNN", "DNNL"))
+    return limited or torch.backends.cpu.get_cpu_capability() != "AVX512"
+
+
+def _in_default_layout(
+    module: nn.Conv2d, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if module.in_channels >= _VECTOR:
+        return inputs, named
+    # torch derives the layout from the strides of either; `network.to(memory_format=torch.channels_last)` changes them.
+    if module.weight.device.type == "cpu" and module.weight.stride() != _default(module.weight).stride():
+        module.weight.data = _default(module.weight.data)
+    return tuple(map(_default, inputs)), {name: _default(value) for name, value in named.items()}
+
+
+def _default(x: Any) -> Any:
+    # `contiguous` alone keeps strides of channels_last where a dimension has size 1.
+    return x.contiguous().flatten().view(x.shape) if isinstance(x, Tensor) and x.device.type == "cpu" else x

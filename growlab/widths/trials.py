@@ -26,8 +26,7 @@ from growlab.widths.meta import FAILURES, Lightened, Shapes, unwarned
 from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls
 from growlab.widths.program import line_of
-from growlab.widths.replaced import note_restored
-from growlab.widths.resize import Places, replace_tensors, resized, tensors_of
+from growlab.widths.resize import Places, note_restored, replace_tensors, resized, tensors_of
 
 #: First words of the reason why a group stays: narrowing it makes the forward fail, or compute something else.
 FAILS = "the code fails at narrow widths"

@@ -29,9 +29,10 @@ from growlab.widths.program import (
     shapes_of,
     sizes_from_data,
 )
-from growlab.widths.rules import AFFINE, MIXING, RULES, SIZES_ALONE, keep_full_width, linear_in, overwritten
 from growlab.widths.rules.elementwise import broadcast
 from growlab.widths.rules.norms import GAIN_CHANNEL, LENGTHS, basis_dependent
+from growlab.widths.rules.registry import AFFINE, MIXING, RULES, keep_full_width, linear_in, overwritten
+from growlab.widths.rules.shapes import SIZES_ALONE
 from growlab.widths.values import NormCall, Record, Value, values_in
 
 #: Reason why a network's output channels keep their width.

@@ -7,10 +7,9 @@ from itertools import accumulate
 from math import ceil, isfinite, sqrt
 from typing import Any
 
-from growlab.base.described import Described
 from growlab.base.errors import UserError, as_user_errors
 from growlab.base.ranks import gather
-from growlab.base.settings import at_least, finite, one_of, whole
+from growlab.base.settings import Described, at_least, finite, one_of, whole
 from growlab.grower.triggers.trigger import GrowingNetwork, Trigger, Widths
 from growlab.growth import Bottleneck, Schedule, WidthDecision, bottlenecks, measurable, out_of_reach
 from growlab.widths import WidthGraph

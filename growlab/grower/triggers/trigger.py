@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from growlab.base import ranks
-from growlab.base.described import Described
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError, as_user_errors
-from growlab.base.settings import finite
+from growlab.base.settings import Described, finite
 from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement
 from growlab.growth.outputs import network_inputs
 from growlab.growth.weighted_norms import annealed
