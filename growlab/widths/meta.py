@@ -44,13 +44,17 @@ class Shapes(TorchFunctionMode):
     """Record function calls; on device meta, compute some output shapes by faster rules.
 
     Args:
-        recorded: the parameters that calls read ("calls"), or all arguments, with shapes in place of tensors.
+        recorded: the parameters that calls read ("calls"), with code of a custom backward pass that they run in; or all
+            arguments, with shapes in place of tensors.
     """
 
     def __init__(self, recorded: Literal["nothing", "calls", "details"] = "nothing") -> None:
         super().__init__()
         self.calls: list[Any] = []
         self.details: list[Any] = []
+        #: Code with a custom backward pass by the module that it runs in, and by the id of a parameter that it reads.
+        self.own_backward: dict[Any, str] = {}
+        self.recomputed: dict[int, str] = {}
         self._recorded = recorded
 
     def __enter__(self) -> "Shapes":
@@ -67,9 +71,14 @@ class Shapes(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if self._recorded == "calls":
+            read = [id(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, nn.Parameter)]
             # Not the batches that a normalisation counts in train mode.
             if func is not Tensor.add_ or args[0].dim() or args[0].is_floating_point():
-                self.calls.append((func, *(id(x) for x in args if isinstance(x, nn.Parameter))))
+                self.calls.append((func, *read))
+            module, apart = called_apart()
+            if apart:
+                self.own_backward[module] = apart
+                self.recomputed |= dict.fromkeys(read, apart)
         elif self._recorded == "details":
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in _leaves(args, kwargs)]))
         if func is F.batch_norm:
@@ -178,52 +187,6 @@ def _layer_norm(
     return torch.empty_like(input) if fits and not _autocasts() else NotImplemented
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Any:
-    batch, (length, width) = query.shape[:-2], query.shape[-2:]
-    alike = all(x.shape[:-2] == batch and x.dtype == query.dtype for x in (key, value)) and len(batch) > 0
-    fits = alike and width == key.shape[-1] and key.shape[-2] == value.shape[-2]
-    if attn_mask is not None:
-        scores = (*batch, length, key.shape[-2])
-        fits = fits and attn_mask.dim() <= len(scores) and attn_mask.dtype in (torch.bool, query.dtype)
-        fits = fits and all(n in (1, m) for n, m in zip(attn_mask.shape[::-1], scores[::-1], strict=False))
-    return query.new_empty((*batch, length, value.shape[-1])) if fits and not _autocasts() else NotImplemented
-
-
-def _multi_head_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    in_weight: Tensor | None,
-    in_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero: bool,
-    dropout: float,
-    out_weight: Tensor,
-    out_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    **others: Any,
-) -> Any:
-    rest = (bias_k, bias_v, key_padding_mask, attn_mask, *others.values())
-    if in_weight is None or add_zero or any(x is not None and x is not False for x in rest) or _autocasts():
-        return NotImplemented
-    (length, *rows), width, out = query.shape[:-1], query.shape[-1], len(out_weight)
-    pairs = [(in_weight, (3 * width, width)), (in_bias, (3 * width,)), (out_weight, (out, width)), (out_bias, (out,))]
-    fits = query.dim() == 3 and width == embed_dim and not width % num_heads
-    fits = fits and query.shape[1:] == key.shape[1:] and key.shape == value.shape
-    if not fits or any(x is not None and (x.shape != shape or x.dtype != query.dtype) for x, shape in pairs):
-        return NotImplemented
-    heads = [] if average_attn_weights else [num_heads]
-    weights = query.new_empty((*rows, *heads, length, len(key))) if need_weights else None
-    return query.new_empty((length, *rows, out)), weights
-
-
 def _own_shape(input: Tensor, *others: Any, **__: Any) -> Any:
     alone = input.is_floating_point() and not any(isinstance(x, (Tensor, complex)) for x in others)
     return torch.empty_like(input) if alone and not _autocasts() else NotImplemented
@@ -258,8 +221,6 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((F.batch_norm, _ATEN.batch_norm.default), _batch_norm),
     **dict.fromkeys((F.linear, _ATEN.linear.default), _linear),
     **dict.fromkeys((F.layer_norm, _ATEN.layer_norm.default), _layer_norm),
-    **dict.fromkeys((F.scaled_dot_product_attention, _ATEN.scaled_dot_product_attention.default), _attention),
-    F.multi_head_attention_forward: _multi_head_attention,
     **dict.fromkeys((F.gelu, F.silu, torch.roll, torch.rsqrt, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape),
     **dict.fromkeys((_ATEN.gelu.default, _ATEN.silu.default, _ATEN.roll.default, _ATEN.rsqrt.default), _own_shape),
     **dict.fromkeys((_ATEN.neg.default, _ATEN.pow.Tensor_Scalar), _own_shape),
@@ -362,13 +323,13 @@ class Lightened:
             self._whole.restore()
 
     def _compared(self) -> "Modes":
-        model, seen, several, updated, readers = self.model, [], False, set[str](), _Readers()
+        model, seen, several, updated = self.model, [], False, set[str]()
+        apart, again = dict[Any, str](), dict[int, str]()
         for training in (False, True):
             model.train(training)
             before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
-            readers.functions = []
             try:
-                with torch.no_grad(), Shapes("calls") as shapes, readers:
+                with torch.no_grad(), Shapes("calls") as shapes:
                     output = call_with(model, self.inputs)
             except (RuntimeError, ValueError, TypeError) as error:
                 raise UnsupportedOperation(_why_not_run(model, training, error)) from error
@@ -378,8 +339,8 @@ class Lightened:
             several |= not isinstance(output, Tensor)
             sizes = [tensor.shape for tensor in tensors_in(output)]
             self.runs[training] = sizes, shapes.calls
-            seen.append((len(sizes), readers.functions))
-        apart, again = readers.own_backward, readers.recomputed
+            apart, again = apart | shapes.own_backward, again | shapes.recomputed
+            seen.append((len(sizes), [call for call in shapes.calls if call[1:]]))
         return Modes(
             seen[0] != seen[1],
             several,
@@ -548,24 +509,3 @@ class Modes:
 
 def _unlearned(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_buffers()), **plain_tensors(model)}
-
-
-class _Readers(TorchFunctionMode):
-    """Record functions that read parameters, and code with a custom backward pass that they run in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions: list[Any] = []
-        self.own_backward: dict[Any, str] = {}
-        self.recomputed: dict[int, str] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if read := [id(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, nn.Parameter)]:
-            self.functions.append((func, *read))
-        module, apart = called_apart()
-        if apart:
-            self.own_backward[module] = apart
-            self.recomputed |= dict.fromkeys(read, apart)
-        return func(*args, **(kwargs or {}))

@@ -15,21 +15,6 @@ def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def attention(*shapes: tuple[int, ...], **options: object) -> Tensor:
-    return F.scaled_dot_product_attention(*map(made_of, shapes), **options)
-
-
-def heads(width: int = 4, queries: int = 3, keys: int = 3, rows: int = 12, **options: Any) -> tuple[Any, ...]:
-    x, y = made(queries, 2, width), made(keys, 2, width)
-    return F.multi_head_attention_forward(
-        *(x, y, y, 4, 2, made(rows, 4), made(rows), None, None, False, 0.0, made(5, 4), made(5)), **options
-    )
-
-
-def made_of(shape: tuple[int, ...]) -> Tensor:
-    return made(*shape)
-
-
 ATEN = torch.ops.aten
 CALLS: dict[str, Callable[[], Any]] = {
     "layer norm": lambda: F.layer_norm(made(2, 3, 4), (4,), made(4), made(4)),
@@ -40,17 +25,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "linear of a vector": lambda: F.linear(made(4), made(5, 4)),
     "linear of others": lambda: F.linear(made(2, 3), made(5, 4)),
     "linear with a bias of others": lambda: F.linear(made(2, 4), made(5, 4), made(4)),
-    "attention": lambda: attention((2, 3, 5, 4), (2, 3, 6, 4), (2, 3, 6, 8)),
-    "attention with a mask": lambda: attention((2, 3, 5, 4), *[(2, 3, 6, 4)] * 2, attn_mask=made(2, 1, 5, 6)),
-    "attention to one": lambda: attention((2, 3, 5, 4), *[(2, 1, 6, 4)] * 2),
-    "attention with another mask": lambda: attention((2, 3, 5, 4), *[(2, 3, 6, 4)] * 2, attn_mask=made(5, 5)),
-    "attention of other channels": lambda: attention((2, 3, 5, 4), *[(2, 3, 6, 5)] * 2),
-    "heads": lambda: heads(keys=6),
-    "heads without weights": lambda: heads(need_weights=False),
-    "each head": lambda: heads(average_attn_weights=False),
-    "heads with a mask": lambda: heads(attn_mask=made(3, 3)),
-    "heads of other channels": lambda: heads(5),
-    "heads with other weights": lambda: heads(rows=9),
     "function of each entry": lambda: -F.silu(F.gelu(made(2, 3).T) ** 2),
     "power of integers": lambda: made(2, dtype=torch.int64) ** 0.5,
     "power of each": lambda: made(2, 1) ** made(3),
@@ -73,7 +47,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "ATen's batch norm": lambda: ATEN.batch_norm.default(made(2, 4, 3), *[made(4)] * 4, True, 0.1, 1e-5, False),
     "ATen's batch norm of others": lambda: ATEN.batch_norm.default(made(2, 4), *[made(5)] * 4, True, 0.1, 1e-5, False),
     "ATen's linear": lambda: ATEN.linear.default(made(2, 3, 4), made(5, 4), made(5)),
-    "ATen's attention": lambda: ATEN.scaled_dot_product_attention.default(*[made(2, 3, 5, 4)] * 3, None, 0.0, True),
     "ATen's functions of each entry": lambda: [
         *(f.default(made(2, 3)) for f in (ATEN.gelu, ATEN.silu, ATEN.rsqrt, ATEN.neg)),
         ATEN.roll.default(made(2, 3), [1], [0]),
