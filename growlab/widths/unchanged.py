@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dis import get_instructions
 from functools import cache, partial
 from math import inf
-from operator import is_
+from operator import delitem, getitem, is_, setitem
 from queue import Queue
 from threading import local
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
@@ -140,10 +140,9 @@ class Snapshot:
         elif isinstance(thing, FunctionType):
             self._note_function(thing)
         elif isinstance(thing, CellType):
-            content = _content_of(thing)
-            self._add(_restore_cell, thing, content, (content,))
+            self._add_place((_CELL, (thing, "cell_contents")))
         elif isinstance(thing, ContextVar):
-            self._add(_restore_variable, thing, content := _value_of(thing), (content,))
+            self._add_place((_VARIABLE, (thing,)))
         elif isinstance(thing, _CACHED):
             self._undo.append((_restore_cache, thing, thing.cache_info().misses))
         elif kind in STATES:
@@ -155,6 +154,10 @@ class Snapshot:
     def _add(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, inside: Collection[Any]) -> None:
         self._undo.append((undo, thing, state))
         self._follow(inside)
+
+    def _add_place(self, place: "_Place") -> None:
+        content = _read(place)
+        self._add(_restore_place, place, content, (content,))
 
     def _follow(self, inside: Collection[Any]) -> None:
         if len(inside) <= _LONGEST and not _ATOMS.issuperset(map(type, inside)):
@@ -197,7 +200,7 @@ class Snapshot:
                     self._note_variable(vars(content), each, library)
         for name in _assigned_in(function.__code__):
             if name not in here:
-                self._undo.append((_restore_item, (here, name), _ABSENT))
+                self._undo.append((_restore_place, (_ITEM, (here, name)), _ABSENT))
 
     def _note_variable(self, variables: dict[str, Any], name: str, library: str) -> None:
         """Note a global variable, or a class by its attributes."""
@@ -208,7 +211,7 @@ class Snapshot:
             if not issubclass(content, nn.Module) and _library(content) not in _WITHOUT_VARIABLES:
                 self._note_class(content)
             return
-        self._undo.append((_restore_item, (variables, name), content))
+        self._undo.append((_restore_place, (_ITEM, (variables, name)), content))
         if not isinstance(content, FunctionType) or content.__module__.partition(".")[0] == library:
             self._waiting.append(content)
 
@@ -227,8 +230,7 @@ class Snapshot:
                 continue
             for slot in vars(each).values():
                 if isinstance(slot, MemberDescriptorType):
-                    content = _read_slot(slot, thing)
-                    self._add(_restore_slot, (slot, thing), content, (content,))
+                    self._add_place((_SLOT, (slot, thing)))
             self._note_class(each)
 
     def _note_class(self, kind: type) -> None:
@@ -520,14 +522,9 @@ def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dic
         return dict(_kind_of(thing).items(thing)) if state is None else state
     if undo is restore_list:
         return dict(enumerate(thing if state is None else state))
-    reading: dict[Any, Callable[[], Any]] = {
-        _restore_cell: lambda: _content_of(thing),
-        _restore_slot: lambda: _read_slot(*thing),
-        _restore_item: lambda: thing[0].get(thing[1], _ABSENT),
-    }
-    if undo not in reading:
-        return {}
-    return {"": reading[undo]() if state is None else state}
+    if undo is _restore_place and thing[0] is not _VARIABLE:
+        return {"": _read(thing) if state is None else state}
+    return {}
 
 
 def _tensors_in(content: Any) -> list[Tensor]:
@@ -540,20 +537,6 @@ def _put(attributes: dict[Any, Any], contents: Mapping[Any, Any], keys: Sequence
             attributes[key] = contents[key]
         else:
             attributes.pop(key, None)
-
-
-def _content_of(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _ABSENT
-
-
-def _read_slot(slot: MemberDescriptorType, thing: Any) -> Any:
-    try:
-        return slot.__get__(thing)
-    except AttributeError:
-        return _ABSENT
 
 
 def _kind_of(content: dict[Any, Any]) -> Any:
@@ -590,35 +573,31 @@ def restore_filled(content: Any, state: tuple[Any, ...]) -> None:
         (content.update if isinstance(content, set) else content.extend)(state)
 
 
-def _restore_item(place: tuple[dict[str, Any], str], content: Any) -> None:
-    if place[0].get(place[1], _ABSENT) is content:
-        return
-    if content is _ABSENT:
-        del place[0][place[1]]
-    else:
-        place[0][place[1]] = content
+# Functions that read, write and delete the content of a place: of a closure, of an object with slots, of a dictionary.
+_CELL = (getattr, setattr, delattr)
+_SLOT = (MemberDescriptorType.__get__, MemberDescriptorType.__set__, MemberDescriptorType.__delete__)
+_ITEM = (getitem, setitem, delitem)
+# There is no way to unset one that was unset.
+_VARIABLE = (ContextVar.get, ContextVar.set, lambda variable: None)
+#: These functions, and their first arguments.
+_Place = tuple[tuple[Callable[..., Any], ...], tuple[Any, ...]]
 
 
-def _value_of(variable: ContextVar[Any]) -> Any:
+def _read(place: _Place) -> Any:
     try:
-        return variable.get()
-    except LookupError:
+        return place[0][0](*place[1])
+    except (AttributeError, LookupError, ValueError):
         return _ABSENT
 
 
-def _restore_variable(variable: ContextVar[Any], content: Any) -> None:
-    # There is no way to unset one that was unset.
-    if content is not _ABSENT and _value_of(variable) is not content:
-        variable.set(content)
-
-
-def _restore_cell(cell: CellType, content: Any) -> None:
-    if _content_of(cell) is content:
+def _restore_place(place: _Place, content: Any) -> None:
+    (_, write, delete), where = place
+    if _read(place) is content:
         return
     if content is _ABSENT:
-        del cell.cell_contents
+        delete(*where)
     else:
-        cell.cell_contents = content
+        write(*where, content)
 
 
 def _restore_cache(function: Any, misses: int) -> None:
@@ -629,16 +608,6 @@ def _restore_cache(function: Any, misses: int) -> None:
 def _restore_class(thing: Any, kind: type) -> None:
     if type(thing) is not kind:
         thing.__class__ = kind
-
-
-def _restore_slot(place: tuple[MemberDescriptorType, Any], content: Any) -> None:
-    slot, thing = place
-    if _read_slot(slot, thing) is content:
-        return
-    if content is _ABSENT:
-        slot.__delete__(thing)
-    else:
-        slot.__set__(thing, content)
 
 
 def _restore_attributes(kind: type, state: dict[str, Any]) -> None:

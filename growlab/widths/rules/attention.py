@@ -43,18 +43,15 @@ def matmul(record: Record, node: Any, args: Arguments) -> Any:
         if _is_activation(x) and is_stack(record, factor):
             kept = _leading_axes(record, node, x, factor, x.axes[-1 if left else -2])
             return product_with_stack(record, node, x, factor, kept, left=bool(left))
-    rank = len(shape_of(node))
-    if record.heads == "sizes" and first.name is None and second.name is None:
-        result = _product(record, node, [first, second], rank, num_summed=0)
-        if not record.multiply(first, second, second.axes[-2], node.args[-2:]):
-            record.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
-        return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
+    rank, activations = len(shape_of(node)), first.name is None and second.name is None
+    sizes = record.heads == "sizes" and activations
     # The read-out of a state-space model is not attention: rows are independent.
-    read_out = second.shape[-1] == 1 and first.name is None and second.name is None
-    if not (_of_activations(record, [first, second]) or read_out):
+    read_out = second.shape[-1] == 1 and activations
+    if not (sizes or _of_activations(record, [first, second]) or read_out):
         return _product(record, node, [first, second], rank)
     result = _product(record, node, [first, second], rank, num_summed=0)
-    record.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
+    if not (sizes and record.multiply(first, second, second.axes[-2], node.args[-2:])):
+        record.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
     return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
 
 
@@ -106,11 +103,7 @@ def _of_activations(record: Record, values: Sequence[Value]) -> bool:
 def biased_matmul(record: Record, node: Any, args: Arguments) -> Any:
     """Batched matrix product plus a bias."""
     x, factor, bias = args["batch1"], args["batch2"], args["self"]
-    if _is_activation(x) and is_stack(record, factor):
-        kept = _leading_axes(record, node, x, factor, x.axes[-2])
-        product = product_with_stack(record, node, x, factor, kept)
-        return RULES["add"](record, node, {"self": product, "other": bias})
-    if record.heads == "sizes":
+    if (_is_activation(x) and is_stack(record, factor)) or record.heads == "sizes":
         product = matmul(record, node, {"self": x, "mat2": factor})
         return RULES["add"](record, node, {"self": product, "other": bias})
     return _product(record, node, [x, factor, bias], len(shape_of(node)))
@@ -130,9 +123,8 @@ def einsum(record: Record, node: Any, args: Arguments) -> Any:
     if "." in equation or not arrow or any(len(set(term)) < len(term) for term in letters):
         return keep_full_width(record, node, args)
     terms = dict(zip(letters, operands, strict=True))
-    for layer in (_linear_einsum, _stacked_einsum, _weighed_einsum):
-        if (result := layer(record, node, terms, output)) is not None:
-            return result
+    if (result := _einsum_with_weight(record, node, terms, output)) is not None:
+        return result
     record.note_attention(node)
     # As in a matrix product of activations: letters that are not in all operands keep their width.
     passing = any(v.name for v in operands) or _of_activations(record, operands)
@@ -166,38 +158,34 @@ def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
     return equation.replace("...", "".join(islice(unused, *map(len, sizes)))) if len(sizes) == 1 else equation
 
 
-def _linear_einsum(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
-    weights = [(term, v) for term, v in operands.items() if v.name is not None and len(term) == 2]
+def _einsum_with_weight(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
+    """Einsum of activations and a parameter as a linear layer, a stack of them or a weighted sum; None otherwise."""
+    weights = [(term, v) for term, v in operands.items() if v.name is not None]
     others = [(term, v) for term, v in operands.items() if v.name is None]
-    if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
+    if len(weights) != 1 or len(others) != 1:
         return None
     (term, weight), (given, x) = weights[0], others[0]
     summed = [letter for letter in term if letter in given and letter not in output]
     made = [letter for letter in term if letter in output and letter not in given]
-    if len(summed) != 1 or len(made) != 1 or set(given) - set(summed) != set(output) - set(made):
-        return None
-    transposed = term[0] == summed[0]
-    roles: tuple[Role, Role] = ("in", "out") if transposed else ("out", "in")
-    axes = dict(zip(term, record.weight_axes(weight, *roles), strict=True))
-    known = {**dict(zip(given, x.axes, strict=True))}
-    record.atoms.unify(axes[summed[0]], known[summed[0]], "input of a linear layer")
-    known[made[0]] = axes[made[0]]
-    result = [known[letter] for letter in output]
-    return record.affine(node, weight, None, x, result, output.index(made[0]), transposed=transposed)
-
-
-def _stacked_einsum(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
-    """Einsum of activations and a parameter of 3 or more dimensions as a stack of linear layers; None if it is not."""
-    weights = [(term, v) for term, v in operands.items() if is_stack(record, v) and v.turned is None]
-    others = [(term, v) for term, v in operands.items() if v.name is None]
-    if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
-        return None
-    (term, weight), (given, x) = weights[0], others[0]
-    summed = [letter for letter in term if letter in given and letter not in output]
-    made = [letter for letter in term if letter in output and letter not in given]
-    if not (summed and made) or set(term + given) - set(output) - set(summed):
-        return None
     known = dict(zip(given, x.axes, strict=True))
+    if len(term) == 2:
+        if len(summed) != 1 or len(made) != 1 or set(given) - set(summed) != set(output) - set(made):
+            return None
+        transposed = term[0] == summed[0]
+        roles: tuple[Role, Role] = ("in", "out") if transposed else ("out", "in")
+        axes = dict(zip(term, record.weight_axes(weight, *roles), strict=True))
+        record.atoms.unify(axes[summed[0]], known[summed[0]], "input of a linear layer")
+        known[made[0]] = axes[made[0]]
+        result = [known[letter] for letter in output]
+        return record.affine(node, weight, None, x, result, output.index(made[0]), transposed=transposed)
+    if not record.is_weight(weight) or not summed:
+        return None
+    if len(term) == 1:
+        if set(given) != {*summed, *output}:
+            return None
+        return _weighed_sum(record, node, x, weight, known[term], [known[letter] for letter in output])
+    if not made or set(term + given) - set(output) - set(summed):
+        return None
     for place, letter in enumerate(term):
         if letter in summed:
             record.parameter_axis(weight, "in", known[letter], dimension=place)
@@ -206,19 +194,6 @@ def _stacked_einsum(record: Record, node: Any, operands: dict[str, Value], outpu
         else:
             record.atoms.freeze(weight.axes[place] + known[letter], "one matrix for each of several")
     return record.follow(node, x, weight, [known[letter] for letter in output])
-
-
-def _weighed_einsum(record: Record, node: Any, operands: dict[str, Value], output: str) -> Value | None:
-    """Einsum of activations and a parameter of one dimension as a weighted sum; None if it is not."""
-    weights = [(term, v) for term, v in operands.items() if len(term) == 1 and record.is_weight(v)]
-    others = [(term, v) for term, v in operands.items() if v.name is None]
-    if len(operands) != 2 or len(weights) != 1 or len(others) != 1:
-        return None
-    (summed, vector), (given, x) = weights[0], others[0]
-    if summed in output or set(given) != {summed, *output}:
-        return None
-    known = dict(zip(given, x.axes, strict=True))
-    return _weighed_sum(record, node, x, vector, known[summed], [known[letter] for letter in output])
 
 
 @rule("scaled_dot_product_attention")
