@@ -121,12 +121,9 @@ def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> 
 
 
 def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
-    """Compute a checksum of the bits and the shape of each tensor (or plain value).
+    """Compute a checksum of the bits and the shape of each tensor (or plain value): names, and int64 on the CPU.
 
     A shard that only one process has cannot be compared: the checksum is that of its shape and dtype.
-
-    Returns:
-        The names, and an int64 tensor [number of names] on the CPU, with one synchronisation for each device.
     """
     names, sums = [], []
     for name, value in content:

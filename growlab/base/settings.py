@@ -62,10 +62,7 @@ def left_out(part: Any) -> bool:
 
 
 def finite(**given: float | Fraction) -> None:
-    """Raise unless all arguments are finite numbers.
-
-    Raises:
-        ValueError: naming the first.
+    """Raise a ValueError that names the first argument which is no finite number.
 
     Examples:
         >>> finite(initial_width="a quarter")
@@ -81,10 +78,7 @@ def not_none(**arguments: Any) -> dict[str, Any]:
 
 
 def at_least(least: float, **given: float | Fraction) -> None:
-    """Raise unless all arguments are at least this number.
-
-    Raises:
-        ValueError: naming the first that is too small, or no finite number.
+    """Raise a ValueError that names the first argument which is below a number, or not finite.
 
     Examples:
         >>> at_least(1, batches=0)
@@ -98,11 +92,7 @@ def at_least(least: float, **given: float | Fraction) -> None:
 
 
 def above(bound: float, **given: float) -> None:
-    """Raise unless all arguments are above this number.
-
-    Raises:
-        ValueError: naming the first that is too small, or no finite number.
-    """
+    """Raise a ValueError that names the first argument which is not above a number, or not finite."""
     finite(**given)
     for name, value in given.items():
         if value <= bound:
@@ -110,10 +100,7 @@ def above(bound: float, **given: float) -> None:
 
 
 def whole(least: int, **given: int) -> None:
-    """Raise unless all arguments are integers and at least `least`.
-
-    Raises:
-        ValueError: naming the first.
+    """Raise a ValueError that names the first argument which is no integer, or below `least`.
 
     Examples:
         >>> whole(1, patience=2.5)
@@ -125,10 +112,7 @@ def whole(least: int, **given: int) -> None:
 
 
 def flag(**given: bool) -> None:
-    """Raise unless all arguments are True or False: Python takes any text for true.
-
-    Raises:
-        ValueError: naming the first.
+    """Raise a ValueError that names the first argument which is not True or False: Python takes any text for true.
 
     Examples:
         >>> flag(rotate="false")
@@ -139,10 +123,7 @@ def flag(**given: bool) -> None:
 
 
 def one_of(known: Iterable[str | None], **given: str | None) -> None:
-    """Raise unless all arguments are among these words.
-
-    Raises:
-        ValueError: naming the first.
+    """Raise a ValueError that names the first argument which is not among these words.
 
     Examples:
         >>> one_of(("ratio", "constraint"), rule="mean")

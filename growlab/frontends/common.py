@@ -138,9 +138,6 @@ def trained(
 
     `start` is a module, its state_dict, a folder written by `save_pretrained` or the Trainer, or a checkpoint file, in
     which `prefix` precedes the network's names.
-
-    Raises:
-        UserError: there is no such file or folder, or it contains no weights.
     """
     if isinstance(start, (nn.Module, Mapping)):
         return start, None

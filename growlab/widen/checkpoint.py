@@ -165,9 +165,6 @@ def write_folder(
 
     `units` are shapes by key, and `made` yields the tensors of one unit after the other. A file has at most
     `shard_bytes`; None: one file for all.
-
-    Raises:
-        WriteError: the disk is full, or the folder cannot be written.
     """
     sizes = [sum(dtypes[key].itemsize * _numel(shape) for key, shape in unit.items()) for unit in units]
     shards: list[list[int]] = [[]]

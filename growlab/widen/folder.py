@@ -211,9 +211,7 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
 
 
 class Plan:
-    """A mapping from the tensors of a saved model to those of a wider and deeper one of its class.
-
-    `source` and `target` are the models' skeletons; `method` grows heads and hidden layers.
+    """A mapping from the tensors of a saved model to those of a wider and deeper one; `source`, `target` are skeletons.
 
     Raises:
         UserError: growlab cannot follow the model, or its sizes do not fit one another.

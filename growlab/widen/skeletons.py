@@ -83,17 +83,10 @@ def output_of(
     blocks: Blocks,
     watched: Collection[str] = (),
 ) -> tuple[Tensor, set[str]]:
-    """Run a skeleton in float64, with weights that are read when its forward asks for them.
+    """Run a skeleton in float64, with weights that `blocks` reads when its forward asks for them.
 
-    Args:
-        network: wrapper around the skeleton.
-        probe: its positional inputs.
-        names: name of a tensor in the skeleton -> its name for `blocks`.
-        blocks: yields the tensors.
-        watched: paths of modules to watch.
-
-    Returns:
-        The output, and the paths of those watched modules whose outputs are added to something.
+    `names` maps names of its tensors to those for `blocks`. Returns the output, and those of the watched modules' paths
+    whose outputs are added to something.
     """
     set_precision(network, torch.float64)
     tensors = network.network.state_dict(keep_vars=True)

@@ -103,12 +103,9 @@ class Atoms:
         return tuple(result)
 
     def freeze(self, runs: Runs, reason: str, root: int | str | None = None) -> None:
-        """Make every atom of an axis fixed: its channels keep their full width.
+        """Make every atom of an axis fixed, for a reason: its channels keep their full width.
 
-        Args:
-            runs: an axis.
-            reason: reason for messages.
-            root: origin of the constraint, see `Run`; None: each atom itself.
+        `root` is the origin of the constraint, see `Run`; None: each atom itself.
         """
         for run in self.resolve(runs):
             if run.atom is not None:
@@ -159,16 +156,7 @@ class Atoms:
                 yield from self.parts(self._origin.get(run.atom, ()))
 
     def unify(self, left: Runs, right: Runs, reason: str) -> None:
-        """Unify two axes of equal length, which then carry the same channels.
-
-        Args:
-            left: an axis.
-            right: an axis of the same length.
-            reason: reason of atoms that have to be frozen because the structures differ.
-
-        Raises:
-            ValueError: the lengths differ.
-        """
+        """Unify two axes of equal length, which then carry the same channels; atoms of other structures are frozen."""
         if self.length(left) != self.length(right):
             raise ValueError(f"axes of {self.length(left)} and {self.length(right)} positions cannot be one")
         # Every step binds or splits an atom and so changes what the axes resolve to: start over each time.

@@ -363,12 +363,8 @@ def report_lines(
 ) -> list[str]:
     """Format what grows, the last layers, and what keeps its full width and why.
 
-    Args:
-        widths: full width by group.
-        steps: `WidthGraph.channels_per_unit` by group; 1 where left out.
-        last: see `WidthGraph.last_layers`.
-        tied: modules of embeddings whose tables are output layers too.
-        fixed: see `WidthGraph`.
+    `steps` are channels per unit by group (1 where left out), `tied` modules of embeddings whose tables are output
+    layers too; the others are as in `WidthGraph`.
     """
     lines = ["  grows       (layer that makes the channels: full width)"] if widths else []
     shown = []

@@ -19,11 +19,7 @@ Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 class Inputs(tuple[Any, ...]):
-    """Positional inputs of a forward as a tuple, with its keyword inputs in `named`.
-
-    Attributes:
-        named: inputs by name.
-    """
+    """Positional inputs of a forward as a tuple, with its keyword inputs in `named`."""
 
     named: dict[str, Any]
 
@@ -43,15 +39,9 @@ pytree.register_pytree_node(
 
 
 def inputs_of(example: Any, network: nn.Module) -> tuple[Any, ...]:
-    """Convert an example into the inputs of a forward.
+    """Convert an example into the positional inputs of a forward; `Inputs` if some can only be passed by keyword.
 
-    Args:
-        example: an input, the tuple of positional inputs, or a mapping. A mapping whose keys are names of the forward's
-            arguments gives inputs by name, any other one is a single input.
-        network: network that is called with them.
-
-    Returns:
-        A tuple of positional inputs; `Inputs` if some can only be passed by keyword.
+    A mapping whose keys are names of the forward's arguments gives inputs by name, any other one is a single input.
     """
     if isinstance(example, Mapping) and _are_names(network, example):
         return arguments(network, (), example)
@@ -60,16 +50,7 @@ def inputs_of(example: Any, network: nn.Module) -> tuple[Any, ...]:
 
 
 def arguments(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Convert the arguments of a forward to positional ones where possible, filling in the defaults between them.
-
-    Args:
-        network: network whose forward is called.
-        args: its positional arguments.
-        named: its keyword arguments.
-
-    Returns:
-        A tuple; `Inputs` if keyword arguments remain.
-    """
+    """Convert a forward's arguments to positional ones where possible, with the defaults between; see `inputs_of`."""
     values, left = list(args), dict(named)
     for parameter in list(inspect.signature(network.forward).parameters.values())[len(args) :]:
         absent = parameter.name not in left and parameter.default is parameter.empty
@@ -157,18 +138,9 @@ class _Called(BaseException):
 
 
 def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> tuple[Any, ...] | None:
-    """Capture the inputs of a submodule's first call, which ends the surrounding call at once.
+    """Capture the inputs, detached, of a submodule's first call, which ends the surrounding call; None without one.
 
-    Args:
-        call: function that eventually calls the submodule.
-        network: the submodule.
-        whole: the network that contains it; in eval mode during the call.
-
-    Returns:
-        The inputs, detached; None if the submodule was not called.
-
-    Raises:
-        Exception: any error of the call before it reaches the submodule.
+    The whole network is in eval mode during the call, whose own errors pass.
     """
     found: list[tuple[Any, ...]] = []
 
@@ -199,12 +171,7 @@ def as_example(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, An
 
 
 class Alone(nn.Module):
-    """Wrapper that calls a single submodule; its modules, parameters and their names are those of the whole network.
-
-    Args:
-        whole: the network, whose dictionaries this shares.
-        path: name of the submodule.
-    """
+    """Wrapper that calls a single submodule; its modules, parameters and their names are those of the whole network."""
 
     def __init__(self, whole: nn.Module, path: str) -> None:
         super().__init__()

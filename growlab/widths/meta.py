@@ -284,12 +284,9 @@ class Lightened:
         self._whole.restore()
 
     def rows_stay_apart(self, others: tuple[Any, ...]) -> bool:
-        """Return True if the forward never joins a batch with another dimension.
+        """Return True if the forward never joins a batch with another dimension, given other inputs with more rows.
 
-        With more rows, only sizes differ then that are those of the batch itself.
-
-        Args:
-            others: inputs with more rows.
+        Then only sizes differ that are those of the batch itself.
         """
         if self.modes.apart:
             return False
@@ -424,9 +421,7 @@ def _as_exported(light: nn.Module) -> None:
 def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
     """Copy a network, even if it has cached activations, with the attributes of its tensors.
 
-    Args:
-        model: not changed.
-        known: replacements in the copy by the id of a tensor of the network.
+    `known` are replacements in the copy by the id of a tensor of the network.
     """
     twin = copy.deepcopy(model, {**computed(model), **(known or {})})
     share_attributes(named_tensors(model), twin)
@@ -455,11 +450,8 @@ def computed(model: nn.Module) -> dict[int, Any]:
 def called_apart(module: nn.Module | None = None) -> tuple[nn.Module | None, str]:
     """Name the custom-backward code on the call stack between the caller and the forward of a module.
 
-    Args:
-        module: module at whose forward the search ends; None: the innermost one on the stack.
-
-    Returns:
-        That module, None if the stack has no such call; and a description of the code, "" if none was found.
+    The search ends at `module`, or at the innermost one on the stack. Returns that module, None if the stack has no
+    such call; and a description of the code, "" if none was found.
     """
     frame: FrameType | None = sys._getframe(1)
     apart = ""

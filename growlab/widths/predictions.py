@@ -121,11 +121,7 @@ def numbers_of(
 ) -> tuple[float, ...]:
     """Return the numbers that enter the arithmetic of a call.
 
-    Args:
-        target: ATen operation.
-        args: its positional arguments.
-        kwargs: its other arguments.
-        constants: tensors that the forward creates from numbers, by the argument (node or tensor) that stands for them.
+    `constants` are tensors that the forward creates from numbers, by the argument (node or tensor) for them.
     """
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -200,12 +196,7 @@ def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
 
 
 class Predictions:
-    """Operations that a network should run at any widths, to compare with those of a run.
-
-    Args:
-        calls: operations that tracing has visited.
-        full_widths: width of each group in the network as the user wrote it.
-    """
+    """Operations that a network should run at any widths, to compare with those of a run."""
 
     def __init__(self, calls: Sequence[Call], full_widths: Mapping[str, int]) -> None:
         self._calls, self._full_widths = calls, full_widths
@@ -230,10 +221,7 @@ class Predictions:
     ) -> bool:
         """Return True if a run at narrow widths agrees with the predictions.
 
-        Args:
-            narrow: operations of the run.
-            widths: width of each group in the run.
-            at_full_width: lists the operations at full width, some of which the exported program may lack.
+        `at_full_width` lists the operations at full width, some of which the exported program may lack.
         """
         traced, names = ([one.operation for one in calls] for calls in (self._calls, narrow))
         if traced == names:

@@ -314,15 +314,10 @@ def spans(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, 
 def growing_dimensions(
     wide: torch.export.ExportedProgram, narrow: torch.export.ExportedProgram, source: Callable[[str], str]
 ) -> dict[str, int]:
-    """Find the dimension that each reshape makes larger in a wider network than in a narrower one.
+    """Find the dimension that each reshape makes larger in a wider network than in a narrower one of its class.
 
-    Args:
-        wide: exported program of the wider network.
-        narrow: exported program of a narrower network of the same class.
-        source: maps the path of a module of the wider network to that of its counterpart.
-
-    Returns:
-        By node name, how many dimensions split from the same one are to the right of it, sizes of 1 not counted.
+    `source` maps a module's path to that in the narrower network. Returns, by node name, how many dimensions split from
+    the same one are to the right of it, sizes of 1 not counted.
     """
     own, others = _reshapes(wide), _reshapes(narrow)
     found = {}

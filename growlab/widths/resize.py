@@ -54,9 +54,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class Places:
     """Modules that have a network's parameters, buffers and plain tensors, until any of these is replaced.
 
-    Attributes:
-        tensors: by name, the module, its attribute and the tensor.
-        owners: modules and their attributes by the id of the tensor that they share.
+    `tensors` has by name the module, its attribute and the tensor; `owners` the modules and attributes by a tensor's id.
     """
 
     def __init__(self, model: nn.Module, graph: WidthGraph) -> None:

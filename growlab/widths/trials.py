@@ -37,15 +37,7 @@ _MOST_ATTEMPTS = 32
 
 
 class Trials:
-    """Run a network at narrow widths and compare it with what tracing predicts.
-
-    Args:
-        light: network at full width, while this is entered.
-        graph: its width graph.
-        calls: operations that tracing has visited.
-        training: True if they are those of train mode.
-        any_rows: True if the number of output rows may vary.
-    """
+    """Run a network at narrow widths and compare it with what tracing predicts; arguments of `freeze_failing_groups`."""
 
     def __init__(
         self,
@@ -76,9 +68,7 @@ class Trials:
     def work(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
         """Return True if the network runs as tracing predicts while these groups are narrow.
 
-        Args:
-            names: groups.
-            attributes: attributes of modules that follow the widths; None: `self.attributes`.
+        `attributes` of modules follow the widths; None: `self.attributes`.
         """
         return self.run(names, attributes) and self.compute_the_same(names, attributes)
 
@@ -263,20 +253,8 @@ def without(graph: WidthGraph, reasons: Mapping[str, str]) -> WidthGraph:
         parts = tuple(part if part.group in names else Part(None, part.length(widths)) for part in axis.parts)
         return Axis(parts, axis.role if any(part.group for part in parts) else "fixed")
 
-    radii = [replace(r, groups=tuple(g for g in r.groups if g in names)) for r in graph.radii]
-    channel_norms = (replace(norm, axis=frozen(norm.axis)) for norm in graph.channel_norms)
-    attentions = (replace(attention, axis=frozen(attention.axis)) for attention in graph.attentions)
-    return replace(
-        graph,
-        attentions=tuple(attention for attention in attentions if attention.axis.groups),
-        channel_norms=tuple(norm for norm in channel_norms if norm.axis.groups),
-        radii=tuple(radius for radius in radii if radius.groups),
-        groups={name: group for name, group in graph.groups.items() if name in names},
-        axes={name: tuple(frozen(axis) for axis in axes) for name, axes in graph.axes.items()},
-        written={place: frozen(axis) for place, axis in graph.written.items() if set(axis.groups) & names},
-        fixed={**graph.fixed, **reasons},
-        constants={name: tuple(g for g in found if g in names) for name, found in graph.constants.items()},
-    )
+    kept = _changed(graph, frozen, lambda groups: tuple(group for group in groups if group in names))
+    return replace(kept, fixed={**graph.fixed, **reasons})
 
 
 def _merged(graph: WidthGraph, tied: Sequence[Sequence[str]]) -> WidthGraph:
@@ -284,22 +262,31 @@ def _merged(graph: WidthGraph, tied: Sequence[Sequence[str]]) -> WidthGraph:
     sets = [[name for name in names if name in graph.groups] for names in tied]
     ties = {name: names[0] for names in sets for name in names[1:]}
 
-    def joined(groups: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(ties.get(group, group) for group in groups))
-
     def axis(old: Axis) -> Axis:
         parts = (replace(part, group=ties.get(part.group or "", part.group)) for part in old.parts)
         return replace(old, parts=tuple(parts))
 
+    merged = _changed(graph, axis, lambda groups: tuple(dict.fromkeys(ties.get(group, group) for group in groups)))
+    dependent = {ties.get(name, name): where for name, where in graph.basis_dependent.items()}
+    return replace(merged, basis_dependent=dependent)
+
+
+def _changed(
+    graph: WidthGraph, axis: Callable[[Axis], Axis], joined: Callable[[Iterable[str]], tuple[str, ...]]
+) -> WidthGraph:
+    """Return the graph with other axes and fewer groups; what has no group left is left out."""
+    norms = (replace(norm, axis=axis(norm.axis)) for norm in graph.channel_norms)
+    attentions = (replace(attention, axis=axis(attention.axis)) for attention in graph.attentions)
+    radii = (replace(radius, groups=joined(radius.groups)) for radius in graph.radii)
+    written = {place: axis(old) for place, old in graph.written.items()}
     return replace(
         graph,
-        groups={name: group for name, group in graph.groups.items() if name not in ties},
+        groups={name: graph.groups[name] for name in joined(graph.groups)},
         axes={name: tuple(map(axis, axes)) for name, axes in graph.axes.items()},
-        radii=tuple(replace(radius, groups=joined(radius.groups)) for radius in graph.radii),
-        basis_dependent={ties.get(name, name): where for name, where in graph.basis_dependent.items()},
-        written={place: axis(old) for place, old in graph.written.items()},
-        channel_norms=tuple(replace(norm, axis=axis(norm.axis)) for norm in graph.channel_norms),
-        attentions=tuple(replace(attention, axis=axis(attention.axis)) for attention in graph.attentions),
+        radii=tuple(radius for radius in radii if radius.groups),
+        written={place: new for place, new in written.items() if new.groups},
+        channel_norms=tuple(norm for norm in norms if norm.axis.groups),
+        attentions=tuple(attention for attention in attentions if attention.axis.groups),
         constants={name: joined(groups) for name, groups in graph.constants.items()},
     )
 
@@ -314,16 +301,9 @@ def freeze_failing_groups(
 ) -> WidthGraph:
     """Remove groups whose narrowing makes the network's forward fail or compute something else.
 
-    Args:
-        light: network at full width.
-        graph: its width graph.
-        calls: operations that tracing has visited.
-        training: True if they are those of train mode.
-        any_rows: True if the number of output rows may depend on the data, such as boxes in an image.
-        all_or_none: remove all groups if any of them fails, which takes much less time.
-
-    Returns:
-        The graph without these groups; its `written` has only the attributes that are to follow the widths.
+    `calls` are those that tracing has visited, in train mode if `training`. With `any_rows` the number of output rows may
+    depend on the data, such as boxes in an image; with `all_or_none` all groups go if any fails, which takes much less
+    time. Of the graph's `written`, the attributes remain that are to follow the widths.
     """
     if not graph.groups:
         return graph

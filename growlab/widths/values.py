@@ -60,16 +60,7 @@ def values_in(argument: Any) -> Iterator[Value]:
 
 @dataclass(frozen=True)
 class NormCall:
-    """A call that takes statistics over channels.
-
-    Attributes:
-        path: path of the module that calls it.
-        operation: name of the operation.
-        axis: the channels; None: growth does not reweight its statistics.
-        names: tensor names of weight and bias.
-        mean_over: see `ChannelNorm`.
-        summed: see `ChannelNorm`.
-    """
+    """A call that takes statistics over channels (`axis`; None: growth does not reweight them); see `ChannelNorm`."""
 
     path: str
     operation: str
@@ -215,11 +206,7 @@ class Record:
     def note_size(self, node: Any, size: int, axis: Runs, repeated: bool = True) -> None:
         """Record a size that the forward asks for, which its module may keep in an attribute.
 
-        Args:
-            node: node of the program.
-            size: size at full width.
-            axis: the positions that it counts.
-            repeated: also record the length of one run of channels, if the axis repeats it.
+        With `repeated`, also record the length of one run of channels, if the axis repeats it.
         """
         self.sizes.append((module_of(node), size, axis))
         runs = self.atoms.resolve(axis) if repeated else ()
@@ -239,10 +226,7 @@ class Record:
         self.attending.add(module_of(node))
 
     def note_width_of_stream(self, node: Any, rows: Runs, columns: Runs) -> None:
-        """Record a layer in attention whose heads together are assumed to have the width of their stream.
-
-        Its columns are the stream's channels, its rows a multiple of them.
-        """
+        """Record a layer in attention whose heads together are assumed to have the width of their stream, its columns."""
         # Adapters of peft stand around the layer.
         path = module_of(node).removesuffix(".base_layer")
         multiple = self.atoms.length(rows) % self.atoms.length(columns) == 0
@@ -346,19 +330,9 @@ class Record:
         transposed: bool = False,
         gates: int = 0,
     ) -> Value:
-        """Record an affine map and return its output.
+        """Record an affine map and return its output, whose channels are on `channel_axis`.
 
-        Args:
-            node: node that computes it.
-            weight: its weight.
-            bias: its bias, or None.
-            x: its input.
-            axes: axes of the output.
-            channel_axis: place of the output channels in them.
-            shape: shape of the output; None: that of the node.
-            depthwise: see `Layer`, as the next two.
-            transposed: see `Layer`.
-            gates: see `Layer`.
+        `shape` is the output's if it is not the node's; for `depthwise`, `transposed` and `gates` see `Layer`.
         """
         shape, axes, weight = shape or shape_of(node), tuple(axes), weight.rows_of or weight
         if bias is not None and bias.rows_of is not None:
@@ -416,16 +390,9 @@ class Record:
         return True
 
     def multiply(self, query: Value, key: Value, summed: Runs, nodes: Sequence[Any]) -> bool:
-        """Let the dimension grow that a product of queries and keys sums over, if both are linear in a layer.
+        """Return True, and let the dimension grow that a product of queries and keys sums over, if both are linear.
 
-        Args:
-            query: factor whose last dimension is summed over.
-            key: the other factor.
-            summed: the same dimension of the keys.
-            nodes: nodes of both in the program.
-
-        Returns:
-            True if the dimension may grow.
+        It is the last dimension of the queries and `summed` of the keys; `nodes` are both in the program.
         """
         shared = query.linear_in & key.linear_in
         if not (query.linear_in and key.linear_in and self.grows(query.axes[-1]) and self.grows(summed)):

@@ -45,15 +45,8 @@ _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 class Walk:
     """Visit every node of an exported program once, in forward order, and apply its channel rule.
 
-    Args:
-        program: exported program of the model.
-        model: the network at full width.
-        keep_full: names of operations that growth need not pass.
-        plain: names of plain tensors of modules that are constants of the program.
-        settings: see `Record`.
-
-    Attributes:
-        record: what the rules have recorded.
+    `plain` has the names of modules' plain tensors that are constants of the program; `settings` are those of `Record`,
+    in which the rules record what they find.
     """
 
     def __init__(
@@ -81,9 +74,8 @@ class Walk:
     def run(self, several_outputs: bool = False, updated: frozenset[str] = frozenset()) -> WidthGraph:
         """Visit the program and return the width graph.
 
-        Args:
-            several_outputs: True if the output in any mode is not a single tensor.
-            updated: names of buffers and plain tensors that the forward writes to.
+        `several_outputs` is True if the output in any mode is not a single tensor; `updated` has the names of buffers and
+        plain tensors that the forward writes to.
         """
         record = self.record
         record.still -= updated

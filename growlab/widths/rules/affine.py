@@ -196,15 +196,10 @@ def is_stack(record: Record, factor: Value) -> bool:
 def product_with_stack(
     record: Record, node: Any, x: Value, factor: Value, kept: Sequence[Runs], left: bool = False
 ) -> Value:
-    """Product of activations with a weight of several matrices, which all grow together.
+    """Product of activations with a weight of several matrices (see `is_stack`), which all grow together.
 
-    Args:
-        record: record of the trace.
-        node: node of the product.
-        x: activations, [..., I], or [..., I, N] with `left`.
-        factor: the weight, see `is_stack`; with `left` [..., O, I], or a transposed [..., I, O].
-        kept: the output's axes without that of the channels, which is the last, or the last but one with `left`.
-        left: True if the weight is the left factor.
+    `kept` are the output's axes without that of the channels, which is the last; with `left` the weight is the left
+    factor, and the channels are the last but one.
     """
     weight, rank = factor.turned or factor, len(factor.shape)
     columns, rows = (rank - 1, rank - 2) if (factor.turned is not None) != left else (rank - 2, rank - 1)

@@ -163,13 +163,7 @@ def norm_over_channels(record: Record, node: Any, args: Arguments) -> Any:
 
 
 def basis_dependent(operation: str, args: Arguments, shape: tuple[int, ...]) -> Iterator[Runs]:
-    """Yield the axes whose channels an operation distinguishes.
-
-    Args:
-        operation: name of the operation.
-        args: its arguments by name.
-        shape: shape of its (first) result.
-    """
+    """Yield the axes whose channels an operation with a (first) result of this shape distinguishes."""
     values = list(values_in(args))
     if operation in ("conv1d", "conv2d", "conv3d"):
         if args.get("groups", 1) != 1:
