@@ -34,10 +34,10 @@ def written_sizes(
     """Find attributes of modules whose integer equals a size that a forward asks for, and the axis that each counts.
 
     `trials` tests whether the forward really takes the size from there. Integers are sought on the module that asks; if
-    it has none of that size, on its submodules, then on the modules that contain it. What a module asks for itself counts
-    more than what others ask for; attributes that match several axes are left out. `sizes` are module path, size at full
-    width, and the parts of its axis; `inside` the same for inputs of layers, of which modules that contain the layer may
-    check the size unasked.
+    it has none of that size, on its submodules, then on the modules that contain it. What a module asks for itself
+    counts more than what others ask for; attributes that match several axes are left out. `sizes` are module path, size
+    at full width, and the parts of its axis; `inside` the same for inputs of layers, of which modules that contain the
+    layer may check the size unasked.
     """
     modules = dict(model.named_modules())
     # A module that is registered under several names is known by the first one.

@@ -54,7 +54,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class Places:
     """Modules that have a network's parameters, buffers and plain tensors, until any of these is replaced.
 
-    `tensors` has by name the module, its attribute and the tensor; `owners` the modules and attributes by a tensor's id.
+    `tensors` has by name the module, its attribute and the tensor; `owners` has these modules by the tensor's id.
     """
 
     def __init__(self, model: nn.Module, graph: WidthGraph) -> None:

@@ -37,7 +37,7 @@ _MOST_ATTEMPTS = 32
 
 
 class Trials:
-    """Run a network at narrow widths and compare it with what tracing predicts; arguments of `freeze_failing_groups`."""
+    """Run a network at narrow widths and compare it with what tracing predicts; see `freeze_failing_groups`."""
 
     def __init__(
         self,
@@ -301,9 +301,9 @@ def freeze_failing_groups(
 ) -> WidthGraph:
     """Remove groups whose narrowing makes the network's forward fail or compute something else.
 
-    `calls` are those that tracing has visited, in train mode if `training`. With `any_rows` the number of output rows may
-    depend on the data, such as boxes in an image; with `all_or_none` all groups go if any fails, which takes much less
-    time. Of the graph's `written`, the attributes remain that are to follow the widths.
+    `calls` are those that tracing has visited, in train mode if `training`. With `any_rows` the number of output rows
+    may depend on the data, such as boxes in an image; with `all_or_none` all groups go if any fails, which takes much
+    less time. Of the graph's `written`, the attributes remain that are to follow the widths.
     """
     if not graph.groups:
         return graph

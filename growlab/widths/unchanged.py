@@ -248,8 +248,8 @@ class Snapshot:
 class Kept:
     """A place where a forward has stored something that was not there before.
 
-    `undo` restores the state before; `owner` is the id of the object whose attributes the place has, None for a container
-    or a variable.
+    `undo` restores the state before; `owner` is the id of the object whose attributes the place has, None for a
+    container or a variable.
     """
 
     def __init__(self, undo: Callable[[Any, Any], None], thing: Any, state: Any, owner: int | None) -> None:

@@ -226,7 +226,7 @@ class Record:
         self.attending.add(module_of(node))
 
     def note_width_of_stream(self, node: Any, rows: Runs, columns: Runs) -> None:
-        """Record a layer in attention whose heads together are assumed to have the width of their stream, its columns."""
+        """Record a layer in attention whose rows, all heads together, are assumed to be as many as its columns."""
         # Adapters of peft stand around the layer.
         path = module_of(node).removesuffix(".base_layer")
         multiple = self.atoms.length(rows) % self.atoms.length(columns) == 0

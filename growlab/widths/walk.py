@@ -74,8 +74,8 @@ class Walk:
     def run(self, several_outputs: bool = False, updated: frozenset[str] = frozenset()) -> WidthGraph:
         """Visit the program and return the width graph.
 
-        `several_outputs` is True if the output in any mode is not a single tensor; `updated` has the names of buffers and
-        plain tensors that the forward writes to.
+        `several_outputs` is True if the output in any mode is not a single tensor; `updated` has the names of buffers
+        and plain tensors that the forward writes to.
         """
         record = self.record
         record.still -= updated
