@@ -1,10 +1,12 @@
 """Exceptions whose message is for the user."""
 
 import contextlib
+import importlib
 import importlib.metadata
 import re
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 
 class UserError(Exception):
@@ -80,6 +82,14 @@ def how_to_install(extra: str) -> str:
     if not packages:
         return f"pip install -e '.[{extra}]' in growlab's checkout"
     return "pip install " + " ".join(f"'{package}'" for package in packages) + f" (growlab's extra [{extra}])"
+
+
+def imported(name: str, extra: str) -> Any:
+    """Import a module of an extra; raise a UserError with the command that installs it if it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{extra} is not installed: {how_to_install(extra)}.") from error
 
 
 @contextlib.contextmanager

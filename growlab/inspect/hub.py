@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError, how_to_install
+from growlab.base.errors import UserError, imported
 from growlab.inspect.small_models import TYPES, small_model
 from growlab.widths.inputs import inputs_of
 
@@ -100,10 +100,7 @@ def _of_torchvision(name: str, **settings: Any) -> nn.Module:
 
 
 def _of_timm(name: str, pretrained: bool = False, **settings: Any) -> Any:
-    try:
-        timm = importlib.import_module("timm")
-    except ImportError as error:
-        raise UserError(f"timm is not installed: {how_to_install('timm')}.") from error
+    timm = imported("timm", "timm")
     try:
         return timm.create_model(name, pretrained=pretrained, **settings)
     except (OSError, RuntimeError, ValueError) as error:
@@ -135,12 +132,15 @@ def read_saved(path: str, what: str) -> Any:
     try:
         if file.suffix == ".safetensors":
             return importlib.import_module("safetensors.torch").load_file(file)
+        with contextlib.suppress(RuntimeError):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Files in torch's oldest format cannot be memory-mapped.
         return torch.load(file, map_location="cpu", weights_only=True)
     except ImportError as error:
         raise UserError(f"{file} needs the package safetensors; pip install it, or save with torch.save.") from error
     except Exception as error:  # what damaged files raise is not one family
-        reason = getattr(error, "strerror", None) or "it is damaged, or has more than tensors, which may run code"
-        raise UserError(f"cannot read {what} ({reason}); give the file of a state_dict.") from error
+        reason = getattr(error, "strerror", None) or "it is damaged, or has more than tensors, which could run code"
+        raise UserError(f"cannot read {what} ({reason}); save a state_dict there.") from error
 
 
 def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError, how_to_install
+from growlab.base.errors import UserError, imported
 
 _TYPES = """
 bert roberta distilbert albert deberta deberta-v2 electra mpnet xlm-roberta camembert modernbert convbert roformer
@@ -136,10 +136,7 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 def automatic_classes(model_type: str) -> Any:
     """Import `transformers.models.auto`, which maps a model type to its classes."""
-    try:
-        auto = importlib.import_module("transformers.models.auto")
-    except ImportError as error:
-        raise UserError(f"transformers is not installed: {how_to_install('transformers')}.") from error
+    auto = imported("transformers.models.auto", "transformers")
     if model_type not in auto.CONFIG_MAPPING:
         near = get_close_matches(model_type, list(auto.CONFIG_MAPPING))
         raise UserError(

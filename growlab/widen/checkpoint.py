@@ -5,7 +5,6 @@ transformers stores some tensors under other names or in pieces, such as the exp
 
 import importlib
 import json
-import pickle
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError, first_line
 from growlab.base.files import write_atomically, write_json
+from growlab.inspect.hub import read_weights
 
 #: Rows of a tensor's first dimension, or all of it.
 Rows = slice | EllipsisType
@@ -98,7 +98,7 @@ def read_folder(folder: Path) -> Saved:
             for key, (offset, shapes[key], dtypes[key]) in _header(path).items():
                 files[key] = (path, offset)
         else:
-            for key, tensor in (tensors := _unpickled(path)).items():
+            for key, tensor in (tensors := read_weights(str(path), str(path))).items():
                 files[key], shapes[key], dtypes[key] = tensors, tuple(tensor.shape), tensor.dtype
     sizes = [(folder / name).stat().st_size for name in names]
     return Saved(files, shapes, dtypes, max(sizes) if main.suffix == ".json" else None)
@@ -130,28 +130,6 @@ def _header(path: Path) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise UserError(f"cannot read {path} ({reason}); save the model again.") from error
     return found
-
-
-def _unpickled(path: Path) -> Mapping[str, Tensor]:
-    content: Any = None
-    try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:
-            # Files in torch's oldest format cannot be memory-mapped.
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} is damaged or contains objects other than tensors, which growlab does not load: loading them "
-            "could run code; save the model as safetensors."
-        ) from error
-    except Exception as error:  # what damaged files raise is not one family
-        raise UserError(
-            f"cannot read {path} ({getattr(error, 'strerror', None) or 'it is damaged'}); save the model again."
-        ) from error
-    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise UserError(f"{path} contains no state_dict; save the model again.")
-    return content
 
 
 def write_folder(

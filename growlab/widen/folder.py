@@ -4,7 +4,6 @@ Neither model is ever whole in memory: tensors are read, computed and written on
 equal outputs.
 """
 
-import importlib
 import importlib.metadata
 import re
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.errors import UserError, first_line, how_to_install
+from growlab.base.errors import UserError, first_line, imported
 from growlab.base.files import write_json
 from growlab.grower.trained import warn_of_equal_copies
 from growlab.growth.method import GrowthMethod
@@ -169,10 +168,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 
     Raise a UserError if transformers does not know the model.
     """
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise UserError(f"transformers is not installed: {how_to_install('transformers')}.") from error
+    transformers = imported("transformers", "transformers")
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -197,7 +193,7 @@ def _message(error: Exception) -> str:
 def _check_tokenizer(folder: Path, model: Any) -> None:
     if not any(path for pattern in _TOKENIZERS for path in folder.glob(pattern)):
         return
-    transformers = importlib.import_module("transformers")
+    transformers = imported("transformers", "transformers")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
@@ -393,10 +389,11 @@ def write_model(
     copy_others(folder, out)
 
 
-def write_receipt(path: Path, entries: dict[str, Any], *packages: str) -> dict[str, Any]:
-    """Write and return a receipt with the versions of growlab, torch and `packages`."""
-    names = ("growlab", "torch", *(packages or ("transformers",)))
-    receipt = {**entries, "versions": {name: importlib.metadata.version(name) for name in names}}
+def write_receipt(
+    path: Path, entries: dict[str, Any], packages: Sequence[str] = ("growlab", "torch", "transformers")
+) -> dict[str, Any]:
+    """Write and return a receipt with the versions of `packages`."""
+    receipt = {**entries, "versions": {name: importlib.metadata.version(name) for name in packages}}
     write_json(path, receipt)
     return receipt
 

@@ -1,6 +1,5 @@
 """Widen a trained network of torchvision or timm, given its name and state_dict, and save it in a folder."""
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from growlab.base.errors import UserError
-from growlab.base.files import write_json
 from growlab.grower.trained import warn_of_equal_copies
 from growlab.growth.method import GrowthMethod
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.hub import fit_weights, read_weights, timm_network, torchvision_network
-from growlab.widen.folder import EXACT, RECEIPT, check_free, num_params
+from growlab.widen.folder import EXACT, RECEIPT, check_free, num_params, write_receipt
 from growlab.widen.weights import DEFAULT, NOISE_STD, Widening, method_of
 from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace
 
@@ -91,7 +89,6 @@ def widen_weights(
         "num_params_before": num_params_before,
         "num_params": num_params(network),
         "relative_error_float64": error,
-        "versions": {package: importlib.metadata.version(package) for package in ("growlab", "torch")},
     }
     out.mkdir(parents=True, exist_ok=True)
     wider = network.state_dict()
@@ -100,8 +97,7 @@ def widen_weights(
         if key in state and tensor.is_floating_point():
             wider[key] = tensor.to(state[key].dtype)
     torch.save(wider, out / WEIGHTS)
-    write_json(out / RECEIPT, receipt)
-    return receipt
+    return write_receipt(out / RECEIPT, receipt, ("growlab", "torch"))
 
 
 def load_widened(folder: str | Path) -> nn.Module:
