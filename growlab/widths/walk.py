@@ -1,6 +1,6 @@
 """Interpret an exported program with axes in place of numbers, and build the width graph from what its rules record."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.groups import Attention, ChannelLength, ChannelNorm, Group, WidthGraph, layer_name, owner_of
+from growlab.widths.groups import ChannelLength, ChannelNorm, Group, WidthGraph, layer_name, owner_of
 from growlab.widths.layout import Axis, Part, Role
 from growlab.widths.places import written_sizes
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
@@ -187,7 +187,8 @@ class Walk:
             for value in operands if operation == "item" else ():
                 self.record.scales.pin(value.scale)
             return self._with_makers(operation, operands, node.meta.get("val"))
-        if not (operation in RULES or operation in self._keep_full or self._is_fixed(operands)):
+        known = operation in RULES or operation in self._keep_full
+        if not known and any(self.record.grows(axis) for value in operands for axis in value.axes):
             if not is_pointwise(node) or len(shapes_of(node)) > 1:
                 return self._taken_apart(node, operation, named)
             # The rule for element-wise functions of several operands.
@@ -263,9 +264,6 @@ class Walk:
             self.record.followed |= made_by
             return result
         return _each(result, lambda value: value if value.made_by == made_by else replace(value, made_by=made_by))
-
-    def _is_fixed(self, operands: Iterable[Value]) -> bool:
-        return not any(self.record.grows(axis) for value in operands for axis in value.axes)
 
 
 def _each(result: Any, change: Any) -> Any:
@@ -398,7 +396,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
         dependent_because,
         written=written_sizes(record.model, *sizes),
         channel_norms=_norms_over_channels(record, names),
-        attentions=tuple(_attentions_that_grow(record, names)),
+        attentions=tuple(replace(a, axis=names.axis(x)) for x, a in record.attentions if record.grows(x)),
         tied_outputs=tuple(sorted(name for name in record.reaching if record.roles[name] == [None, "out"])),
         offsets={name: offset for name, offset in record.offsets.items() if name in axes},
         constants=constants,
@@ -456,10 +454,6 @@ def _by_parametrization(model: nn.Module, path: str, reason: str) -> str:
     kind = type(model.get_submodule(f"{owner}parametrizations.{name.partition('.')[0]}.0")).__name__
     why = f"computes a weight from it ({reason}): remove it until growth has ended"
     return f"the parametrization {kind.lstrip('_')} {why}"
-
-
-def _attentions_that_grow(record: Record, names: _Names) -> Iterable[Attention]:
-    return (replace(a, axis=names.axis(axis)) for axis, a in record.attentions if record.grows(axis))
 
 
 def _freeze_norms_that_need_several_weights(record: Record) -> None:

@@ -24,7 +24,7 @@ _PRODUCT = "a matrix product multiplies and sums over them"
 _EINSUM = "einsum multiplies or sums over them"
 
 
-@rule("matmul", "bmm", "mm")
+@rule("matmul", "bmm", "mm", "mv")
 def matmul(record: Record, node: Any, args: Arguments) -> Any:
     """Matrix product: leading dimensions (heads) pass, the last two of each operand keep their width.
 
@@ -32,7 +32,7 @@ def matmul(record: Record, node: Any, args: Arguments) -> Any:
     times a parameter of two dimensions are a linear layer, times a parameter of more dimensions one for each of its
     matrices, times a parameter of a single dimension a weighted sum.
     """
-    first, second = args["self"], args["other"] if "other" in args else args["mat2"]
+    first, second = args["self"], next(args[name] for name in ("other", "mat2", "vec") if name in args)
     if min(len(first.shape), len(second.shape)) == 1:
         return _with_vector(record, node, args, first, second)
     if first.name is None and len(first.shape) > 1 and weight_in_product(second):
@@ -53,12 +53,6 @@ def matmul(record: Record, node: Any, args: Arguments) -> Any:
     if not (sizes and record.multiply(first, second, second.axes[-2], node.args[-2:])):
         record.atoms.freeze(first.axes[-1] + second.axes[-2], _PRODUCT)
     return replace(result, axes=(*result.axes[:-2], first.axes[-2], second.axes[-1]))
-
-
-@rule("mv")
-def matrix_times_vector(record: Record, node: Any, args: Arguments) -> Any:
-    """Matrix-vector product: with a parameter as the vector a weighted sum of channels."""
-    return _with_vector(record, node, args, args["self"], args["vec"])
 
 
 def _with_vector(record: Record, node: Any, args: Arguments, first: Value, second: Value) -> Any:

@@ -13,7 +13,7 @@ from growlab.widths.values import Record, Value
 # f(a x) = a f(x) for a > 0.
 _HOMOGENEOUS = """
 relu relu_ leaky_relu leaky_relu_ rrelu dropout dropout_ feature_dropout feature_dropout_ alpha_dropout neg neg_
-positive abs abs_
+positive abs abs_ real imag _conj conj conj_physical resolve_conj resolve_neg
 """
 # Casts and copies, which keep every value.
 _CASTS = """
@@ -36,7 +36,7 @@ logaddexp logaddexp2 xlogy copysign isclose complex polar copy copy_ fill fill_
 
 @rule(*_HOMOGENEOUS.split())
 def homogeneous(record: Record, node: Any, args: Arguments) -> Value:
-    """Positively homogeneous function, f(a x) = a f(x) for a > 0: axes and scale pass."""
+    """Positively homogeneous function, f(a x) = a f(x) for a > 0, or part of a complex number: axes and scale pass."""
     x = first_tensor(args)
     return Value(x.shape, x.axes, x.scale)
 

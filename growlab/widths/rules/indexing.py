@@ -30,8 +30,7 @@ def repeat(record: Record, node: Any, args: Arguments) -> Any:
         if size > 1:
             times = shape[new + index] // size
             axes[new + index] = record.atoms.nest(axis, *((1, times) if interleaved else (times, 1)))
-    for size, axis in zip(shape, axes, strict=True):
-        record.note_size(node, size, axis)
+    record.note_sizes(node, axes)
     return Value(shape, tuple(axes), x.scale)
 
 
@@ -204,20 +203,6 @@ def difference(record: Record, node: Any, args: Arguments) -> Value:
             record.freeze_all(value.axes, "neighbours are subtracted")
     record.atoms.freeze(x.axes[dim], "neighbours are subtracted")
     return Value(shape, (*x.axes[:dim], fixed(shape[dim]), *x.axes[dim + 1 :]), x.scale)
-
-
-@rule("argmax", "argmin")
-def position_of_extreme(record: Record, node: Any, args: Arguments) -> Value:
-    """Position of the maximum or minimum: dimensions that it is taken over keep their width."""
-    x, dim, shape = args["self"], args.get("dim"), shape_of(node)
-    record.scales.pin(x.scale)
-    reduced = range(len(x.shape)) if dim is None else [dim % len(x.shape)]
-    for place in reduced:
-        record.atoms.freeze(x.axes[place], f"reduced by {operation_of(node)}")
-    axes = [axis for place, axis in enumerate(x.axes) if place not in reduced]
-    if args.get("keepdim"):
-        axes = [fixed(1) if place in reduced else axis for place, axis in enumerate(x.axes)]
-    return record.unit(shape, axes)
 
 
 @rule("tril", "tril_", "triu", "triu_")

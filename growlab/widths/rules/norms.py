@@ -223,7 +223,7 @@ def reduce(record: Record, node: Any, args: Arguments) -> Value:
     module without submodules, such as a hand-written normalisation: there the channels may grow. So may those of a
     product with a parameter that is summed over them, `(x * weight).sum(-1)`: a hand-written linear layer.
     """
-    x, keep, dims = args["self"], args.get("keepdim", False), args.get("dim")
+    x, left, dims = args["self"], (fixed(1),) if args.get("keepdim") else (), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
     summed = x.name is None and (args.get("summed", False) or _of_squares(record, node))
@@ -233,20 +233,17 @@ def reduce(record: Record, node: Any, args: Arguments) -> Value:
         record.scales.pin(x.scale)
         names = {"weight": None, "bias": None}
         record.note_channel_norm(node, axis, names, dim if behind else -1, summed)
-        return Value(shape_of(node), (*before, *([fixed(1)] if keep else []), *behind), x.scale)
+        return Value(shape_of(node), (*before, *left, *behind), x.scale)
     if len(reduced) == 1 and (weight := _weight_of(record, node, x, *reduced)) is not None:
         (dim,) = reduced
         assert weight.name is not None
         record.consume(weight.name, dim - len(x.shape))
-        return record.follow(node, x, weight, (*x.axes[:dim], *([fixed(1)] if keep else []), *x.axes[dim + 1 :]))
+        return record.follow(node, x, weight, (*x.axes[:dim], *left, *x.axes[dim + 1 :]))
     axes: list[Runs] = []
     for index, axis in enumerate(x.axes):
         if index in reduced:
             record.atoms.freeze(axis, f"reduced by {operation_of(node)}")
-            if keep:
-                axes.append(fixed(1))
-        else:
-            axes.append(axis)
+        axes += left if index in reduced else [axis]
     return Value(shape_of(node), tuple(axes), x.scale)
 
 
@@ -274,7 +271,7 @@ def _of_squares(record: Record, node: Any) -> bool:
     return squared or (operation == "mul" and factors[0] is factors[1])
 
 
-@rule("var", "std", "var_mean", "std_mean", "logsumexp", "all", "any", "count_nonzero")
+@rule("var", "std", "var_mean", "std_mean", "logsumexp", "all", "any", "count_nonzero", "argmax", "argmin")
 def reduce_beyond_scale(record: Record, node: Any, args: Arguments) -> Value | list[Value]:
     """Reduction whose result has another scale: reduced dimensions keep their width, and the input its scale."""
     record.scales.pin(args["self"].scale)
@@ -320,13 +317,6 @@ def transformed(record: Record, node: Any, args: Arguments) -> Value:
         record.atoms.freeze(x.axes[place], "Fourier transform over these channels")
     axes = tuple(fixed(size) if i in places else x.axes[i] for i, size in enumerate(shape))
     return Value(shape, axes, x.scale)
-
-
-@rule("real", "imag", "_conj", "conj", "conj_physical", "resolve_conj", "resolve_neg")
-def part_of_complex(record: Record, node: Any, args: Arguments) -> Value:
-    """Real part, imaginary part or conjugate of every entry."""
-    x = first_tensor(args)
-    return Value(x.shape, x.axes, x.scale)
 
 
 @rule("view_as_real")

@@ -7,7 +7,7 @@ from typing import Any
 
 from growlab.widths.atoms import Run, Runs, fixed
 from growlab.widths.layout import Role
-from growlab.widths.program import RESHAPING, operation_of, shape_of, shapes_of, spans
+from growlab.widths.program import RESHAPING, as_computed, operation_of, shape_of, shapes_of, spans
 from growlab.widths.rules.affine import are_weights
 from growlab.widths.rules.registry import DRAWN, MIXING, Arguments, freeze_windows, rule
 from growlab.widths.values import Record, Value
@@ -125,20 +125,13 @@ def take_slice(record: Record, node: Any, args: Arguments) -> Value:
     return Value(shape, (*x.axes[:dim], piece, *x.axes[dim + 1 :]), x.scale)
 
 
-@rule("select")
-def select(record: Record, node: Any, args: Arguments) -> Value:
-    """Selection of one position of a dimension, which is frozen."""
-    x, dim = args["self"], args["dim"] % len(args["self"].shape)
-    record.atoms.freeze(x.axes[dim], "one of the channels is taken")
-    return Value(shape_of(node), x.axes[:dim] + x.axes[dim + 1 :], x.scale)
-
-
-@rule("unbind")
-def unbind(record: Record, node: Any, args: Arguments) -> list[Value]:
-    """Split into every position of a dimension, which is frozen."""
+@rule("select", "unbind")
+def single_positions(record: Record, node: Any, args: Arguments) -> Value | list[Value]:
+    """Selection of one position of a dimension, or of each of them: the dimension is frozen."""
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
-    record.atoms.freeze(x.axes[dim], "the channels are taken apart")
-    return [Value(shape, x.axes[:dim] + x.axes[dim + 1 :], x.scale) for shape in shapes_of(node)]
+    record.atoms.freeze(x.axes[dim], "channels are taken one by one")
+    axes = x.axes[:dim] + x.axes[dim + 1 :]
+    return as_computed(node, [Value(shape, axes, x.scale) for shape in shapes_of(node)])
 
 
 @rule("chunk", "split", "split_with_sizes", "tensor_split")
@@ -203,8 +196,7 @@ def expand(record: Record, node: Any, args: Arguments) -> Value:
     if x.name is not None:
         for index, size in enumerate(x.shape):
             record.parameter_axis(x, "out" if size > 1 else "fixed", x.axes[index], dimension=index)
-    for size, axis in zip(shape, axes, strict=True):
-        record.note_size(node, size, axis)
+    record.note_sizes(node, axes)
     return Value(shape, tuple(axes), x.scale)
 
 
@@ -225,8 +217,7 @@ def reshape(record: Record, node: Any, args: Arguments) -> Value:
     axes: list[Runs] = []
     for old, new in spans(x.shape, shape):
         axes += _span(record, node, x, old, [shape[place] for place in new])
-    for size, axis in zip(shape, axes, strict=True):
-        record.note_size(node, size, axis)
+    record.note_sizes(node, axes)
     return Value(shape, tuple(axes), x.scale)
 
 
