@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch import callbacks as lightnings
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -518,10 +518,6 @@ def _indexed(loader: DataLoader[Any]) -> Any:
         return None
 
 
-# The second came with Lightning 2.6.
-_NAMES = ("StochasticWeightAveraging", "WeightAveraging")
-_LIGHTNINGS = tuple(getattr(lightnings, name) for name in _NAMES if hasattr(lightnings, name))
-
 #: By network and name: the original value of each entry that was replaced by a plain one, to resume with.
 Kept = dict[str, dict[str, Tensor]]
 
@@ -653,7 +649,7 @@ def averages(
             theirs = shapes_of(copy) if type(copy) is type(network) else {}
             if theirs == shapes:
                 yield copy
-            elif theirs.keys() == shapes.keys() and isinstance(callback, _LIGHTNINGS):
+            elif theirs.keys() == shapes.keys() and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 name = type(callback).__name__
                 raise UserError(
                     f"{name} has copied the network before it became a seed: put Growth before it, "

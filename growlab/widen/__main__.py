@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from growlab.base.command_parser import CommandParser, command, in_columns, sizes
+from growlab.base.command_parser import CommandParser, command, sizes
 from growlab.base.errors import UserError
-from growlab.widen.folder import num_params, widen_folder
+from growlab.widen.folder import num_params, report, widen_folder
 from growlab.widen.sizes import PARTS
 from growlab.widen.vision import is_named, widen_weights
 from growlab.widen.weights import DEFAULT, METHODS, NOISE_STD, method_of
@@ -75,15 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         args.seed,
         args.noise,
     )
-    print(
-        in_columns(
-            f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
-            f"{receipt['num_params_before']:,}; relative change of its output {receipt['relative_error_float64']:.0e} "
-            "(float64)"
-        )
-    )
-    for name, size in receipt["sizes"].items():
-        print(f"  {name}: {size['before']} to {size['after']}")
+    report(args.out, receipt)
     return 0
 
 
@@ -120,13 +112,7 @@ def _widen_named(args: argparse.Namespace) -> int:
     receipt = widen_weights(
         args.model, args.weights, args.out, args.width, args.method, args.seed, tuple(args.input_shape), args.noise
     )
-    print(
-        in_columns(
-            f"{args.out}: {args.model} of {receipt['num_params']:,} parameters, from {receipt['num_params_before']:,}; "
-            f"relative change of its output {receipt['relative_error_float64']:.0e} (float64); load it with "
-            f"growlab.widen.load_widened({str(args.out)!r})"
-        )
-    )
+    report(args.out, receipt, f"load it with growlab.widen.load_widened({str(args.out)!r})")
     return 0
 
 

@@ -7,7 +7,7 @@ equal outputs.
 import importlib.metadata
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from growlab.base.command_parser import in_columns
 from growlab.base.errors import UserError, first_line, imported
 from growlab.base.files import write_json
 from growlab.grower.trained import warn_of_equal_copies
@@ -129,12 +130,12 @@ def _exact_plan(
         if way is not None:
             return plan, way, error, target, chosen
         # It says more than that tensors do not fit.
-        inexact = inexact or _inexact(kind.__name__, plan, error)
+        inexact = inexact or plan.inexact(error)
     if depth != 1:
         alone = Plan(saved, source, skeleton(kind, deepened(config, depth)), method, seed)
         way, error = alone.exact_way()
         if way is None:
-            raise _not_deeper(kind.__name__, alone, error)
+            raise alone.not_deeper(error)
     if getattr(config, "alibi", False) and divides_its_stream(config) and {*parts} & {"heads", "stream"}:
         raise UserError(
             f"{kind.__name__} with ALiBi keeps its heads and their stream: the number of heads sets the slopes of its "
@@ -244,16 +245,6 @@ class Plan:
         self._first = first_names(target)
         self._zeros: set[str] = set()
 
-    @property
-    def whole(self) -> bool:
-        """True if all streams become wider by whole factors."""
-        return self._widening.whole
-
-    @property
-    def writes_to_its_stream(self) -> bool:
-        """True if new layers have tensors that add to a stream, once a way has been looked for."""
-        return bool(self._zeros)
-
     def _origin(self, name: str) -> str:
         """Name of the saved tensor that a target's tensor equals or is computed from."""
         return self._deeper.source(f"{_PREFIX}{name}").removeprefix(_PREFIX)
@@ -342,29 +333,30 @@ class Plan:
             start += len(block)
         return whole
 
-
-def _not_deeper(kind: str, plan: Plan, error: float) -> UserError:
-    if not plan.writes_to_its_stream:
+    def not_deeper(self, error: float) -> UserError:
+        """Explain why the model cannot become deeper, once a way has been looked for."""
+        kind = type(self.target).__name__
+        if not self._zeros:
+            return UserError(
+                f"growlab cannot find what writes to the stream of {kind}, which is its output: save a model with a "
+                "head, or leave --depth out."
+            )
         return UserError(
-            f"growlab cannot find what writes to the stream of {kind}, which is its output: save a model with a head, "
-            "or leave --depth out."
+            f"a new layer of {kind} cannot begin as the identity (the output would change by {error:.0e}): its "
+            "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
+            "before it; leave --depth out."
         )
-    return UserError(
-        f"a new layer of {kind} cannot begin as the identity (the output would change by {error:.0e}): its "
-        "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
-        "before it; leave --depth out."
-    )
 
-
-def _inexact(kind: str, plan: Plan, error: float) -> UserError:
-    changes = f"{kind} cannot be widened so: its output would change by {error:.0e}"
-    if plan.whole:
-        return UserError(f"{changes}, as its code computes numbers from its width; give --parts mlp.")
-    return UserError(
-        f"{changes}. By a fraction, only layers may write to its stream and only normalisations read it (no positional "
-        "convolution, normalised embedding, layer scale or sum in front of a normalisation may), and its code may "
-        "compute no numbers from its width; give a whole --width such as 2, or --parts mlp."
-    )
+    def inexact(self, error: float) -> UserError:
+        """Explain why the model cannot become wider."""
+        changes = f"{type(self.target).__name__} cannot be widened so: its output would change by {error:.0e}"
+        if self._widening.whole:
+            return UserError(f"{changes}, as its code computes numbers from its width; give --parts mlp.")
+        return UserError(
+            f"{changes}. By a fraction, only layers may write to its stream and only normalisations read it (no "
+            "positional convolution, normalised embedding, layer scale or sum in front of a normalisation may), and "
+            "its code may compute no numbers from its width; give a whole --width such as 2, or --parts mlp."
+        )
 
 
 def write_model(
@@ -398,6 +390,19 @@ def write_receipt(
     return receipt
 
 
+def report(out: Path, receipt: Mapping[str, Any], *more: str) -> None:
+    """Print what a receipt says of the model in a folder, and `more`."""
+    parts = [
+        f"{out}: {receipt.get('class', receipt['from'])} of {receipt['num_params']:,} parameters, from "
+        f"{receipt['num_params_before']:,}"
+    ]
+    if "relative_error_float64" in receipt:
+        parts.append(f"relative change of its output {receipt['relative_error_float64']:.0e} (float64)")
+    print(in_columns("; ".join([*parts, *more])))
+    for name, size in receipt.get("sizes", {}).items():
+        print(f"  {name}: {size['before']} to {size['after']}")
+
+
 def copy_others(folder: Path, out: Path) -> None:
     """Copy the tokenizer, generation settings and all other files but configuration and weights."""
     for path in folder.iterdir():
@@ -410,11 +415,21 @@ class Deeper:
     """Map the layers of a deeper network to those of a shallower one, and find the tensors that start as zeros.
 
     Each old layer is followed by its new ones, copies of it in which the tensors that write to the residual stream are
-    zero. `new` has the paths of the new layers.
+    zero: they start as the identity. `new` has the paths of the new layers.
     """
 
     def __init__(self, network: nn.Module, old: nn.Module) -> None:
-        self._origin, self.new = _origins(network, old)
+        self._origin: dict[str, str] = {}
+        self.new: list[str] = []
+        before = {path: module for path, module in old.named_modules() if isinstance(module, nn.ModuleList)}
+        for path, layers in network.named_modules():
+            if not isinstance(layers, nn.ModuleList) or len(layers) <= len(before.get(path, layers)):
+                continue
+            places = sources(len(before[path]), len(layers))
+            for place, source in enumerate(places):
+                self._origin[f"{path}.{place}"] = f"{path}.{source}"
+                if place and places[place - 1] == source:
+                    self.new.append(f"{path}.{place}")
 
     def source(self, name: str) -> str:
         """Return the name of the tensor in the shallower network that a tensor corresponds to or copies."""
@@ -425,55 +440,23 @@ class Deeper:
         return name
 
     def zeros(self, graph: WidthGraph, writing: Collection[str]) -> set[str]:
-        """Return the names of the new layers' tensors that start as zeros.
+        """Return the names of the new layers' tensors that start as zeros: those that write to a stream.
 
-        `writing` has the paths of normalisations whose outputs are added to a residual stream.
+        Normalisations before a branch do not; after a branch of zeros only the bias does of those in `writing`, whose
+        outputs are added to a stream.
         """
-        streams = _streams(graph, self.new)
-        return {name for name in graph.axes if _inside(name, self.new) and _writes(graph, name, streams, writing)}
-
-
-def _origins(network: nn.Module, old: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """Return the old layer that each layer of the deeper network is or copies; and the paths of the new ones."""
-    origin, new = {}, []
-    before = {path: module for path, module in old.named_modules() if isinstance(module, nn.ModuleList)}
-    for path, layers in network.named_modules():
-        if not isinstance(layers, nn.ModuleList) or len(layers) <= len(before.get(path, layers)):
-            continue
-        places = sources(len(before[path]), len(layers))
-        for place, source in enumerate(places):
-            origin[f"{path}.{place}"] = f"{path}.{source}"
-            if place and places[place - 1] == source:
-                new.append(f"{path}.{place}")
-    return origin, new
-
-
-def _inside(name: str, paths: Sequence[str]) -> bool:
-    return any(name.startswith(f"{path}.") for path in paths)
-
-
-def _streams(graph: WidthGraph, new: list[str]) -> set[str]:
-    """Return the groups whose channels are written both inside of new layers and outside of them."""
-
-    def groups(inside: bool) -> set[str]:
-        return {
-            group
-            for name, axes in graph.axes.items()
-            if _inside(name, new) == inside
-            for axis in axes
-            if axis.role == "out"
-            for group in axis.groups
+        inside = {name for name in graph.axes if any(name.startswith(f"{path}.") for path in self.new)}
+        made = {
+            name: {g for axis in axes if axis.role == "out" for g in axis.groups} for name, axes in graph.axes.items()
         }
+        # Channels that are written both inside of new layers and outside of them.
+        within, outside = (set().union(*(made[n] for n in names)) for names in (inside, made.keys() - inside))
+        norms = {norm.name for norm in graph.channel_norms}
 
-    return groups(True) & groups(False)
+        def writes(name: str) -> bool:
+            path, _, own = name.rpartition(".")
+            if path in norms:
+                return path in writing and own.endswith("bias")
+            return bool(made[name] & within & outside)
 
-
-def _writes(graph: WidthGraph, name: str, streams: set[str], writing: Collection[str]) -> bool:
-    """Return True if a tensor writes to a stream.
-
-    Normalisations before a branch do not; after a branch of zeros only their bias does.
-    """
-    path, _, own = name.rpartition(".")
-    if any(norm.name == path for norm in graph.channel_norms):
-        return path in writing and own.endswith("bias")
-    return any(axis.role == "out" and streams & set(axis.groups) for axis in graph.axes[name])
+        return set(filter(writes, inside))

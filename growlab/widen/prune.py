@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from growlab.base.command_parser import CommandParser, amount, command, in_columns
+from growlab.base.command_parser import CommandParser, amount, command
 from growlab.base.errors import UserError
 from growlab.grower.prune import Score, prune
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import loaded
-from growlab.widen.folder import check_out, copy_others, load, num_params, write_receipt
+from growlab.widen.folder import check_out, copy_others, load, num_params, report, write_receipt
 from growlab.widen.sizes import changed, resized
 from growlab.widen.skeletons import skeleton
 from growlab.widths import trace
@@ -118,14 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of random scores")
     args = parser.parse_args(arguments)
     receipt = prune_folder(args.model, args.out, args.keep, args.parts.split(","), args.score, args.seed)
-    print(
-        in_columns(
-            f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
-            f"{receipt['num_params_before']:,}"
-        )
-    )
-    for name, size in receipt["sizes"].items():
-        print(f"  {name}: {size['before']} to {size['after']}")
+    report(args.out, receipt)
     return 0
 
 

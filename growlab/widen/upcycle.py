@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from growlab.base.command_parser import CommandParser, amount, command, count, in_columns
+from growlab.base.command_parser import CommandParser, amount, command, count
 from growlab.base.errors import UserError
 from growlab.grower.rows import EXACT, copies, multiplied, number_of_experts
 from growlab.growth.method import generator
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of
 from growlab.widen.checkpoint import Checkpoint, first_names, read_folder
-from growlab.widen.folder import RECEIPT, check_out, load, num_params, write_model, write_receipt
+from growlab.widen.folder import RECEIPT, check_out, load, num_params, report, write_model, write_receipt
 from growlab.widen.skeletons import output_of, skeleton
 from growlab.widen.weights import blocks_of
 
@@ -295,13 +295,7 @@ def main(arguments: Sequence[str]) -> int:
         *(args.model, args.out, args.experts, args.top_k, args.more_experts),
         *(args.router_std, args.noise, args.seed),
     )
-    print(
-        in_columns(
-            f"{args.out}: {receipt['class']} of {receipt['num_params']:,} parameters, from "
-            f"{receipt['num_params_before']:,}; {receipt['experts']} experts, {receipt['experts_per_token']} per "
-            f"token; relative change of its output {receipt['relative_error_float64']:.0e} (float64)"
-        )
-    )
+    report(args.out, receipt, f"{receipt['experts']} experts, {receipt['experts_per_token']} per token")
     return 0
 
 
