@@ -19,7 +19,7 @@ from growlab.growth import GrowthEvent, GrowthState
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.widths import Axis, WidthGraph, replace_tensors
-from growlab.widths.layout import Part as Run
+from growlab.widths.groups import Part as Run
 from growlab.widths.meta import copied, named_tensors
 
 # Tokens in front of the patches: classes and registers.

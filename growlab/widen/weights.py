@@ -1,6 +1,6 @@
 """Weights of a wider network of the same class that computes what a narrower one computes.
 
-The layout of channels in the tensors comes from tracing the wider network (`growlab.widths.layouts`), the old widths
+The layout of channels in the tensors comes from tracing the wider network (`growlab.widths.groupss`), the old widths
 from the shapes of the old tensors. Each tensor is computed separately, in blocks of rows if it is large. Channels
 outside of any statistics (heads, hidden layers of MLPs) are added by a growth method. For streams under layer or RMS
 normalisation two ways are exact:

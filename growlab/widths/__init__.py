@@ -1,9 +1,19 @@
 """Width groups of a network: find them (`trace`), read them (`WidthGraph`), change them (`resize`)."""
 
 from growlab.widths.carry import Carry, applied, rotate
-from growlab.widths.groups import Attention, ChannelLength, ChannelNorm, Group, HardcodedSize, Layer, Norm, WidthGraph
+from growlab.widths.groups import (
+    Attention,
+    Axis,
+    ChannelLength,
+    ChannelNorm,
+    Group,
+    HardcodedSize,
+    Layer,
+    Norm,
+    Part,
+    WidthGraph,
+)
 from growlab.widths.inputs import Example, tensors_in
-from growlab.widths.layout import Axis, Part
 from growlab.widths.meta import FAILURES, Lightened
 from growlab.widths.resize import (
     as_run,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from growlab.widths.groups import WidthGraph
-from growlab.widths.layout import Axis
+from growlab.widths.groups import Axis, WidthGraph
 from growlab.widths.resize import grid, resized, tensors_of
 
 

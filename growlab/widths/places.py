@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from growlab.widths.groups import HardcodedSize
-from growlab.widths.layout import Axis, Part
+from growlab.widths.groups import Axis, HardcodedSize, Part
 
 # Attributes for torch's bookkeeping in every module.
 _TORCHS = frozenset(vars(nn.Module()))

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
-from growlab.widths.groups import ChannelNorm
+from growlab.widths.groups import Axis, ChannelNorm
 from growlab.widths.inputs import call_with, values_of
-from growlab.widths.layout import Axis
 from growlab.widths.meta import computed_on_meta, corrected_shapes, unwarned
 
 # Operations without arithmetic, some of which torch.export omits and others it inserts; `contiguous` is left out where

@@ -20,8 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from growlab.base.devices import on_cpu
 from growlab.base.errors import UserError
 from growlab.base.pieces import is_piece, placed
-from growlab.widths.groups import WidthGraph
-from growlab.widths.layout import Axis
+from growlab.widths.groups import Axis, WidthGraph
 from growlab.widths.places import write
 
 # Start of a part of an axis, its number of runs, their length and the length of what is kept of each.

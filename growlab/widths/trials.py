@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from growlab.base.errors import first_line
-from growlab.widths.groups import ChannelNorm, HardcodedSize, WidthGraph
+from growlab.widths.groups import Axis, ChannelNorm, HardcodedSize, Part, WidthGraph
 from growlab.widths.inputs import call_with, tensors_in
-from growlab.widths.layout import Axis, Part
 from growlab.widths.meta import FAILURES, Lightened, Shapes, unwarned
 from growlab.widths.places import kept_at, write
 from growlab.widths.predictions import Call, Predictions, Seen, run_calls

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.atoms import STAYING, Atoms, Run, Runs, ScaleClasses, fixed
-from growlab.widths.groups import VARIANCE_OF_GATES, Attention, Layer, Norm, layer_name
-from growlab.widths.layout import Axis, Role
+from growlab.widths.groups import VARIANCE_OF_GATES, Attention, Axis, Layer, Norm, Role, layer_name
 from growlab.widths.program import as_computed, module_of, operation_of, rows_of, shape_of, shapes_of
 
 Heads = Literal["dimensions", "number", "values", "sizes"]

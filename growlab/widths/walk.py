@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.groups import ChannelLength, ChannelNorm, Group, WidthGraph, layer_name, owner_of
-from growlab.widths.layout import Axis, Part, Role
+from growlab.widths.groups import Axis, ChannelLength, ChannelNorm, Group, Part, Role, WidthGraph, layer_name, owner_of
 from growlab.widths.places import written_sizes
 from growlab.widths.predictions import Call, computes, name_of, numbers_of
 from growlab.widths.program import (

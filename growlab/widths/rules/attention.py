@@ -7,7 +7,7 @@ from string import ascii_letters
 from typing import Any
 
 from growlab.widths.atoms import Runs, fixed
-from growlab.widths.layout import Role
+from growlab.widths.groups import Role
 from growlab.widths.program import operation_of, shape_of
 from growlab.widths.rules.affine import (
     is_stack,

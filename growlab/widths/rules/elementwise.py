@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from growlab.widths.atoms import STAYING, Runs, fixed
-from growlab.widths.layout import Role
+from growlab.widths.groups import Role
 from growlab.widths.program import operation_of, shape_of
 from growlab.widths.rules.registry import DRAWN, Arguments, first_tensor, keep_full_width, rule
 from growlab.widths.values import Record, Value

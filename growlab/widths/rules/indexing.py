@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from growlab.widths.atoms import STAYING, Runs, fixed
-from growlab.widths.layout import Role
+from growlab.widths.groups import Role
 from growlab.widths.program import as_computed, operation_of, shape_of, shapes_of
 from growlab.widths.rules.registry import Arguments, first_tensor, keep_full_width, rule
 from growlab.widths.values import Record, Value, values_in

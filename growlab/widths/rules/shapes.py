@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from growlab.widths.atoms import Run, Runs, fixed
-from growlab.widths.layout import Role
+from growlab.widths.groups import Role
 from growlab.widths.program import RESHAPING, as_computed, operation_of, shape_of, shapes_of, spans
 from growlab.widths.rules.affine import are_weights
 from growlab.widths.rules.registry import DRAWN, MIXING, Arguments, freeze_windows, rule
