@@ -138,8 +138,8 @@ def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: flo
         return read(name)
     if name.endswith("shared_expert.down_proj.weight"):
         return like.new_zeros(shape)
-    of_router = path.endswith("mlp.gate")
-    return _drawn(name, shape, std if of_router else config.initializer_range, seed).to(like.dtype)
+    std = std if path.endswith("mlp.gate") else config.initializer_range
+    return (torch.randn(shape, generator=generator(seed, 0, name), dtype=torch.float64) * std).to(like.dtype)
 
 
 def _copied(name: str, read: Read, shape: tuple[int, ...], by: int, noise: float, seed: int) -> Tensor:
@@ -148,10 +148,6 @@ def _copied(name: str, read: Read, shape: tuple[int, ...], by: int, noise: float
     if old.shape == shape:
         return old
     return copies(name, old, by, noise, seed)
-
-
-def _drawn(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
-    return torch.randn(shape, generator=generator(seed, 0, name), dtype=torch.float64) * std
 
 
 def _in_memory(model: Any, kind: Any, config: Any, make: Any) -> Any:

@@ -418,12 +418,9 @@ def _as_exported(light: nn.Module) -> None:
     light.register_forward_hook(leave, always_call=True)
 
 
-def copied(model: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:
-    """Copy a network, even if it has cached activations, with the attributes of its tensors.
-
-    `known` are replacements in the copy by the id of a tensor of the network.
-    """
-    twin = copy.deepcopy(model, {**computed(model), **(known or {})})
+def copied(model: nn.Module) -> nn.Module:
+    """Copy a network, even if it has cached activations, with the attributes of its tensors."""
+    twin = copy.deepcopy(model, computed(model))
     share_attributes(named_tensors(model), twin)
     return twin
 

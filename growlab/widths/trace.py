@@ -258,9 +258,9 @@ def _traced_program(
         # Where neither can grow, as with a single hand-written head, its values may.
         with suppress(UnsupportedOperation):
             # They may reach an operation without a channel rule.
-            graph, best, _ = _best_pass(program, model, {}, {**always, "heads": "values"})
-            if _growing(model, graph) > max(_growing(model, found) for found in graphs):
-                graphs.append(freeze_failing_groups(light, graph, best.calls, training))
+            by_values = walked(heads="values")
+            if _growing(model, by_values[0]) > max(_growing(model, found) for found in graphs):
+                graphs.append(tried(*by_values))
     return _most_growing(model, graphs)
 
 
@@ -529,13 +529,11 @@ def _best_pass(
 
     Returns the graph in which most parameters grow, its walk, and the last complete walk.
     """
-    about = {name: settings[name] for name in ("several_outputs", "updated") if name in settings}
-    settings = {name: value for name, value in settings.items() if name not in about}
     walks: list[tuple[WidthGraph, Walk]] = []
     for _ in range(_PASSES):
         walk = Walk(program, model, moved=moved, **settings)
         try:
-            walks.append((walk.run(**about), walk))
+            walks.append((walk.run(), walk))
         except UnsupportedOperation:
             # A moved dimension has reached an operation without a channel rule.
             if not walks:

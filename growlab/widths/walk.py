@@ -44,8 +44,9 @@ _SETTINGS = ("wrap_with_autocast", "wrap_with_set_grad_enabled")
 class Walk:
     """Visit every node of an exported program once, in forward order, and apply its channel rule.
 
-    `plain` has the names of modules' plain tensors that are constants of the program; `settings` are those of `Record`,
-    in which the rules record what they find.
+    `plain` has the names of modules' plain tensors that are constants of the program, `updated` those of buffers and
+    plain tensors that the forward writes to; `several_outputs` is True if the output in any mode is not a single
+    tensor. `settings` are those of `Record`, in which the rules record what they find.
     """
 
     def __init__(
@@ -54,11 +55,15 @@ class Walk:
         model: nn.Module,
         keep_full: frozenset[str] = frozenset(),
         plain: frozenset[str] = frozenset(),
+        updated: frozenset[str] = frozenset(),
+        several_outputs: bool = False,
         **settings: Any,
     ) -> None:
         self._program, self._keep_full, self._plain = program, keep_full, plain
         self._constants = constants_of(program)
         self.record = Record(model, self._constants, plain, **settings)
+        self.record.still -= updated
+        self._several = several_outputs or not program.call_spec.out_spec.is_leaf()
         signature = program.graph_signature
         lifted = signature.inputs_to_lifted_tensor_constants
         own = {node: name for node, name in lifted.items() if name in plain}
@@ -70,14 +75,9 @@ class Walk:
         # Nesting depth of the composite operations that are being visited.
         self._inside = 0
 
-    def run(self, several_outputs: bool = False, updated: frozenset[str] = frozenset()) -> WidthGraph:
-        """Visit the program and return the width graph.
-
-        `several_outputs` is True if the output in any mode is not a single tensor; `updated` has the names of buffers
-        and plain tensors that the forward writes to.
-        """
+    def run(self) -> WidthGraph:
+        """Visit the program and return the width graph."""
         record = self.record
-        record.still -= updated
         output_class = record.scales.new()
         for value in values_in(self._visit(self._program.graph_module, [])):
             output_class = record.scales.union(output_class, value.scale)
@@ -87,7 +87,7 @@ class Walk:
             # Training may change them, and no state_dict has them.
             record.freeze_all(record.parameters[name], f"{name} is neither a parameter nor a buffer")
         record.tie_heads_to_streams()
-        if several_outputs or not self._program.call_spec.out_spec.is_leaf():
+        if self._several:
             _pin_what_is_more_than_an_output(record, output_class)
         self._graph, self._groups = _collect(record, output_class, self._unsaved)
         return self._graph
