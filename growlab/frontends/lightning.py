@@ -440,11 +440,7 @@ def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
 
 
 def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:
-    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return a function to undo it.
-
-    Raises:
-        UserError: the number of processes does not divide a batch size.
-    """
+    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return what undoes it."""
     data = getattr(trainer, "datamodule", None)
     if not isinstance(trigger, At) or trigger.batch_sizes is None or len(set(trigger.batch_sizes)) == 1:
         return lambda: None

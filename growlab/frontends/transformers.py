@@ -289,11 +289,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
 
 
 def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:
-    """Function by which accelerate shards the Trainer's model.
-
-    Raises:
-        UserError: accelerate would not shard it by FSDP2, or a setting of the Trainer does not go with that and growth.
-    """
+    """Function by which accelerate shards the Trainer's model; raise if FSDP2 or a setting rules growth out."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

@@ -75,11 +75,7 @@ class Saved:
 
 
 def read_folder(folder: Path) -> Saved:
-    """Find the tensors that `save_pretrained` wrote to a folder, without reading them.
-
-    Raises:
-        UserError: there are no weights, or a file is missing, damaged, or contains objects other than tensors.
-    """
+    """Find the tensors that `save_pretrained` wrote to a folder, without reading them."""
     main = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if main is None:
         raise UserError(f"{folder} has a configuration and no weights ({_SAFE}); save the model there.")

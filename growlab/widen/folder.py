@@ -165,10 +165,7 @@ def check_free(out: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """Load class and configuration of a folder's model without running code from the folder.
-
-    Raise a UserError if transformers does not know the model.
-    """
+    """Load class and configuration of a folder's model without running code from the folder."""
     transformers = imported("transformers", "transformers")
     transformers.logging.disable_progress_bar()
     try:
@@ -208,11 +205,7 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
 
 
 class Plan:
-    """A mapping from the tensors of a saved model to those of a wider and deeper one; `source`, `target` are skeletons.
-
-    Raises:
-        UserError: growlab cannot follow the model, or its sizes do not fit one another.
-    """
+    """A mapping from the tensors of a saved model to those of a wider and deeper one; both models are skeletons."""
 
     def __init__(
         self, saved: Checkpoint, source: nn.Module, target: nn.Module, method: GrowthMethod, seed: int

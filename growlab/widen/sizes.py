@@ -117,11 +117,7 @@ def divides_its_stream(config: Any) -> bool:
 
 
 def deepened(config: Any, depth: float) -> Any:
-    """Return a configuration with more layers; its lists with an entry per layer become longer.
-
-    Raises:
-        UserError: the number of layers would not be whole.
-    """
+    """Return a configuration with more layers; its lists with an entry per layer become longer."""
     if depth < 1:
         raise UserError(f"--depth {depth:g} would take layers away; it must be 1 or more.")
     target = copy.deepcopy(config)

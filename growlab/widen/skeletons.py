@@ -29,11 +29,7 @@ _ABOUT = (
 
 
 def skeleton(kind: Any, config: Any) -> nn.Module:
-    """Build a model of transformers in eval mode whose parameters take no memory; only buffers have values.
-
-    Raises:
-        UserError: transformers cannot build such a model.
-    """
+    """Build a model of transformers in eval mode whose parameters take no memory; only buffers have values."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         # A parameter that is on device meta already is tied to another one.

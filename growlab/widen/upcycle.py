@@ -86,11 +86,7 @@ def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> 
 
 
 def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
-    """Return the class and the configuration of a dense model's mixture of experts.
-
-    Raises:
-        UserError: no mixture has the same outputs.
-    """
+    """Return class and configuration of a dense model's mixture of experts; raise if none has the same outputs."""
     transformers = importlib.import_module("transformers")
     if config.model_type not in _FAMILIES:
         raise UserError(

@@ -184,11 +184,7 @@ class Alone(nn.Module):
 
 
 def path_of(whole: nn.Module, submodule: "str | nn.Module") -> str:
-    """Return the first name of a submodule, given any of its names or the module itself.
-
-    Raises:
-        UnsupportedOperation: the network has no such submodule.
-    """
+    """Return the first name of a submodule, given any of its names or the module itself, or raise if there is none."""
     for path, module in whole.named_modules(remove_duplicate=False):
         if submodule in (path, module) and module is not whole:
             return next(first for first, same in whole.named_modules() if same is module)
@@ -199,11 +195,7 @@ def path_of(whole: nn.Module, submodule: "str | nn.Module") -> str:
 
 
 def inputs_to(whole: nn.Module, path: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the inputs of a submodule's first call when the network is called with the given inputs.
-
-    Raises:
-        UnsupportedOperation: the network does not call the submodule.
-    """
+    """Return the inputs of a submodule's first call when the network is called with the given inputs."""
     found = captured(lambda: call_with(whole, inputs), whole.get_submodule(path), whole)
     if found is None:
         raise UnsupportedOperation(f"{type(whole).__name__} does not call its submodule {path} with this example.")

@@ -136,11 +136,7 @@ def _decompositions() -> dict[Any, Any]:
 
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:
-    """Full-width shapes of all tensors that a node computes.
-
-    Raises:
-        UnsupportedOperation: a size depends on numbers in the data.
-    """
+    """Full-width shapes of all tensors that a node computes; raise if a size depends on numbers in the data."""
     value = node.meta.get("val")
     tensors = [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, Tensor)]
     if any(type(size) is not int for tensor in tensors for size in tensor.shape):

@@ -65,10 +65,7 @@ class Trials:
         self.failures: dict[str, str] = {}
 
     def work(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
-        """Return True if the network runs as tracing predicts while these groups are narrow.
-
-        `attributes` of modules follow the widths; None: `self.attributes`.
-        """
+        """Return True if the network runs as predicted while these groups are narrow and `attributes` follow."""
         return self.run(names, attributes) and self.compute_the_same(names, attributes)
 
     def run(self, names: Collection[str], attributes: Mapping[HardcodedSize, Axis] | None = None) -> bool:
