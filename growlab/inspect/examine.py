@@ -10,8 +10,10 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -380,10 +382,8 @@ def _read(path: Path) -> list[Report]:
 def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None:
     versions = {"python": platform.python_version()}
     for package in ("growlab", "torch", "torchvision", "timm", "transformers"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     content = {
         "command": shlex.join(["python", "-m", "growlab", "widths", *sys.argv[1:]]),
         "time_limit_sec": time_limit_sec,
@@ -438,8 +438,6 @@ def _row(report: Report, methods: Sequence[str] | None = None) -> str:
 
 def _reasons(report: Report) -> str:
     """Summarise why layers stay at full width by the most frequent reasons, except that they are the output."""
-    counts: dict[str, int] = {}
-    for reason in (why.partition(": ")[0] for why in report.fixed.values()):
-        if reason != "the network's output":
-            counts[reason] = counts.get(reason, 0) + 1
-    return "; ".join(f"{reason} ({n})" for reason, n in sorted(counts.items(), key=lambda item: -item[1])[:3])
+    counts = Counter(why.partition(": ")[0] for why in report.fixed.values())
+    del counts["the network's output"]
+    return "; ".join(f"{reason} ({n})" for reason, n in counts.most_common(3))

@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -272,18 +272,13 @@ def expand(names: Sequence[str]) -> list[str]:
 
     Of timm only networks for images of 3x224x224 are considered. `transformers/*` becomes the model types of `TYPES`.
     """
-    expanded: list[str] = []
-    for name in names:
-        if name == "torchvision/*":
-            models = importlib.import_module("torchvision.models")
-            expanded += [f"torchvision/{model}" for model in models.list_models(module=models)]
-        elif name == "timm/*":
-            expanded += [f"timm/{model}" for model in _smallest_of_families()]
-        elif name == "transformers/*":
-            expanded += [f"transformers/{model}" for model in TYPES]
-        else:
-            expanded.append(name)
-    return expanded
+    listed: Mapping[str, Callable[[], Sequence[str]]] = {
+        "torchvision/*": lambda: (models := importlib.import_module("torchvision.models")).list_models(module=models),
+        "timm/*": _smallest_of_families,
+        "transformers/*": lambda: TYPES,
+    }
+    found = ([name] if name not in listed else [name[:-1] + model for model in listed[name]()] for name in names)
+    return [name for each in found for name in each]
 
 
 def _smallest_of_families() -> list[str]:
