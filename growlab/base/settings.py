@@ -1,4 +1,4 @@
-"""Checks of arguments, small dataclasses that group a class's many settings, and a readable `repr`.
+"""Checks and names of arguments, and a readable `repr`.
 
 A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters` and
 `growlab.lab.training.checks` read them as if they were its own.
@@ -9,7 +9,6 @@ import math
 import reprlib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from fractions import Fraction
 from inspect import Parameter, signature
 from numbers import Integral, Real
@@ -22,35 +21,6 @@ def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
     if kinds := getattr(made, "SETTINGS", ()):
         own = {name: one for name, one in own.items() if one.kind is not Parameter.VAR_KEYWORD}
     return own | {name: one for kind in kinds for name, one in parameters(kind).items()}
-
-
-def sorted_into(kinds: tuple[type, ...], settings: Mapping[str, Any], owner: str) -> list[Any]:
-    """Distribute settings over dataclasses, and return an instance of each.
-
-    Args:
-        kinds: dataclasses that share no field.
-        settings: values by name; the others keep their defaults.
-        owner: name of the class in the message.
-
-    Raises:
-        TypeError: no dataclass has a field of a name.
-
-    Examples:
-        >>> from dataclasses import dataclass
-        >>> @dataclass(frozen=True)
-        ... class When:
-        ...     every: int = 1
-        >>> @dataclass(frozen=True)
-        ... class Much:
-        ...     width: int = 2
-        >>> sorted_into((When, Much), {"width": 3}, "example")
-        [When(every=1), Much(width=3)]
-    """
-    names = {kind: {field.name for field in fields(kind)} for kind in kinds}
-    unknown = sorted(set(settings) - {name for own in names.values() for name in own})
-    if unknown:
-        raise TypeError(f"{owner} got an unexpected keyword argument {unknown[0]!r}")
-    return [kind(**{name: settings[name] for name in settings if name in names[kind]}) for kind in kinds]
 
 
 def left_out(part: Any) -> bool:

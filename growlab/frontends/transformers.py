@@ -173,13 +173,12 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                     "growth with several processes needs the Trainer to wrap its model in DistributedDataParallel."
                 )
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Grow if the trigger says so."""
-        self._step(state)
-
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Grow if the trigger says so."""
-        self._step(state)
+        then = None if self._wrapper is None else partial(renew, self._wrapper)
+        self.grower.step(int(state.epoch or 0), step=state.global_step, then=then)
+
+    on_epoch_begin = on_step_begin
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -282,10 +281,6 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
                 "TrainingArguments(resume_from_checkpoint=...) too."
             )
         put_back(grower.network, extra.get("kept", {}))
-
-    def _step(self, state: TrainerState) -> None:
-        then = None if self._wrapper is None else partial(renew, self._wrapper)
-        self.grower.step(int(state.epoch or 0), step=state.global_step, then=then)
 
 
 def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:

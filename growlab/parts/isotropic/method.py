@@ -1,13 +1,13 @@
 """Growth and pruning of isotropic layers by singular values (Bird, Section 3.3)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from growlab.base.errors import as_user_errors
-from growlab.base.settings import at_least, flag, not_none, one_of, sorted_into, whole
+from growlab.base.settings import at_least, flag, not_none, one_of, whole
 from growlab.growth.method import GrownTensors, GrowthContext, GrowthMethod, WidthDecision
 from growlab.parts.isotropic.resize import IMPORTANCES, Change, Choices, Observation, change_width, gradient_of, watch
 from growlab.parts.isotropic.spectrum import consumers, decompose, folded, gain_columns, producers, weights_of
@@ -137,7 +137,12 @@ class Isotropic(GrowthMethod, WidthDecision):
         self, mode: Literal["reserve", "scheduled"] = "reserve", max_pruning_error: float | None = None, **settings: Any
     ) -> None:
         super().__init__()
-        self.boundaries, self.widths, self.choices = sorted_into(self.SETTINGS, settings, "Isotropic")
+        of_boundaries, of_widths = (
+            {field.name: settings.pop(field.name) for field in fields(kind) if field.name in settings}
+            for kind in (Boundaries, Widths)
+        )
+        self.boundaries, self.widths = Boundaries(**of_boundaries), Widths(**of_widths)
+        self.choices = Choices(**settings)
         one_of(MODES, mode=mode)
         at_least(0, **not_none(max_pruning_error=max_pruning_error))
         if (self.widths.target_width is None) == (mode == "scheduled"):
