@@ -184,7 +184,7 @@ class Alone(nn.Module):
 
 
 def path_of(whole: nn.Module, submodule: "str | nn.Module") -> str:
-    """Return the first name of a submodule, given any of its names or the module itself; raise if it has no such one."""
+    """Return the first name of a submodule, given any of its names or the module itself."""
     for path, module in whole.named_modules(remove_duplicate=False):
         if submodule in (path, module) and module is not whole:
             return next(first for first, same in whole.named_modules() if same is module)
