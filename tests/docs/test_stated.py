@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
-from tests.docs import blind, blind_second
+from tests.docs import blind, blind_second, blind_third
 from tests.docs.stated import ISOTROPIC, MEASURED, README, ROWS, Stated, plain, stated
 from tests.docs.stated_rows import more
 from tests.docs.test_numbers import COSTS, PAGES, prose
 
-STATED = [*stated(), *more(), *blind.stated(), *blind_second.stated()]
+STATED = [*stated(), *more(), *blind.stated(), *blind_second.stated(), *blind_third.stated()]
 
 
 def text_of(page: str) -> str:

@@ -136,7 +136,10 @@ def trained(
     """Train one, and keep what says how it went; return where that can lie."""
     own = f"{name}{'' if rate is None else f'_lr{rate:g}'}_s{seed}"
     folder = out / own
-    places = [KEPT / own, folder]
+    # Kept rates that were not the best have a folder of their own.
+    kept = KEPT / f"{name}_s{seed}" / "results.json"
+    best = rate is None or (kept.is_file() and f"optimizer.lr={rate:g} " in kept.read_text())
+    places = [kept.parent if best else KEPT / own.replace("/", "_rates/", 1), folder]
     if time.monotonic() >= until or (device == "cuda" and any((place / "results.json").is_file() for place in places)):
         return places
     words = command(name, seed, rate, folder, device, data)
