@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from growlab.base.errors import UserError
 from growlab.lab.training.task import Task
-from growlab.parts import Resolution
-from growlab.parts.resolution import Cut
 
 
 class CudaGraphs(Callback):
@@ -26,7 +24,7 @@ class CudaGraphs(Callback):
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[tuple[Any, ...], tuple[nn.Module, list[Cut | None]]] = {}
+        self._graphs: dict[tuple[Any, ...], tuple[nn.Module, list[Any]]] = {}
         self._events = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,7 +46,7 @@ class CudaGraphs(Callback):
         if self._events != len(task.grower.events):
             self._graphs, self._events = {}, len(task.grower.events)
         key = tuple((x.shape, x.dtype) for x in inputs)
-        resizers = [part.resizer for part in task.grower.parts if isinstance(part, Resolution)]
+        resizers = [part.resizer for part in task.grower.parts if hasattr(part, "resizer")]
         if key not in self._graphs:
             called = _captured(task.network, inputs)
             self._graphs[key] = called, [resizer.cut for resizer in resizers]

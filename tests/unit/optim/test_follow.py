@@ -1,6 +1,7 @@
 """An optimizer through growth events: tracked parameters, carried state, refused state, ages, resumed runs."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -24,8 +25,11 @@ from growlab.optim import (
     weight_regions,
 )
 from growlab.optim.followers import replace_parameters
-from growlab.widths import Carry, replaced, trace
+from growlab.widths import Carry, trace
 from tests.cases import NETWORKS, Around, graph_of, widths_at
+
+# `growlab.widths.resize` is the function.
+replacing = sys.modules["growlab.widths.resize"]
 
 
 def network():
@@ -404,8 +408,8 @@ class TestForgotten:
     @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, SGD, Muon], ids=lambda o: o.__module__)
     def test_follow(self, make, monkeypatch):
         # Networks of other tests may wait for an optimizer yet.
-        monkeypatch.setattr(replaced, "_awaited", {})
-        replaced._stop_listening()
+        monkeypatch.setattr(replacing, "_awaited", {})
+        replacing._stop_listening()
         run = self.run(lambda p: make(p, lr=0.1))
         for _ in range(2):
             with pytest.raises(
@@ -413,9 +417,9 @@ class TestForgotten:
             ):
                 run.steps(1)
         self.follow(run)
-        assert replaced._hook is not None
+        assert replacing._hook is not None
         run.steps(1)
-        assert replaced._hook is None  # Steps cost what they did.
+        assert replacing._hook is None  # Steps cost what they did.
 
     def test_follow_of_one_optimizer_in_two(self):
         run = self.run(lambda p: torch.optim.SGD(list(p)[:2], lr=0.1))
@@ -435,13 +439,13 @@ class TestForgotten:
 
     def test_networks_that_are_gone_are_not_waited_for(self, monkeypatch):
         for name in ("_awaited", "_replaced"):
-            monkeypatch.setattr(replaced, name, {})
+            monkeypatch.setattr(replacing, name, {})
         run = self.run(lambda p: torch.optim.SGD(p, lr=0.1))
-        assert len(replaced._awaited) == len(run.event.replaced) - 2  # Without running statistics.
-        assert replaced._awaited.keys() & replaced._replaced.keys() == set()
+        assert len(replacing._awaited) == len(run.event.replaced) - 2  # Without running statistics.
+        assert replacing._awaited.keys() & replacing._replaced.keys() == set()
         del run
         gc.collect()
-        assert replaced._awaited == replaced._replaced == {}
+        assert replacing._awaited == replacing._replaced == {}
 
     def test_plant(self):
         made = network()
