@@ -109,6 +109,8 @@ def test_every_job_of_a_sweep_is_an_experiment_of_its_own(experiment: str, monke
     cfg = compose(PRIMARY, overrides=[f"experiment={experiment}", "name=given"], return_hydra_config=True)
     params = {key: str(values).split(",") for key, values in cfg.hydra.sweeper.params.items()}
     monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+    # Of another composition in this process.
+    OmegaConf.clear_cache(cfg)
     assert cfg.hydra.sweep.dir == f"runs/{experiment.removeprefix('papers/')}"
     assert 6 <= int(prod(map(len, params.values()))) <= 77
     job = composed(f"experiment={experiment}", "name=given")
