@@ -52,8 +52,8 @@ class Controller(Trigger):
     Attributes:
         decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network less that of the
             grown one) and its standard error "gap_error", both losses, "steps" of both branches, "odds" of the full
-            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took; gap
-            and losses are None where a branch was too short.
+            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took; gap,
+            losses and odds are None where a branch was too short.
 
     Raises:
         UserError: a value is impossible.
