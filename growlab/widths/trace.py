@@ -105,7 +105,7 @@ def trace(
     inputs = inputs_of(example, model)
     if submodule is not None:
         return _traced_alone(model, path_of(model, submodule), inputs, keep_full, follow_norms)
-    with unchanged(model, copied="all but parameters") as whole, _frozen_objects():
+    with unchanged(model, copied="all but parameters") as whole, _no_whole_collections():
         graph, light = _traced(model, inputs, keep_full, follow_norms, whole)
         breaks = any(reason.startswith((FAILS, OTHERWISE)) for reason in graph.fixed.values())
         for others in _other_rows(model, inputs) if breaks else ():
@@ -121,17 +121,14 @@ def trace(
 
 
 @contextmanager
-def _frozen_objects() -> Iterator[None]:
-    """Leave present objects out of garbage collection: the many new ones of torch.export cause whole collections."""
-    if gc.get_freeze_count():
-        # The user's own, or an outer trace's: `unfreeze` would end it.
-        yield
-        return
-    gc.freeze()
+def _no_whole_collections() -> Iterator[None]:
+    """Leave old objects out of garbage collection: the many new ones of torch.export would have all visited again."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], 1_000_000)
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def _traced_alone(
