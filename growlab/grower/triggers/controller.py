@@ -7,8 +7,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from growlab.base import ranks
 from growlab.base.errors import UserError, as_user_errors
@@ -19,7 +19,7 @@ from growlab.grower.triggers.trigger import Declined, GrowingNetwork, Trigger, W
 from growlab.growth.outputs import main_output, network_inputs
 from growlab.plan import advise
 from growlab.widths import WidthGraph
-from growlab.widths.inputs import call_on, changed
+from growlab.widths.inputs import call_on, changed, tensors_in
 from growlab.widths.unchanged import states_of_draws
 
 log = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ class Controller(Trigger):
     At one moment, before the rate decays, the network trains on for a short while as it is; then, from where it stood,
     it grows and trains on the same batches for as many FLOPs. Both are measured on batches that neither trained on. If
     the grown network's loss is lower by more than its standard error, it trains on, else the smaller one does; the
-    branch of the winner counts as training, that of the loser is undone, the growth event included. For budgets between
-    those for which `growlab.plan.advise` is sure of a smaller and of the full network. Where a branch has fewer than
-    four steps at that cost, the smaller network trains on.
+    branch of the winner counts as training, that of the loser is undone, the growth event included. Where
+    `growlab.plan.advise` is sure that the smaller network ends better, or a branch would have fewer than four steps,
+    nothing is compared, and the smaller network trains on at no cost.
 
     The loop's batches and loss are needed, which `growlab.Growth` and the Trainer's callback provide; in your
     own loop call `Grower.provide(batches=..., loss=...)`. The branch's steps do not move the loop's clock or its rate.
@@ -46,14 +46,16 @@ class Controller(Trigger):
         at: part of the training's steps behind which it branches, from 0.25 to 0.45.
         branch: part of the training's cost that each branch takes, above 0 and at most 0.03.
         total_steps: optimizer steps of the whole training; None: as the loop announces.
+        min_odds: odds of the full network against the smaller one, by `growlab.plan.advise`, below which nothing is
+            compared.
         batches: that both are measured on, at least 2.
         max_steps: of a branch, whose batches are kept in memory.
 
     Attributes:
         decision: receipt of the branch, None before it: "grown", "gap" (loss of the continued network less that of the
             grown one) and its standard error "gap_error", both losses, "steps" of both branches, "odds" of the full
-            network by `growlab.plan.advise`, and "paid", the part of the training's cost that both branches took; gap,
-            losses and odds are None where a branch was too short.
+            network, and "paid", the part of the training's cost that both branches took; gap and losses are None where
+            nothing was compared, odds where nothing had grown.
 
     Raises:
         UserError: a value is impossible.
@@ -69,11 +71,12 @@ class Controller(Trigger):
         at: float = 0.35,
         branch: float = 0.025,
         total_steps: int | None = None,
+        min_odds: float = 0.2,
         batches: int = 8,
         max_steps: int = 500,
     ) -> None:
         with as_user_errors():
-            finite(at=at, branch=branch)
+            finite(at=at, branch=branch, min_odds=min_odds)
             whole(2, batches=batches)
             whole(_LEAST_STEPS, max_steps=max_steps)
             whole(1, **not_none(total_steps=total_steps))
@@ -83,7 +86,7 @@ class Controller(Trigger):
             raise UserError(f"branch={branch} of a Controller must be above 0 and at most 0.03.")
         self._sizes = At({0: width, 1: 1.0})
         self.resizes = self._sizes.resizes
-        self.at, self.branch, self.total_steps = at, branch, total_steps
+        self.at, self.branch, self.total_steps, self.min_odds = at, branch, total_steps, min_odds
         self.batches, self.max_steps = batches, max_steps
         self.decision: dict[str, Any] | None = None
         self.auxiliary_passes: list[dict[str, Any]] = []
@@ -125,7 +128,7 @@ class Controller(Trigger):
             return None
         steps = min(self.max_steps, round(self.branch * total))
         if steps < _LEAST_STEPS:
-            self._decide(_too_short(0, 0.0))
+            self._decide(_not_compared(0, 0.0))
             return None
         self._begin(grower, total, steps)
         return self.steps(grower.graph)[-1]
@@ -151,18 +154,19 @@ class Controller(Trigger):
         steps, small, total = (trial[key] for key in ("steps", "flops", "total"))
         flops, batches = _flops(grower), trial["batches"]
         grown_steps = round(steps * small / flops)
-        samples = _samples(batches[0]) * (torch.distributed.get_world_size() if ranks.several() else 1)
+        processes, event = torch.distributed.get_world_size() if ranks.several() else 1, grower.events[-1]
+        samples, tokens = (processes * count for count in _samples(batches[0]))
+        odds = _odds(grower.network, event.num_params_before, total * small / flops, samples, tokens)
         entries = {"stage": grower.state.stage - 1, "epoch": grower.clock.epoch}
-        if grown_steps < _LEAST_STEPS:
+        if grown_steps < _LEAST_STEPS or (odds is not None and odds < self.min_odds):
             entries |= {"auxiliary_flops": samples * steps * small, "auxiliary_samples": samples * steps}
-            raise Declined({"decision": _too_short(steps, steps / total), "passes": entries})
+            raise Declined({"decision": _not_compared(steps, steps / total, odds), "passes": entries})
         draws = states_of_draws(grower.network)
         trial["draws"]()
         losses = self._train(grower, batches, grown_steps, first=steps)
         draws()
         gaps = [continued - grown for continued, grown in zip(trial["losses"], losses, strict=True)]
         gap, error = fmean(gaps), stdev(gaps) / sqrt(len(gaps))
-        event = grower.events[-1]
         receipt = {
             "grown": gap > error,
             "gap": gap,
@@ -170,7 +174,7 @@ class Controller(Trigger):
             "loss_continued": fmean(trial["losses"]),
             "loss_grown": fmean(losses),
             "steps": [steps, grown_steps],
-            "odds": _odds(event.num_params, event.num_params_before, total * samples * small / flops),
+            "odds": odds,
             "paid": (steps * small + grown_steps * flops) / (total * small),
         }
         entries |= {
@@ -192,7 +196,10 @@ class Controller(Trigger):
     def _decide(self, decision: dict[str, Any], *passes: dict[str, Any]) -> None:
         self.decision, self.auxiliary_passes = decision, [*self.auxiliary_passes, *passes]
         if decision["gap"] is None:
-            log.info("no growth: a branch of %.1f %% of the training is too short to compare", 100 * self.branch)
+            odds = decision["odds"]
+            few = f"a branch of {100 * self.branch:.1f} % of the training has fewer than {_LEAST_STEPS} steps"
+            unlikely = odds is not None and odds < self.min_odds
+            log.info("no growth: %s", f"the odds of the full network are {100 * odds:.0f} %" if unlikely else few)
             return
         log.info(
             "growth %s: loss %.4g continued, %.4g grown; both branches took %.1f %% of the training's cost",
@@ -244,16 +251,18 @@ class Controller(Trigger):
     def _loss(self, grower: GrowingNetwork, batch: Any) -> Tensor:
         training, device = grower.training, next(grower.network.parameters()).device
         if training.step_loss is not None:
+            if hasattr(batch, "to"):  # A tensor, or a library's own collection of them.
+                return training.step_loss(batch.to(device))
             return training.step_loss(tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch))
         assert training.loss is not None
         *inputs, target = network_inputs(tuple(batch), grower.network)
         return training.loss(main_output(call_on(grower.network, inputs)), target)
 
 
-def _too_short(steps: int, paid: float) -> dict[str, Any]:
+def _not_compared(steps: int, paid: float, odds: float | None = None) -> dict[str, Any]:
     """Receipt where nothing was compared."""
-    nothing = dict.fromkeys(("gap", "gap_error", "loss_continued", "loss_grown", "odds"))
-    return {"grown": False, **nothing, "steps": [steps, 0], "paid": paid}
+    nothing = dict.fromkeys(("gap", "gap_error", "loss_continued", "loss_grown"))
+    return {"grown": False, **nothing, "odds": odds, "steps": [steps, 0], "paid": paid}
 
 
 def _flops(grower: GrowingNetwork) -> int:
@@ -261,14 +270,18 @@ def _flops(grower: GrowingNetwork) -> int:
     return max(1, forward_flops(grower.network, one))
 
 
-def _samples(batch: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return len(tensors[0]) if tensors else 1
+def _samples(batch: Any) -> tuple[int, int]:
+    """Samples of a batch, and tokens, if it has any."""
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim()]
+    tokens = [tensor.numel() for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()]
+    return (len(tensors[0]) if tensors else 1), max(tokens, default=0)
 
 
-def _odds(params: int, smaller: int, samples: float) -> float | None:
+def _odds(network: nn.Module, smaller: int, steps: float, samples: int, tokens: int) -> float | None:
     """Probability that the full network ends better than the smaller one, before anything was measured."""
+    params = sum(parameter.numel() for parameter in network.parameters())
     if not 0 < smaller < params:
         return None
-    advice = advise(params, samples, smaller=smaller)
+    embeds = any(isinstance(module, nn.Embedding) for module in network.modules())
+    advice = advise(params, steps * ((embeds and tokens) or samples), smaller=smaller)
     return advice.odds if advice.choice == "full" else 1 - advice.odds

@@ -1,6 +1,7 @@
 """`growlab.Controller`: grown against continued, from one moment on the same batches; the winner trains on."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import growlab
 from growlab import Controller, Grower
 from growlab.base.errors import UserError
+from growlab.grower.cost import forward_flops
 from growlab.growth import PairGrowth
+from growlab.plan import advise
 from tests.unit.frontends.lightning_runs import trainer_of
 
 STEPS, BATCH, MOMENT = 1200, 16, 420
@@ -189,14 +192,63 @@ def test_what_cannot_be_is_refused(make: Callable[[], Controller], message: str)
         make()
 
 
-@pytest.mark.parametrize(("branch", "steps"), [(0.002, 0), (0.01, 12)], ids=["no branch", "only the smaller one"])
-def test_a_branch_of_too_few_steps_costs_nothing_and_nothing_grows(branch: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("setting", "steps"),
+    [({"branch": 0.002}, 0), ({"branch": 0.01}, 12), ({"min_odds": 1.0}, 36)],
+    ids=["no branch", "only the smaller one's", "odds"],
+)
+def test_where_nothing_is_compared_the_smaller_network_trains_on_at_no_cost(setting: Any, steps: int) -> None:
     loop = Loop(True)
-    loop.trigger.branch = branch
+    vars(loop.trigger).update(setting)
     decision = loop.train().trigger.decision
     assert decision is not None and not decision["grown"] and decision["gap"] is None
     assert decision["steps"] == [steps, 0] and decision["paid"] == steps / STEPS
     assert loop.network[0].out_features == 4 and not loop.grower.events
+    # By hand: the branch's batches, and then the loop's.
+    stays = Loop(True)
+    stays.trigger.next = lambda grower: None  # type: ignore[method-assign]
+    stays.train(MOMENT)
+    torch.manual_seed(MOMENT)
+    for x, y in batches(steps + 8, True, seed=1)[:steps]:
+        stays.optimizer.zero_grad()
+        F.mse_loss(stays.network(x), y).backward()
+        stays.optimizer.step()
+    assert same(stays.train(), loop)
+
+
+def count(network: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+class Batch(UserDict[str, Tensor]):
+    """A batch as transformers' collators make them, which no function of torch looks into."""
+
+    def to(self, device: Any) -> "Batch":
+        return Batch({name: tensor.to(device).clone() for name, tensor in self.items()}, moved=torch.ones(1))
+
+
+def test_odds_of_language_models_are_those_of_their_tokens() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 11))
+    ids = Batch(attention_mask=torch.ones(4, 6).long(), input_ids=torch.randint(0, 11, (4, 6)))
+    full, full_flops = count(network), forward_flops(network, (ids["input_ids"],))
+    trigger = Controller(0.5, total_steps=400, branch=0.03)
+    grower = Grower(network, ids["input_ids"], method=PairGrowth(), trigger=trigger, verbose=False)
+    smaller, flops = count(network), forward_flops(network, (ids["input_ids"],))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    grower.follow(optimizer)
+    moved = list[bool]()
+
+    def step_loss(batch: Batch) -> Tensor:
+        moved.append("moved" in batch)
+        return F.cross_entropy(network(batch["input_ids"]).flatten(0, 1), batch["input_ids"].flatten())
+
+    grower.provide(batches=lambda number: [ids] * number, step_loss=step_loss)
+    grower.step(step=140)
+    decision = trigger.decision
+    assert decision is not None and moved and all(moved)
+    advice = advise(full, 400 * 4 * 6 * flops / full_flops, smaller=smaller)
+    assert decision["odds"] == pytest.approx(advice.odds if advice.choice == "full" else 1 - advice.odds)
 
 
 def test_a_loop_that_provides_nothing_is_asked_to() -> None:
