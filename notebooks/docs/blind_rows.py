@@ -1,6 +1,6 @@
-"""Train pairs of a network and a budget that were written down before any of them was trained, in three rounds.
+"""Train pairs of a network and a budget that were written down before any of them was trained, in four rounds.
 
-`python notebooks/docs/blind_rows.py third --write` writes `notebooks/results/blind_third/pairs.csv`: networks,
+`python notebooks/docs/blind_rows.py fourth --write` writes `notebooks/results/blind_fourth/pairs.csv`: networks,
 budgets, and the odds of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
 missing from `rates.csv` (validation data, one seed) and `arms.csv` (test data), at equal cost in FLOPs, in about half
 an hour on one CPU core. `first` is the round of `notebooks/results/blind`. The kept pairs.csv of each round has the
@@ -42,17 +42,14 @@ from growlab.parts import Depth, Resolution
 from growlab.plan import advise
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FOLDERS = {
-    name: RESULTS / folder
-    for name, folder in zip(("first", "second", "third"), ("blind", "blind_second", "blind_third"), strict=True)
-}
+FOLDERS = {"first": RESULTS / "blind"} | {name: RESULTS / f"blind_{name}" for name in ("second", "third", "fourth")}
 SIZES = ("full", "smaller", "grown")
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays", "shallow", "drawn")
 # The last rate is tried if the first is better than the second.
 RATES, RATE_SEED = (0.005, 0.015, 0.0015), 100
 # Seeds of each round; more for what the controller is compared with, since the two differ little.
-SEEDS = {"first": 2, "second": 2, "third": 3}
-COMPARED = {"third": {"controller": 8, "stays": 8}}
+SEEDS = {"first": 2, "second": 2, "third": 3, "fourth": 3}
+COMPARED = dict.fromkeys(("third", "fourth"), {"controller": 8, "stays": 8})
 # Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
 RATE_OF = {
     **dict.fromkeys(("eighth", "controller", "stays"), "smaller"),
@@ -457,7 +454,21 @@ THIRD = [
     _pair(39, 8.1, "strips", DIGITS, (24, 16, 6), None, size=8),
     _pair(40, 10.0, "mixer", DIGITS, (12, 8, 4), None, channels=1, size=8),
 ]
-PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD}
+FOURTH = [
+    _pair(41, 1.0, "preact", MNIST, (12, 8), None, channels=1),
+    _pair(42, 1.2, "convmixer", MNIST, (48, 34), None, channels=1),
+    _pair(43, 1.5, "excited", CIFAR, (12, 8), None, channels=3),
+    _pair(44, 1.9, "inverted", CIFAR, (16, 11), None, channels=3),
+    _pair(45, 2.3, "encoder", DIGITS, (24, 16), None, size=8),
+    _pair(46, 2.9, "wavenet", ENGLISH, (32, 22), None, 8),
+    _pair(47, 3.5, "layered", SMALL_MNIST, (32, 17), None, features=196),
+    _pair(48, 4.3, "rnn", PYTHON, (64, 43), None, 8),
+    _pair(49, 5.3, "gpt2", PYTHON, (24, 16), None, 8),
+    _pair(50, 6.6, "strips", SMALL_MNIST, (24, 13), None, size=14),
+    _pair(51, 8.1, "gru", PYTHON, (32, 21), None, 16),
+    _pair(52, 10.0, "causal", GERMAN, (24, 16), None, 16),
+]
+PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD, "fourth": FOURTH}
 
 
 # Data --------------------------------------------------------------------------------------------------------
@@ -688,7 +699,7 @@ def written(pair: Pair) -> dict[str, Any]:
 def missing(name: str, pair: Pair) -> Iterator[tuple[str, float, int, str]]:
     """Runs that the files of a round lack: arm, rate, seed and file."""
     folder = FOLDERS[name]
-    for arm in pair.arms:
+    for arm in dict.fromkeys((*pair.arms, *COMPARED.get(name, ()))):
         for rate in RATES if arm not in RATE_OF else ():
             known = [float(row["rate"]) for row in rates_of(folder, pair, arm)]
             if rate not in known and (rate != RATES[-1] or chosen(folder, pair, arm) == RATES[0]):

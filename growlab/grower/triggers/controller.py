@@ -69,7 +69,7 @@ class Controller(Trigger):
         width: float = 0.5,
         *,
         at: float = 0.35,
-        branch: float = 0.025,
+        branch: float = 0.02,
         total_steps: int | None = None,
         min_odds: float = 0.2,
         batches: int = 8,
