@@ -558,16 +558,17 @@ def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
                 module.training = mode
 
 
-def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor, method: GrowthMethod) -> None:
+def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor | tuple[Tensor, ...], method: GrowthMethod) -> None:
     """Grow a network from a quarter of its widths, exactly, into one that its class builds."""
+    probe = (x,) if isinstance(x, Tensor) else x
     whole, network = copy.deepcopy(network), copy.deepcopy(network)
     quarters = [{n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()} for part in (1, 2, 3, 4)]
     state = make_seed(network, graph, method, quarters[0], seed=0)
     roughen(network)
     for widths in quarters[1:]:
-        event = grow(network, graph, method, state, widths, 0, (x,))
+        event = grow(network, graph, method, state, widths, 0, probe)
         assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
         anneal_norms(network, graph, state, 1.0)
     finish(network, graph, method, state)
     whole.load_state_dict(network.state_dict(), strict=True)
-    assert torch.equal(whole.eval()(x), network.eval()(x))
+    assert torch.equal(whole.eval()(*probe), network.eval()(*probe))

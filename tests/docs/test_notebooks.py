@@ -141,9 +141,7 @@ def test_a_page_shows_code_tables_text_and_figures(docs):
         "```text\ntold\n```\n",
     ]
     assert images == {"shown_0.png": b"a figure"}
-
-
-def test_links_lead_to_pages_of_the_site(docs):
+    # Links lead to pages of the site.
     source = "[a](02_lightning.ipynb), [b](docs/pages/guide/data.md), [c](https://x.org/y.ipynb)"
     text, _ = docs.page({"cells": [{"cell_type": "markdown", "source": [source]}]}, "shown")
     assert text == "[a](02_lightning.md), [b](../guide/data.md), [c](https://x.org/y.ipynb)\n"

@@ -13,50 +13,22 @@ from scipy import stats
 from growlab.base.errors import UserError
 from growlab.base.files import write_json
 from growlab.lab.analysis.results import open_run
-from growlab.lab.analysis.style import display_name
-from growlab.recipes.papers.registry import Item, Registry, Rows, registry
+from growlab.recipes.papers.registry import Item, Rows, registry
 from tests.command_line import ROOT
 from tests.lab.analysis.fake_runs import write_run
 
 sys.path.insert(0, str(ROOT / "notebooks" / "docs"))
 from paper_pages import Standing, pages, standings
-from verdicts import CONTRADICTED, HOLDS, ONE_RUN, QUANTITIES, UNDECIDED, Check, _runs, checks_of, outcome
+from verdicts import CONTRADICTED, HOLDS, ONE_RUN, QUANTITIES, UNDECIDED, Check, _runs, outcome
 
 RESULTS = ROOT / "notebooks" / "results"
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[str, str]:
-    return pages(registry(), RESULTS)
-
-
-def test_the_pages_are_not_stale(made: dict[str, str]) -> None:
+def test_the_pages_are_not_stale() -> None:
     """If this fails: python notebooks/docs/paper_pages.py."""
     folder = ROOT / "notebooks" / "docs" / "pages" / "papers"
-    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == made
-
-
-def test_the_page_names_methods_as_figures_do(made: dict[str, str]) -> None:
-    for name, link in (("ours + stagewise_norm", "is what figures call"), ("ours", "is")):
-        assert f'`{name}` {link} "{display_name(name)}"' in " ".join(made["index.md"].split())
-
-
-def test_a_table_of_rows_is_of_one_network(made: dict[str, str]) -> None:
-    """One of several would be wider than the page."""
-    heads = [line for text in made.values() for line in text.splitlines() if line.startswith("| method ")]
-    assert len(heads) > 5
-    for head in heads:
-        columns = [cell.strip() for cell in head.strip("|").split("|")]
-        assert sum("cost %" in name for name in columns) == 1, head
-
-
-def test_every_line_has_its_commands_and_every_paper_its_note(made: dict[str, str]) -> None:
-    for item in registry().items.values():
-        (line,) = [line for line in made[f"{item.paper}.md"].splitlines() if line.startswith(f"| {item.title} |")]
-        assert f"`growlab reproduce {item.name}`" in line
-        assert all(f"`growlab -m {command}`" in line for command in item.commands)
-    for paper, about in registry().papers.items():
-        assert "note" not in about or (f"\n{about['note']}\n" in made[f"{paper}.md"] and "tests hold" in about["note"])
+    kept = {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+    assert kept == pages(registry(), RESULTS)
 
 
 @pytest.fixture(autouse=True)
@@ -167,30 +139,6 @@ def test_initialisations_of_a_study_are_compared_seed_by_seed(tmp_path: Path) ->
     assert outcome(named, tmp_path).verdict == HOLDS and outcome(named, tmp_path).n == 3
 
 
-def test_initialisations_that_one_is_not_below_take_one_line(tmp_path: Path) -> None:
-    study(tmp_path / "study", [1.0, 2.0, 3.1], [0.9, 1.91, 3.0])
-    summary = json.loads((tmp_path / "study" / "summary.json").read_text())
-    summary["rows"].append({**summary["rows"][1], "initialisation": "c"})
-    (tmp_path / "study" / "summary.json").write_text(json.dumps(summary))
-    named = {"first": "study", "quantity": "loss_when_learnt", "expect": "less"}
-    checks = [Check(f"loss: `a` below `{second}`", study=("a", second), **named) for second in "bc"]
-    item = entry(*checks, rows=())
-    text = "\n".join(pages(Registry({"x": item}, {"bird": {"title": "Bird"}}, {}), tmp_path).values())
-    (line,) = [one for one in text.splitlines() if "`a` below `b`, `c`" in one]
-    assert line.count("+0.10\u00a0loss") == 2 and text.count("| loss: `a` below `c` |") == 1
-
-
-def test_every_pair_of_the_continual_study_is_compared() -> None:
-    checks = checks_of(registry().items["hyperfan_continual_regression"])
-    for quantity in ("first_loss", "loss_while_learnt", "loss_when_learnt"):
-        own = {one.study for one in checks if one.study and one.quantity == quantity and not one.ours}
-        others = {second for _, second in own}
-        assert {first for first, _ in own} == {"hyperfan_in", "hyperfan_out"}
-        assert len(own) == 2 * len(others) and len(others) == (8 if quantity == "first_loss" else 7)
-    says = [one.says for one in checks]
-    assert "first loss: `hyperfan_in` below `kaiming_tenth`" in says and len(set(says)) == len(says)
-
-
 def test_a_bound_on_a_studys_number_holds_or_not(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "summary.json").write_text('{"num_networks": 3, "errors": {"+1": 0.25}}')
@@ -265,17 +213,6 @@ def test_only_a_loss_that_is_not_finite_is_a_run_that_diverged(tmp_path: Path) -
         assert Standing(item, tmp_path, seeds=(1,)).num_diverged == 0
 
 
-def test_runs_at_equal_flops_are_counted_apart(tmp_path: Path) -> None:
-    """They are no row of the paper's table."""
-    write_run(tmp_path / "kept" / "ours")
-    write_run(tmp_path / "kept" / "cost", growth="none", lr_adapt="none", overrides=("method=equal_flops",))
-    command = "experiment=papers/table2 model=resnet20 method=ours,fixed_size,equal_flops seed=0"
-    item = Item("x", "yuan", "X", "A claim.", (command,), table="Table 2", rows=(Rows("kept", kind="whole"),))
-    assert Standing(item, tmp_path).rows_text == (
-        "2 of 3, of these 1 of 1 at equal FLOPs, which the paper does not have"
-    )
-
-
 def test_an_entry_says_how_long_the_runs_that_are_left_are(tmp_path: Path) -> None:
     scores(tmp_path / "kept", [0.9, 0.91, 0.92], [])
     command = "experiment=papers/table2 model=resnet20 method=ours"
@@ -310,17 +247,6 @@ def test_reproduced_is_said_of_statements_of_a_paper_at_its_length_alone(tmp_pat
     for item, verdict in said:
         assert Standing(item, tmp_path).verdict == verdict
     assert Standing(entry(rows=both), tmp_path).rows_text.endswith("of fewer images")
-
-
-def test_only_statements_of_the_paper_contradict_it(tmp_path: Path) -> None:
-    scores(tmp_path / "kept", [0.8, 0.81, 0.82001], [0.9, 0.91, 0.92])
-    item = entry(Check("a claim", "kept/a_s*", "kept/b_s*"), Check("a question", "kept/a_s*", "kept/b_s*", ours=True))
-    made = pages(Registry({"x": item}, {"bird": {"title": "Bird", "note": "A note."}}, {}), tmp_path)
-    index, text = made["index.md"], made["bird.md"]
-    claimed, asked = text.index("| a claim | −10"), text.index("## Our own questions")
-    assert claimed < asked < text.index("| a question | −10") and "\nA note.\n" in text
-    assert "| a claim | −10" in index and "a question" not in index
-    assert "| [Bird](bird.md) | 0 | 1 | 0 | 0 |" in index
 
 
 def test_widths_are_counted_where_classes_come_and_go(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from growlab.base.errors import UserError
@@ -73,6 +72,20 @@ def test_growth_rates_and_optimizers_instantiate_with_the_arguments_that_their_f
                 # Hydra refuses keys that a file does not have, so it has all of them.
                 known = parameters(hydra.utils.get_class(given["_target_"]))
                 assert set(given) - {"_target_"} == {n for n, p in known.items() if p.kind is not Parameter.VAR_KEYWORD}
+
+
+# Arguments of ImageData that data=folder alone gives.
+OF_FOLDERS = {"on_error", "test_fraction"}
+DATA_SETS = [name for group, name in OPTIONS if group == "data" and name not in ("custom", "folder")]
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_a_data_set_has_every_argument_of_its_class(name: str) -> None:
+    """What a user brings is tried in tests/runs/test_own_data.py."""
+    config = OmegaConf.to_container(composed(f"data={name}", "seed=7", "name=given"), resolve=True)["data"]
+    data = hydra.utils.instantiate(config)
+    assert data.seed == 7 and (getattr(data, "name", None) or name) == name.removesuffix("_incremental")
+    assert set(config) - {"_target_"} == set(parameters(type(data))) - OF_FOLDERS
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -182,18 +195,6 @@ def test_a_method_wins_over_the_experiment(method: str, growth: str, adapts: boo
 
 
 # Wrong keys and types ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        *("sed=1", "growth.nois_std=0", "lr_adapt.ruel=null", "schedule.totl_epochs=3"),
-        *("schedule.learning_rate.warmup=1", "model.widht=1", "optimizer.lrr=1", "checkpoint.signal=[]"),
-    ],
-)
-def test_a_wrong_key_is_caught_when_composing(override: str) -> None:
-    with pytest.raises(ConfigCompositionException):
-        composed(override)
 
 
 def test_a_value_of_another_type_is_caught_before_the_run() -> None:

@@ -14,31 +14,17 @@ from growlab.lab.training.configuration import config_dir
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-def make(folder: Path, *, with_config: bool = True) -> Path:
-    folder.mkdir(parents=True)
-    if with_config:
-        (folder / "config.yaml").write_text("seed: 0\n")
-    return folder
-
-
-def test_conf_inside_the_package_wins(tmp_path: Path) -> None:
-    inside = make(tmp_path / "growlab" / "conf")
-    make(tmp_path / "conf")
-    assert config_dir(tmp_path / "growlab") == inside
-
-
-def test_conf_beside_the_package_is_found(tmp_path: Path) -> None:
-    beside = make(tmp_path / "conf")
-    make(tmp_path / "growlab" / "conf", with_config=False)
-    assert config_dir(tmp_path / "growlab") == beside
-
-
-def test_conf_does_not_depend_on_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = config_dir()
-    make(tmp_path / "conf")
+def test_conf_is_inside_the_package_or_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the current folder has."""
+    here, inside, beside = config_dir(), tmp_path / "growlab" / "conf", tmp_path / "conf"
+    for folder in (inside, beside):
+        folder.mkdir(parents=True)
+    (beside / "config.yaml").touch()
+    assert config_dir(inside.parent) == beside
+    (inside / "config.yaml").touch()
+    assert config_dir(inside.parent) == inside
     monkeypatch.chdir(tmp_path)
-    assert config_dir() == here
-    assert here.is_absolute()
+    assert config_dir() == here and here.is_absolute()
 
 
 @pytest.mark.slow

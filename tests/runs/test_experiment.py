@@ -107,20 +107,20 @@ def test_without_growth_it_is_plain_sgd(finished: Callable[..., Path]) -> None:
 def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(finished: Callable[..., Path]) -> None:
     """`grow` as a plain function in a hand-written loop: the same weights, bit for bit."""
     arguments = ("growth=pairs", "lr_adapt=none", "schedule.learning_rate.shape=constant")
-    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "batch_norm_samples=0")
-    data = ImageData("digits", **IMAGES, seed=0)
+    run = finished(*MLP, *arguments, "schedule.batch_sizes=[48,40,32]", "batch_norm_samples=0", "seed=3")
+    data = ImageData("digits", **IMAGES, seed=3)
     data.setup()
-    lightning.seed_everything(0, verbose=False)
+    lightning.seed_everything(3, verbose=False)
     network = mlp3(data.image_shape, data.num_classes, width=12, batch_norm=True)
     graph = trace(network, data.probe_batch(2))
     widths = [dict.fromkeys(graph.groups, width) for width in (6, 10, 12)]
     method = PairGrowth(noise_std=0.001)
-    state = make_seed(network, graph, method, widths[0], 0)
+    state = make_seed(network, graph, method, widths[0], 3)
     sizes, starts = [48, 48, 40, 32, 32], [0, 2, 3]
     for epoch in range(5):
         if epoch in starts:
             if epoch:
-                grow(network, graph, method, state, widths[starts.index(epoch)], 0, (data.probe_batch(32),))
+                grow(network, graph, method, state, widths[starts.index(epoch)], 3, (data.probe_batch(32),))
             optimizer = torch.optim.SGD(network.parameters(), 0.1, 0.9, weight_decay=5e-4)
         data.batch_size = sizes[epoch]
         for x, y in batches_of(data, epoch):
@@ -138,10 +138,7 @@ def test_growing_in_one_fit_equals_a_loop_with_a_new_optimizer_for_each_stage(fi
     ("arguments", "make"),
     [
         (("model.width=4",), partial(resnet20, width=4)),
-        (
-            (*SMOOTH, "trainer.precision=64-true", "growth=pairs", "growth.noise_std=0"),
-            lambda c, n: smooth(c, n).double(),
-        ),
+        ((*SMOOTH, "trainer.precision=64-true", "growth=pairs", "growth.noise_std=0"), lambda *s: smooth(*s).double()),
         ((*MLP3, "growth=none", "growth.width_multiple=1.5"), partial(mlp3, width=18, batch_norm=True)),
     ],
     ids=["grown", "float64", "wider"],
@@ -222,16 +219,6 @@ def test_by_default_validation_images_are_neither_trained_nor_tested_on(finished
     assert results["val_accuracy"] != results["test_accuracy"]
 
 
-def test_the_seed_decides_initial_weights(finished: Callable[..., Path]) -> None:
-    """Without a rate, what is left is the initialisation, of the seed network and of what grew."""
-    arguments = (*SHORT, "growth=pairs", "optimizer.lr=0", "lr_adapt=none")
-    one, other = (
-        torch.load(finished(*arguments, f"seed={seed}", folder=str(seed)) / "model.pt")["hidden.0.weight"]
-        for seed in (0, 1)
-    )
-    assert not (one == other).any()
-
-
 def test_stages_and_epochs_have_the_same_numbers_on_the_screen_and_in_all_files(logged: Whole) -> None:
     """From 0: of three stages the last is 2."""
     run, (title, *lines) = logged.folder, logged.out.splitlines()
@@ -270,19 +257,6 @@ def test_equal_flops_trains_as_long_as_growing_costs(finished: Callable[..., Pat
     flops = half["stages"][0]["flops_per_sample"]
     assert half["epochs"] == round(logged.results["train_flops"] / (3 * 86 * flops)) > 5
     assert half["reference_epochs"] == 5
-
-
-def test_a_budget_is_spent_as_far_as_whole_epochs_go(finished: Callable[..., Path]) -> None:
-    """It counts epochs of the network that has full width from the start, in place of `total_epochs`."""
-    kept = [one for one in MLP if not one.startswith(("schedule.epochs", "schedule.widths"))]
-    finer = ("schedule.num_stages=3", "schedule.initial_fraction=0.3", "schedule.total_epochs=1")
-    run = finished(*kept, *finer, "schedule.budget=4.5")
-    results = json.loads((run / "results.json").read_text())
-    stages = results["stages"]
-    cost = sum(stage["epochs"] * stage["flops_per_sample"] for stage in stages)
-    cost /= stages[-1]["flops_per_sample"]
-    assert len(stages) == 3 and results["epochs"] == sum(stage["epochs"] for stage in stages) > 4.5
-    assert 3.5 < cost <= 4.5
 
 
 def test_weights_are_kept_in_full_precision_beside_half(finished: Callable[..., Path]) -> None:

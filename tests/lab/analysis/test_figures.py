@@ -2,7 +2,6 @@
 
 import itertools
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
@@ -10,12 +9,12 @@ from omegaconf import OmegaConf
 
 from growlab.base.errors import UserError
 from growlab.lab.analysis import style
-from growlab.lab.analysis.comparison import compare, learning_rates, over_rates
+from growlab.lab.analysis.comparison import compare, learning_rates
 from growlab.lab.analysis.figures import learning_curves, resources, widths_over_time, write_run_figures
 from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.style import FIXED_SIZE, MARKERS, PALETTE, line_styles
 
-from .fake_runs import FIXED, rows_of, write_run
+from .fake_runs import FIXED, write_run
 
 EVENTS = [1, 2, 3, 4, 5, 6, 8, 10]
 
@@ -39,28 +38,6 @@ def legend_title(figure):
 
 
 # One run ---------------------------------------------------------------------------------------------------
-
-
-def test_learning_curves_show_the_metrics_the_events_and_the_test_value(tmp_path):
-    run, before = open_run(write_run(tmp_path)), dict(matplotlib.rcParams)
-    figure = learning_curves(run)
-    loss, accuracy = figure.axes
-    for axes, quantity, scale in ((loss, "loss", 1), (accuracy, "accuracy", 100)):
-        assert event_positions(axes) == EVENTS
-        train, held_out, test = curves(axes)
-        assert train.get_xdata().tolist() == list(range(1, 17))
-        np.testing.assert_allclose(train.get_ydata(), scale * run.metrics[f"train_{quantity}"])
-        np.testing.assert_allclose(held_out.get_ydata(), scale * run.metrics[f"val_{quantity}"])
-        assert test.get_xdata().tolist() == [16]
-        assert test.get_ydata()[0] == pytest.approx(scale * run.results[f"test_{quantity}"])
-    assert accuracy.get_legend().get_texts()[-1].get_text() == "test, final: 82.00 %"
-    # 4+8+16 of 16+32+64 channels in the seed: a quarter; the labels stand over their stages.
-    lead, *labels = loss.texts
-    assert lead.get_text() == "width %"
-    assert [labels[i].get_text() for i in (0, 1, -1)] == ["25", "30", "100"]
-    assert [text.get_position()[0] for text in labels] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 7, 9, 13]
-    assert overlaps(figure, loss.texts) == []
-    assert dict(matplotlib.rcParams) == before
 
 
 def test_curves_without_validation_or_test_are_left_out(tmp_path):
@@ -108,28 +85,6 @@ def stages(memory=(None, None, None), batch=(96, 64, 32)):
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
-def test_resources_have_a_bar_a_stage_and_the_fixed_size_network_as_a_line(tmp_path):
-    about = {"stage_epochs": (1, 1, 2), "seconds": 9.0}
-    write_run(tmp_path / "a", **about, stages=stages((GIB, 2 * GIB, 4 * GIB)))
-    write_run(tmp_path / "b", **about, growth="pairs", stages=stages((GIB, GIB, GIB), batch=(32, 32, 32)))
-    one = [{**stages((3 * GIB,) * 3)[0], "epochs": 4, "seconds": 20.0, "batch_size": 32}]
-    write_run(tmp_path / "c", **FIXED, stage_epochs=(4,), cost_percent=100, stages=one, seconds=20.0)
-    figure = resources(load_runs(tmp_path))
-    memory, speed, seconds = figure.axes
-    assert memory.get_ylabel() == "peak memory (GiB)"
-    assert [bar.get_height() for bar in memory.patches] == [1, 2, 4, 1, 1, 1]
-    assert memory.lines[0].get_ydata().tolist() == [3, 3, 3, 3]
-    assert [bar.get_height() for bar in speed.patches[:3]] == [300, 200, 100]
-    # Four epochs in 20 s: 5 s, 5 s and 10 s for stages of 1, 1 and 2 epochs.
-    assert seconds.lines[0].get_ydata().tolist() == [5, 5, 10, 10]
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names[0] == "ours (variance transfer + rates by age), batch 96 to 32: 9 s in all"
-    assert names[2] == "fixed-size, batch 32: 20 s in all"
-    assert overlaps(figure, figure.legends[0].get_texts()) == []
-    faces = {to_hex(bar.get_facecolor()) for bar in memory.patches}
-    assert faces == {line["color"].lower() for line in line_styles(["ours + stagewise_norm", "pairs"])}
-
-
 def test_resources_leave_out_memory_that_was_not_recorded_and_refuse_other_stages(tmp_path):
     write_run(tmp_path / "a" / "a", stage_epochs=(1, 1, 2), stages=stages())
     figure = resources(load_runs(tmp_path))
@@ -143,34 +98,6 @@ def test_resources_leave_out_memory_that_was_not_recorded_and_refuse_other_stage
 
 
 # Compare ---------------------------------------------------------------------------------------------------
-
-
-def test_compare_shows_means_bands_and_cost_against_accuracy(tmp_path):
-    for seed in range(3):
-        write_run(tmp_path / f"ours{seed}", seed=seed, test_accuracy=0.80 + 0.01 * seed, cost_percent=60)
-        write_run(tmp_path / f"fixed{seed}", **FIXED, seed=seed, test_accuracy=0.85)
-    write_run(tmp_path / "pairs", growth="pairs", lr_adapt="none", test_accuracy=0.81, cost_percent=60)
-    runs = load_runs(tmp_path)
-    figure = compare(runs)
-    loss, cost, accuracy = figure.axes
-    assert event_positions(loss) == EVENTS and event_positions(accuracy) == EVENTS
-    lines = curves(loss)
-    assert len(lines) == 3 and len(loss.collections) == 2 and to_hex(lines[0].get_color()) == "#000000"
-    mean = np.mean([run.metrics["train_loss"] for run in runs if run.group.growth == "ours"], axis=0)
-    np.testing.assert_allclose(lines[1].get_ydata(), mean)
-    assert accuracy.get_ylabel() == "held-out accuracy (%)"
-    points = [container.lines[0].get_xydata()[0].tolist() for container in cost.containers]
-    np.testing.assert_allclose(points, [[100, 85], [60, 81], [60, 81]])
-    (bar,) = cost.containers[1].lines[2]
-    np.testing.assert_allclose(bar.get_segments()[0][:, 1], [80, 82])
-    # Points stand where they are measured, open: those behind others show through.
-    for container in cost.containers:
-        marker = container.lines[0]
-        assert marker.get_transform() == cost.transData and marker.get_markerfacecolor() == "none"
-    names = ["fixed-size (n=3)", "ours (variance transfer + rates by age) (n=3)", "pairs (n=1)"]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
-    title = legend_title(figure)
-    assert "one sample standard deviation" in title and title.endswith("dashed lines: growth events")
 
 
 def test_compare_marks_different_schedules_in_the_colour_of_their_method(tmp_path):
@@ -252,42 +179,6 @@ def at_rate(folder, rate, *, named=True, overrides=(), **settings):
     config = OmegaConf.load(folder / "config.yaml")
     OmegaConf.update(config, "optimizer.lr", rate, force_add=True)
     OmegaConf.save(config, folder / "config.yaml")
-
-
-@pytest.fixture
-def rates(tmp_path):
-    for rate, accuracy, loss in ((0.2, 0.6, 1.5), (0.05, 0.7, 1.0), (0.1, 0.8, 0.5)):
-        for seed in (0, 1):
-            found = {"test_accuracy": accuracy + 0.01 * seed, "train_loss": loss + 0.2 * seed, "cost_percent": 100.0}
-            at_rate(tmp_path / f"fixed{rate}_{seed}", rate, named=rate != 0.1, seed=seed, **FIXED, **found)
-    at_rate(tmp_path / "ours0.1", 0.1, named=False, test_accuracy=0.75, train_loss=0.7)
-    at_rate(tmp_path / "ours0.2", 0.2, test_accuracy=0.65, train_loss=float("nan"))
-    return tmp_path
-
-
-def test_rows_that_differ_by_their_rate_make_one_curve_of_means_with_deviations(rates):
-    found = over_rates(rows_of(rates))
-    assert {name: [(rate, row.n) for rate, row in curve] for name, curve in found.items()} == {
-        "fixed-size": [(0.05, 2), (0.1, 2), (0.2, 2)],
-        "ours + stagewise_norm": [(0.1, 1), (0.2, 1)],
-    }
-    loss, score = learning_rates(load_runs(rates)).axes
-    (fixed,) = [line for line in score.lines if len(line.get_xdata()) == 3]
-    assert fixed.get_xdata() == pytest.approx([0.05, 0.1, 0.2])
-    assert fixed.get_ydata() == pytest.approx([70.5, 80.5, 60.5])
-    bars = [bar.get_segments()[0][:, 1] for bar in score.collections]
-    assert [np.ptp(bar) for bar in bars] == pytest.approx([2 * 100 * 0.01 / 2**0.5] * 3)
-    (fixed,) = [line for line in loss.lines if len(line.get_xdata()) == 3]
-    assert fixed.get_ydata() == pytest.approx([1.1, 0.6, 1.6])
-    # One rate of the other method has no finite loss.
-    ours = [line for line in loss.lines if line.get_color() != fixed.get_color()]
-    assert {tuple(line.get_xdata()) for line in ours} == {(0.1,)}
-    assert [text.get_text() for text in score.get_xticklabels()] == ["0.05", "0.1", "0.2"]
-    assert loss.get_yscale() == "linear"
-    # Between six times the smallest loss and six more than it.
-    at_rate(rates / "far", 0.4, train_loss=5.0, overrides=["optimizer.weight_decay=0.1"])
-    assert learning_rates(load_runs(rates)).axes[0].get_yscale() == "log"
-    assert "ours + stagewise_norm, optimizer.weight_decay=0.1" in over_rates(rows_of(rates))
 
 
 def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path):

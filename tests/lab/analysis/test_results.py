@@ -27,6 +27,10 @@ def test_runs_are_found_at_any_depth_once_and_sorted(tmp_path):
     runs = load_runs([tmp_path, tmp_path / "a", tmp_path / "b"])
     assert [run.path for run in runs] == [tmp_path / "a", tmp_path / "b" / "deep" / "run"]
     assert load_runs(str(tmp_path / "a"))[0].results["seed"] == 0
+    # Fields that older runs lack may be absent.
+    fields = ("stages", "schedule", "machine", "versions", "overrides", "parity_max_error")
+    changed(tmp_path / "a", **dict.fromkeys(fields, ...), test_bleu_signature="nrefs:1")
+    assert len(load_runs(tmp_path)) == 2 and table([str(tmp_path)]) == 0
 
 
 def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
@@ -44,12 +48,6 @@ def test_torn_and_foreign_results_are_named_and_skipped(tmp_path):
     assert "data is missing" in next(one for one in reports if str(tmp_path / "foreign") in one)
     with pytest.warns(UserWarning, match="torn"):
         load_runs([tmp_path / "torn", tmp_path / "good"])
-
-
-def test_fields_that_older_runs_lack_may_be_absent(tmp_path):
-    fields = ("stages", "schedule", "machine", "versions", "overrides", "parity_max_error")
-    changed(write_run(tmp_path / "old"), **dict.fromkeys(fields, ...), test_bleu_signature="nrefs:1")
-    assert len(load_runs(tmp_path)) == 1 and table([str(tmp_path)]) == 0
 
 
 def test_no_runs_is_one_sentence_that_counts_the_unfinished(tmp_path):
@@ -165,12 +163,10 @@ def test_a_default_that_is_typed_makes_no_other_row(tmp_path):
     assert (row.method, row.n) == ("ours + stagewise_norm", 2)
     newer = f"{tmp_path / 'c'} is a newer run with the same settings and seed."
     assert said == [f"left out {tmp_path / 'b'}: {newer}"]
-
-
-def test_a_setting_that_an_older_version_did_not_have_makes_no_other_row(tmp_path):
-    composed(tmp_path / "old", seed=0, settings=False)
-    composed(tmp_path / "new", seed=1, more={"later": "1"})
-    assert [row.n for row in rows_of(tmp_path)] == [2]
+    # Nor does a setting that an older version did not have.
+    composed(tmp_path / "ages" / "old", seed=0, settings=False)
+    composed(tmp_path / "ages" / "new", seed=1, more={"later": "1"})
+    assert [row.n for row in rows_of(tmp_path / "ages")] == [2]
 
 
 def test_methods_of_different_settings_are_distinguished(tmp_path):

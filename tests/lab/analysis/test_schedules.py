@@ -71,13 +71,8 @@ def test_a_method_with_a_rate_of_its_own_at_each_budget_is_one_series(tmp_path):
     assert [point.score for point in high.points] == pytest.approx([0.70, 0.75])
 
 
-def test_the_full_network_comes_before_others_that_never_grow(tmp_path):
-    arm(tmp_path, "a", 4, 0.70, **FIXED, overrides=["optimizer.lr=0.2"])
-    arm(tmp_path, "b", 4, 0.70, **FIXED, overrides=["model.width=8", "optimizer.lr=0.1"])
-    assert named(tmp_path) == ["fixed-size, optimizer.lr=0.2", "fixed-size, model.width=8, optimizer.lr=0.1"]
-
-
-def test_the_first_stage_s_part_of_a_training_is_of_the_shape_and_its_epochs_are_not(tmp_path):
+def test_series_are_named_by_their_shape(tmp_path):
+    """The first stage's share of a training is of the shape, its epochs are not."""
     for name, schedule in (
         ("short", {"initial_fraction": 0.05}),
         ("half", {"initial_fraction": 0.5}),
@@ -86,15 +81,18 @@ def test_the_first_stage_s_part_of_a_training_is_of_the_shape_and_its_epochs_are
     ):
         write_run(tmp_path / name, lr_adapt="none", schedule=schedule, overrides=[f"schedule.a={name}"])
     assert named(tmp_path) == ["ours", "ours, T_0 = 5 %", "ours, T_0 = 50 %"]
-
-
-def test_a_setting_that_is_younger_than_a_run_is_off_there(tmp_path):
+    # The full network comes before others that never grow.
+    arm(tmp_path / "fixed", "a", 4, 0.70, **FIXED, overrides=["optimizer.lr=0.2"])
+    arm(tmp_path / "fixed", "b", 4, 0.70, **FIXED, overrides=["model.width=8", "optimizer.lr=0.1"])
+    small = "fixed-size, model.width=8, optimizer.lr=0.1"
+    assert named(tmp_path / "fixed") == ["fixed-size, optimizer.lr=0.2", small]
+    # A setting that is younger than a run is off there.
     rate = {"milestones": [], "decay": 0.1, "decay_fraction": 0.5, "decay_shape": "linear"}
     rate |= {"progress_unit": "epochs", "warmup_fraction": 0.0, "warmup_steps_after_growth": 0}
     new = {"batch_size_stage": "last", "grow_when": None, "learning_rate": rate}
     for name, lengths, schedule in (("old", (2, 2, 4), {}), ("new", (4, 4, 8), new)):
-        write_run(tmp_path / name, lr_adapt="none", stage_epochs=lengths, schedule=schedule)
-    (one,) = series_over_budgets(rows_of(tmp_path))
+        write_run(tmp_path / "ages" / name, lr_adapt="none", stage_epochs=lengths, schedule=schedule)
+    (one,) = series_over_budgets(rows_of(tmp_path / "ages"))
     assert one.name == "ours" and len(one.points) == 2
 
 
@@ -126,30 +124,6 @@ def test_within_budgets_cost_counts_passes_over_the_data_and_runs_have_names(tmp
 
 
 # Frontiers -------------------------------------------------------------------------------------------------
-
-
-def test_the_figure_has_a_curve_a_series_and_says_how_many_seeds(folder):
-    figure = frontier(load_runs(folder))
-    (axes,), (legend,) = figure.axes, figure.legends
-    edge, *curves = axes.lines[:4]
-    for curve, costs in zip(curves, ([4, 8, 16], [4], [6, 12]), strict=True):
-        assert list(curve.get_xdata()) == pytest.approx(costs)
-    np.testing.assert_allclose(curves[2].get_ydata(), [75, 83])
-    names = [f"variance transfer, $p_t$ = {rate} (n=2)" for rate in ("0", "0.2")]
-    expected = ["fixed-size (n=1)", *names, "best at this cost or below"]
-    assert [text.get_text() for text in legend.get_texts()] == expected
-    note = legend.get_title().get_text().replace("\n", " ")
-    assert "bars: one sample standard deviation" in note and "$p_t$: growth rate of the stages' lengths" in note
-    assert "p_b" not in note and "p_c" not in note
-    markers = [container.lines[0] for container in axes.containers]
-    points = [marker.get_xydata()[0].astype(float) for marker in markers]
-    np.testing.assert_allclose(points, [[4, 70], [8, 78], [16, 86], [4, 69], [6, 75], [12, 83]])
-    assert {marker.get_markerfacecolor() for marker in markers} == {"none"}
-    (bars,) = axes.containers[4].lines[2]
-    np.testing.assert_allclose(bars.get_segments()[0][:, 1], 75 + np.sqrt(2) * np.array([-1, 1]), rtol=1e-6)
-    assert edge.get_gid() == "frontier" and edge.get_drawstyle() == "steps-post"
-    # The axis of percent closes the top, so the right side is closed too.
-    assert axes.child_axes[0].get_xlabel() == "% of 16 epochs" and axes.spines["right"].get_visible()
 
 
 @pytest.mark.parametrize(("epochs", "scale"), [((2, 5, 11), "linear"), ((2, 5, 16), "log")])
@@ -191,8 +165,8 @@ def test_a_frontier_over_seconds(tmp_path):
     changed(tmp_path / "c", seconds=None)
     with pytest.raises(UserError, match="runs without seconds"):
         frontier_seconds(load_runs(tmp_path))
-    changed(tmp_path / "c", machine={"name": "a machine", "threads": 4})
-    with pytest.raises(UserError, match=r"do not compare \(a machine, 2 threads; a machine, 4 threads\)"):
+    changed(tmp_path / "c", **about, world_size=4)
+    with pytest.raises(UserError, match=r"do not compare \(a machine, 2 threads; a machine, 2 threads, 4 processes"):
         frontier_seconds(load_runs(tmp_path))
 
 
@@ -212,15 +186,8 @@ def budgets(folder, lead=2.0, speed=0.5):
     for name, (settings, gain, pace) in kinds.items():
         for budget in BUDGETS:
             about = {"schedule": {"budget": budget}, "overrides": [f"schedule.budget={budget}"]}
-            arm(
-                folder,
-                f"{name}_{budget}",
-                budget,
-                score_at(budget, gain),
-                seconds=100 * pace * budget,
-                **settings,
-                **about,
-            )
+            about |= {**settings, "seconds": 100 * pace * budget}
+            arm(folder, f"{name}_{budget}", budget, score_at(budget, gain), **about)
     return rows_of(folder)
 
 

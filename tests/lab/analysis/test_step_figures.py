@@ -11,8 +11,8 @@ from growlab.lab.analysis.figures import rate_factors, region_norms
 from growlab.lab.analysis.results import load_runs, open_run
 from growlab.lab.analysis.step_figures import QUANTITIES, labels
 
-from .fake_runs import PARAMETERS, STAGE_EPOCHS, STEPS_BETWEEN_RATES, write_run
-from .test_figures import EVENTS, curves, event_positions
+from .fake_runs import write_run
+from .test_figures import curves
 
 
 @pytest.fixture(scope="module")
@@ -20,51 +20,10 @@ def run(tmp_path_factory):
     return open_run(write_run(tmp_path_factory.mktemp("run")))
 
 
-def test_rate_factors_have_a_curve_per_region_in_epochs(run):
-    figure = rate_factors(run)
-    median, first, middle, last = figure.axes[:4]
-    names = [axes.get_title(loc="left") for axes in (first, middle, last)]
-    assert names == [PARAMETERS[0], PARAMETERS[len(PARAMETERS) // 2], PARAMETERS[-1]]
-    for axes in (median, first, middle, last):
-        assert event_positions(axes) == EVENTS
-        regions = [line for line in curves(axes) if not isinstance(line.get_color(), str)]
-        assert len(regions) == 9
-        starts = [line.get_xdata()[0] for line in regions]
-        # A region's first value is recorded at most so many steps after its birth.
-        np.testing.assert_array_less(np.array([0, *EVENTS]) - 1e-9, starts)
-        assert (np.array(starts) - [0, *EVENTS] < STEPS_BETWEEN_RATES / 130).all()
-    rates = run.rates
-    part = rates[(rates["parameter"] == PARAMETERS[0]) & (rates["region"] == 3)]
-    line = next(line for line in curves(first) if len(line.get_xdata()) == len(part))
-    np.testing.assert_allclose(line.get_ydata(), part["rate_factor"])
-    overall = rates[rates["region"] == 8].groupby("step")["rate_factor"].median()
-    np.testing.assert_allclose(curves(median)[-1].get_ydata(), overall)
-    # Steps become epochs through the changing number of steps an epoch.
-    ends = dict(zip(run.metrics["step"], run.metrics["epoch"] + 1, strict=True))
-    x = curves(median)[1].get_xdata()
-    assert all(np.isclose(x, ends[step]).any() for step in rates["step"].unique() if step in ends)
-    assert (np.diff(x) > 0).all()
-
-
 def test_an_unknown_parameter_is_answered_with_the_nearest(run):
     assert len(rate_factors(run, ["fc.weight"]).axes) == 3
     with pytest.raises(UserError, match=r"did you mean fc\.weight\?"):
         rate_factors(run, ["fc.weights"])
-
-
-def test_norms_of_one_run_are_those_of_its_parameters(run):
-    figure = region_norms([run])
-    above, below = figure.axes[:3], figure.axes[3:6]
-    shown = [PARAMETERS[i] for i in (0, 10, -1)]
-    assert [axes.get_title(loc="left") for axes in above] == shown
-    for row, quantity in ((above, "weight_norm"), (below, "grad_norm")):
-        for axes, name in zip(row, shown, strict=True):
-            lines = curves(axes)
-            assert len(lines) == len(STAGE_EPOCHS) and axes.get_yscale() == "log"
-            for region, line in enumerate(lines):
-                part = run.rates[(run.rates["parameter"] == name) & (run.rates["region"] == region)]
-                np.testing.assert_allclose(line.get_ydata(), part[quantity])
-    assert above[0].get_ylim() == above[1].get_ylim() != below[0].get_ylim()
 
 
 def test_norms_of_two_runs_stand_side_by_side(tmp_path):
@@ -109,52 +68,6 @@ def with_layers(folder: Path, initialisation: str, scale: float) -> Path:
 
 def drawn(folder: Path, name: str):
     return figures.find(name)(load_runs([folder], print), None)
-
-
-@pytest.fixture(scope="module")
-def layered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layers")
-    for number, init in enumerate(("xavier_in", "hyperfan_in", "hyperfan_out")):
-        with_layers(folder / init, init, 1.0 + number)
-    return folder
-
-
-INITS = ["hyperfan_in", "hyperfan_out", "xavier_in"]
-
-
-@pytest.mark.parametrize(
-    ("name", "quantity"), [("activations_at_start", "activation"), ("weight_gradients_at_end", "weight_gradient")]
-)
-def test_histograms_have_a_panel_a_run_and_one_of_deviations(layered: Path, name: str, quantity: str) -> None:
-    figure = drawn(layered, name)
-    *histograms, last = [axes for axes in figure.axes if axes.get_visible()]
-    assert sorted(axes.get_title() for axes in histograms) == INITS
-    assert {axes.get_xlabel() for axes in histograms} == {QUANTITIES[quantity]}
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["hidden.0", "hidden.2"]
-    assert last.get_xlabel() == "layer" and last.get_title() == "" and last.get_xlim()[1] < 1.5
-    names = [text.get_text() for text in last.get_legend().get_texts()]
-    assert names == [axes.get_title() for axes in histograms]
-
-
-def test_loss_over_steps_has_a_line_and_markers_a_run(layered: Path) -> None:
-    figure = drawn(layered, "loss_over_steps")
-    *of_runs, held_out, training = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sorted(of_runs) == INITS and (held_out, training) == ("held-out", "training, mean of an epoch")
-    # A line is held-out and markers are training, however many epochs there are.
-    assert [line.get_linestyle() == "None" for line in figure.axes[0].lines] == [False, True] * 3
-    assert "band: one standard error" in figure.legends[0].get_title().get_text()
-    line = figure.axes[0].lines[0]
-    assert list(line.get_xdata()) == [0, 50, 100] and list(line.get_ydata()) == [2, 1.5, 1]
-
-
-def test_deviations_over_training_share_one_scale(layered: Path) -> None:
-    figure = drawn(layered, "weights_over_training")
-    shown = [axes for axes in figure.axes if axes.get_visible()]
-    assert [axes.get_title() for axes in shown] == INITS
-    assert [axes.lines[0].get_ydata().tolist() for axes in shown] == [[2, 3, 4], [3, 4.5, 6], [1, 1.5, 2]]
-    assert len({axes.get_ylim() for axes in shown}) == 1
-    assert figure.get_suptitle() == "weights; no mean is above 0.1 deviations"
-    assert figure.legends[0].get_title().get_text() == "one run each"
 
 
 def test_overrides_are_said_in_words(tmp_path: Path) -> None:

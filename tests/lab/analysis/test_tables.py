@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+from itertools import product
 
 import pytest
 
@@ -91,6 +92,11 @@ def test_cost_of_runs_of_different_length_shares_one_reference(tmp_path):
     assert {row.reference_epochs for row in rows} == {16}
     text = markdown(rows)
     assert text.startswith("| epochs |") and "resnet20 on cifar10, 16 epochs" in text
+    # With a budget, its epochs are the hundred percent.
+    budget = {"schedule": {"budget": 10}, "reference_epochs": 10, "cost_percent": 100.0}
+    write_run(tmp_path / "budget" / "full", stage_epochs=[10], **FIXED, **budget)
+    write_run(tmp_path / "budget" / "grown", stage_epochs=[8, 7], **budget)
+    assert [(row.reference_epochs, row.cost_percent) for row in rows_of(tmp_path / "budget")] == [(10, 100.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,8 @@ def test_seeds_on_two_machines_are_each_compared_with_their_own_machine(tmp_path
     write_run(tmp_path / "b", seed=1, seconds=10, machine=fast)
     write_run(tmp_path / "c", seed=0, seconds=150, machine=slow, **FIXED)
     assert by_method(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.5)
+    with pytest.raises(UserError, match=r"seconds of several machines do not compare \(fast, 8 threads; slow, 1"):
+        frontier_seconds(load_runs(tmp_path))
     write_run(tmp_path / "d", seed=1, seconds=20, machine=fast, **FIXED)
     assert by_method(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.75)
 
@@ -266,13 +274,10 @@ def test_the_optimizers_state_sets_rows_apart(tmp_path):
 
 
 def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path):
-    number = 0
-    for optimizer in ("sgd", "adam"):
-        for precision in ("32-true", "bf16-mixed"):
-            for epochs in (4, 8):
-                about = {"optimizer": optimizer, "precision": precision, "test_accuracy": 0.8 + number / 100}
-                write_run(tmp_path / str(number), stage_epochs=[epochs], **about)
-                number += 1
+    kinds = product(("sgd", "adam"), ("32-true", "bf16-mixed"), (4, 8))
+    for number, (optimizer, precision, epochs) in enumerate(kinds):
+        about = {"optimizer": optimizer, "precision": precision, "test_accuracy": 0.8 + number / 100}
+        write_run(tmp_path / str(number), stage_epochs=[epochs], **about)
     for name in ("one", "another"):
         write_run(tmp_path / name, stage_epochs=[16], experiment=name, test_accuracy=0.7)
     rows = rows_of(tmp_path)
@@ -284,32 +289,13 @@ def test_tables_of_pairs_and_papers_name_every_row_differently(tmp_path):
     named = compare_pairs(rows, names[0])
     assert len(named) == 9 and all(one.against is rows[0] for one in named)
     assert len(paper_table(rows).rows) == 10
+    # Names have no more words than they need.
+    for name, about in (("a", {}), ("b", {**FIXED, "optimizer": "adam", "precision": "bf16-mixed"})):
+        write_run(tmp_path / "two" / name, **about)
+    assert sorted(unique_names(rows_of(tmp_path / "two"))) == ["fixed-size", "ours + stagewise_norm"]
     # Curves over budgets are of one optimizer and precision.
     series = [one for one in series_over_budgets(rows) if len(one.points) > 1]
     assert len(series) == 4 and "ours + stagewise_norm, adam, 32-true, resnet20_cifar10" in {one.name for one in series}
-
-
-def test_names_have_no_more_words_than_they_need(tmp_path):
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", **FIXED, optimizer="adam", precision="bf16-mixed")
-    assert sorted(unique_names(rows_of(tmp_path))) == ["fixed-size", "ours + stagewise_norm"]
-
-
-def test_seconds_of_several_devices_do_not_compare(tmp_path):
-    write_run(tmp_path / "fixed", **FIXED, seconds=100.0)
-    write_run(tmp_path / "ours", seconds=25.0, world_size=4)
-    with pytest.raises(UserError, match=r"seconds of several machines do not compare \(.*, 4 processes.*\)"):
-        frontier_seconds(load_runs(tmp_path))
-    write_run(tmp_path / "same", **FIXED, seconds=50.0, seed=1, world_size=4)
-    assert [row.speedup for row in rows_of(tmp_path)] == [None, 2.0]
-
-
-def test_with_a_budget_its_epochs_are_the_hundred_percent(tmp_path):
-    budget = {"schedule": {"budget": 10}, "reference_epochs": 10, "cost_percent": 100.0}
-    write_run(tmp_path / "full", stage_epochs=[10], **FIXED, **budget)
-    write_run(tmp_path / "grown", stage_epochs=[8, 7], **budget)
-    rows = rows_of(tmp_path)
-    assert [(row.reference_epochs, row.cost_percent) for row in rows] == [(10, 100.0), (10, 100.0)]
 
 
 def test_a_table_fits_a_terminal_with_whole_words() -> None:

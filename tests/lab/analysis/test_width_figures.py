@@ -11,30 +11,15 @@ import pytest
 from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import network_map, silhouettes, widths_over_time
 from growlab.lab.analysis.results import Run, open_run
-from growlab.lab.analysis.width_figures import CHANGE, TASK, width_changes, width_paths
+from growlab.lab.analysis.width_figures import CHANGE, width_changes
 
-from .fake_runs import STAGE_EPOCHS, STAGE_WIDTHS, write_run
-from .test_figures import EVENTS, curves, event_positions, overlaps
+from .fake_runs import write_run
+from .test_figures import curves
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return open_run(write_run(tmp_path_factory.mktemp("run")))
-
-
-def test_widths_share_a_line_where_groups_grow_equally(run):
-    figure = widths_over_time(run)
-    (axes,) = figure.axes
-    assert event_positions(axes) == EVENTS
-    lines = curves(axes)
-    for line, full_width in zip(lines, (64, 32, 16), strict=True):
-        assert list(line.get_xdata()) == [0, *EVENTS, 16]
-        assert tuple(line.get_ydata()[:-1]) == STAGE_WIDTHS[full_width]
-        assert line.get_drawstyle() == "steps-post"
-    texts = [text.get_text() for text in axes.texts if text.get_visible()]
-    assert [text for text in texts if ":" in text] == ["64: 4 groups", "32: 4 groups", "16: 4 groups"]
-    assert {"58", "48", "20", "4"} <= set(texts)
-    assert overlaps(figure, axes.texts) == []
 
 
 def test_names_of_many_groups_keep_apart(tmp_path):
@@ -50,38 +35,11 @@ def test_names_of_many_groups_keep_apart(tmp_path):
     assert np.diff(heights).min() >= 7 / 72 * figure.dpi
 
 
-def test_the_map_has_the_width_of_every_group_at_every_stage(run):
-    figure = network_map(run)
-    (axes,) = figure.axes
-    cells = {text.get_position(): text.get_text() for text in axes.texts}
-    for row, group in enumerate(run.groups.values()):
-        assert [cells[stage, row] for stage in range(9)] == [str(w) for w in STAGE_WIDTHS[group["full_width"]]]
-    assert [label.get_text() for label in axes.get_yticklabels()] == list(run.groups)
-    heads = [label.get_text() for label in axes.get_xticklabels()]
-    assert heads == [f"{i}\n{n} ep." for i, n in enumerate(STAGE_EPOCHS)]
-    assert overlaps(figure, [*axes.texts, *axes.get_yticklabels(), *axes.get_xticklabels()]) == []
-    shades = axes.images[0].get_array()
-    np.testing.assert_allclose(shades[:, -1], 1)
-    np.testing.assert_allclose(shades[:, 0], 0.25)
-
-
 def test_neighbours_that_grow_equally_share_a_row_of_a_large_map(tmp_path):
     groups = {f"g{i}": {"full_width": 8 * (1 + i // 25), "widths": [2, 8 * (1 + i // 25)]} for i in range(50)}
     figure = network_map(open_run(write_run(tmp_path, groups=groups, stage_epochs=(1, 1))))
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["g0 ... g24 (25)", "g25 ... g49 (25)"]
-
-
-def test_silhouettes_show_kept_new_and_full_width(run):
-    figure = silhouettes(run)
-    (axes,) = figure.axes
-    bars = np.array([(bar.get_width(), bar.get_y()) for bar in axes.patches]).reshape(9, len(run.groups), 3, 2)
-    for row, group in enumerate(run.groups.values()):
-        full, widths = group["full_width"], group["widths"]
-        for stage in range(9):
-            expected = [full, widths[stage], widths[max(stage - 1, 0)]]
-            np.testing.assert_allclose(bars[stage, row, :, 0], expected)
-    assert overlaps(figure, [*axes.get_xticklabels(), *axes.get_yticklabels()]) == []
 
 
 def test_maps_need_width_groups(tmp_path):
@@ -104,31 +62,6 @@ def fake(widths: dict[str, list[int]], stages: list[int], accuracy: object, **mo
     return run
 
 
-def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
-    cases = [([2, 9], [0, 1, 1]), ([2, 10], [0, 0, 1]), ([64, 13], [0, 0, 1])]
-    runs = [fake({"a": widths}, stages, [0.1, 0.5, 0.9]) for widths, stages in cases]
-    above, below = width_paths(runs).axes
-    legend = above.get_legend()
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["from 2 to 9-10 (n=2)", "from 64 to 13 (n=1)"]
-    assert legend.get_title().get_text() == "each line is one run"
-    colours = [line.get_color() for line in above.lines[:3]]
-    assert colours[0] == colours[1] != colours[2]
-    assert list(above.lines[0].get_ydata()) == [2, 9, 9, 9]
-    assert list(above.get_yticks()) == [2, 4, 8, 16, 32, 64]
-    assert np.allclose(below.lines[0].get_ydata(), [10, 50, 90])
-
-
-def test_sums_of_layers_few_neurons_and_changes_of_the_task_are_marked() -> None:
-    config = {"data": {"class_schedule": {0: [3, 4], 2: [0, 1, 2, 3, 4, 5]}}}
-    above, below = width_paths([fake({"a": [2, 9], "b": [3, 3]}, [0, 1, 1], 0.5, config=config)]).axes
-    assert above.get_ylabel() == "width, sum of 2 layers"
-    assert above.get_yscale() == "linear" and all(tick == int(tick) for tick in above.get_yticks())
-    assert below.get_ylabel() == "test accuracy (%)"
-    assert [line.get_xdata()[0] for line in above.lines if line.get_gid() == TASK] == [0, 2]
-    assert [text.get_text() for text in above.texts] == ["classes 3, 4", "6 classes"]
-
-
 def moving(path: list[int], accuracy: object, grows: bool = True) -> Run:
     stages = list(np.cumsum([0] + [int(a != b) for a, b in pairwise(path)]))
     widths = [path[stages.index(stage)] for stage in range(stages[-1] + 1)]
@@ -138,52 +71,8 @@ def moving(path: list[int], accuracy: object, grows: bool = True) -> Run:
     )
 
 
-RUNS = [
-    *(moving([4, 4, 3, 2], 0.4), moving([4, 4, 3, 2], 0.5), moving([4, 4, 4, 4], 0.6), moving([2, 2, 3, 4], 0.3)),
-    *(moving([4] * 4, 0.2, grows=False), moving([2] * 4, 0.1, grows=False)),
-]
-STARTS = {"from width 2": {"to 4": 30, "tanh": 10}, "from width 4": {"to 2": 45, "to 4": 60, "tanh": 20}}
-ENDS = {"to width 2": {"from 4": 45, "tanh": 10}, "to width 4": {"from 2": 30, "from 4": 60, "tanh": 20}}
-
-
 def drawn_lines(axes):
     return [line for line in axes.lines if line.get_gid() != CHANGE and len(line.get_xdata()) > 1]
-
-
-@pytest.mark.parametrize(("by", "panels"), [("start", STARTS), ("end", ENDS)])
-def test_panels_have_means_over_seeds_and_the_runs_without_growth(by, panels) -> None:
-    figure = width_changes(RUNS, by)
-    (legend,) = figure.legends
-    texts = [text.get_text() for text in legend.get_texts()]
-    control = "without growth, elementwise_tanh"
-    assert texts == [*sorted({name for lines in panels.values() for name in lines} - {"tanh"}), control]
-    colours = dict(zip((line.get_color() for line in legend.get_lines()), texts, strict=True))
-    note = legend.get_title().get_text().replace("\n", " ")
-    assert "means over n = 1-2 seeds" in note and "their bars and bands: one sample standard deviation" in note
-    found = {}
-    for axes in figure.axes:
-        assert axes.spines["bottom"].get_bounds() == (0, 4)
-        heights = {colours[line.get_color()]: line.get_ydata() for line in drawn_lines(axes)}
-        assert all(np.ptp(height) == 0 for height in heights.values())
-        found[axes.get_title()] = {
-            name.replace(control, "tanh"): round(float(height[0]), 9) for name, height in heights.items()
-        }
-    assert found == panels
-
-
-def test_each_line_marks_its_change_of_width_and_its_end_the_deviation_over_seeds() -> None:
-    two, four = width_changes(RUNS, "start").axes
-    bars = [
-        [(line.get_color(), *line.get_xdata()) for line in axes.lines if line.get_gid() == CHANGE]
-        for axes in (two, four)
-    ]
-    blue, orange = "#0072B2", "#D55E00"
-    assert bars == [[(orange, 2, 4)], [(blue, 2, 4)]] and two.get_ylabel() == "test accuracy (%)"
-    (end,) = [one.lines[2][0].get_segments()[0][:, 1] for one in four.containers if one.lines[2]]
-    assert np.allclose(end, 45 + np.sqrt(50) * np.array([-1, 1]))
-    assert four.containers[0].lines[0].get_xdata()[0] > 4
-    bands = [c for c in four.collections if c.get_gid() is None and len(c.get_paths()[0].vertices) > 4]
-    assert len(bands) == 1 and set(bands[0].get_paths()[0].vertices[:, 1]) == {20.0}
 
 
 def test_the_common_part_of_lines_is_drawn_once() -> None:

@@ -65,37 +65,22 @@ def test_one_fit_equals_one_fit_for_each_stage(
         return kept[0]
 
     reference, data = new_run(same_optimizer)
-    widths, seed = reference.schedule.widths(reference.grower.graph), reference.grower.seed
-    optimizer: Any = None
+    network, grower, probe = reference.network, reference.grower, (data.probe_batch(16),)
+    graph, optimizer = grower.graph, None
+    normalised = frozenset(dict(network.named_parameters()) if make is adamw else ())
     ends = [2, 3, 5]
     stages = new_trainer(ends[0])
-    for stage, end in enumerate(ends):
-        if stage:
-            event = grow(
-                reference.network,
-                reference.grower.graph,
-                reference.grower.method,
-                reference.grower.state,
-                widths[stage],
-                seed,
-                (data.probe_batch(16),),
-                normalised=frozenset(dict(reference.network.named_parameters()) if make is adamw else ()),
-            )
-            follow(
-                optimizer,
-                event.replaced,
-                reference.grower.graph,
-                event.widths_before,
-                widths[stage],
-                inheritance,
-                event.carry,
-            )
+    for end, widths in zip(ends, reference.schedule.widths(graph), strict=True):
+        if end > ends[0]:
+            given = (network, graph, grower.method, grower.state, widths, grower.seed, probe)
+            event = grow(*given, normalised=normalised)
+            follow(optimizer, event.replaced, graph, event.widths_before, widths, inheritance, event.carry)
             stages.fit_loop.max_epochs = end
         stages.fit(reference, datamodule=data)
         (optimizer,) = stages.optimizers
         assert stages.current_epoch == end
     for name, value in task.network.state_dict().items():
-        assert torch.equal(value, reference.network.state_dict()[name]), name
+        assert torch.equal(value, network.state_dict()[name]), name
     (one,), (other,) = trainer.optimizers, stages.optimizers
     for mine, theirs in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
         assert one.state[mine].keys() == other.state[theirs].keys()
