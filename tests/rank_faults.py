@@ -54,6 +54,17 @@ def keep_ranks(folder: str) -> None:
     Grower._grow_once, SaveCheckpoints.on_train_epoch_end = grow_and_keep, save_and_keep
 
 
+def same_on_both_ranks(kept: Path) -> set[str]:
+    """Names of the moments that `keep_ranks` has kept; both ranks have the same of each, bit for bit."""
+    names = [{path.name.removesuffix(f"_rank{rank}.pt") for path in kept.glob(f"*_rank{rank}.pt")} for rank in (0, 1)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        one, other = (torch.load(kept / f"{name}_rank{rank}.pt", weights_only=True) for rank in (0, 1))
+        assert list(one) == list(other)
+        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+    return names[0]
+
+
 @fault
 def drift(what: str, step: int) -> None:
     """Change a "weight", "buffer", "average" or "state" of the optimizer in this process after so many steps."""

@@ -33,6 +33,14 @@ SMOOTH = ("model=custom", "model._target_=tests.whole_runs.smooth")
 NUM_STEPS = 18
 
 
+def slow(*case: Any) -> Any:
+    """A row of parameters that `make test-slow` tests."""
+    # Runs import this module too, and do without it.
+    import pytest
+
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def mlp3(image_shape: Sequence[int], num_classes: int, width: int = 12, batch_norm: bool = False) -> nn.Module:
     """Three hidden layers, named as those of `mlp8`."""
     return networks.MLP(torch.Size(image_shape).numel(), [width] * 3, num_classes, batch_norm)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command_line import CommandLine, Outcome
 from tests.faults import PHASES
-from tests.whole_runs import MLP
+from tests.whole_runs import MLP, slow
 
 STREAMED = (*MLP, "data.in_memory=false", "trainer=cpu", "hydra.run.dir=run")
 TWO_RANKS = "trainer=ddp_cpu"
@@ -51,7 +51,7 @@ def test_a_failure_in_any_phase_ends_every_process_with_its_sentence(
     assert outcome.err.splitlines()[-1] == f"error: {SENTENCE}"
 
 
-@pytest.mark.parametrize("phase", ["read", pytest.param("event", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("phase", ["read", slow("event")])
 def test_a_bug_with_data_workers_is_a_traceback(cli: CommandLine, tmp_path: Path, phase: str) -> None:
     outcome = fail(cli, tmp_path, phase, 2, 1, sentence=None)
     assert outcome.code == 1 and "RuntimeError: our own mistake" in outcome.err
@@ -65,10 +65,7 @@ def _shared_memory() -> set[str]:
     ("number", "ranks"),
     [
         (signal.SIGKILL, 1),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGKILL, 2))
-        ),
+        *(slow(signal.SIGTERM, 1), slow(signal.SIGTERM, 2), slow(signal.SIGKILL, 2)),
     ],
 )
 def test_a_signal_with_data_workers_leaves_nothing_behind(

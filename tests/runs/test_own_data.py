@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.command_line import ROOT, CommandLine
-from tests.whole_runs import Left, assert_resumes, kept_run
+from tests.whole_runs import Left, assert_resumes, kept_run, slow
 
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]", "log_rates_every_n_steps=2")
 OWN = ("data=custom", "model=custom", *STAGES, "checkpoint.every_n_steps=1")
@@ -68,7 +68,7 @@ def mine(tmp_path: Path) -> Path:
     ("name", "step"),
     [
         *(("module", 10), ("loaders", 8), ("folder", 7)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("numbers", 9), ("masks", 5))),
+        *(slow("numbers", 9), slow("masks", 5)),
     ],
 )
 def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
@@ -84,8 +84,7 @@ def test_two_ranks_see_the_same_samples(cli: CommandLine, mine: Path) -> None:
     cli.done(*command, "hydra.run.dir=one", cwd=mine)
     cli.done(*command, "trainer=ddp_cpu", "hydra.run.dir=two", cwd=mine)
     alone, together = (Left.by(mine / folder) for folder in ("one", "two"))
-    for key, tensor in alone.weights.items():
-        torch.testing.assert_close(together.weights[key], tensor, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(together.weights, alone.weights, rtol=1e-6, atol=1e-8)
     results = {key: value for key, value in alone.results.items() if key.startswith(("test_", "val_"))}
     assert {key: together.results[key] for key in results} == pytest.approx(results, rel=1e-6, nan_ok=True)
     assert "test_order" in results

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.command_line import PROGRESS, CommandLine
-from tests.whole_runs import MLP3, SMOOTH, STEPWISE, Left, table
+from tests.rank_faults import same_on_both_ranks
+from tests.whole_runs import MLP3, SMOOTH, STEPWISE, Left, slow, table
 
 IMAGES = ("data.limit_train=96", "data.limit_test=40", "data.batch_size=32", "data.validation=none")
 STAGES = ("schedule.epochs=[1,2,1]", "schedule.widths=[0.5,0.75,1]")
@@ -33,22 +34,20 @@ def finished(cli: CommandLine, tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
-def losses(run: Path) -> list[float]:
-    return [float(row["train_loss"]) for row in table(run / "metrics.csv")]
-
-
-def assert_ranks_kept_the_same(kept: Path, names: list[str]) -> None:
-    assert sorted(path.name for path in kept.iterdir()) == sorted(f"{n}_rank{r}.pt" for n in names for r in (0, 1))
-    for name in names:
-        one, other = (torch.load(kept / f"{name}_rank{rank}.pt", weights_only=True) for rank in (0, 1))
-        assert list(one) == list(other)
-        assert [key for key in one if not torch.equal(one[key], other[key])] == [], name
+def assert_as_one(two: Path, one: Path, **tolerance: float) -> list[float]:
+    """Two processes had the losses and weights of one; gives its losses."""
+    losses = [[float(row["train_loss"]) for row in table(run / "metrics.csv")] for run in (two, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-7)
+    weights, expected = (torch.load(run / "model.pt", weights_only=True) for run in (two, one))
+    torch.testing.assert_close(weights, expected, **tolerance)
+    return losses[1]
 
 
 # Numbers --------------------------------------------------------------------------------------------------
 
 
 PRECISE = (*IMAGES, "trainer.precision=64-true")
+MLP8 = ("model=mlp8", "model.width=12")
 
 
 @pytest.mark.parametrize(
@@ -60,22 +59,14 @@ PRECISE = (*IMAGES, "trainer.precision=64-true")
             *("schedule.num_stages=4", "schedule.initial_width=0.25", "optimizer.lr=0.02"),
             *("schedule.epoch_growth_rate=0", "trainer.sync_batchnorm=true"),
         ),
-        pytest.param(
+        slow(
             (
-                *(*STAGES, "model=mlp8", "model.width=12", "trainer.accumulate_grad_batches=2"),
-                "trainer.strategy.find_unused_parameters=true",
-                "trainer.strategy.gradient_as_bucket_view=false",
+                *(*STAGES, *MLP8, "trainer.accumulate_grad_batches=2"),
+                *("trainer.strategy.find_unused_parameters=true", "trainer.strategy.gradient_as_bucket_view=false"),
                 *("optimizer=adamw", "optimizer.lr=0.001", "lr_adapt=none"),
-            ),
-            marks=pytest.mark.slow,
+            )
         ),
-        pytest.param(
-            (
-                *(*STAGES, "model=mlp8", "model.width=12", "trainer.strategy.static_graph=true"),
-                "trainer.gradient_clip_val=0.5",
-            ),
-            marks=pytest.mark.slow,
-        ),
+        slow((*STAGES, *MLP8, "trainer.strategy.static_graph=true", "trainer.gradient_clip_val=0.5")),
     ],
     ids=["synchronised", "accumulated", "static_graph"],
 )
@@ -87,9 +78,8 @@ def test_ranks_are_equal_and_the_losses_those_of_one_process(
     kept.mkdir()
     two = finished(*PRECISE, *arguments, "trainer=ddp_cpu", folder="two", fault=("keep_ranks", str(kept)))
     events = json.loads((two / "growth.json").read_text())["events"]
-    names = [*(f"stage{stage}" for stage in range(1, len(events) + 1)), *(f"epoch{epoch}" for epoch in range(4))]
-    assert len(events) >= 2
-    assert_ranks_kept_the_same(kept, names)
+    names = {*(f"stage{stage}" for stage in range(1, len(events) + 1)), *(f"epoch{epoch}" for epoch in range(4))}
+    assert len(events) >= 2 and same_on_both_ranks(kept) == names
     assert all(event["seconds_by_part"]["rank_check"] > 0 for event in events)
     results = json.loads((two / "results.json").read_text())
     sizes = [stage["batch_size"] for stage in results["stages"]]
@@ -97,11 +87,8 @@ def test_ranks_are_equal_and_the_losses_those_of_one_process(
     alone = [a for a in arguments if not any(name in a for name in ("strategy", "batch_growth", "sync_"))]
     alone += [f"schedule.batch_sizes={sizes}".replace(" ", "")] * ("batch_growth" in str(arguments))
     one = finished(*PRECISE, *alone, "trainer=cpu", folder="one")
-    assert losses(two) == pytest.approx(losses(one), rel=1e-7)
-    for name, weight in torch.load(one / "model.pt", weights_only=True).items():
-        other = torch.load(two / "model.pt", weights_only=True)[name]
-        torch.testing.assert_close(other, weight, rtol=1e-5, atol=1e-7, msg=name)
-    assert losses(one)[-1] != losses(one)[0]
+    losses = assert_as_one(two, one, rtol=1e-5, atol=1e-7)
+    assert losses[-1] != losses[0]
 
 
 @pytest.mark.slow
@@ -124,10 +111,7 @@ def test_two_processes_look_back_deepen_and_decide_as_one(
     arguments = (*MLP, "model.batch_norm=false", "trainer.precision=64-true", *options)
     two = finished(*arguments, "trainer=ddp_cpu", folder="two")
     one = finished(*arguments, "trainer=cpu", folder="one")
-    assert losses(two) == pytest.approx(losses(one), rel=1e-7)
-    for name, weight in torch.load(one / "model.pt", weights_only=True).items():
-        other = torch.load(two / "model.pt", weights_only=True)[name]
-        torch.testing.assert_close(other, weight, rtol=1e-6, atol=1e-9, msg=name)
+    assert_as_one(two, one, rtol=1e-6, atol=1e-9)
 
 
 def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path], tmp_path: Path) -> None:
@@ -142,7 +126,7 @@ def test_statistics_of_each_rank_and_half_precision(finished: Callable[..., Path
         "data.validation=split",
     )
     run = finished(*arguments, fault=("keep_ranks", str(kept)))
-    assert_ranks_kept_the_same(kept, ["stage1", "stage2", "epoch0", "epoch1", "epoch2", "epoch3"])
+    assert same_on_both_ranks(kept) == {"stage1", "stage2", "epoch0", "epoch1", "epoch2", "epoch3"}
     kept_last = torch.load(kept / "epoch3_rank0.pt", weights_only=True)
     assert any("running_mean" in name for name in kept_last) and any("momentum" in name for name in kept_last)
     checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
@@ -176,17 +160,11 @@ def test_two_ranks_stop_together_and_a_restarted_run_ends_as_if_nothing_had_happ
     [
         # Before the first checkpoint, and in an event.
         (1, [(0, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 0 of 1"] * 2),
-        pytest.param(
-            *(2, [(1, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 1 of 2", "process 0 of 2"]),
-            marks=pytest.mark.slow,
-        ),
+        slow(2, [(1, "at_step", 1, KILL), (0, "in_growth", 1, KILL)], ["process 1 of 2", "process 0 of 2"]),
         # Inside an epoch, and between two files of a checkpoint.
-        pytest.param(
-            *(2, [(0, "at_step", 5, KILL), (0, "at_write", 2, "unnamed", KILL)], ["process 0 of 2"] * 2),
-            marks=pytest.mark.slow,
-        ),
+        slow(2, [(0, "at_step", 5, KILL), (0, "at_write", 2, "unnamed", KILL)], ["process 0 of 2"] * 2),
         # A mistake that another attempt does not meet.
-        pytest.param(*(2, [(1, "breaks", 4)], ["RuntimeError: our own mistake"]), marks=pytest.mark.slow),
+        slow(2, [(1, "breaks", 4)], ["RuntimeError: our own mistake"]),
     ],
     ids=["one_device", "event", "checkpoint", "mistake"],
 )
@@ -217,7 +195,7 @@ def test_restarted_processes_end_as_if_nothing_had_happened(
         (("at_step", 2, KILL), "process 1 of 2 was ended by SIGKILL (out of memory, or from outside)", 1),
         # What a user has to mend fails each time.
         (("fails", "step", 2, "the disk is gone."), "error: the disk is gone.", 0),
-        pytest.param(("at_write", 2, "unnamed", KILL), "(restarts so far: 1)", 1, marks=pytest.mark.slow),
+        slow(("at_write", 2, "unnamed", KILL), "(restarts so far: 1)", 1),
     ],
     ids=["killed", "user_error", "checkpoint"],
 )
@@ -248,15 +226,11 @@ def test_a_signal_to_end_is_no_reason_for_a_restart(cli: CommandLine, tmp_path: 
     ("fault", "message"),
     [
         (("drift", "weight", 5), "ranks hold different values at the end of epoch 1 (stage 1): classifier.weight"),
-        pytest.param(
-            ("drift", "state", 9),
-            "after growth to stage 2: momentum_buffer of classifier.weight",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(("other_draws",), "after growth to stage 1: hidden.0.weight, ", marks=pytest.mark.slow),
-        pytest.param(("parity_fails",), "changed the output by 1.00e+00", marks=pytest.mark.slow),
+        slow(("drift", "state", 9), "after growth to stage 2: momentum_buffer of classifier.weight"),
+        slow(("other_draws",), "after growth to stage 1: hidden.0.weight, "),
+        slow(("parity_fails",), "changed the output by 1.00e+00"),
         (("loss_is_nan", 4), "the training loss became NaN or infinite at step 4"),
-        pytest.param(("weights_are_nan", 2), "was NaN or infinite after step 2 (epoch 0", marks=pytest.mark.slow),
+        slow(("weights_are_nan", 2), "was NaN or infinite after step 2 (epoch 0"),
     ],
     ids=lambda value: "_".join(map(str, value)) if isinstance(value, tuple) else "",
 )

@@ -15,7 +15,19 @@ from growlab.base.errors import UserError
 from growlab.lab.training.checkpoints import LAST, PREVIOUS, read_header, usable_checkpoint
 from growlab.lab.training.configuration import resume_override
 from tests.command_line import CommandLine
-from tests.whole_runs import MLP, NUM_STEPS, SMALL, SMOOTH, STEPWISE, Left, Whole, assert_resumes, resumed_from, struck
+from tests.whole_runs import (
+    MLP,
+    NUM_STEPS,
+    SMALL,
+    SMOOTH,
+    STEPWISE,
+    Left,
+    Whole,
+    assert_resumes,
+    resumed_from,
+    slow,
+    struck,
+)
 
 SIGKILL, SIGTERM, SIGINT, SIGUSR1 = map(int, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 BATCHES = (
@@ -87,10 +99,7 @@ def test_killed_again_and_again(cli: CommandLine, uninterrupted: Callable[..., L
     ("arguments", "behind"),
     [
         *(((*BATCHES, *SMOOTH), 0), (ACCUMULATED, 1), (BY_STEPS, 1), (DROPOUT, 1)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((ISOTROPIC, 0), (ADAM, 1), (ON_DEMAND, 0), (FIREFLY, 1))
-        ),
+        *(slow(ISOTROPIC, 0), slow(ADAM, 1), slow(ON_DEMAND, 0), slow(FIREFLY, 1)),
     ],
     ids=lambda value: "before" if value == 0 else "behind" if value == 1 else "",
 )
@@ -124,11 +133,10 @@ def test_killed_at_every_step(
     ("arguments", "faults"),
     [
         (MLP, [(("at_step", 4, SIGTERM), 4), (("at_validation", 3, 0, SIGTERM), 12), (("at_step", 14, SIGINT), 14)]),
-        pytest.param(
+        slow(
             (*MLP, "data.eval_batch_size=4"),
             # The last step of an epoch and of a stage: the epoch's end and validation follow first.
             [(("at_step", 5, SIGUSR1), 5), (("at_step", 6, SIGTERM), 6), (("at_validation", 3, 1, SIGTERM), 12)],
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["inside", "boundaries"],
@@ -315,9 +323,7 @@ def test_the_newest_whole_checkpoint_is_found(two_checkpoints: Path) -> None:
         usable_checkpoint(run)
 
 
-@pytest.mark.parametrize(
-    ("limit", "code"), [(20_000, 0), pytest.param(8_000, 2, marks=pytest.mark.slow)], ids=["checkpoints", "results"]
-)
+@pytest.mark.parametrize(("limit", "code"), [(20_000, 0), slow(8_000, 2)], ids=["checkpoints", "results"])
 def test_training_continues_on_a_full_disk(cli: CommandLine, tmp_path: Path, limit: int, code: int) -> None:
     """From the second epoch on no checkpoint can be written, then no result either: the first one survives."""
     outcome = cli(*MLP, "hydra.run.dir=run", cwd=tmp_path, fault=("full_disk", 1, limit))
