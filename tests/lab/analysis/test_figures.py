@@ -148,14 +148,6 @@ def test_the_axis_of_scores_is_not_shorter_than_ten_deviations_over_seeds(tmp_pa
     assert 0.999 * least <= high - low < most
 
 
-def test_scores_of_some_epochs_only_are_joined(tmp_path):
-    (run,) = load_runs(write_run(tmp_path, stage_epochs=(8,)))
-    run.metrics["val_accuracy"] = [np.nan, 0.2, np.nan, np.nan, 0.5, np.nan, np.nan, 0.7]
-    (line,) = curves(compare([run]).axes[2])
-    assert line.get_xdata().tolist() == [2, 5, 8]
-    np.testing.assert_allclose(line.get_ydata(), [20, 50, 70])
-
-
 def test_curves_that_coincide_are_drawn_less_their_mean(tmp_path):
     for i, seed in itertools.product(range(3), range(2)):
         write_run(tmp_path / f"{i}{seed}", seed=seed, stage_epochs=(4, 4), overrides=[f"growth.noise_std={i}"])

@@ -45,15 +45,6 @@ def test_every_shift_and_flip_is_equally_likely():
     assert abs(chi_squared - 49) < 5 * np.sqrt(2 * 49)
 
 
-def test_draws_follow_the_image_not_its_place_in_a_batch():
-    augmentation = Augmentation(4, True)
-    whole = augmentation.draw(np.arange(50), 3, 1)
-    shuffled = np.random.default_rng(0).permutation(50)
-    assert torch.equal(augmentation.draw(shuffled, 3, 1), whole[:, torch.from_numpy(shuffled)])
-    assert not torch.equal(augmentation.draw(np.arange(50), 3, 2), whole)
-    assert not torch.equal(augmentation.draw(np.arange(50), 4, 1), whole)
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_normalisation_equals_the_formula_in_float64(channels, channels_last):

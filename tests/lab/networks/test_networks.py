@@ -53,24 +53,7 @@ def test_allconv_is_springenberg_et_als():
     weights = 9 * (3 * 96 + 2 * 96 * 96 + 96 * 192 + 3 * 192 * 192) + 192 * 192 + 192 * 10
     assert num_params(network) == weights + 3 * 96 + 5 * 192 + 10
     assert network.features(torch.zeros(1, 3, 32, 32)).shape == (1, 10, 6, 6)
-
-
-@pytest.mark.parametrize(
-    "network",
-    [
-        resnet20((1, 28, 28), 7),
-        convnet4((1, 28, 28), 7, width=8, pools=(2, 2, 2, 1)),
-        mlp8((1, 28, 28), 7, width=16, batch_norm=True),
-        mlp5((1, 28, 28), 7, width=16),
-        allconv((1, 28, 28), 7, width=4),
-    ],
-    ids=["resnet20", "convnet4", "mlp8", "mlp5", "allconv"],
-)
-def test_logits_and_gradients(network):
-    logits = network(torch.randn(3, 1, 28, 28))
-    assert logits.shape == (3, 7)
-    logits.square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+    assert network(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
 
 
 def test_hidden_weights_are_drawn_for_their_activation():

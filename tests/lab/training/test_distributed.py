@@ -2,20 +2,20 @@
 
 import weakref
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import lightning
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from growlab import Grower
 from growlab.base.errors import UserError
-from growlab.base.ranks import agreed, broadcast_buffers, checksums, differing, gather, stacked
+from growlab.base.ranks import agreed, checksums, differing
 from growlab.frontends.lightning import renew_wrapper
-from growlab.lab.training.distributed import OneProcess, SynchroniseBatchNorm, check_strategy
+from growlab.lab.training.distributed import SynchroniseBatchNorm, check_strategy
 
 
 @pytest.fixture
@@ -59,21 +59,6 @@ def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: Non
     strategy.model(torch.randn(8, 4)).sum().backward()
     assert module.layers[0].weight.grad is not None
     assert torch.equal(kept.grad, torch.full((2,), 8.0))
-
-
-def test_no_wrapper_on_one_device() -> None:
-    strategy = SingleDeviceStrategy(torch.device("cpu"))
-    strategy.connect(Small())
-    model = strategy.model
-    renew_wrapper(
-        cast(Any, SimpleNamespace(strategy=strategy, lightning_module=model)), Grower(Small(), torch.randn(2, 4))
-    )
-    assert strategy.model is model
-
-
-def test_growlab_starts_processes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert OneProcess().creates_processes_externally
 
 
 # Refusals ---------------------------------------------------------------------------------------------------
@@ -143,13 +128,6 @@ def test_differing_tensors_are_named() -> None:
     many = [dict.fromkeys("abcde", rank) for rank in (0, 1)]
     assert differing(many) == "a, b, c and 2 more"
     assert differing([{"a": 1}, {"a": 1, "b": 2}]) == "b (not on rank 0)"
-
-
-def test_alone_everything_is_agreed() -> None:
-    module = nn.BatchNorm1d(3)
-    broadcast_buffers(module)
-    assert agreed([1.0, 2.0]) == [1.0, 2.0] and gather("x") == ["x"]
-    assert torch.equal(stacked(torch.arange(3)), torch.arange(3)[None])
 
 
 def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyPatch) -> None:
