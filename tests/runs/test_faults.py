@@ -63,10 +63,7 @@ def _shared_memory() -> set[str]:
 
 @pytest.mark.parametrize(
     ("number", "ranks"),
-    [
-        (signal.SIGKILL, 1),
-        *(slow(signal.SIGTERM, 1), slow(signal.SIGTERM, 2), slow(signal.SIGKILL, 2)),
-    ],
+    [(signal.SIGKILL, 1), slow(signal.SIGTERM, 1), slow(signal.SIGTERM, 2), slow(signal.SIGKILL, 2)],
 )
 def test_a_signal_with_data_workers_leaves_nothing_behind(
     cli: CommandLine, tmp_path: Path, number: signal.Signals, ranks: int

@@ -65,11 +65,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        *(("module", 10), ("loaders", 8), ("folder", 7)),
-        *(slow("numbers", 9), slow("masks", 5)),
-    ],
+    ("name", "step"), [("module", 10), ("loaders", 8), ("folder", 7), slow("numbers", 9), slow("masks", 5)]
 )
 def test_resumed_equals_uninterrupted(cli: CommandLine, mine: Path, name: str, step: int) -> None:
     whole, kept = kept_run(cli, mine, CASES[name])

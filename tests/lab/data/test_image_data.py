@@ -36,6 +36,11 @@ def test_sizes_and_the_form_of_batches(monkeypatch):
     assert sizes == [100] * 10 + [78] == data.samples_in_batches(0, 100) and len(data.train_dataloader()) == 11
     # Limits are balanced over classes.
     assert torch.cat([y for _, y in data.test_dataloader()]).bincount().tolist() == [2] * 10
+    # The validation set ignores the run's seed.
+    seeds = ({"seed": 5}, {"split_seed": 5})
+    a, b, c = (_digits(validation="split", validation_fraction=0.25, **one) for one in ({}, *seeds))
+    held_out = [torch.cat([x.flatten(1) for x, _ in one.val_dataloader()]) for one in (a, b, c)]
+    assert torch.equal(held_out[0], held_out[1]) and not torch.equal(held_out[0], held_out[2])
     few = _digits(limit_train=50)
     assert torch.cat([y for _, y in few.train_dataloader()]).bincount().tolist() == [5] * 10
     assert _digits(limit_train=10**9).num_train == 1438
@@ -142,12 +147,6 @@ def test_probe_batch_is_fixed_balanced_and_not_augmented():
     }
     assert sorted(of_image[tuple(x.flatten().tolist())] for x in probe) == sorted(list(range(10)) * 2)
     assert _digits(limit_train=3).probe_batch(7).shape == (7, 1, 8, 8)
-
-
-def test_validation_split_ignores_the_seed_of_the_run():
-    a, b, c = (_digits(validation="split", **seeds) for seeds in ({}, {"seed": 5}, {"split_seed": 5}))
-    labels = [torch.cat([x.flatten(1) for x, _ in data.val_dataloader()]) for data in (a, b, c)]
-    assert torch.equal(labels[0], labels[1]) and not torch.equal(labels[0], labels[2])
 
 
 class _Recorder(lightning.LightningModule):

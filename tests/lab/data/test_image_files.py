@@ -72,6 +72,18 @@ def test_folders(pictures, tmp_path, names):
     assert open_images("insects", root)["train"].classes == pictures.classes
 
 
+def test_links_to_folders_are_followed_and_of_two_spellings_the_plain_one_counts(pictures, tmp_path):
+    root = pictures.as_folders(tmp_path / "pictures")
+    (root / "TEST" / "ant").mkdir(parents=True)
+    if (root / "test").samefile(root / "TEST"):
+        pytest.skip("names differ by more than case here")
+    assert numbers(opened(root)) == (36, 4, 12)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "extra.png").write_bytes(pictures.png("train", 0))
+    (root / "train" / "ant" / "elsewhere").symlink_to(tmp_path / "more", target_is_directory=True)
+    assert len(open_images("insects", root)["train"]) == 41
+
+
 @pytest.mark.parametrize(
     ("names", "options"),
     [
@@ -233,22 +245,6 @@ def test_a_validation_set_of_parquet_files_is_validated_on(pictures, tmp_path, v
     root = pictures.as_parquet(tmp_path / "data", "{}-00000.parquet".format)
     pq.write_table(pq.read_table(root / "train-00000.parquet").slice(1), root / "validation-00000.parquet")
     assert numbers(opened(root, validation=validation)) == (40, held_out, 12)
-
-
-def test_of_two_spellings_the_plain_one_counts(pictures, tmp_path) -> None:
-    root = pictures.as_folders(tmp_path / "data")
-    (root / "TEST" / "ant").mkdir(parents=True)
-    if (root / "test").samefile(root / "TEST"):
-        pytest.skip("names differ by more than case here")
-    assert numbers(opened(root)) == (36, 4, 12)
-
-
-def test_links_to_folders_are_followed(pictures, tmp_path):
-    root = pictures.as_folders(tmp_path / "pictures")
-    (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "extra.png").write_bytes(pictures.png("train", 0))
-    (root / "train" / "ant" / "elsewhere").symlink_to(tmp_path / "more", target_is_directory=True)
-    assert len(open_images("insects", root)["train"]) == 41
 
 
 # Images of many kinds.

@@ -70,6 +70,8 @@ def test_the_language_reference_comes_with_python() -> None:
     assert "assert" in text_of(text, text.probe_batch(100).flatten())
     assert text.network_arguments == {"vocabulary_size": len(text.vocabulary), "context": CONTEXT}
     assert torch.equal(text.probe_batch(3), data(None, limit_characters=5000).probe_batch(3))
+    # Growth is checked on about as many tokens whatever the context.
+    assert [TextData(None, context=context).probe_size for context in (8, 128, 300)] == [64, 4, 2]
 
 
 def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +91,3 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_settings_that_cannot_be_used(path: str, settings: dict, sentence: str) -> None:
     with pytest.raises((UserError, ValueError), match=sentence):
         data(**{"path": path, **settings})
-
-
-@pytest.mark.parametrize(("context", "windows"), [(8, 64), (128, 4), (300, 2)])
-def test_growth_is_checked_on_about_as_many_tokens_whatever_the_context(context: int, windows: int) -> None:
-    assert TextData(None, context=context).probe_size == windows

@@ -110,17 +110,11 @@ def test_a_checksum_sees_every_change_of_a_tensor(dtype: torch.dtype, shape: tup
         moved[first], moved[second] = flat[second], flat[first]
         assert checksum(moved.view(shape)) != checksum(tensor)
         assert checksum(flat.view(1, -1)) != checksum(flat)
-
-
-def test_a_checksum_is_of_values_whatever_the_memory_layout() -> None:
+    # Of values, whatever the memory layout, and of plain values too.
     x = torch.randn(2, 3, 4, 5)
-    _, sums = checksums(iter([("x", x), ("last", x.contiguous(memory_format=torch.channels_last))]))
-    assert sums[0] == sums[1]
-
-
-def test_checksums_of_plain_values_differ() -> None:
-    _, sums = checksums(iter([("a", {"a": 1}), ("b", {"a": 2}), ("c", {"a": 1})]))
-    assert sums[0] == sums[2] != sums[1]
+    last = x.contiguous(memory_format=torch.channels_last)
+    _, sums = checksums(iter([("x", x), ("last", last), ("a", {"a": 1}), ("b", {"a": 2}), ("c", {"a": 1})]))
+    assert sums[0] == sums[1] and sums[2] == sums[4] != sums[3]
 
 
 def test_differing_tensors_are_named() -> None:
@@ -173,10 +167,13 @@ def test_alone_it_is_batch_normalisation(group: None, make: Any, shape: tuple[in
     torch.testing.assert_close(sync(x), plain(x))
 
 
-def test_inputs_without_channels_are_refused(group: None) -> None:
+def test_inputs_without_channels_and_layers_of_another_class_are_refused(group: None) -> None:
     network = SynchroniseBatchNorm(on_cpu=True).apply(nn.Sequential(nn.BatchNorm1d(3)))
     with pytest.raises(ValueError, match="at least 2 dimensions, not 1"):
         network(torch.randn(3))
+    other = type("WithActivation", (nn.BatchNorm2d,), {})
+    with pytest.raises(UserError, match=r"cannot synchronise 0, a WithActivation"):
+        SynchroniseBatchNorm(on_cpu=True).apply(nn.Sequential(other(2)))
 
 
 def test_layers_are_of_their_own_class_again() -> None:
@@ -188,11 +185,3 @@ def test_layers_are_of_their_own_class_again() -> None:
     assert layers.revert(network) is network
     assert list(network.modules()) == modules and str(network) == before
     assert vars(network[1]).keys() == vars(nn.BatchNorm2d(2)).keys()
-
-
-def test_another_class_of_batch_normalisation_is_refused() -> None:
-    class WithActivation(nn.BatchNorm2d):
-        pass
-
-    with pytest.raises(UserError, match=r"cannot synchronise 0, a WithActivation"):
-        SynchroniseBatchNorm(on_cpu=True).apply(nn.Sequential(WithActivation(2)))

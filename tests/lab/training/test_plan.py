@@ -98,19 +98,12 @@ def test_limited_and_accumulated(data, limit, accumulate, batches, steps, sample
     assert made.train_flops == 3 * sum(made.flops_in_epoch)
 
 
-def test_fixed_size_has_one_stage(data: ImageData) -> None:
-    made = plan(data, FixedSize(0.5))
-    assert made.schedule.epochs == (3,)
-    assert made.flops == [mlp_flops(data, 4)]
-    assert set(made.widths[0].values()) == {4}
-    assert made.full_flops == mlp_flops(data, 8)
-
-
 @pytest.mark.parametrize("multiple", [0.5, 1.5])
 def test_equal_flops_count_the_width(data: ImageData, multiple: float) -> None:
     grown = plan(data, epochs=[20, 10])
     fixed = plan(data, FixedSize(multiple), epochs=[20, 10], equal_flops=True)
-    assert fixed.reference_epochs == 30
+    assert fixed.reference_epochs == 30 and len(fixed.schedule.epochs) == len(fixed.flops) == 1
+    assert (fixed.flops[0], fixed.full_flops) == (mlp_flops(data, int(8 * multiple)), mlp_flops(data, 8))
     one_epoch = 3 * 110 * fixed.flops[0]
     assert abs(fixed.train_flops - grown.train_flops) <= one_epoch / 2
 

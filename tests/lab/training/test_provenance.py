@@ -45,7 +45,4 @@ def test_changes_to_the_package_or_its_configuration_are_marked(repository: Path
     assert git_commit() == commit
     (repository / "conf" / "__init__.py").write_text("changed")
     assert git_commit() == f"{commit}-dirty"
-
-
-def test_versions_name_what_results_depend_on() -> None:
     assert set(versions()) == {"python", "torch", "lightning", "growlab"}

@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import yaml
 
-from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import FIGURES
 from growlab.lab.training.configuration import composed, config_dir
 from growlab.recipes.papers.paper_table import published
@@ -146,13 +145,6 @@ def test_a_seed_that_an_entry_has_anyway_is_the_same_jobs(item) -> None:
 
 def test_values_in_brackets_are_one_value() -> None:
     assert _split("[1,2],[3]") == ["[1,2]", "[3]"] and _split("a,b") == ["a", "b"] and _split("3") == ["3"]
-
-
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(UserError, match="did you mean table13"):
-        REGISTRY.find("tabel13")
-    with pytest.raises(UserError, match="--list names them"):
-        REGISTRY.find("zzzz")
 
 
 def test_an_entry_is_in_one_file() -> None:

@@ -150,6 +150,7 @@ def test_the_device_is_a_gpu_or_a_cpu_that_may_multiply_in_bfloat16(
     [
         (["table3", "--data", "."], "cifar100 is not in .: name the folder above it with --data"),
         (["tabel3"], "there is no entry called tabel3; did you mean table3?"),
+        (["zzzz"], "--list names them"),
         (["table3", "--minutes", "0"], "argument --minutes: '0' is no number above 0"),
         (["table3", "--seeds", "0,-2"], "0,-2 is not a list of seeds, numbers from 0 to 4294967295"),
     ],

@@ -56,10 +56,7 @@ def test_missing_files_are_named(folder, tmp_path):
 
 
 def test_arguments_that_cannot_be(folder):
-    for wrong, sentence in (
-        ({"batch_sentences": 8}, "give one of"),
-        ({"max_length": 0}, "must be at least 1"),
-    ):
+    for wrong, sentence in (({"batch_sentences": 8}, "give one of"), ({"max_length": 0}, "must be at least 1")):
         with pytest.raises((UserError, ValueError), match=sentence):
             TranslationData("tiny", str(folder), **wrong)
 
