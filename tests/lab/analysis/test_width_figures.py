@@ -11,7 +11,7 @@ import pytest
 from growlab.base.errors import UserError
 from growlab.lab.analysis.figures import network_map, silhouettes, widths_over_time
 from growlab.lab.analysis.results import Run, open_run
-from growlab.lab.analysis.width_figures import CHANGE, width_changes
+from growlab.lab.analysis.width_figures import CHANGE, TASK, width_changes, width_paths
 
 from .fake_runs import write_run
 from .test_figures import curves
@@ -60,6 +60,31 @@ def fake(widths: dict[str, list[int]], stages: list[int], accuracy: object, **mo
     known = {"config": {}, "metrics": metrics if accuracy is None else metrics.assign(test_accuracy=accuracy)}
     run.__dict__.update({"growth": {"events": [], "groups": groups}, **known, **more})
     return run
+
+
+def test_runs_of_one_start_share_a_colour_and_a_line_of_the_legend() -> None:
+    cases = [([2, 9], [0, 1, 1]), ([2, 10], [0, 0, 1]), ([64, 13], [0, 0, 1])]
+    runs = [fake({"a": widths}, stages, [0.1, 0.5, 0.9]) for widths, stages in cases]
+    above, below = width_paths(runs).axes
+    legend = above.get_legend()
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["from 2 to 9-10 (n=2)", "from 64 to 13 (n=1)"]
+    assert legend.get_title().get_text() == "each line is one run"
+    colours = [line.get_color() for line in above.lines[:3]]
+    assert colours[0] == colours[1] != colours[2]
+    assert list(above.lines[0].get_ydata()) == [2, 9, 9, 9]
+    assert list(above.get_yticks()) == [2, 4, 8, 16, 32, 64]
+    assert np.allclose(below.lines[0].get_ydata(), [10, 50, 90])
+
+
+def test_sums_of_layers_few_neurons_and_changes_of_the_task_are_marked() -> None:
+    config = {"data": {"class_schedule": {0: [3, 4], 2: [0, 1, 2, 3, 4, 5]}}}
+    above, below = width_paths([fake({"a": [2, 9], "b": [3, 3]}, [0, 1, 1], 0.5, config=config)]).axes
+    assert above.get_ylabel() == "width, sum of 2 layers"
+    assert above.get_yscale() == "linear" and all(tick == int(tick) for tick in above.get_yticks())
+    assert below.get_ylabel() == "test accuracy (%)"
+    assert [line.get_xdata()[0] for line in above.lines if line.get_gid() == TASK] == [0, 2]
+    assert [text.get_text() for text in above.texts] == ["classes 3, 4", "6 classes"]
 
 
 def moving(path: list[int], accuracy: object, grows: bool = True) -> Run:
