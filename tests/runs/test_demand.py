@@ -76,3 +76,8 @@ def test_a_look_at_the_data_counts_as_cost_and_survives_a_kill(cli: CommandLine,
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     cost = 100 * (trained + looked) / (86 * 6 * forward_flops(12))
     assert looked > 0 and results["train_cost_percent"] == pytest.approx(cost)
+
+
+def test_running_gradients_need_an_optimizer_that_keeps_them(cli: CommandLine, tmp_path: Path) -> None:
+    outcome = cli(*RUN, f"schedule.total_epochs={EPOCHS}", "schedule=gradient", "optimizer.momentum=0", cwd=tmp_path)
+    assert outcome.code == 2 and "set its momentum" in outcome.err and "Traceback" not in outcome.err
