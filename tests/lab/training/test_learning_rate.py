@@ -1,5 +1,7 @@
+from collections.abc import Callable
 from itertools import accumulate
 from math import cos, pi, sqrt
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,39 +23,68 @@ def factors(rate: LearningRate) -> list[float]:
     return [factor(step) for step in range(sum(STEPS) + 1)]
 
 
-def test_cosine_runs_over_epochs_whatever_their_number_of_steps() -> None:
-    got = factors(LearningRate())
-    for epoch, (start, steps) in enumerate(zip(STARTS, STEPS, strict=False)):
-        for step in range(steps):
-            assert got[start + step] == pytest.approx((1 + cos(pi * (epoch + step / steps) / 6)) / 2)
-    assert got[-1] == pytest.approx(0, abs=1e-15)
+class At(NamedTuple):
+    """A moment of the training: steps, epochs and the part of all FLOPs that are done, and the place in its stage."""
+
+    step: int
+    epoch: float
+    spent: float
+    batch_size: int = 32
+    of_stage: float = 1.0
+    since_growth: int = 8
 
 
-def test_warm_up_rises_from_zero_and_the_cosine_starts_behind_it() -> None:
-    got = factors(LearningRate(warmup_epochs=2.5))
-    assert got[:5] == pytest.approx([0, 0.5 / 2.5, 1 / 2.5, 1.5 / 2.5, 2 / 2.5])
-    assert got[6] == pytest.approx(1)
-    assert got[STARTS[5]] == pytest.approx((1 + cos(pi * 2.5 / 3.5)) / 2)
+def moments() -> list[At]:
+    """The moment before each step, and the end."""
+    found, spent = [], 0.0
+    for first, last in ((0, 2), (2, 5), (5, 6)):
+        for epoch in range(first, last):
+            for index in range(STEPS[epoch]):
+                now, since = epoch + index / STEPS[epoch], len(found) - STARTS[first]
+                place = ((now - first) / (last - first), since if first else 8)
+                found.append(At(len(found), now, spent, SCHEDULE.batch_size_at(epoch), *place))
+                spent += FLOPS[epoch] / STEPS[epoch] / sum(FLOPS)
+    return [*found, At(len(found), 6.0, spent)]
 
 
-def test_warm_up_and_clock_in_steps() -> None:
-    got = factors(LearningRate(warmup_steps=4, progress_unit="steps"))
-    assert got[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-    assert got[4:] == pytest.approx([(1 + cos(pi * step / 20)) / 2 for step in range(21)], abs=1e-15)
+def cosine(part: float) -> float:
+    return (1 + cos(pi * part)) / 2
 
 
-def test_restarts_begin_each_stage_at_the_full_rate_and_end_it_near_zero() -> None:
-    got = factors(LearningRate(restarts="stage"))
-    assert [got[STARTS[epoch]] for epoch in (0, 2, 5)] == pytest.approx([1, 1, 1])
-    assert got[STARTS[2] - 1] == pytest.approx((1 + cos(pi * 1.5 / 2)) / 2)
-    assert got[STARTS[5] - 1] == pytest.approx((1 + cos(pi * 2.75 / 3)) / 2)
+def risen(part: float, behind: Callable[[float], float]) -> float:
+    """A warm-up, and what follows it."""
+    return part if part < 1 else behind(part)
 
 
-@pytest.mark.parametrize(("rule", "scale"), [("none", lambda r: 1), ("linear", lambda r: r), ("sqrt", sqrt)])
-def test_the_rate_follows_the_batch_size(rule: str, scale) -> None:
-    got = factors(LearningRate(shape="constant", batch_rule=rule))
-    for epoch, size in enumerate([128, 128, 64, 64, 64, 32]):
-        assert got[STARTS[epoch] : STARTS[epoch + 1]] == [pytest.approx(scale(size / 32))] * STEPS[epoch]
+COST = {"progress_unit": "cost"}
+WSD = {**COST, "warmup_fraction": 0.125, "decay_fraction": 0.25}
+CONSTANT = {"shape": "constant"}
+FORMULAS: list[tuple[dict[str, Any], Callable[[At], float]]] = [
+    ({}, lambda at: cosine(at.epoch / 6)),
+    ({"warmup_epochs": 2.5}, lambda at: risen(at.epoch / 2.5, lambda _: cosine((at.epoch - 2.5) / 3.5))),
+    (
+        {"warmup_steps": 4, "progress_unit": "steps"},
+        lambda at: risen(at.step / 4, lambda _: cosine((at.step - 4) / 20)),
+    ),
+    ({**COST, "warmup_fraction": 0.1}, lambda at: risen(at.spent / 0.1, lambda _: cosine((at.spent - 0.1) / 0.9))),
+    ({"restarts": "stage"}, lambda at: cosine(at.of_stage)),
+    ({"warmup_steps_after_growth": 3}, lambda at: cosine(at.epoch / 6) * min(1, at.since_growth / 3)),
+    (CONSTANT, lambda at: 1),
+    ({**CONSTANT, "batch_rule": "linear"}, lambda at: at.batch_size / 32),
+    ({**CONSTANT, "batch_rule": "sqrt"}, lambda at: sqrt(at.batch_size / 32)),
+    ({"shape": "wsd", **WSD}, lambda at: risen(at.spent / 0.125, lambda _: min(1, (1 - at.spent) / 0.25))),
+    (
+        {"shape": "wsd", **WSD, "decay_shape": "1-sqrt"},
+        lambda at: risen(at.spent / 0.125, lambda _: 1 - sqrt(max(0, at.spent - 0.75) / 0.25)),
+    ),
+    ({"shape": "steps", "milestones": [2, 4.5], "decay": 0.1}, lambda at: 0.1 ** sum(at.epoch >= m for m in (2, 4.5))),
+    ({"shape": "inverse_sqrt", "warmup_steps": 4}, lambda at: risen(at.step / 4, lambda part: part**-0.5)),
+]
+
+
+@pytest.mark.parametrize(("settings", "formula"), FORMULAS, ids=str)
+def test_factors_are_the_formulas(settings: dict[str, Any], formula: Callable[[At], float]) -> None:
+    assert factors(LearningRate(**settings)) == pytest.approx([formula(at) for at in moments()], abs=1e-7)
 
 
 @given(
@@ -98,25 +129,6 @@ def test_one_cycle_may_restart_in_each_stage() -> None:
         LearningRate("one_cycle", warmup_epochs=1)
 
 
-def flops_spent() -> list[float]:
-    """Part of the run's FLOPs that are spent before each step, and behind the last one."""
-    each = [FLOPS[e] / steps for e, steps in enumerate(STEPS) for _ in range(steps)]
-    return [spent / sum(FLOPS) for spent in accumulate(each, initial=0)]
-
-
-def test_the_cosine_by_cost_runs_over_the_flops_that_are_spent() -> None:
-    warmup = 0.1
-    rate = LearningRate(progress_unit="cost", warmup_fraction=warmup)
-    expected = [
-        spent / warmup if spent < warmup else (1 + cos(pi * (spent - warmup) / (1 - warmup))) / 2
-        for spent in flops_spent()
-    ]
-    assert factors(rate) == pytest.approx(expected, abs=1e-12)
-    # Half of the FLOPs are left when the last of six epochs begins.
-    assert factors(LearningRate(progress_unit="cost"))[STARTS[5]] == pytest.approx((1 + cos(pi / 2)) / 2)
-    assert factors(LearningRate())[STARTS[5]] == pytest.approx((1 + cos(pi * 5 / 6)) / 2)
-
-
 @given(batches=st.lists(st.integers(1, 20), min_size=6, max_size=6))
 def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -> None:
     for rate in ({}, {"shape": "wsd", "warmup_fraction": 0.2}, {"restarts": "stage"}):
@@ -126,27 +138,6 @@ def test_where_all_samples_cost_the_same_both_clocks_agree(batches: list[int]) -
         )
         for step in range(sum(batches) + 1):
             assert by_cost(step) == pytest.approx(by_epochs(step), abs=1e-12)
-
-
-@pytest.mark.parametrize(("decay_shape", "left"), [("linear", lambda x: 1 - x), ("1-sqrt", lambda x: 1 - sqrt(x))])
-def test_wsd_is_constant_and_then_decays_over_the_last_part(decay_shape: str, left) -> None:
-    rate = LearningRate(
-        "wsd", progress_unit="cost", warmup_fraction=0.125, decay_fraction=0.25, decay_shape=decay_shape
-    )
-    expected = [
-        spent / 0.125 if spent < 0.125 else 1.0 if spent <= 0.75 else left((spent - 0.75) / 0.25)
-        for spent in flops_spent()
-    ]
-    assert factors(rate) == pytest.approx(expected, abs=1e-7)
-
-
-def test_the_rate_rises_again_after_each_growth_event() -> None:
-    plain, rewarmed = factors(LearningRate()), factors(LearningRate(warmup_steps_after_growth=3))
-    # Stages begin at steps 0, 4 and 16; the last is followed by 8 steps, the others by more.
-    rise = [1.0] * len(plain)
-    for start in (4, 16):
-        rise[start : start + 3] = [0, 1 / 3, 2 / 3]
-    assert rewarmed == pytest.approx([p * r for p, r in zip(plain, rise, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -173,20 +164,6 @@ def test_impossible_schedules_are_refused(wrong: dict) -> None:
 def test_a_clock_without_flops_is_refused() -> None:
     with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
         LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)
-
-
-def test_steps_fall_at_milestones() -> None:
-    got = factors(LearningRate("steps", milestones=[2, 4.5], decay=0.1))
-    assert got[: STARTS[2]] == [1] * STARTS[2]
-    assert got[STARTS[2] : STARTS[4] + 2] == pytest.approx([0.1] * (STARTS[4] + 2 - STARTS[2]))
-    assert got[STARTS[4] + 2 : -1] == pytest.approx([0.01] * (len(got) - STARTS[4] - 3))
-
-
-def test_the_inverse_square_root_rises_to_the_base_rate_and_falls() -> None:
-    got = factors(LearningRate("inverse_sqrt", warmup_steps=4))
-    assert got[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-    assert got[16] == pytest.approx(0.5)
-    assert got[4:] == sorted(got[4:], reverse=True)
 
 
 def test_the_clock_auto_counts_cost_where_it_can() -> None:
