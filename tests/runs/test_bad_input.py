@@ -51,7 +51,6 @@ TABLE = {
     "objective._target_=fractions.Fraction": "is no growlab.lab.training.Objective",
     "model=gpt": "got an unexpected keyword argument 'image_shape'",
     "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
-    "experiment=llama_text data.path=own objective=classification": "tokens go with objective=tokens and model=",
     "schedule=plateau schedule.epochs=[2,2,2]": "schedule.epochs is about stages",
     "schedule=plateau method=equal_flops": "schedule.total_epochs in place of",
     "schedule.batch_size=auto": "set schedule.max_memory_gib_per_device",

@@ -267,3 +267,11 @@ def test_half_precision_and_accumulation(
     assert left.checkpoint["global_step"] == grown.left.checkpoint["global_step"]
     assert float(left.metrics[-1]["val_loss"]) < float(left.metrics[0]["val_loss"])
     assert (tmp_path / "run" / "pretrained" / "model.safetensors").exists()
+
+
+def test_data_and_objective_of_other_kinds_are_refused(
+    cli: CommandLine, llama: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = cli(*llama, "objective=classification", cwd=tmp_path)
+    assert outcome.code == 2 and "Traceback" not in outcome.err
+    assert "tokens go with objective=tokens and model=transformers or model=gpt" in outcome.err
