@@ -49,7 +49,7 @@ ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "con
 RATES, RATE_SEED = (0.005, 0.015, 0.0015), 100
 # Seeds of each round; more for what the controller is compared with, since the two differ little.
 SEEDS = {"first": 2, "second": 2, "third": 3, "fourth": 3}
-COMPARED = dict.fromkeys(("third", "fourth"), {"controller": 8, "stays": 8})
+COMPARED = {name: {"controller": 8, "stays": 8} for name in ("third", "fourth")}
 # Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
 RATE_OF = {
     **dict.fromkeys(("eighth", "controller", "stays"), "smaller"),
