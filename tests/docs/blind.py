@@ -167,7 +167,12 @@ def difference(first: str, second: str, folder: Path = FOLDER) -> tuple[str, str
     found = across(first, second, folder)
     reach = interval(found)
     assert reach is not None
-    return f"{fmean(found):.1f}", f"{reach[0]:.1f} to {reach[1]:.1f}", str(sum(gap > 0 for gap in found))
+    # No -0.0.
+    return (
+        f"{round(fmean(found), 1) + 0.0:.1f}",
+        f"{reach[0]:.1f} to {reach[1]:.1f}",
+        str(sum(gap > 0 for gap in found)),
+    )
 
 
 def seeds() -> str:

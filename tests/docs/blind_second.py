@@ -58,7 +58,9 @@ class Outcome:
     @property
     def advice(self) -> Advice:
         """Odds of the smaller network or the full one, by the cases that were known before."""
-        cases = [case for case in read_cases() if not case.case.startswith((FOLDER.name, "blind_third"))]
+        cases = [
+            case for case in read_cases() if not case.case.startswith((FOLDER.name, "blind_third", "blind_fourth"))
+        ]
         params, smaller, samples = (int(self.pair[name]) for name in ("params", "smaller_params", "samples"))
         return advise(params, samples, smaller=smaller, kind=self.pair["kind"], cases=cases)
 

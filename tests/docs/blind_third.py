@@ -3,10 +3,10 @@
 `python -m tests.docs.blind_third` prints the section of the page guide/measured.md.
 """
 
+from pathlib import Path
 from statistics import fmean
 from textwrap import fill
 
-from growlab.plan import check, read_cases
 from tests.command_line import ROOT
 from tests.docs import blind
 from tests.docs.blind import as_table, difference, outcomes
@@ -25,20 +25,20 @@ RULES = {
 }
 
 
-def pair_lines() -> list[tuple[str, ...]]:
+def pair_lines(folder: Path = FOLDER, shown: tuple[str, ...] = SHOWN) -> list[tuple[str, ...]]:
     """Network, samples per parameter, odds of the half and mean accuracies of each pair."""
     return [
         (
             *(one.pair["family"], one.pair["ratio"], f"{100 * one.odds('smaller_full'):.0f} %"),
-            *(f"{one.mean(arm):.1f}" if arm in one.accuracy else "" for arm in SHOWN),
+            *(f"{one.mean(arm):.1f}" if arm in one.accuracy else "" for arm in shown),
         )
-        for one in outcomes(FOLDER)
+        for one in outcomes(folder)
     ]
 
 
-def points(rule: str, among: tuple[str, ...]) -> tuple[str, str]:
+def points(rule: str, among: tuple[str, ...], folder: Path = FOLDER) -> tuple[str, str]:
     """Mean and largest points of accuracy of a rule below the best of some arms."""
-    found = blind.regrets(rule, among, FOLDER)
+    found = blind.regrets(rule, among, folder)
     return f"{fmean(found):.1f}", f"{max(found):.1f}"
 
 
@@ -48,19 +48,18 @@ def rule_lines() -> list[tuple[str, ...]]:
     return [(name, *points(rule, SIZES), *points(rule, everything)) for name, rule in RULES.items()]
 
 
-def of_two() -> tuple[str, ...]:
+def of_two(folder: Path = FOLDER) -> tuple[str, ...]:
     """Points of the odds, of the half and of the full network below the better of these two."""
-    return tuple(each for rule in ("odds", "smaller", "full") for each in points(rule, SIZES[:2]))
+    return tuple(each for rule in ("odds", "smaller", "full") for each in points(rule, SIZES[:2], folder))
 
 
 def scores() -> tuple[str, ...]:
-    """Pairs whose likelier network was better, Brier scores, what wrong choices were to cost and did, and all cases."""
-    half, fit = "smaller_full", check(read_cases())
+    """Pairs whose likelier network was better, Brier scores, and what wrong choices were to cost and did."""
+    half = "smaller_full"
     return (
         *(str(blind.right(half, FOLDER)), f"{blind.brier(half, FOLDER):.2f}"),
         *(f"{blind.brier(f'{arm}_full', FOLDER):.2f}" for arm in ("eighth", "grown")),
         *(f"{100 * value(half, FOLDER):.1f}" for value in (blind.expected, blind.realised)),
-        *(str(fit.right), str(fit.cases), f"{fit.brier:.2f}"),
     )
 
 
@@ -74,8 +73,7 @@ INTRODUCTION = (
 ODDS = (
     "**The odds did well.** They were right in {} of 12 pairs, with a Brier score of {} ({} for an eighth and {} for "
     "growing, against the full network). Wrong choices were expected to add {} % to the error on average, and added "
-    "{} %. These pairs are cases now: with each family left out in turn, {} of {} predictions are right, with a Brier"
-    " score of {}."
+    "{} %."
 )
 REGRETS = (
     "Points of accuracy below the best of the full network, the half and the grown one, and below the best of these, "

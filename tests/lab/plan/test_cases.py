@@ -48,7 +48,11 @@ def _value(row: Mapping[str, str], text: bool) -> float:
 def test_the_packages_cases_are_those_of_the_kept_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", *(str(RESULTS / folder) for folder in FOLDERS)]) == 0
     head, *of_runs = capsys.readouterr().out.splitlines()
-    pairs = [case for name in ("plan", "blind", "blind_second", "blind_third") for case in _pairs(RESULTS / name)]
+    pairs = [
+        case
+        for name in ("plan", "blind", "blind_second", "blind_third", "blind_fourth")
+        for case in _pairs(RESULTS / name)
+    ]
     _, *of_pairs = written(pairs).splitlines()
     assert [head, *of_pairs, *of_runs] == (ROOT / "growlab" / "plan" / "cases.csv").read_text().splitlines()
     assert main(["--cases"]) == 0
