@@ -111,15 +111,27 @@ def trainer_of(folder: Path, *callbacks: L.Callback, **settings: Any) -> L.Train
     return L.Trainer(default_root_dir=folder, callbacks=list(callbacks), **{**usual, **quiet, **settings})
 
 
-def outcome(module: L.LightningModule, growth: Growth, trainer: L.Trainer) -> list[Any]:
+def fitted(
+    folder: Path,
+    module: L.LightningModule,
+    *callbacks: L.Callback,
+    data: Any = None,
+    ckpt_path: Any = None,
+    **more: Any,
+) -> L.Trainer:
+    """Return the trainer that has trained the module, from a checkpoint if one is given."""
+    trainer = trainer_of(folder, *callbacks, **more)
+    trainer.fit(module, Loader() if data is None else data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def outcome(trainer: L.Trainer) -> list[Any]:
     """All that a run ends with, comparable bit for bit."""
-    assert growth.grower is not None
+    (growth,) = (callback for callback in trainer.callbacks if isinstance(callback, Growth))
     optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
     moments = [v for o in optimizers for entry in o["state"].values() for v in entry.values()]
-    tensors = [*module.state_dict().values(), *(torch.as_tensor(moment) for moment in moments)]
+    tensors = [*trainer.lightning_module.state_dict().values(), *(torch.as_tensor(moment) for moment in moments)]
     for part in growth.grower.parts:
         tensors += part.state_dict().values()
-    events = [
-        {n: v for n, v in event.as_dict().items() if not n.startswith("seconds")} for event in growth.grower.events
-    ]
+    events = [{n: v for n, v in event.as_dict().items() if not n.startswith("seconds")} for event in growth.events]
     return [*(t.tolist() for t in tensors), [o["param_groups"] for o in optimizers], events]

@@ -31,6 +31,7 @@ from tests.unit.frontends.lightning_runs import (
     Save,
     Validated,
     body,
+    fitted,
     growth,
     outcome,
     trainer_of,
@@ -89,9 +90,7 @@ def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run_and_ends_as_an_or
 ) -> None:
     module, growth = MODULES[kind]()
     save = Save(tmp_path)
-    trainer = trainer_of(tmp_path, growth, save)
-    trainer.fit(module, Loader())
-    wanted = outcome(module, growth, trainer)
+    wanted = outcome(fitted(tmp_path, module, growth, save))
     assert [event.epoch for event in growth.grower.events] == [1, 3]
     assert len(save.paths) == EPOCHS * STEPS + EPOCHS
     network = growth.grower.network
@@ -103,10 +102,7 @@ def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run_and_ends_as_an_or
     assert [p.shape for p in network.parameters()] == [p.shape for p in body().parameters()]
     # Each kind is resumed from every third checkpoint, so that each moment beside an event is there for one of them.
     for path in save.paths[list(MODULES).index(kind) : -1 : 3]:
-        module, growth = MODULES[kind]()
-        trainer = trainer_of(tmp_path, growth)
-        trainer.fit(module, Loader(), ckpt_path=path)
-        assert outcome(module, growth, trainer) == wanted, path.name
+        assert outcome(fitted(tmp_path, *MODULES[kind](), ckpt_path=path)) == wanted, path.name
 
 
 def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> None:
@@ -144,8 +140,7 @@ def test_checkpoints_of_any_stage_are_evaluated_and_loaded(tmp_path: Path) -> No
 )
 def test_precision_clipping_and_accumulation(settings: dict[str, Any], tmp_path: Path) -> None:
     module, callback = Plain(), growth()
-    trainer = trainer_of(tmp_path, callback, **settings)
-    trainer.fit(module, Loader())
+    trainer = fitted(tmp_path, module, callback, **settings)
     assert len(callback.grower.events) == 2
     assert {id(p) for p in trainer.optimizers[0].state} == {id(p) for p in module.network.parameters()}
     assert all(p.isfinite().all() for p in module.parameters())
@@ -157,7 +152,7 @@ def test_a_compiled_network_grows(tmp_path: Path) -> None:
     module, plain = Plain(), Plain()
     module.network.compile(backend="eager")
     for each in (module, plain):
-        trainer_of(tmp_path, growth(trigger={0: 0.5, 1: 1.0}), max_epochs=2).fit(each, Loader())
+        fitted(tmp_path, each, growth(trigger={0: 0.5, 1: 1.0}), max_epochs=2)
     for own, other in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(own, other, atol=1e-4)
 
@@ -177,32 +172,23 @@ class Data(L.LightningDataModule):
 def test_batch_sizes_go_through_the_data_module(tmp_path: Path) -> None:
     schedule = make_schedule(3, 8, epochs=[1, 2], widths=[0.5, 1.0], batch_sizes=[16, 8])
     data, module = Data(), Plain()
-    trainer = trainer_of(tmp_path, growth(trigger=schedule), Save(tmp_path), max_epochs=3)
-    trainer.fit(module, datamodule=data)
+    trainer = fitted(tmp_path, module, growth(trigger=schedule), Save(tmp_path), data=data, max_epochs=3)
     assert trainer.global_step == 3 + 6 + 6 and data.seen[-3:] == [16, 8, 8]
     resumed, again = Data(), Plain()
-    trainer = trainer_of(tmp_path, growth(trigger=schedule), max_epochs=3)
-    trainer.fit(again, datamodule=resumed, ckpt_path=tmp_path / "epoch1.ckpt")
+    checkpoint = tmp_path / "epoch1.ckpt"
+    trainer = fitted(tmp_path, again, growth(trigger=schedule), data=resumed, ckpt_path=checkpoint, max_epochs=3)
     assert trainer.global_step == 15 and resumed.seen[-1] == 8
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), module.parameters(), strict=True))
 
 
 def test_batch_sizes_by_steps_change_with_the_epoch_behind_and_the_data_module_is_given_back(tmp_path: Path) -> None:
     data, trigger = Data(), At({0: 0.5, 4: 1.0}, unit="step", batch_sizes=[16, 8])
-    trainer = trainer_of(tmp_path, growth(trigger=trigger), max_epochs=4)
-    trainer.fit(Plain(), datamodule=data)
+    fitted(tmp_path, Plain(), growth(trigger=trigger), data=data, max_epochs=4)
     assert data.seen[-4:] == [16, 16, 8, 8]
     assert data.batch_size == 1 and "train_dataloader" not in vars(data)
     data.batch_size, data.seen[:] = 4, []
-    baseline = trainer_of(tmp_path, max_epochs=1)
-    baseline.fit(Plain(), datamodule=data)
+    baseline = fitted(tmp_path, Plain(), data=data, max_epochs=1)
     assert data.seen == [4] and baseline.global_step == 12
-
-
-def test_processes_that_are_forked_are_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, growth(), strategy="ddp_fork")
-    with pytest.raises(UserError, match="would be lost: take strategy='ddp'"):
-        growth().setup(trainer, Plain(), "fit")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +222,7 @@ def test_events_are_logged_and_the_loggers_get_widths_and_parameters(
 ) -> None:
     callback, logger = Growth(trigger={0: 0.5, 1: 1.0}), Logged()
     assert repr(callback) == "Growth(trigger={0: 0.5, 1: 1.0})"
-    trainer_of(tmp_path, callback, max_epochs=2, logger=logger).fit(Plain(), Loader())
+    fitted(tmp_path, Plain(), callback, max_epochs=2, logger=logger)
     (event,) = callback.events
     assert [r.message for r in caplog.records if r.name.startswith("growlab")] == [str(event)]
     assert "widths 4..4 -> 8..8, parameters 79 -> 187" in str(event)
@@ -292,15 +278,15 @@ def test_loaders_of_several_loaders(mode: str, named: bool, tmp_path: Path) -> N
     loaders = [DataLoader(TensorDataset(IMAGES[:n], LABELS[:n]), 4) for n in (8, 16)]
     several = dict(zip("ab", loaders, strict=True)) if named else loaders
     module, callback = OfSeveral(), growth("network", trigger={0: 0.5, 1: 1.0})
-    trainer = trainer_of(tmp_path, callback, max_epochs=2)
-    trainer.fit(module, several if mode == "none" else CombinedLoader(several, mode))
+    data = several if mode == "none" else CombinedLoader(several, mode)
+    trainer = fitted(tmp_path, module, callback, data=data, max_epochs=2)
     assert len(callback.grower.events) == 1
     assert trainer.global_step == 2 * (2 if mode == "min_size" else 4)
 
 
 def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
     module, callback = ByName(), growth("", trigger=At({0: 0.25, 4: 1.0}, unit="step"))
-    trainer_of(tmp_path, callback).fit(module, Loader())
+    fitted(tmp_path, module, callback)
     assert [event.step for event in callback.grower.events] == [4]
     ByName().load_state_dict(module.state_dict(), strict=True)
 
@@ -317,21 +303,21 @@ def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_p
     if sentence.startswith("training_step"):
         module = type("Early", (TwoOptimizers,), {"training_step": lambda self, batch, index: self.optimizers()[0]})
     with pytest.raises(UserError, match=sentence):
-        trainer_of(tmp_path, callback()).fit(module(), Loader())
+        fitted(tmp_path, module(), callback())
 
 
 def one_rank(rank: int, folder: Path) -> None:
     join(rank, folder)
-    settings = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
-    trainer = trainer_of(folder, callback, Save(folder), **settings)
-    trainer.fit(module, Loader(rank, 2))
-    parameters = [p.tolist() for p in module.parameters()]
-    again, resumed = Plain(), growth(parts=[Averages(decay=0.7)])
-    trainer = trainer_of(folder, resumed, **settings)
-    trainer.fit(again, Loader(rank, 2), ckpt_path=folder / "step7.ckpt")
-    assert [p.tolist() for p in again.parameters()] == parameters
-    (folder / f"{rank}.txt").write_text(repr(parameters))
+
+    def parameters(*callbacks: L.Callback, **more: Any) -> list[Any]:
+        module, settings = Plain(), {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+        callback = growth(parts=[Averages(decay=0.7)])
+        fitted(folder, module, callback, *callbacks, data=Loader(rank, 2), **settings, **more)
+        return [p.tolist() for p in module.parameters()]
+
+    whole = parameters(Save(folder))
+    assert parameters(ckpt_path=folder / "step7.ckpt") == whole
+    (folder / f"{rank}.txt").write_text(repr(whole))
 
 
 def test_two_ranks_end_with_the_same_bits_and_resume(cli: CommandLine, tmp_path: Path) -> None:

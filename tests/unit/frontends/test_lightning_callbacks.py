@@ -1,7 +1,8 @@
-"""Growth beside other callbacks of Lightning, and checkpoints that are read without it."""
+"""Growth with parts and beside other callbacks of Lightning, and checkpoints that are read without it."""
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from growlab.base.errors import UserError
 from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
-from growlab.parts import Averages
+from growlab.parts import Averages, Classes, Depth, Hyperfan
 from tests.unit.frontends.lightning_runs import (
-    EPOCHS,
     IMAGES,
     LABELS,
     SIZE,
@@ -25,11 +26,14 @@ from tests.unit.frontends.lightning_runs import (
     Loader,
     Plain,
     Save,
+    Validated,
     body,
+    fitted,
     growth,
     outcome,
     trainer_of,
 )
+from tests.unit.parts.stages import Residual
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
@@ -42,28 +46,21 @@ AVERAGES: dict[str, Callable[[], L.Callback]] = {
 }
 
 
-class Convolutions(L.LightningModule):
+class Convolutions(Plain):
     """Batch normalisation alone, so that nothing of growth is annealed and every checkpoint is a plain network."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
+        super().__init__(partial(torch.optim.SGD, momentum=0.9))
         self.network = nn.Sequential(
             *(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
         )
 
-    training_step, criterion = Plain.training_step, nn.CrossEntropyLoss()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
 
 def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
     """What grows along is the average of the network grown, which `parts.Averages` computes in another order."""
-    module = Plain()
-    trainer_of(tmp_path, growth(), EMAWeightAveraging(decay=0.7)).fit(module, Loader())
-    own, callback = Plain(), growth(parts=[Averages(decay=0.7)])
-    trainer_of(tmp_path, callback).fit(own, Loader())
+    module, callback = Plain(), growth(parts=[Averages(decay=0.7)])
+    fitted(tmp_path, module, growth(), EMAWeightAveraging(decay=0.7))
+    fitted(tmp_path, Plain(), callback)
     average = callback.grower.parts[0].module.state_dict()
     for name, tensor in module.network.state_dict().items():
         assert torch.allclose(tensor, average[name], rtol=1e-5, atol=1e-6), name
@@ -72,20 +69,14 @@ def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", AVERAGES)
 def test_a_run_with_an_average_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    results = []
-    for checkpoint in (None, "epoch1" if kind == "ema" else "epoch2"):
-        module, callback = Plain(), growth()
-        others = () if checkpoint else (Save(tmp_path),)
-        trainer = trainer_of(tmp_path, callback, AVERAGES[kind](), *others)
-        path = checkpoint and tmp_path / f"{checkpoint}.ckpt"
-        trainer.fit(module, Loader(), ckpt_path=path)
-        results.append(outcome(module, callback, trainer))
-    assert all(result == results[0] for result in results)
+    wanted = outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), Save(tmp_path)))
+    checkpoint = tmp_path / ("epoch1.ckpt" if kind == "ema" else "epoch2.ckpt")
+    assert outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), ckpt_path=checkpoint)) == wanted
 
 
 def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"put Growth before it, Trainer\(callbacks=\[Growth"):
-        trainer_of(tmp_path, EMAWeightAveraging(), growth()).fit(Plain(), Loader())
+        fitted(tmp_path, Plain(), EMAWeightAveraging(), growth())
 
 
 @pytest.mark.parametrize(
@@ -109,8 +100,7 @@ def test_whatever_a_checkpoint_holds_is_plain(
             copy.network.train()
 
     module, callback = Looking(), growth(**settings)
-    trainer = trainer_of(tmp_path, callback, *others, saved, enable_checkpointing=True)
-    trainer.fit(module, Loader())
+    trainer = fitted(tmp_path, module, callback, *others, saved, enable_checkpointing=True)
     assert "on_save_checkpoint" not in vars(module)
     path = tmp_path / "epoch=3.ckpt"
     loaded = Convolutions.load_from_checkpoint(path)
@@ -125,32 +115,32 @@ def test_whatever_a_checkpoint_holds_is_plain(
     assert kept and any((kept[k] != t).any() for k, t in module.network.state_dict().items() if k in kept)
     # Training goes on from it as if it had not been touched; where nothing is left to train, Lightning calls no hook.
     for epoch in (1, 3):
-        again, resumed = Convolutions(), growth(**settings)
-        continued = trainer_of(tmp_path, resumed, *([AVERAGES[average]()] if average else []))
-        continued.fit(again, Loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        again, averages = Convolutions(), [AVERAGES[average]()] if average else []
+        checkpoint = tmp_path / f"epoch={epoch}.ckpt"
+        continued = fitted(tmp_path, again, growth(**settings), *averages, ckpt_path=checkpoint)
         assert again.state_dict().keys() == Convolutions().state_dict().keys()
         if epoch < 3:
-            assert outcome(again, resumed, continued) == outcome(module, callback, trainer)
+            assert outcome(continued) == outcome(trainer)
         elif not others:
             assert torch.allclose(again.eval().network(IMAGES), module.eval().network(IMAGES), atol=1e-6)
 
 
-class Two(L.LightningModule):
+class Two(Plain):
     """Two networks that grow, and a hook of the module's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        del self.network
         self.first, self.second, self.asked = (body(), nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3)), 0)
         self.ends = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.ends and self.current_epoch:
             raise RuntimeError("the data are gone")
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return self.criterion(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -166,10 +156,10 @@ def test_two_networks_in_a_checkpoint_are_plain_also_after_an_error(tmp_path: Pa
     module = Two()
     module.ends = True
     with pytest.raises(RuntimeError, match="the data are gone"):
-        trainer_of(tmp_path, *callbacks).fit(module, Loader())
+        fitted(tmp_path, module, *callbacks)
     module.ends = False
     saved = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    trainer_of(tmp_path, *callbacks, saved, enable_checkpointing=True).fit(module, Loader())
+    fitted(tmp_path, module, *callbacks, saved, enable_checkpointing=True)
     assert "on_save_checkpoint" not in vars(module) and module.asked == 4
     loaded = Two.load_from_checkpoint(tmp_path / "epoch=3.ckpt")
     assert torch.allclose(loaded.eval()(IMAGES), module.eval()(IMAGES), atol=1e-6)
@@ -195,7 +185,7 @@ def test_loaders_whose_samples_have_no_numbers(ready: bool, tmp_path: Path) -> N
     keys = [f"image{index}" for index in range(len(IMAGES))]
     options = {"batch_size": None} if ready else {"batch_size": SIZE, "sampler": keys}
     module, callback = Plain(), growth()
-    trainer_of(tmp_path, callback).fit(module, DataLoader(Keyed(ready), **options))
+    fitted(tmp_path, module, callback, data=DataLoader(Keyed(ready), **options))
     assert len(callback.grower.events) == 2 and module.network[0].out_features == 8
 
 
@@ -215,19 +205,18 @@ class WithTarget(Plain):
 
 def test_a_target_network_grows_along(tmp_path: Path) -> None:
     """It is the average that the part keeps, which averages the same steps."""
-    module, callback = WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
-    trainer = trainer_of(tmp_path, callback, Save(tmp_path))
-    trainer.fit(module, Loader())
-    wanted = outcome(module, callback, trainer)
+
+    def both() -> tuple[WithTarget, Any]:
+        return WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
+
+    module, callback = both()
+    wanted = outcome(fitted(tmp_path, module, callback, Save(tmp_path)))
     average = dict(callback.grower.parts[0].module.named_parameters())
     for name, parameter in module.target.named_parameters():
         assert torch.allclose(parameter, average[name], rtol=1e-5, atol=1e-6), name
     body().load_state_dict(module.target.state_dict(), strict=True)
-    for path in (tmp_path / "epoch2.ckpt", tmp_path / "step4.ckpt"):
-        again, resumed = WithTarget(), growth(("network", "target"), parts=[Averages(decay=0.7)])
-        trainer = trainer_of(tmp_path, resumed)
-        trainer.fit(again, Loader(), ckpt_path=path)
-        assert outcome(again, resumed, trainer) == wanted
+    for name in ("epoch2.ckpt", "step4.ckpt"):
+        assert outcome(fitted(tmp_path, *both(), ckpt_path=tmp_path / name)) == wanted
     loaded = WithTarget.load_from_checkpoint(tmp_path / "epoch3.ckpt")
     for name, tensor in module.state_dict().items():
         assert torch.allclose(loaded.state_dict()[name], tensor, atol=1e-6), name
@@ -244,15 +233,14 @@ def test_a_network_that_configure_model_makes_grows(tmp_path: Path) -> None:
                 self.network = body()
 
     module, callback = Late(), growth("network")
-    trainer_of(tmp_path, callback).fit(module, Loader())
+    fitted(tmp_path, module, callback)
     assert len(callback.grower.events) == 2
     body().load_state_dict(module.network.state_dict(), strict=True)
 
 
 def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which grows, is no parameter or buffer of the network any more"):
-        pruning = ModelPruning("l1_unstructured", amount=0.3)
-        trainer_of(tmp_path, growth(), pruning).fit(Plain(), Loader())
+        fitted(tmp_path, Plain(), growth(), ModelPruning("l1_unstructured", amount=0.3))
 
 
 @pytest.mark.parametrize(
@@ -271,8 +259,114 @@ def test_a_training_too_short_for_its_growth_is_told_as_it_begins(
     """And what is told is what happens."""
     callback = growth(trigger=trigger)
     with caplog.at_level(logging.WARNING):
-        trainer_of(tmp_path, callback, **{"max_epochs": EPOCHS, **lasts}).fit(Plain(), Loader())
+        fitted(tmp_path, Plain(), callback, **lasts)
     told = [r.message for r in caplog.records if "growth is due" in r.message]
     assert len(callback.grower.events) == (due is None)
     assert len(told) == (due is not None) and all(due in message for message in told)
     assert ("has ended in stage 0 of 1" in caplog.text) == (due is not None)
+
+
+# Parts, and a method that holds weights in another way, where Lightning evaluates too -----------------------------
+
+
+ORDER = [2, 0, 1]
+
+
+class Deep(Validated):
+    """Blocks behind one another, with counters among their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (Residual(8, 8, nn.BatchNorm1d) for _ in range(3))
+        self.network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *blocks, nn.Linear(8, 3))
+
+    test_step = Validated.validation_step
+
+
+class Arriving(Deep):
+    """Two classes at first, in an order that is not the labels'."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        grower = self.trainer.callbacks[0].grower
+        seen = torch.isin(batch[1], torch.tensor(ORDER[: grower.state.widths["classes"]]))
+        return F.cross_entropy(self.network(batch[0][seen]), grower.targets(batch[1][seen]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("accuracy", (self.network(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    test_step = validation_step
+
+
+def accuracy(module: Plain) -> float:
+    with torch.no_grad():
+        return float((module.network.eval()(IMAGES).argmax(1) == LABELS).float().mean())
+
+
+def classes() -> Any:
+    # Under AdamW the default folds multipliers, which is no matter of classes.
+    method = VarianceTransfer(noise_std=1e-3, multipliers="keep")
+    return growth(
+        method=method, trigger={0: 0.5, 1: 1.0}, parts=[Classes(ORDER, lambda n: [2, 3] if n == 2 else [3] * n)]
+    )
+
+
+def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path: Path) -> None:
+    module, callback, save = Arriving(), classes(), Save(tmp_path)
+    trainer = trainer_of(tmp_path, callback, save, max_epochs=12)
+    # What is evaluated first is not what is trained.
+    trainer.validate(module, Loader(), verbose=False)
+    trainer.fit(module, Loader(), Loader())
+    wanted, logits = accuracy(module), module.network.eval()(IMAGES)
+    assert wanted > 0.5
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    for name in ("final.ckpt", "epoch11.ckpt"):
+        trainer.test(module, Loader(), ckpt_path=tmp_path / name, verbose=False)
+        assert accuracy(module) == wanted, name
+        fresh, other = Arriving(), classes()
+        trainer_of(tmp_path, other).test(fresh, Loader(), ckpt_path=tmp_path / name, verbose=False)
+        assert torch.allclose(fresh.network.eval()(IMAGES), logits, atol=1e-5), name
+        loaded = classes()
+        loaded._example = IMAGES[:4]
+        assert torch.allclose(loaded.load(Arriving(), tmp_path / name).network.eval()(IMAGES), logits, atol=1e-5), name
+
+
+def test_blocks_come_back_where_evaluation_stands_before_training(tmp_path: Path) -> None:
+    trained = []
+    for evaluate in (False, True):
+        module, callback = Deep(), growth(trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
+        trainer = trainer_of(tmp_path, callback, max_epochs=3)
+        if evaluate:
+            trainer.validate(module, Loader(), verbose=False)
+        trainer.fit(module, Loader(), Loader())
+        assert len(callback.grower.events) == 1
+        trained.append(module.network.state_dict())
+    assert trained[0].keys() == trained[1].keys() == Deep().network.state_dict().keys()
+
+
+def test_a_method_that_holds_weights_in_another_way_begins_from_the_ordinary_network(tmp_path: Path) -> None:
+    def callback() -> Any:
+        return growth(method=Hyperfan(), trigger={0: 0.5, 1: 1.0})
+
+    module, first, save = Deep(), callback(), Save(tmp_path)
+    module.network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    names = sorted(module.network.state_dict())
+    trainer = trainer_of(tmp_path, first, save, max_epochs=3)
+    trainer.validate(module, Loader(), verbose=False)
+    assert sorted(module.network.state_dict()) == names
+    trainer.fit(module, Loader(), Loader())
+    assert sorted(module.network.state_dict()) == names and len(first.grower.events) == 1
+    wanted = module.network.eval()(IMAGES)
+    with pytest.raises(UserError, match="load checkpoints saved during training into a new network"):
+        trainer.test(module, Loader(), ckpt_path=save.paths[-1], verbose=False)
+    assert torch.equal(module.network.eval()(IMAGES), wanted)
+    fresh, other = Deep(), callback()
+    fresh.network = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    again = trainer_of(tmp_path, other, max_epochs=4)
+    for _ in range(2):
+        again.test(fresh, Loader(), ckpt_path=save.paths[-1], verbose=False)
+        assert sorted(fresh.network.state_dict()) == names
+        assert torch.allclose(fresh.network.eval()(IMAGES), wanted, atol=1e-5)
+    fresh.train()
+    again.fit(fresh, Loader(), Loader(), ckpt_path=save.paths[-1])
+    assert sorted(fresh.network.state_dict()) == names and again.current_epoch == 4
+    assert not torch.allclose(fresh.network.eval()(IMAGES), wanted, atol=1e-5)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from growlab.base.errors import UserError
 from growlab.grower.triggers import At
 from growlab.growth import VarianceTransfer
 from growlab.parts import Averages
 from tests.command_line import CommandLine, join, offer_port
+from tests.unit.frontends import trainer_runs
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -28,26 +28,10 @@ DATA = [{"input_ids": words, "labels": words.sum() % 3} for words in WORDS]
 
 def bert(dropout: float = 0.1) -> Any:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=8,
-        num_labels=3,
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 3}
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    config = transformers.BertConfig(**sizes, **dropouts, intermediate_size=24, max_position_embeddings=8)
     return transformers.BertForSequenceClassification(config)
-
-
-class InOrder(transformers.Trainer):
-    """Batches in the data's order: accelerate before 1.15 shuffles the rest of a resumed epoch as the first one."""
-
-    def get_train_dataloader(self) -> Any:
-        size, collate = self.args.per_device_train_batch_size, self.data_collator
-        return self.accelerator.prepare(DataLoader(self.train_dataset, size, collate_fn=collate))
 
 
 def run(
@@ -59,8 +43,6 @@ def run(
     **settings: Any,
 ) -> tuple[Any, Growth]:
     usual = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 4, "save_steps": 1, "learning_rate": 5e-3}
-    quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-    arguments = transformers.TrainingArguments(str(folder), **{**usual, **quiet, **settings})
     growth = Growth(
         method=VarianceTransfer(noise_std=1e-3, multipliers="keep"),
         trigger={0: 0.5, 1: 0.75, 2: 1.0},
@@ -71,9 +53,8 @@ def run(
     model = bert(dropout).to(dtype)
     if frozen:
         model.bert.embeddings.requires_grad_(False)
-    trainer = InOrder(model, arguments, train_dataset=DATA, eval_dataset=DATA, callbacks=[growth])
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return trainer, growth
+    settings = {**usual, **settings}
+    return trainer_runs.trained(folder, model, DATA, growth, resume=resume, **settings), growth
 
 
 def everything(trainer: Any, growth: Growth) -> list[Any]:
@@ -104,12 +85,8 @@ def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp
     assert logs == [(0, growth.events[0].num_params_before), *((e.stage, e.num_params) for e in growth.events)]
     # Right before an event, and inside an epoch while normalisations are annealed.
     for step in (3, 7):
-        resumed = run(
-            tmp_path,
-            folder / f"checkpoint-{step}",
-            save_strategy="no",
-            resume_from_checkpoint=str(folder / f"checkpoint-{step}"),
-        )
+        checkpoint = folder / f"checkpoint-{step}"
+        resumed = run(tmp_path, checkpoint, save_strategy="no", resume_from_checkpoint=str(checkpoint))
         assert everything(*resumed) == wanted, step
     # An ordinary model, of the configuration that it was made from.
     outputs = trainer.model.eval()(WORDS).logits
@@ -150,11 +127,6 @@ def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog
     assert torch.allclose(scaled, 2 * logits)
     assert torch.allclose(doubled, torch.nn.functional.cross_entropy(scaled, torch.zeros(12, dtype=torch.long)))
     assert not torch.allclose(loss, doubled)
-
-
-def test_what_cannot_be_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="restore_callback_states_from_checkpoint"):
-        run(tmp_path, restore_callback_states_from_checkpoint=True, save_strategy="no")
 
 
 @pytest.mark.parametrize(
@@ -247,15 +219,15 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(cli: Com
 
 
 def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, tmp_path: Path) -> None:
-    checkpoint = whole[0] / "checkpoint-8"
-    with pytest.raises(UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"):
-        run(tmp_path / "new", checkpoint, save_strategy="no")
     # A checkpoint of the same step that another run has left there.
     run(tmp_path / "other", learning_rate=1e-2, max_steps=8)
-    with pytest.raises(UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resumed"):
-        run(tmp_path / "other", checkpoint, save_strategy="no")
+    for folder in ("new", "other"):
+        with pytest.raises(UserError, match=r"growlab\.pt is missing or of another run, and training cannot be resum"):
+            run(tmp_path / folder, whole[0] / "checkpoint-8", save_strategy="no")
 
 
-def test_a_trigger_that_would_never_be_told_its_moment_is_refused() -> None:
+def test_a_trigger_or_settings_that_would_not_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the Trainer knows only epochs and steps"):
         Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))
+    with pytest.raises(UserError, match="restore_callback_states_from_checkpoint"):
+        run(tmp_path, restore_callback_states_from_checkpoint=True, save_strategy="no")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,34 +71,23 @@ def trained(
     return losses
 
 
-METHODS = [
-    *(VarianceTransfer(), Net2Net(), PairGrowth(), Tiny(fallback="pairs"), Splitting(fallback="pairs")),
-    *(pytest.param(one(fallback="pairs"), marks=pytest.mark.slow) for one in (GradMax, FireFly)),
+OLD_STEPS = pytest.mark.skipif(OLD_TORCH, reason="its Adam makes its counter of steps on the default device")
+SGD = growlab.optim.SGD
+CASES: list[Any] = [
+    *((one(fallback="pairs"), SGD, ()) for one in (Tiny, Splitting)),
+    *(pytest.param(one(fallback="pairs"), SGD, (), marks=pytest.mark.slow) for one in (GradMax, FireFly)),
+    *((method, SGD, ()) for method in (VarianceTransfer(), PairGrowth())),
+    *((Net2Net(), make, ()) for make in (SGD, growlab.optim.AdamW, growlab.optim.Muon, growlab.optim.AvaGrad)),
+    pytest.param(Net2Net(), torch.optim.AdamW, (), marks=OLD_STEPS),
+    *((Net2Net(), SGD, (part,)) for part in (parts.Averages, parts.OldGradient, parts.Freeze)),
+    *((Net2Net(), SGD, (part,)) for part in (partial(parts.Warmup, 2), partial(parts.Resolution, [5, 7]))),
 ]
-OPTIMIZERS = [growlab.optim.SGD, growlab.optim.AdamW, growlab.optim.Muon, growlab.optim.AvaGrad, torch.optim.AdamW]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_methods_grow_as_they_do_without(method: GrowthMethod) -> None:
-    make = growlab.optim.SGD
-    assert trained(ELSEWHERE, method, make) == trained(nullcontext(), method, make)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: f"{make.__module__}.{make.__name__}")
-def test_optimizers_follow_as_they_do_without(make: Callable[..., torch.optim.Optimizer]) -> None:
-    if OLD_TORCH and make.__name__ == "AdamW":
-        pytest.skip("its Adam makes its counter of steps on the default device")
-    assert trained(ELSEWHERE, Net2Net(), make) == trained(nullcontext(), Net2Net(), make)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [parts.Averages, parts.OldGradient, parts.Freeze, lambda: parts.Warmup(2), lambda: parts.Resolution([5, 7])],
-    ids=["averages", "old gradient", "freeze", "warm-up", "images"],
-)
-def test_parts_accompany_growth_as_they_do_without(part: Callable[[], Part]) -> None:
-    make = growlab.optim.SGD
-    assert trained(ELSEWHERE, Net2Net(), make, part()) == trained(nullcontext(), Net2Net(), make, part())
+@pytest.mark.parametrize(("method", "make", "with_parts"), CASES, ids=str)
+def test_networks_grow_as_they_do_without(method: GrowthMethod, make: Any, with_parts: tuple[Any, ...]) -> None:
+    losses = [trained(where, method, make, *(part() for part in with_parts)) for where in (ELSEWHERE, nullcontext())]
+    assert losses[0] == losses[1]
 
 
 def test_trained_networks_grow_and_shrink() -> None:

@@ -16,6 +16,9 @@ from growlab.base.errors import UserError
 from growlab.growth import HyperCloning
 from growlab.growth.parity import relative_error
 from tests.command_line import ROOT
+from tests.unit.frontends import trainer_runs
+from tests.unit.grower.test_trained import gpt2, members
+from tests.unit.grower.test_trained import llama as llama_of_heads
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -27,19 +30,7 @@ TOKENS = torch.randint(32, (3, 6), generator=torch.Generator().manual_seed(0))
 
 def llama(width: int = 8, layers: int = 2) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{"hidden_size": width, "intermediate_size": 3 * width // 2, "num_hidden_layers": layers},
-        **{"num_attention_heads": width // 4, "num_key_value_heads": width // 4, "vocab_size": 32},
-        **{"max_position_embeddings": 32, "tie_word_embeddings": False, "use_cache": False},
-    )
-    return transformers.LlamaForCausalLM(config).double()
-
-
-def gpt2() -> Any:
-    torch.manual_seed(0)
-    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 32}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens, use_cache=False)).double()
+    return llama_of_heads(width, layers, head=4)
 
 
 def adapted(model: Any, **settings: Any) -> Any:
@@ -70,12 +61,26 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
         optimizer.step()
 
 
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """AdamW of what is trained, after two steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+    train(model, optimizer, 2)
+    return optimizer
+
+
 def trained(frozen: bool = True, **settings: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = adapted(llama(), **settings)
     if not frozen:
         model.requires_grad_(True)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
-    train(model, optimizer, 3)
+    return model, optimizer_of(model)
+
+
+def enlarged(small: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A trained model of twice the width and depth that computes the same, and the optimizer that has followed it."""
+    optimizer = optimizer_of(small)
+    expected = output(small)
+    model, same = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    assert same is optimizer and relative_error(expected, output(model)) < EXACT
     return model, optimizer
 
 
@@ -100,9 +105,8 @@ def test_adapters_follow_and_merged_models_compute_the_same(width: int, layers: 
     Grower.from_trained(merged, again := llama(width, layers), {"input_ids": TOKENS}, verbose=False).step()
     assert relative_error(output(grown), output(again)) < EXACT
     # The optimizer has the adapters alone, each once, and trains them alone.
-    (group,) = optimizer.param_groups
-    adapters = [p for name, p in wide.named_parameters() if "lora_" in name]
-    assert {id(p) for p in group["params"]} == {id(p) for p in adapters} and len(group["params"]) == len(adapters)
+    adapters = [id(p) for name, p in wide.named_parameters() if "lora_" in name]
+    assert members(optimizer) == set(adapters) and len(optimizer.param_groups[0]["params"]) == len(adapters)
     base = {name: p.clone() for name, p in wide.named_parameters() if "lora_" not in name}
     train(wide, optimizer, 2)
     assert all(torch.equal(base[name], p) for name, p in wide.named_parameters() if name in base)
@@ -117,23 +121,18 @@ def test_adapters_follow_and_merged_models_compute_the_same(width: int, layers: 
 
 def test_moments_of_adapters_are_those_of_the_grown_gradient() -> None:
     small, optimizer = trained(lora_dropout=0.0)
-    before = {
-        name: {key: optimizer.state[p][key].clone() for key in ("exp_avg", "exp_avg_sq")}
-        for name, p in small.named_parameters()
-        if p.requires_grad
-    }
+    before = {name: dict(optimizer.state[p]) for name, p in small.named_parameters() if p.requires_grad}
     small.zero_grad()
     small(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    gradients = {name: p.grad.clone() for name, p in small.named_parameters() if p.requires_grad}
+    gradients = {name: small.get_parameter(name).grad for name in before}
     wide = adapted(llama(16), lora_dropout=0.0)
     settings: Any = {"method": HyperCloning(), "optimizer": optimizer, "verbose": False}
     Grower.from_trained(small, wide, {"input_ids": TOKENS}, **settings).step()
     wide(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    for name, parameter in wide.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    for name, old in gradients.items():
         # By how much, and where to, the step has moved each entry of the gradient.
-        old, new, moments = gradients[name], parameter.grad, optimizer.state[parameter]
+        parameter = wide.get_parameter(name)
+        new, moments = parameter.grad, optimizer.state[parameter]
         repeats = [wide // narrow for wide, narrow in zip(new.shape, old.shape, strict=True)]
         ratio = new / old.repeat(repeats)
         assert torch.allclose(ratio, ratio.median().expand_as(ratio), rtol=1e-6), name
@@ -144,10 +143,8 @@ def test_moments_of_adapters_are_those_of_the_grown_gradient() -> None:
 
 def test_a_base_that_trains_too_grows_with_its_state() -> None:
     small, optimizer = trained(frozen=False)
-    expected, wide = output(small), adapted(llama(16))
-    wide.requires_grad_(True)
-    grower = Grower.from_trained(small, wide, {"input_ids": TOKENS}, optimizer=optimizer, verbose=False)
-    grower.step()
+    expected, wide = output(small), adapted(llama(16)).requires_grad_(True)
+    Grower.from_trained(small, wide, {"input_ids": TOKENS}, optimizer=optimizer, verbose=False).step()
     assert relative_error(expected, output(wide)) < EXACT
     assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in wide.parameters())
 
@@ -190,18 +187,14 @@ def test_the_trainer_resumes_with_the_base_that_has_grown(tmp_path: Path) -> Non
     from growlab.frontends.transformers import Growth
 
     data = [{"input_ids": TOKENS[n % 3], "labels": TOKENS[n % 3]} for n in range(12)]
+    settings = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "save_steps": 2, "learning_rate": 0.01}
 
     def run(resume: Path | None = None) -> Any:
-        quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, save_steps=2, learning_rate=0.01, **quiet
-        )
         growth = Growth(start=adapted(llama()), trigger={0: "small", 1: 1.0}, example={"input_ids": TOKENS})
-        trainer = transformers.Trainer(adapted(llama(16, 4)), arguments, train_dataset=data, callbacks=[growth])
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        model = trainer_runs.trained(tmp_path, adapted(llama(16, 4)), data, growth, resume=resume, **settings).model
         assert [event.step for event in growth.events] == [3]
-        assert "load_adapter" not in vars(trainer.model)
-        return trainer.model
+        assert "load_adapter" not in vars(model)
+        return model
 
     whole = run()
     assert output(whole).isfinite().all() and whole.config.hidden_size == 16
@@ -215,15 +208,10 @@ def test_tied_tables_of_frozen_models_grow() -> None:
     small = llama()
     small.config.tie_word_embeddings = True
     small.tie_weights()
-    small = adapted(small)
-    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
-    train(small, optimizer, 2)
-    expected = output(small)
-    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    model, optimizer = enlarged(adapted(small))
     base = model.get_base_model()
     assert base.lm_head.weight is base.model.embed_tokens.weight and base.model.norm.weight.shape == (16,)
     assert not base.model.norm.weight.requires_grad
-    assert relative_error(expected, output(model)) < EXACT
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     train(model, optimizer, 2)
     assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
@@ -232,56 +220,40 @@ def test_tied_tables_of_frozen_models_grow() -> None:
 def test_enlarging_keeps_what_trains() -> None:
     small = adapted(llama())
     small.base_model.model.lm_head.weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
-    train(small, optimizer, 2)
-    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
-    own = {id(p) for p in optimizer.param_groups[0]["params"]}
-    assert own == {id(p) for p in model.parameters() if p.requires_grad}
-    assert id(model.base_model.model.lm_head.weight) in own
+    model, optimizer = enlarged(small)
+    assert members(optimizer) == {id(p) for p in model.parameters() if p.requires_grad}
+    assert id(model.base_model.model.lm_head.weight) in members(optimizer)
 
 
 def test_layers_come_in_beside_frozen_ones() -> None:
     small = llama()
     small.model.embed_tokens.requires_grad_(False)
     small.model.layers[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
-    train(small, optimizer, 2)
-    expected = output(small)
-    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
-    assert relative_error(expected, output(model)) < EXACT
-    own, names = {id(p) for p in optimizer.param_groups[0]["params"]}, dict(model.named_parameters())
+    model, optimizer = enlarged(small)
+    names = dict(model.named_parameters())
     assert not names["model.embed_tokens.weight"].requires_grad
-    layers = {n for n in range(4) if id(names[f"model.layers.{n}.mlp.up_proj.weight"]) in own}
+    layers = {n for n in range(4) if id(names[f"model.layers.{n}.mlp.up_proj.weight"]) in members(optimizer)}
     assert len(layers) == 3 and 0 not in layers
 
 
 def test_adapters_on_several_kinds_of_projection_of_gpt2_grow() -> None:
-    small = adapted(gpt2(), target_modules="all-linear", fan_in_fan_out=True)
-    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
-    train(small, optimizer, 2)
-    expected = output(small)
-    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    model, _ = enlarged(adapted(gpt2(8, 2), target_modules="all-linear", fan_in_fan_out=True))
     adapters = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
     assert adapters == {"c_attn", "c_proj", "c_fc"}
-    assert relative_error(expected, output(model)) < EXACT
+    expected = output(model)
     assert relative_error(expected, output(model.merge_and_unload())) < EXACT
 
 
 def test_several_adapters_grow_while_all_are_active() -> None:
-    small = llama()
-    small = peft.get_peft_model(small, peft.LoraConfig(r=2, target_modules=TRAINED_PART))
+    small = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=TRAINED_PART))
     small.add_adapter("other", peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
     small.double()
     with pytest.raises(UserError, match=r"the adapter other is not active.*set_adapter\(\['default', 'other'\]\)"):
         growlab.enlarge(small, width=2)
     small.base_model.set_adapter(["default", "other"])
-    optimizer = torch.optim.AdamW([p for p in small.parameters() if p.requires_grad], 0.01)
-    train(small, optimizer, 3)
-    model, _ = growlab.enlarge(small, width=2, depth=2, optimizer=optimizer)
+    model, optimizer = enlarged(small)
     assert model.active_adapters == ["default", "other"]
-    own = {id(p) for p in optimizer.param_groups[0]["params"]}
-    assert own == {id(p) for name, p in model.named_parameters() if "lora_" in name}
-    assert relative_error(output(small), output(model)) < EXACT
+    assert members(optimizer) == {id(p) for name, p in model.named_parameters() if "lora_" in name}
     for name in ("default", "other"):
         small.set_adapter(name)
         model.set_adapter(name)
@@ -289,11 +261,8 @@ def test_several_adapters_grow_while_all_are_active() -> None:
         assert relative_error(output(small), output(copy.deepcopy(model).merge_and_unload())) < EXACT
 
 
-def test_enlarging_takes_adapters_along() -> None:
-    small, optimizer = trained()
-    model, same = growlab.enlarge(small, width=2, optimizer=optimizer)
-    assert same is optimizer and relative_error(output(small), output(model)) < EXACT
+def test_adapters_alone_are_no_trained_network() -> None:
     with pytest.raises(UserError, match=r"PeftModel cannot be loaded from .* alone; give a network"):
         from growlab.frontends.common import trained as of_folder
 
-        of_folder(ROOT, small, "")
+        of_folder(ROOT, adapted(llama()), "")

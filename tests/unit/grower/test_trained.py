@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from growlab.growth.parity import relative_error
 from growlab.optim import BaseRate
 from growlab.parts import Depth, Part
 from tests.command_line import CommandLine
+from tests.unit.frontends import trainer_runs
+from tests.unit.frontends.lightning_runs import Plain, Save, trainer_of
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(3))
@@ -217,37 +221,6 @@ def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -
     assert same(small, wide, TEXT) < 1e-12
 
 
-def test_old_layers_stay_while_new_ones_train() -> None:
-    """LLaMA-Pro (Wu et al. 2024): new layers are copies with zero branches, and only they train."""
-    small, _ = trained(llama, TEXT)
-    wide = llama(16, 4)
-    grower = Grower.from_trained(small, wide, TEXT, layers="interleave")
-    grower.step()
-    new = grower.newborn()
-    assert not new.masks
-    assert new.num_entries == sum(p.numel() for layer in (1, 3) for p in wide.model.layers[layer].parameters())
-    for name, parameter in wide.named_parameters():
-        parameter.requires_grad_(name in new.parameters)
-    grower.finish()
-    before = copy.deepcopy(wide.state_dict())
-    train(wide, torch.optim.AdamW(new.parameters.values(), lr=1e-2), TEXT, 3)
-    moved = {name for name, tensor in wide.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert moved == set(new.parameters)
-
-
-def test_new_entries_are_masked() -> None:
-    small, _ = trained(residual, IMAGES)
-    wide = residual(32, 2)
-    grower = Grower.from_trained(small, wide, IMAGES)
-    grower.step()
-    new = grower.newborn()
-    mask = new.masks["layers.0.first.weight"]
-    assert mask.shape == (64, 32, 3, 3)
-    assert not mask[:32, :16].any() and mask[32:].all() and mask[:, 16:].all()
-    before, after = (sum(p.numel() for p in n.parameters()) for n in (small, wide))
-    assert new.num_entries == after - before
-
-
 @pytest.mark.parametrize(
     ("method", "width", "warns"),
     [(HyperCloning(), 32, True), (Net2Net(), 32, True), (HyperCloning(), 16, False), (None, 32, False)],
@@ -300,9 +273,6 @@ def test_a_wider_network_is_refused() -> None:
 
 @pytest.mark.parametrize("from_checkpoint", [False, True])
 def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, from_checkpoint: bool) -> None:
-    lightning = pytest.importorskip("lightning")
-    from tests.unit.frontends.lightning_runs import Plain, trainer_of
-
     class Module(Plain):
         def __init__(self, width: int, layers: int) -> None:
             super().__init__()
@@ -315,36 +285,39 @@ def test_the_lightning_callback_starts_from_a_trained_network(tmp_path: Path, fr
     trainer = trainer_of(tmp_path, max_epochs=2)
     trainer.fit(small, loader)
     trainer.save_checkpoint(tmp_path / "small.ckpt")
-    start = tmp_path / "small.ckpt" if from_checkpoint else small.network
+    start, seen = tmp_path / "small.ckpt" if from_checkpoint else small.network, []
     growth = growlab.Growth("network", trigger={0: "small", 1: 1.0}, start=start)
-    seen = []
 
     class First(lightning.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            if not seen:
-                seen.append(same(small.network, module.network, IMAGES))
-                seen.append(len(trainer.optimizers[0].state))
+            seen.append((same(small.network, module.network, IMAGES), len(trainer.optimizers[0].state)))
 
     wide = Module(32, 3)
-    trainer = trainer_of(tmp_path, growth, First(), max_epochs=2)
-    trainer.fit(wide, loader)
-    assert seen[0] < 1e-12
-    assert bool(seen[1]) == from_checkpoint
+    trainer_of(tmp_path, growth, First(), max_epochs=2).fit(wide, loader)
+    error, states = seen[0]
+    assert error < 1e-12 and bool(states) == from_checkpoint
     (event,) = growth.events
     assert event.num_params == sum(p.numel() for p in wide.parameters())
     residual(32, 3).load_state_dict(wide.network.state_dict())
 
 
+def perceptron(width: int) -> Any:
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 3)).double()
+
+
+X = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
 def test_a_state_dict_may_have_the_names_of_torch_s_wrappers() -> None:
-    small = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    x = torch.randn(5, 4)
+    small, wide = perceptron(8), perceptron(16)
     for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
-        wide = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+        wide = perceptron(16)
         state = {f"{prefix}{name}": tensor for name, tensor in small.state_dict().items()}
-        Grower.from_trained(state, wide, x).step()
-        assert torch.allclose(small(x), wide(x), atol=1e-6)
+        Grower.from_trained(state, wide, X).step()
+        assert torch.allclose(small(X), wide(X), rtol=1e-12)
     with pytest.raises(UserError, match="'model' of the trained network's state_dict is no tensor"):
-        Grower.from_trained({"model": small.state_dict()}, wide, x)
+        Grower.from_trained({"model": small.state_dict()}, wide, X)
 
 
 def test_networks_of_stages_become_deeper_in_each_of_them() -> None:
@@ -364,64 +337,49 @@ def test_networks_of_stages_become_deeper_in_each_of_them() -> None:
 
 
 def test_enlarge_fills_the_large_network_that_it_is_given() -> None:
-    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    larger = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
-    result, _ = growlab.enlarge(network, wide=larger, example=torch.randn(5, 4))
-    x = torch.randn(6, 4)
-    assert result is larger and torch.allclose(network(x), larger(x), atol=1e-6)
+    network, larger = perceptron(8), perceptron(16)
+    result, _ = growlab.enlarge(network, wide=larger, example=X[:5])
+    assert result is larger and torch.allclose(network(X), larger(X), rtol=1e-12)
     with pytest.raises(UserError, match="give the large network as wide="):
         growlab.enlarge(network, 2)
 
 
 def test_parameters_of_absent_blocks_leave_an_optimizer_made_before() -> None:
-    wide = residual(32, 3)
-    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
-    full = copy.deepcopy(optimizer.state_dict())
-    grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
-    grower.follow(optimizer)
-    assert members(optimizer) == {id(p) for p in wide.parameters()}
-    train(wide, optimizer, IMAGES, 1)
-    grower.step(epoch=1)
-    assert members(optimizer) == {id(p) for p in wide.parameters()}
-    train(wide, optimizer, IMAGES, 1)
-    optimizer.load_state_dict(full)
-    grower.finish()
-
-
-def test_a_state_that_was_never_loaded_is_an_error_at_the_end() -> None:
-    wide = residual(32, 3)
-    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
-    full = copy.deepcopy(optimizer.state_dict())
-    grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
-    grower.follow(optimizer)
-    optimizer.load_state_dict(full)
-    with pytest.raises(UserError, match="was given the state of 22 parameters, and has 10"):
-        grower.finish(at_any_stage=True)
+    """A state of all of them is loaded when the blocks have come in, and an error if they never do."""
+    for steps in (1, 0):
+        wide = residual(32, 3)
+        optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-3)
+        full = copy.deepcopy(optimizer.state_dict())
+        grower = Grower(wide, IMAGES, trigger={0: 0.5, 1: 1.0}, parts=[Depth()])
+        grower.follow(optimizer)
+        assert members(optimizer) == {id(p) for p in wide.parameters()}
+        if steps:
+            train(wide, optimizer, IMAGES, 1)
+            grower.step(epoch=1)
+            assert members(optimizer) == {id(p) for p in wide.parameters()}
+            train(wide, optimizer, IMAGES, 1)
+        optimizer.load_state_dict(full)
+        with nullcontext() if steps else pytest.raises(UserError, match="the state of 22 parameters, and has 10"):
+            grower.finish(at_any_stage=True)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_newborn_entries_have_their_own_age_after_a_state_of_torch(steps: int) -> None:
     """A loaded state without ages: the first step of new entries is one rate, not 0.1 / sqrt(0.001) of it."""
-    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def perceptron(width: int) -> Any:
-        torch.manual_seed(width)
-        return nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 3)).double()
 
     def step(network: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
-        network(x).square().mean().backward()
+        network(X).square().mean().backward()
         optimizer.step()
 
-    small = perceptron(8)
+    small, wide = perceptron(8), perceptron(16)
     optimizer = torch.optim.AdamW(small.parameters())
     for _ in range(50):
         step(small, optimizer)
     own = growlab.optim.AdamW(small.parameters(), rule=BaseRate(), weight_decay=0.0)
     own.load_state_dict(optimizer.state_dict())
     own.param_groups[0]["weight_decay"] = 0.0
-    wide = perceptron(16)
-    grower = Grower.from_trained(small, wide, x, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0})
+    grower = Grower.from_trained(small, wide, X, optimizer=own, method=VarianceTransfer(), trigger={0: "small", 1: 1.0})
     for _ in range(steps):
         step(wide, own)
     grower.step(epoch=1)
@@ -443,12 +401,12 @@ def test_a_vocabulary_that_is_resized_under_the_grower_is_refused() -> None:
 
 
 class Scaled(nn.Module):
-    """Embeddings times the root of their width, as Gemma has them, and a head tied to the table."""
+    """Embeddings times the root of their width, a buffer that is not saved (as in Gemma) or a number; a tied head."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, as_number: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, width)
-        self.scale = nn.Buffer(torch.tensor(width**0.5), persistent=False)
+        self.scale = width**0.5 if as_number else nn.Buffer(torch.tensor(width**0.5), persistent=False)
         self.hidden, self.back = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, 64, bias=False)
@@ -500,19 +458,15 @@ def test_depth_grows_without_width_and_refuses_to_shrink() -> None:
             At({epoch: {"depth": depth} for epoch, depth in enumerate(depths)})
 
 
-def test_growth_ends_at_once_where_normalisations_count_all_channels_equally() -> None:
-    x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for method in (HyperCloning(), VarianceTransfer()):
-        network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3)).double()
-        grower = Grower(network, x, method=method, trigger={0: 0.25, 1: 1.0})
-        grower.step(epoch=1)
-        before = evaluate(network, (x,))
-        if isinstance(method, HyperCloning):
-            grower.finish()
-        else:
-            with pytest.raises(UserError, match="need 100 more optimizer steps"):
-                grower.finish()
-        assert relative_error(before, evaluate(network, (x,))) < 1e-12
+@pytest.mark.parametrize("method", [HyperCloning(), VarianceTransfer()])
+def test_growth_ends_at_once_where_normalisations_count_all_channels_equally(method: GrowthMethod) -> None:
+    network = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+    grower = Grower(network, X, method=method, trigger={0: 0.25, 1: 1.0})
+    grower.step(epoch=1)
+    before, refused = evaluate(network, (X,)), pytest.raises(UserError, match="need 100 more optimizer steps")
+    with nullcontext() if isinstance(method, HyperCloning) else refused:
+        grower.finish()
+    assert relative_error(before, evaluate(network, (X,))) < 1e-12
 
 
 class Unusual(nn.Module):
@@ -574,20 +528,8 @@ def test_masks_of_newborn_entries_cover_what_unusual_tensors_gained() -> None:
 def test_tensors_alone_are_told_of_and_refused_where_code_computes_from_a_width(
     as_number: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Gemma's factor is a buffer that is not saved; other code keeps it as a number."""
-
-    class Scaled(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(64, width), nn.Linear(width, 5)
-            self.scale = width**0.5
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.head(self.scale * self.table(input_ids))
-
-    make: Any = Scaled if as_number else lambda width: gemma3(width, 1)
     with pytest.raises(UserError, match="the root of a width that grows"):
-        Grower.from_trained(make(16).state_dict(), make(32), TEXT_ALONE)
+        Grower.from_trained(Scaled(16, as_number).state_dict(), Scaled(32, as_number), TEXT_ALONE)
     assert "as tensors alone" not in caplog.text
     Grower.from_trained(residual(16, 1).state_dict(), residual(32, 1), IMAGES)
     assert "as tensors alone" in caplog.text
@@ -661,13 +603,13 @@ class Watch(Part):
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-class Plain:
-    """A loop by hand."""
+class ByHand:
+    """A plain loop."""
 
     def small(self, run: Run, folder: Path) -> Any:
         small = run.network(False)
         optimizer = run.optimizer(small.parameters())
-        self._steps(run, small, optimizer, range(STEPS))
+        self._steps(run, small, optimizer, STEPS)
         return small, optimizer
 
     def grow(self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None) -> Trained:
@@ -676,20 +618,19 @@ class Plain:
             small, wide, run.inputs, optimizer=optimizer, trigger=run.trigger, parts=parts, method=run.method
         )
         grower.provide(total_steps=STEPS)
-        objects, first = (grower, wide, optimizer), 0
+        objects = (grower, wide, optimizer)
         if stop is not None:
             for each, state in zip(objects, torch.load(folder / f"{stop}.pt", weights_only=True), strict=True):
                 each.load_state_dict(state)
-            first = stop
-        for epoch in range(first, STEPS):
+        for epoch in range(stop or 0, STEPS):
             torch.save([each.state_dict() for each in objects], folder / f"{epoch}.pt")
             grower.step(epoch)
-            self._steps(run, wide, optimizer, range(1))
+            self._steps(run, wide, optimizer, 1)
         return grower.finish(), optimizer
 
     @staticmethod
-    def _steps(run: Run, network: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for _ in steps:
+    def _steps(run: Run, network: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for _ in range(number):
             optimizer.zero_grad()
             network.train()(**run.batch).loss.backward()
             optimizer.step()
@@ -698,10 +639,8 @@ class Plain:
 class Lightning:
     """A LightningModule, its checkpoint, and the callback."""
 
-    def _fit(self, run: Run, network: Any, callbacks: list[Any], checkpoint: Path | None = None) -> Any:
-        lightning = pytest.importorskip("lightning")
-
-        class Module(lightning.LightningModule):  # type: ignore[misc]
+    def _fit(self, run: Run, network: Any, folder: Path, callbacks: list[Any], checkpoint: Path | None = None) -> Any:
+        class Module(Plain):
             def __init__(self) -> None:
                 super().__init__()
                 self.network = network
@@ -713,16 +652,13 @@ class Lightning:
             def configure_optimizers(self) -> Any:
                 return run.optimizer(self.parameters())
 
-        trainer = lightning.Trainer(
-            max_epochs=STEPS, callbacks=callbacks, logger=False, enable_progress_bar=False, accelerator="cpu",
-            enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = trainer_of(folder, *callbacks, max_epochs=STEPS)
         trainer.fit(Module(), torch.utils.data.DataLoader(run.rows(), batch_size=4), ckpt_path=checkpoint)
         return trainer
 
     def small(self, run: Run, folder: Path) -> Any:
         small = run.network(False)
-        trainer = self._fit(run, small, [])
+        trainer = self._fit(run, small, folder, [])
         if run.name == "gemma3":
             # Its factor on embeddings is no tensor of a checkpoint.
             small.save_pretrained(folder / "small")
@@ -732,18 +668,12 @@ class Lightning:
         return folder / "small.ckpt"
 
     def grow(self, run: Run, start: Any, folder: Path, parts: Sequence[Part], stop: int | None = None) -> Trained:
-        lightning = pytest.importorskip("lightning")
-
-        class Save(lightning.Callback):  # type: ignore[misc]
-            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-                trainer.save_checkpoint(folder / f"{trainer.current_epoch + 1}.ckpt")
-
         wide = run.network(True)
         growth = growlab.Growth(
             "network", start=start, trigger=run.trigger, parts=parts, method=run.method, example=run.inputs
         )
-        callbacks = [growth, *([Save()] if stop is None else [])]
-        trainer = self._fit(run, wide, callbacks, None if stop is None else folder / f"{stop}.ckpt")
+        callbacks = [growth, *([Save(folder)] if stop is None else [])]
+        trainer = self._fit(run, wide, folder, callbacks, None if stop is None else folder / f"epoch{stop - 1}.ckpt")
         return wide, trainer.optimizers[0]
 
 
@@ -751,15 +681,11 @@ class Trainer:
     """The Trainer of transformers, and the callback."""
 
     def _fit(self, run: Run, network: Any, folder: Path, callbacks: list[Any], stop: int | None = None) -> Any:
-        pytest.importorskip("accelerate")
-        arguments = transformers.TrainingArguments(
-            str(folder), num_train_epochs=STEPS, per_device_train_batch_size=4, report_to=[], use_cpu=True,
-            save_steps=1, disable_tqdm=True, seed=0, learning_rate=run.lr, lr_scheduler_type="constant",
-            max_grad_norm=0.0, adam_beta1=run.betas[0], adam_beta2=run.betas[1],
-        )  # fmt: skip
-        trainer = transformers.Trainer(network, arguments, train_dataset=run.rows(), callbacks=callbacks)
-        trainer.train(resume_from_checkpoint=None if stop is None else str(folder / f"checkpoint-{stop}"))
-        return trainer
+        adam = {"learning_rate": run.lr, "adam_beta1": run.betas[0], "adam_beta2": run.betas[1]}
+        usual = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_steps": 1, "num_train_epochs": STEPS}
+        checkpoint = None if stop is None else folder / f"checkpoint-{stop}"
+        settings = {**adam, **usual, "per_device_train_batch_size": 4}
+        return trainer_runs.trained(folder, network, run.rows(), *callbacks, resume=checkpoint, **settings)
 
     def small(self, run: Run, folder: Path) -> Any:
         self._fit(run, run.network(False), folder / "small", [])
@@ -774,7 +700,7 @@ class Trainer:
         return wide, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
-LOOPS: dict[str, Any] = {"plain": Plain(), "lightning": Lightning(), "trainer": Trainer()}
+LOOPS: dict[str, Any] = {"plain": ByHand(), "lightning": Lightning(), "trainer": Trainer()}
 TABLE = [
     pytest.param(name, loop, id=f"{name}-{loop}", marks=[pytest.mark.slow] * ((name, loop) != ("llama", "plain")))
     for name in FAMILIES

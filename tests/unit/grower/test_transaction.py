@@ -3,7 +3,7 @@
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,15 +211,16 @@ def _raise(*_: Any, **__: Any) -> Any:
     raise Struck
 
 
-FAULTS: dict[str, Callable[[Training, Any], Any]] = {
-    "trigger": lambda training, patch: patch.setattr(At, "next", _raise),
-    "method": lambda training, patch: patch.setattr(VarianceTransfer, "grow", _raise),
-    "noise": lambda training, patch: patch.setattr(VarianceTransfer, "noise", _raise),
-    "part before": lambda training, patch: patch.setattr(Averages, "before_growth", _raise),
-    "part behind": lambda training, patch: patch.setattr(Averages, "after_growth", _raise),
-    "state": lambda training, patch: patch.setattr("growlab.optim.carry.replace_in_groups", _raise),
-    "ranks": lambda training, patch: patch.setattr("growlab.grower.grower.ranks.broadcast_buffers", _raise),
-    "compiler": lambda training, patch: patch.setattr(torch.compiler, "reset", _raise),
+# The object or module, and the name of what raises.
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "trigger": (At, "next"),
+    "method": (VarianceTransfer, "grow"),
+    "noise": (VarianceTransfer, "noise"),
+    "part before": (Averages, "before_growth"),
+    "part behind": (Averages, "after_growth"),
+    "state": ("growlab.optim.carry.replace_in_groups",),
+    "ranks": ("growlab.grower.grower.ranks.broadcast_buffers",),
+    "compiler": (torch.compiler, "reset"),
 }
 
 
@@ -231,7 +232,7 @@ def test_each_kind_of_fault(kind: str, small: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Tensors of small networks are copied at once, those of large ones before they are written to.
         patch.setattr("growlab.widths.unchanged._SMALL", small)
-        FAULTS[kind](training, patch)
+        patch.setattr(*FAULTS[kind], _raise)
         with pytest.raises(Struck):
             training.grower.step(epoch=1)
         assert differing(before, training.everything()) == []

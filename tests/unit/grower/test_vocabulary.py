@@ -14,7 +14,8 @@ from growlab import Grower, UserError
 from growlab.growth.parity import relative_error
 from growlab.optim import BaseRate
 from growlab.parts import Freeze, OldGradient, Warmup
-from tests.unit.grower.test_trained import TEXT, TOKENS, gpt2, llama, output, residual, same, train
+from tests.unit.frontends import trainer_runs
+from tests.unit.grower.test_trained import TEXT, TOKENS, decoder, gpt2, llama, output, residual, same, train
 
 transformers = pytest.importorskip("transformers")
 NEW = {name: x + 16 * (x >= 56) for name, x in TEXT.items()}
@@ -22,12 +23,8 @@ NEW = {name: x + 16 * (x >= 56) for name, x in TEXT.items()}
 
 def phi(width: int, layers: int) -> Any:
     """Its output layer has a bias and a table of its own."""
-    config = transformers.PhiConfig(
-        vocab_size=64, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 8, use_cache=False, bos_token_id=1, eos_token_id=2, attention_dropout=0.0,
-        resid_pdrop=0.0, embd_pdrop=0.0,
-    )  # fmt: skip
-    return transformers.PhiForCausalLM(config).double()
+    no_dropout = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
+    return decoder("Phi", width, layers, **no_dropout).double()
 
 
 def started(make: Any) -> tuple[Any, Any, Grower]:
@@ -175,11 +172,8 @@ def test_the_trainer_goes_on_with_more_tokens(tmp_path: Path) -> None:
             sizes.append((len(model.lm_head.weight), model.config.hidden_size, model.lm_head.in_features))
 
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
-    arguments = transformers.TrainingArguments(
-        str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-        save_steps=6, disable_tqdm=True, seed=0,
-    )  # fmt: skip
-    transformers.Trainer(llama(32, 2).float(), arguments, train_dataset=data, callbacks=[growth, More()]).train()
+    settings = {"max_steps": 6, "per_device_train_batch_size": 2, "save_steps": 6}
+    trainer_runs.trained(tmp_path / "run", llama(32, 2).float(), data, growth, More(), **settings)
     assert [size[0] for size in sizes] == [64, 64, 80, 80, 80, 80]
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-6")
     assert loaded.lm_head.weight.shape == (80, 32)

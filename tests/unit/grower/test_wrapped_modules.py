@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -20,22 +20,14 @@ import growlab
 from growlab import Grower, Net2Net, PairGrowth, VarianceTransfer
 from growlab.parts import Averages
 from growlab.widths import UnsupportedOperation
+from tests.unit.parts.stages import Residual
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 def network() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 2)).double()
+    return nn.Sequential(nn.Linear(4, 8), Residual(8, 16), Residual(8, 16), nn.Linear(8, 2)).double()
 
 
 def one(model: Any, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -82,17 +74,26 @@ def unwrapped(method: Any) -> list[Any]:
     return train(method())[2]
 
 
+reentrant = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
-    ("method", "place", "at"),
+    ("method", "place", "at", "wrap"),
     [
-        *((VarianceTransfer(), place, at) for place, at in ((one, -1), (inner, 1), (nested, -2), (nested, 0))),
-        (PairGrowth(), nested, -1),
-        (Net2Net(), inner, 0),
+        (VarianceTransfer(), one, -1, checkpoint_wrapper),
+        (VarianceTransfer(), inner, 1, checkpoint_wrapper),
+        (VarianceTransfer(), nested, -2, checkpoint_wrapper),
+        (VarianceTransfer(), nested, 0, checkpoint_wrapper),
+        (PairGrowth(), nested, -1, checkpoint_wrapper),
+        (Net2Net(), inner, 0, checkpoint_wrapper),
+        (PairGrowth(), one, -1, offload_wrapper),
+        (PairGrowth(), one, -1, reentrant),
     ],
 )
-def test_training_is_the_same(method: Any, place: Any, at: int) -> None:
+def test_training_is_the_same(method: Any, place: Any, at: int, wrap: Any) -> None:
     expected = unwrapped(type(method))
-    model, grower, found = train(method, lambda model: place(model, checkpoint_wrapper), at)
+    model, grower, found = train(method, lambda model: place(model, wrap), at)
     # Traced by other names it has other draws.
     for one_, other in zip(found, expected, strict=True) if at > -2 else ():
         if isinstance(one_, list):
@@ -113,19 +114,6 @@ def test_training_is_the_same(method: Any, place: Any, at: int) -> None:
     torch.testing.assert_close(plain.eval()(X), output, rtol=1e-10, atol=1e-12)
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
     assert any(isinstance(module, ActivationWrapper) for module in model.modules())
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    "wrap",
-    [offload_wrapper, lambda module: checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.REENTRANT)],
-    ids=["offload", "reentrant"],
-)
-def test_other_wrappers(wrap: Any) -> None:
-    expected = unwrapped(PairGrowth)
-    _, _, found = train(PairGrowth(), lambda model: one(model, wrap), -1)
-    for name, tensor in found[-1].items():
-        torch.testing.assert_close(tensor, expected[-1][name], rtol=1e-9, atol=1e-12)
 
 
 class Encoder(nn.Module):

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from growlab.base.errors import UserError
-from growlab.grower import Grower
 from growlab.grower.triggers import At, Budget, ByMethod, OnDemand
 from growlab.growth import (
     FireFly,
@@ -162,10 +161,11 @@ def test_branches_of_a_transformer_and_stacking(start: str, same: bool) -> None:
     assert network[2].up.weight is not network[1].up.weight
 
 
-def test_a_block_is_as_old_as_it_is() -> None:
+def test_blocks_come_evenly_and_are_as_old_as_they_are() -> None:
     network = resnet()
     graph = trace(network, IMAGES)
     depth = Blocks(network, graph, None, "zero", (IMAGES,))
+    assert [len(depth.present_at(stage / 4)) for stage in range(5)] == [0, 2, 3, 4, 6]
     births = {name: [0] * width for name, width in graph.full_widths.items()}
     regions = weight_regions(graph, births, dict.fromkeys(depth.tensors("layers.1.1"), 2))
     assert regions["layers.1.1.conv1.weight"].stages.tolist() == [2]
@@ -173,30 +173,23 @@ def test_a_block_is_as_old_as_it_is() -> None:
     assert regions["layers.1.0.conv1.weight"].stages.tolist() == [0]
 
 
-def test_a_block_that_changes_the_outputs_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = resnet()
-    depth = Blocks(network, trace(network, IMAGES), None, "zero", (IMAGES,))
-    depth.leave_out(network)
-    before, keys = network.eval()(IMAGES), network.state_dict().keys()
-    monkeypatch.setitem(depth.insert.__globals__["STARTS"], "zero", lambda *arguments: None)
-    with pytest.raises(ParityError, match=r"the block layers\.0\.1 .* taken out again"):
-        depth.insert(network, "layers.0.1", PairGrowth(), depth.full.full_widths, 0, 1, (IMAGES,))
-    assert network.state_dict().keys() == keys and torch.equal(network(IMAGES), before)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "start", "message"),
-    [
-        (["layers.0.7"], "zero", r"names layers\.0\.7, but the network has no layers\.0\.7"),
-        (["layers.0:0"], "zero", "no such modules"),
-        (["layers.1.0"], "zero", "cannot be|changes the number|does not run"),
-        (["classifier"], "zero", "does not run without|cannot be"),
-    ],
-)
-def test_blocks_that_cannot_be_left_out_are_refused(blocks: list[str], start: str, message: str) -> None:
-    network = resnet()
-    with pytest.raises(UserError, match=message):
-        Blocks(network, trace(network, IMAGES), blocks, start, (IMAGES,))
+def test_a_block_that_cannot_come_in_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that changes the outputs; and one whose block to copy has gone."""
+    for start, error, message in (
+        ("zero", ParityError, r"the block layers\.0\.2 .* taken out again"),
+        ("gstack", UserError, r"no block of the same shape before layers\.0\.2 to copy"),
+    ):
+        network = resnet()
+        depth = Blocks(network, trace(network, IMAGES), ["layers.0.2"], start, (IMAGES,))
+        depth.leave_out(network)
+        if start == "zero":
+            monkeypatch.setitem(depth.insert.__globals__["STARTS"], "zero", lambda *arguments: None)
+        else:
+            network.layers[0][0] = network.layers[0][1] = nn.Identity()
+        before, keys = network.eval()(IMAGES), network.state_dict().keys()
+        with pytest.raises(error, match=message):
+            depth.insert(network, "layers.0.2", PairGrowth(), depth.full.full_widths, 0, 1, (IMAGES,))
+        assert network.state_dict().keys() == keys and torch.equal(network(IMAGES), before)
 
 
 def wide_first() -> nn.Module:
@@ -210,34 +203,22 @@ def wide_first() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "x", "block", "start", "message"),
     [
+        (resnet, IMAGES, "layers.0.7", "zero", r"names layers\.0\.7, but the network has no layers\.0\.7"),
+        (resnet, IMAGES, "layers.0:0", "zero", "no such modules"),
+        (resnet, IMAGES, "layers.1.0", "zero", "cannot be|changes the number|does not run"),
+        (resnet, IMAGES, "classifier", "zero", "does not run without|cannot be"),
         (resnet, IMAGES, "layers.0.2", "identity", "it has a residual branch, for which there is start='zero'"),
         (wide_first, SAMPLES, "2", "gstack", "no block of the same shapes comes before it to copy"),
         (transformer, SAMPLES, "1", "gstack", "no block of the same shapes comes before it to copy"),
         (transformer, SAMPLES, "2.up", "identity", r"2\.up puts out \[64, 12\] where \[64, 10\] goes in|it puts out"),
     ],
 )
-def test_a_start_that_does_not_fit_is_refused(make: Any, x: Tensor, block: str, start: str, message: str) -> None:
+def test_blocks_that_cannot_come_in_later_are_refused(
+    make: Any, x: Tensor, block: str, start: str, message: str
+) -> None:
     network = make()
     with pytest.raises(UserError, match=message):
         Blocks(network, trace(network, x), [block], start, (x,))
-
-
-def test_a_block_without_one_to_copy_is_refused_when_it_comes_in() -> None:
-    network = resnet()
-    depth = Blocks(network, trace(network, IMAGES), ["layers.0.2"], "gstack", (IMAGES,))
-    depth.leave_out(network)
-    network.layers[0][0] = network.layers[0][1] = nn.Identity()
-    keys = network.state_dict().keys()
-    with pytest.raises(UserError, match=r"no block of the same shape before layers\.0\.2 to copy"):
-        depth.insert(network, "layers.0.2", PairGrowth(), depth.full.full_widths, 0, 1, (IMAGES,))
-    assert network.state_dict().keys() == keys
-
-
-def test_blocks_come_evenly() -> None:
-    network = resnet()
-    depth = Blocks(network, trace(network, IMAGES), None, "zero", (IMAGES,))
-    assert [len(depth.present_at(stage / 4)) for stage in range(5)] == [0, 2, 3, 4, 6]
-    assert len(depth.present_at(1.0)) == 6
 
 
 def test_blocks_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
@@ -363,31 +344,23 @@ def test_a_checkpoint_loads_in_any_order(network: Any, orders: list[tuple[str, .
         assert made().resume(file, (*order, "rate")).train().everything() == whole, order
 
 
-@pytest.mark.parametrize("order", [("network", "grower"), ("grower", "network")])
-def test_blocks_that_were_loaded_without_the_optimizers_state_are_trained(order: tuple[str, ...]) -> None:
-    def made() -> Loop:
-        return Loop(OPTIMIZERS["momentum"], without_fixed_tensors, parts=[Depth()])
+def test_blocks_that_were_loaded_are_trained_once_the_optimizer_has_a_state_of_theirs() -> None:
+    def made(network: Any = layer_normed) -> Loop:
+        return Loop(OPTIMIZERS["momentum"], network, parts=[Depth()])
 
-    resumed = made().resume(made().train(STEPS + 1).saved(), order)
-    held = {id(p) for group in resumed.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in resumed.network.parameters()}
-
-
-def test_an_optimizer_that_waits_for_its_network_does_not_step() -> None:
-    def made() -> Loop:
-        return Loop(OPTIMIZERS["momentum"], layer_normed, parts=[Depth()])
-
+    file = made(without_fixed_tensors).train(STEPS + 1).saved()
+    for order in (("network", "grower"), ("grower", "network")):
+        file.seek(0)
+        resumed = made(without_fixed_tensors).resume(file, order)
+        held = {id(p) for group in resumed.optimizer.param_groups for p in group["params"]}
+        assert held == {id(p) for p in resumed.network.parameters()}
+    # An optimizer that waits for its network does not step.
     late, early = made().train(STEPS + 1), made()
     early.optimizer.load_state_dict(late.optimizer.state_dict())
     with pytest.raises(UserError, match=r"SGD was given the state of \d+ parameters, and has \d+"):
         early.train()
     early.optimizer.load_state_dict(made().optimizer.state_dict())
     assert early.train().done == STEPS * EPOCHS
-
-
-def doubled(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, y = batch(step)
-    return x.double(), y
 
 
 @pytest.mark.parametrize(
@@ -401,24 +374,15 @@ def doubled(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids=str,
 )
 def test_blocks_come_in_exactly_while_any_method_widens(method: GrowthMethod, start: str) -> None:
-    network = layer_normed().double()
-    part = Depth(start=start)
-    grower = Grower(network, PROBE, method=method, trigger=STAGES, parts=[part], anneal_steps=2)
-    grower.provide(lambda number: [doubled(n) for n in range(number)], F.cross_entropy)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
-    grower.follow(optimizer)
-    for step in range(STEPS * EPOCHS):
-        grower.step(epoch=step // STEPS)
-        x, y = doubled(step)
-        optimizer.zero_grad()
-        F.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    inserted = [one for event in grower.events for one in event.notes["inserted"]]
+    run = Loop(OPTIMIZERS["momentum"], lambda: layer_normed().double(), parts=[Depth(start=start)], method=method)
+    run.grower.provide(lambda number: [batch(n, torch.float64) for n in range(number)], F.cross_entropy)
+    run.train()
+    inserted = [one for event in run.grower.events for one in event.notes["inserted"]]
     assert [one["block"] for one in inserted] == ["2", "3"]
     assert all(one["parity_tolerance"] == 1e-10 for one in inserted)
     assert max(one[f"parity_error_{mode}"] for one in inserted for mode in ("eval", "train")) <= 1e-10
-    assert grower.events[-1].widths_after == grower.full_graph.full_widths
-    layer_normed().double().load_state_dict(grower.finish().state_dict())
+    assert run.grower.events[-1].widths_after == run.grower.full_graph.full_widths
+    layer_normed().double().load_state_dict(run.grower.finish().state_dict())
 
 
 @pytest.mark.parametrize(("state", "start"), [("copy", "stack"), ("copy", "gstack"), ("zero", "stack")])
@@ -458,13 +422,12 @@ def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
         several.train()
 
 
-class Tabled(nn.Module):
+class Tabled(Residual):
     """A residual block with a constant table, which no training changes."""
 
     def __init__(self, index: int, kept: str) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
-        table = torch.sin((index + 1) * torch.arange(40.0).view(5, 8))
+        super().__init__(8, 8)
+        table = torch.sin((index + 1) * torch.arange(8.0))
         if kept == "plain":
             self.table = table
         elif kept == "frozen":
@@ -483,27 +446,8 @@ def tabled(kept: str) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 3)).double()
 
 
-def trained_with_blocks(network: nn.Module, start: Any, resumed: dict[str, Any] | None, end: int) -> Grower:
-    grower = Grower(
-        network,
-        torch.randn(4, 5, 6, dtype=torch.float64),
-        method=VarianceTransfer(),
-        trigger=At({0: 0.25, 1: 0.5, 2: 1.0}),
-        parts=[Depth(start=start)],
-        anneal_steps=1,
-    )
-    if resumed is not None:
-        grower.load_state_dict(resumed["grower"])
-        network.load_state_dict(resumed["network"])
-    optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.01)
-    grower.follow(optimizer)
-    for epoch in range(0 if resumed is None else resumed["epoch"], end):
-        grower.step(epoch=epoch)
-        for _ in range(2):
-            optimizer.zero_grad()
-            network(torch.randn(4, 5, 6, dtype=torch.float64)).square().mean().backward()
-            optimizer.step()
-    return grower
+def trained_alone(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in network.parameters() if p.requires_grad], 0.01)
 
 
 @pytest.mark.parametrize(
@@ -514,19 +458,17 @@ def trained_with_blocks(network: nn.Module, start: Any, resumed: dict[str, Any] 
     ],
 )
 def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resumed: bool) -> None:
-    network, fresh, state = tabled(kept), tabled(kept), None
+    def made() -> Loop:
+        return Loop(trained_alone, lambda: tabled(kept), parts=[Depth(start=start)], anneal_steps=1)
+
+    run = made().train(2 * STEPS)
+    run = made().resume(run.saved()) if resumed else run
+    network, fresh = run.train().grower.finish(), tabled(kept)
     tables = [block.table.clone() for block in fresh[1:5]]
-    if resumed:
-        first = tabled(kept)
-        grower = trained_with_blocks(first, start, None, 2)
-        state = {"grower": grower.state_dict(), "network": first.state_dict(), "epoch": 2}
-    grower = trained_with_blocks(network, start, state, 3)
-    grower.finish()
     fresh.load_state_dict(network.state_dict())
     for block, table in zip(network[1:5], tables, strict=True):
         torch.testing.assert_close(block.table, table, rtol=0, atol=0)
-    x = torch.randn(4, 5, 6, dtype=torch.float64)
-    torch.testing.assert_close(fresh(x), network(x), rtol=0, atol=1e-12)
+    torch.testing.assert_close(fresh(PROBE.double()), network(PROBE.double()), rtol=0, atol=1e-12)
 
 
 def untraceable() -> nn.Module:
@@ -560,19 +502,3 @@ def test_the_guides_example_runs() -> None:
     assert [one["block"] for one in inserted] == ["2", "3"]
     assert all(one["copied_from"] for one in inserted)
     layer_normed().load_state_dict(names["network"].state_dict())
-
-
-def test_methods_that_see_data_leave_blocks_alone_that_are_yet_to_come() -> None:
-    """A block that comes in with an event is there before the network widens."""
-    torch.manual_seed(0)
-    network = CifarResNet(3, 10, 1, (8,))
-    part, method = Depth(), GradMax(steps=1)
-    x, y = torch.randn(16, 1, 8, 8), torch.arange(16) % 10
-    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[part])
-    grower.provide(lambda number: [(x, y)] * number, F.cross_entropy)
-    for epoch in range(3):
-        grower.step(epoch=epoch)
-    groups = [set(event.report["groups"]) for event in grower.events]
-    assert "layers.0.1.conv1" in groups[0] and "layers.0.2.conv1" not in groups[0]
-    assert {f"layers.0.{block}.conv1" for block in range(3)} <= groups[1]
-    assert all(event.parity_error_eval <= event.parity_tolerance_eval for event in grower.events)

@@ -14,10 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from growlab import Grower, growth
-from growlab.base import ranks
 from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
-from growlab.grower import renew
 from growlab.grower.network import METHODS
 from growlab.grower.part import open_channels
 from growlab.grower.triggers import Never
@@ -30,7 +28,6 @@ from growlab.parts.classes import CLASSES, sort_classes, with_classes
 from growlab.parts.features import FEATURES
 from growlab.widths import WidthGraph, trace
 from tests.cases import Around
-from tests.command_line import CommandLine
 from tests.unit.frontends.lightning_runs import Validated, trainer_of
 
 EXACT = 1e-13
@@ -214,35 +211,6 @@ def test_features_arrive_with_any_method(method: str, name: str) -> None:
     assert error(expected, evaluate(loop.grower.finish(), (loop.inputs,))) < EXACT
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSprop", "Adagrad", "Muon"])
-def test_optimizers_keep_the_state_of_old_columns_and_begin_that_of_new_ones(optimizer: str) -> None:
-    network = nn.Sequential(*[layer for layer in mlp().double()][:3])
-    for layer in network[::2]:
-        layer.bias = None  # Muon takes matrices alone
-    grower = Grower(
-        network, columns(), method=PairGrowth(), trigger={0: 1.0, 1: 1.0}, parts=[Features([4, 10])], verbose=False
-    )
-    settings = {"momentum": 0.9} if optimizer == "SGD" else {}
-    made = getattr(torch.optim, optimizer)(network.parameters(), 0.01, **settings)
-    grower.follow(made, state="inherit")
-
-    def step() -> None:
-        made.zero_grad()
-        network(columns()).square().mean().backward()
-        made.step()
-
-    step()
-    names = [n for n, v in made.state[network[0].weight].items() if v.shape == network[0].weight.shape]
-    before = {name: made.state[network[0].weight][name].clone() for name in names}
-    assert names and before[names[0]].shape == (12, 4)
-    grower.step(epoch=1)
-    for name, old in before.items():
-        new = made.state[network[0].weight][name]
-        assert torch.equal(new[:, :4], old) and not new[:, 4:].any() and new.shape == (12, 10)
-    step()
-    assert bool(network[0].weight[:, 4:].any())
-
-
 def test_new_columns_are_newborn_and_have_their_own_age() -> None:
     loop = Loop("readers").train(4)
     new, state = loop.grower.newborn(), loop.grower.state
@@ -308,17 +276,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(at: int) -> None:
     def loop() -> Loop:
         return Loop("readers", parts=[Averages(0.9)], method=HyperCloning(noise_std=0.1))
 
-    whole = loop().train(6)
-    begun = loop().train(at)
+    whole, begun, again = loop().train(6), loop().train(at), loop()
     saved = io.BytesIO()
-    parts = (begun.network, begun.optimizer, begun.grower)
-    torch.save([one.state_dict() for one in parts], saved)
-    again = loop()
-    for one, state in zip(
-        (again.network, again.optimizer, again.grower),
-        torch.load(io.BytesIO(saved.getvalue()), weights_only=True),
-        strict=True,
-    ):
+    torch.save([one.state_dict() for one in (begun.network, begun.optimizer, begun.grower)], saved)
+    states = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+    for one, state in zip((again.network, again.optimizer, again.grower), states, strict=True):
         one.load_state_dict(state)
     assert again.train(6, at).everything() == whole.everything()
     averages = [one.grower.copies()["ema"].state_dict() for one in (whole, again)]
@@ -385,12 +347,6 @@ def test_a_trained_network_gets_more_features(trigger: Any) -> None:
         Grower.from_trained(small, mlp().double(), x, parts=[Features([5, 10])], verbose=False)
 
 
-class Module(Validated):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = mlp()
-
-
 class Late(torch.utils.data.Dataset[Any]):
     """Data of an epoch whose later features are not there yet."""
 
@@ -409,22 +365,25 @@ class Arrive(lightning.Callback):
         trainer.train_dataloader.dataset.count = COUNTS[trainer.current_epoch]
 
 
+def growing(**more: Any) -> dict[str, Any]:
+    return {"method": PairGrowth(), "trigger": STAGES, "parts": [Features(COUNTS)], "anneal_steps": 0, **more}
+
+
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You defined a `validation_step`")
 def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: Path) -> None:
     whole = DataLoader(TensorDataset(columns().float(), torch.arange(8) % 3), 4)
-
-    def growing(**settings: Any) -> Growth:
-        return Growth(method=PairGrowth(), trigger=STAGES, parts=[Features(COUNTS)], anneal_steps=0, **settings)
-
-    module, callback = Module(), growing()
+    modules = [Validated() for _ in range(4)]
+    for each in modules:
+        each.network = mlp()
+    module, other, again, late = modules
+    callback = Growth(**growing())
     trainer = trainer_of(tmp_path, callback, max_epochs=3)
     # What is evaluated first has all features.
     trainer.validate(module, whole, verbose=False)
     trainer.fit(module, whole, whole)
     assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
-    other, begun = Module(), growing()
-    first_half = trainer_of(tmp_path, begun, max_epochs=1)
+    first_half = trainer_of(tmp_path, Growth(**growing()), max_epochs=1)
     first_half.fit(other, whole, whole)
     assert other.network[0].in_features == COUNTS[0]
     first_half.save_checkpoint(tmp_path / "early.ckpt")
@@ -432,20 +391,19 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
     first_half.fit_loop.max_epochs = 3
     first_half.fit(other, whole, whole)
     assert other.network[0].in_features == COUNTS[-1]
-    again, resumed = Module(), growing()
-    trainer_of(tmp_path, resumed, max_epochs=3).fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
+    resumed = trainer_of(tmp_path, Growth(**growing()), max_epochs=3)
+    resumed.fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
     states = zip(module.state_dict().values(), again.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in states)
     # Features that are not there yet in the loader: the example has them.
-    late = Module()
-    trainer = trainer_of(tmp_path, growing(example=columns().float()), Arrive(), max_epochs=3, limit_val_batches=0)
-    trainer.fit(late, DataLoader(Late(), 4))
+    callbacks = (Growth(**growing(example=columns().float())), Arrive())
+    trainer_of(tmp_path, *callbacks, max_epochs=3, limit_val_batches=0).fit(late, DataLoader(Late(), 4))
     assert late.network[0].in_features == COUNTS[-1]
 
 
 def test_the_trainer_saves_plain_models_while_features_arrive(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     from growlab.frontends.transformers import Growth as GrowthInTrainer
+    from tests.unit.frontends import trainer_runs
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -457,49 +415,19 @@ def test_the_trainer_saves_plain_models_while_features_arrive(tmp_path: Path) ->
             return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
     data = [{"values": columns(n, (10,)).float(), "labels": n % 3} for n in range(8)]
+    settings = {"num_train_epochs": 3, "per_device_train_batch_size": 4, "save_strategy": "epoch"}
 
     def run(resume: Path | None = None) -> tuple[Any, Any]:
-        quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, save_strategy="epoch", **quiet
-        )
-        callback = GrowthInTrainer(
-            method=PairGrowth(),
-            trigger=STAGES,
-            parts=[Features(COUNTS)],
-            anneal_steps=0,
-            example={"values": columns().float(), "labels": torch.arange(8) % 3},
-        )
-        trainer = transformers.Trainer(Model(), arguments, train_dataset=data, callbacks=[callback])
-        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        return trainer, callback
+        example = {"values": columns().float(), "labels": torch.arange(8) % 3}
+        callback = GrowthInTrainer(**growing(example=example))
+        trainer = trainer_runs.trained(tmp_path, Model(), data, callback, resume=resume, **settings)
+        return trainer.model, callback
 
-    trainer, callback = run()
+    model, callback = run()
     assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
     resumed, _ = run(tmp_path / "checkpoint-2")
-    for a, b in zip(trainer.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
+    for a, b in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b)
-
-
-def one_rank(rank: int, folder: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    loop = Loop("readers", method=Net2Net(noise_std=0.1))
-    loop.inputs = columns(1 + rank)
-    wrapped = nn.parallel.DistributedDataParallel(loop.network)
-    for step in range(6):
-        loop.grower.step(epoch=step // 2, step=step, then=lambda: renew(wrapped))
-        loop.optimizer.zero_grad()
-        F.cross_entropy(wrapped(loop.inputs), torch.arange(8) % 3).backward()
-        loop.optimizer.step()
-    ranks.broadcast_buffers(loop.network)
-    (folder / f"{rank}.txt").write_text(str(loop.everything()))
-    torch.distributed.destroy_process_group()
-
-
-def test_two_ranks_end_with_the_same_bits(cli: CommandLine, tmp_path: Path) -> None:
-    cli.on_two_ranks(one_rank, tmp_path)
-    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
-    assert first == second and str(COUNTS[-1]) in first
 
 
 # What cannot arrive -----------------------------------------------------------------------------------------------
@@ -524,30 +452,30 @@ def test_features_read_by_more_than_weights_are_refused(also: Any, reason: str) 
     assert str(raised.value).startswith(message + reason)
 
 
-def test_impossible_settings_are_refused() -> None:
-    x = columns().float()
-    for counts in (
-        [4, 10],
-        [4, 3, 10],
-        [0, 4, 10],
-        [4, 7, 11],
-        lambda stages: [10] * (stages - 1),
-        lambda _: 4,
-        [True, 7, 10],
-    ):
-        with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
-            Grower(mlp(), x, trigger=STAGES, parts=[Features(counts)])
-    for settings, message in (
+@pytest.mark.parametrize(
+    "counts",
+    [[4, 10], [4, 3, 10], [0, 4, 10], [4, 7, 11], [True, 7, 10], lambda stages: [10] * (stages - 1), lambda _: 4],
+)
+def test_impossible_counts_are_refused(counts: Any) -> None:
+    with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
+        Grower(mlp(), columns().float(), trigger=STAGES, parts=[Features(counts)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"dim": 3}, r"dim=3 is not a feature dimension of an input of shape \[8, 10\]"),
         ({"dim": 0}, r"dim=0 is not a feature dimension"),
         ({"dim": "x"}, "dim must be an integer, not 'x'"),
         ({"argument": "y"}, r"no floating-point tensor named 'y': \[8, 10\]"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Grower(mlp(), x, trigger=STAGES, parts=[Features(COUNTS, **settings)])
-    with pytest.raises(UserError, match="the example has no floating-point tensor"):
-        embedding = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
-        Grower(embedding, torch.arange(8), trigger=STAGES, parts=[Features(COUNTS)])
+        ({}, "the example has no floating-point tensor"),
+    ],
+)
+def test_inputs_without_such_features_are_refused(settings: dict[str, Any], message: str) -> None:
+    embedding = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    network, x = (mlp(), columns().float()) if settings else (embedding, torch.arange(8))
+    with pytest.raises(UserError, match=message):
+        Grower(network, x, trigger=STAGES, parts=[Features(COUNTS, **settings)])
 
 
 def test_a_batch_with_too_few_or_too_many_features_is_refused() -> None:

@@ -19,7 +19,6 @@ from growlab.parts import Averages, Depth
 from growlab.parts.hypernets import Hyperfan, emitted
 from growlab.widths import WidthGraph, trace
 from tests.cases import NETWORKS, outputs, roughen, widths_at
-from tests.unit.grower.test_grower import OPTIMIZERS, STEPS, Loop
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 DTYPES = (torch.float64, torch.float32)
@@ -238,18 +237,6 @@ def test_gradients_of_old_entries_follow_the_carry_rule(kind: str) -> None:
         torch.testing.assert_close(after[name][index], carried[index], rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"new_weights": "fan_in"}, "new_weights must be hyperfan_in or hyperfan_out"),
-        ({"sharing": "size"}, "sharing must be layer or chunk"),
-    ],
-)
-def test_bad_settings_are_refused(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises((UserError, ValueError), match=message):
-        Hyperfan(**arguments)
-
-
 def test_widths_that_are_no_whole_chunks_are_refused() -> None:
     network = MLP(6, [9, 8], 4)
     graph = trace(network, torch.randn(2, 6))
@@ -328,15 +315,3 @@ def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str
     plain = resnet()
     plain.load_state_dict(copy.deepcopy(grower.finish().state_dict()))
     assert torch.allclose(plain.eval()(x), outputs, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("sharing", ["layer", "chunk"])
-def test_a_resumed_loop_equals_one_that_was_not_interrupted(sharing: str) -> None:
-    def loop() -> Loop:
-        method = Hyperfan(sharing=sharing, embedding_features=3, noise_std=1e-3)
-        return Loop(OPTIMIZERS["momentum"], method=method, parts=[Averages(0.9)])
-
-    whole = loop()
-    files = [whole.train(killed).saved() for killed in (2, STEPS + 1)]
-    wanted = whole.train().everything()
-    assert all(loop().resume(file).train().everything() == wanted for file in files)

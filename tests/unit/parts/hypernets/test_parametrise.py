@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from math import prod, sqrt
 
 import pytest
@@ -167,33 +168,39 @@ def test_weights_are_emitted_in_full_precision_under_autocast(sharing: str) -> N
         assert net(torch.randn(2, 16)).dtype == torch.bfloat16
 
 
+def tied() -> nn.Module:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    network[1].weight = network[0].weight
+    return network
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("make", "settings", "message"),
     [
-        ({"sharing": "block"}, "sharing must be layer, size, network or chunk"),
-        ({"embedding": "learned"}, "embedding must be fixed or trained"),
-        ({"noise": -1.0}, "noise must be at least 0, not -1"),
-        ({"sharing": "chunk", "biases": True}, "emits no biases"),
-        ({"sharing": "chunk", "hidden_features": (3, 3)}, "one hidden layer"),
-        ({"sharing": "network", "initialisation": "constant_embedding"}, "sharing='network' has a single one"),
-        ({"sharing": "chunk", "chunk_channels": 5}, "do not split into chunks of 5"),
+        (None, {"sharing": "block"}, "sharing must be layer, size, network or chunk"),
+        (None, {"embedding": "learned"}, "embedding must be fixed or trained"),
+        (None, {"noise": -1.0}, "noise must be at least 0, not -1"),
+        (None, {"sharing": "chunk", "biases": True}, "emits no biases"),
+        (None, {"sharing": "chunk", "hidden_features": (3, 3)}, "one hidden layer"),
+        (None, {"sharing": "network", "initialisation": "constant_embedding"}, "sharing='network' has a single one"),
+        (None, {"sharing": "chunk", "chunk_channels": 5}, "do not split into chunks of 5"),
+        (None, {"emit_last": False}, "has one layer alone, and emit_last=False leaves none"),
+        (lambda: nn.Sequential(nn.ReLU()), {}, "no linear layer"),
+        (tied, {}, "share a weight"),
+        (lambda: parametrise(nn.Sequential(nn.Linear(4, 4)), Hypernet()), {}, "parametrised already"),
     ],
 )
-def test_bad_settings_are_refused_in_a_sentence(change: dict[str, object], message: str) -> None:
+def test_settings_and_networks_that_do_not_fit_are_refused_in_a_sentence(
+    make: Callable[[], nn.Module] | None, settings: dict[str, object], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        parametrise(nn.Sequential(nn.Linear(6, 4)), Hypernet(**change))
+        parametrise(nn.Sequential(nn.Linear(6, 4)) if make is None else make(), Hypernet(**settings))
 
 
-def test_networks_that_cannot_be_emitted_are_refused() -> None:
-    with pytest.raises(UserError, match="no linear layer"):
-        parametrise(nn.Sequential(nn.ReLU()), Hypernet())
-    shared = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    shared[1].weight = shared[0].weight
-    with pytest.raises(UserError, match="share a weight"):
-        parametrise(shared, Hypernet())
-    net = parametrise(nn.Sequential(nn.Linear(4, 4)), Hypernet())
-    with pytest.raises(UserError, match="parametrised already"):
-        parametrise(net, Hypernet())
+@pytest.mark.parametrize("init", ["kaiming_tenth", "constant_embedding"])
+def test_initialisations_of_hypernetworks_are_refused_without_one(init: str) -> None:
+    with pytest.raises(UserError, match=f"{init} initialises hypernetworks"):
+        initialise(MLP(3, [4], 2), Hypernet(initialisation=init))
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -216,42 +223,26 @@ INITIALISED: dict[str, Callable[[], nn.Module]] = {
 SHARINGS, DISTRIBUTIONS = ("layer", "size", "network"), ("uniform", "normal", "uniform")
 PAIRS = list(zip(INITIALISED, ("layer", "size", "network", "chunk"), strict=True))
 
-# Variance of an emitted weight, Var(e) = 1: fan-in j, fan-out i, n numbers that the output layer emits.
-BY_TENSOR: dict[str, Callable[[int, int, int], float]] = {
-    "hyperfan_in": lambda j, i, n: 1 / j,
-    "hyperfan_out": lambda j, i, n: 1 / i,
-    "hyperfan_harmonic": lambda j, i, n: 2 / (i + j),
-    "hyperfan_geometric": lambda j, i, n: (i * j) ** -0.5,
-    "hyperfan_arithmetic": lambda j, i, n: (i + j) / (2 * i * j),
-    "xavier_in": lambda j, i, n: 1,
-    "xavier_out": lambda j, i, n: E / n,
-    "xavier_harmonic": lambda j, i, n: 2 * E / (E + n),
-    "xavier_geometric": lambda j, i, n: sqrt(E / n),
-    "xavier_arithmetic": lambda j, i, n: (1 + E / n) / 2,
-    "kaiming_in": lambda j, i, n: 2,
-    "kaiming_out": lambda j, i, n: 2 * E / n,
-    "kaiming_harmonic": lambda j, i, n: 4 * E / (E + n),
-    "kaiming_geometric": lambda j, i, n: 2 * sqrt(E / n),
-    "kaiming_arithmetic": lambda j, i, n: 1 + E / n,
-    "small_random": lambda j, i, n: E * 1e-4,
-    "kaiming_tenth": lambda j, i, n: 2 / 100,
-    "constant_embedding": lambda j, i, n: 2 / j,
-}
-BY_CHUNK: dict[str, Callable[[int, int, int], float]] = {
-    **{name: BY_TENSOR[name] for name in BY_TENSOR if name.startswith("hyperfan")},
-    **{name: BY_TENSOR[name] for name in ("xavier_in", "constant_embedding")},
-    "xavier_out": lambda j, i, n: E / n,
-    "xavier_harmonic": lambda j, i, n: 2 * E / (E + F) * 2 * F / (F + n),
-    "xavier_geometric": lambda j, i, n: sqrt(E / F) * sqrt(F / n),
-    "xavier_arithmetic": lambda j, i, n: (1 + E / F) / 2 * (1 + F / n) / 2,
-    "kaiming_in": lambda j, i, n: 4,
-    "kaiming_out": lambda j, i, n: 4 * E / n,
-    "kaiming_harmonic": lambda j, i, n: 4 * E / (E + F) * 4 * F / (F + n),
-    "kaiming_geometric": lambda j, i, n: 4 * sqrt(E / n),
-    "kaiming_arithmetic": lambda j, i, n: (1 + E / F) * (1 + F / n),
-    "small_random": lambda j, i, n: E * F * 1e-8,
-    "kaiming_tenth": lambda j, i, n: 4 / 100,
-}
+
+def means(of_inputs: float, of_outputs: float) -> dict[str, float]:
+    """Variances by the fan-in and the fan-out, and their means."""
+    one, other = of_inputs, of_outputs
+    of_both = {"harmonic": 2 * one * other / (one + other), "geometric": sqrt(one * other)}
+    return {"in": one, "out": other, **of_both, "arithmetic": (one + other) / 2}
+
+
+def variance_of(initialisation: str, j: int, i: int, *sizes: int) -> float:
+    """Variance of a weight (fan-in j, fan-out i) that layers of these sizes emit from an embedding of variance 1."""
+    rule, _, mean = initialisation.rpartition("_")
+    alone = {
+        "small_random": prod(1e-4 * size for size in sizes[:-1]),
+        "kaiming_tenth": 2 ** len(sizes[1:]) / 100,
+        "constant_embedding": 2 / j,
+    }
+    if rule == "hyperfan":
+        return means(1 / j, 1 / i)[mean]
+    gain = 2 if rule == "kaiming" else 1
+    return alone.get(initialisation) or prod(gain * means(1, a / b)[mean] for a, b in pairwise(sizes))
 
 
 # Means are formulas alone: the small networks show them.
@@ -279,7 +270,7 @@ def test_emitted_variance_by_tensor(network: str, sharing: str, distribution: st
         for module, _ in emitted(net):
             parts = module.parametrizations["weight"][0]
             embedding, weight = parts.features.embedding.values, module.weight.detach()
-            expected = BY_TENSOR[init](*fans(module), weight.numel())
+            expected = variance_of(init, *fans(module), E, weight.numel())
             # Given the embedding, entries are independent: the spread of a mean of n squares is sqrt(2 / n).
             given = 1.0 if init == "constant_embedding" else float(embedding.square().mean())
             measured = float(weight.square().mean())
@@ -303,7 +294,7 @@ def test_emitted_variance_by_chunks(network: str, distribution: str) -> None:
         for module, _ in emitted(net):
             chunks, weight = module.parametrizations["weight"][0], module.weight.detach()
             numbers = chunks.size * prod(chunks.kernel)
-            expected = BY_CHUNK[init](*fans(module), numbers)
+            expected = variance_of(init, *fans(module), E, F, numbers)
             num_chunks = weight.numel() // numbers
             # Every chunk has its own e and G; H is drawn once: P rows whose squares add up over F entries.
             spread = sqrt((0.8 / E + 2 / F + 2 / numbers) / num_chunks + 2 / (F * numbers))
@@ -359,34 +350,21 @@ def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
     network: str, distribution: str
 ) -> None:
     """The last one too, whatever its constructor drew."""
-    variances: dict[str, Callable[[int, int], float]] = {
-        "xavier_in": lambda j, i: 1 / j,
-        "xavier_out": lambda j, i: 1 / i,
-        "xavier_harmonic": lambda j, i: 2 / (i + j),
-        "kaiming_in": lambda j, i: 2 / j,
-        "small_random": lambda j, i: 1e-4,
-        "hyperfan_in": lambda j, i: 3 / j,
-        "hyperfan_out": lambda j, i: 3 / i,
-        "hyperfan_geometric": lambda j, i: 3 / sqrt(i * j),
-        "kaiming_arithmetic": lambda j, i: 1 / i + 1 / j,
-    }
-    for init, variance in variances.items():
+    # The paper's rules have a gain of their own.
+    gains = {"xavier": 1, "kaiming": 2, "hyperfan": 3}
+    for init in [name for name in INITIALISATIONS if name not in ("kaiming_tenth", "constant_embedding")]:
         hypernet = Hypernet("layer", init, distribution, gain=3.0, output_gain=3.0)
         net = initialise(INITIALISED[network](), hypernet, seed=5)
+        rule, _, mean = init.rpartition("_")
         for module in (m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)):
-            expected, number = variance(*fans(module)), module.weight.numel()
+            j, i = fans(module)
+            expected = 1e-4 if rule == "small" else gains[rule] * means(1 / j, 1 / i)[mean]
+            number = module.weight.numel()
             assert abs(module.weight.var().item() / expected - 1) < 5 * sqrt(2 / number), (init, module)
             # Uniform numbers fill an interval that ends at sqrt(3) deviations; the normal one has no end there.
             largest = module.weight.abs().max().item() / sqrt(3 * expected)
             assert (0.9 < largest <= 1 + 1e-6) == (distribution == "uniform"), (init, module)
             assert module.bias is None or not module.bias.any()
-
-
-@pytest.mark.parametrize(("network", "sharing"), PAIRS)
-def test_biases_that_are_not_emitted_start_at_zero(network: str, sharing: str) -> None:
-    net = parametrise(INITIALISED[network](), Hypernet(sharing), seed=5)
-    biases = [m.bias for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d) and m.bias is not None]
-    assert biases and not any(bias.any() for bias in biases)
 
 
 @pytest.mark.parametrize(
@@ -402,27 +380,18 @@ def test_means_of_the_variances_of_biases(init: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize(("network", "sharing"), PAIRS)
-def test_the_last_layer_may_be_a_plain_one(network: str, sharing: str) -> None:
+def test_the_last_layer_may_be_a_plain_one_and_biases_that_are_not_emitted_start_at_zero(
+    network: str, sharing: str
+) -> None:
     """Its weights are those of the network without a hypernetwork; all others are emitted."""
     hypernet = Hypernet(sharing, "hyperfan_out", output_gain=3.0, emit_last=False)
     net = parametrise(INITIALISED[network](), hypernet, seed=5)
     plain = initialise(INITIALISED[network](), hypernet, seed=5)
     names = [name for name, m in plain.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    assert {id(m) for m, _ in emitted(net)} == {id(net.get_submodule(name)) for name in names[:-1]}
-    last = net.get_submodule(names[-1])
-    assert torch.equal(last.weight, plain.get_submodule(names[-1]).weight) and not last.bias.any()
-    assert last.weight.requires_grad
-
-
-def test_nothing_to_emit_is_told() -> None:
-    with pytest.raises(UserError, match="has one layer alone, and emit_last=False leaves none"):
-        parametrise(nn.Sequential(nn.Linear(3, 2)), Hypernet(emit_last=False))
-
-
-@pytest.mark.parametrize("init", ["kaiming_tenth", "constant_embedding"])
-def test_what_is_about_hypernetworks_alone_is_refused_without_one(init: str) -> None:
-    with pytest.raises(UserError, match=f"{init} initialises hypernetworks"):
-        initialise(MLP(3, [4], 2), Hypernet(initialisation=init))
+    layers = [net.get_submodule(name) for name in names]
+    assert {id(m) for m, _ in emitted(net)} == {id(layer) for layer in layers[:-1]}
+    assert torch.equal(layers[-1].weight, plain.get_submodule(names[-1]).weight) and layers[-1].weight.requires_grad
+    assert not any(layer.bias.any() for layer in layers if layer.bias is not None) and layers[-1].bias is not None
 
 
 def test_a_deeper_h_keeps_the_variance_of_its_embedding() -> None:

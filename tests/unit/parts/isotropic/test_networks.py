@@ -248,27 +248,6 @@ def test_a_twin_differs_in_the_activation_alone():
     assert all(torch.equal(a, b) for a, b in zip(*(d.values() for d in names.values()), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: IsotropicActivation("relu"), "kind must be tanh, softsign, soft_relu or leaky"),
-        (lambda: IntrinsicLength(-1.0, "constant"), "a signed one may be negative"),
-        (lambda: IntrinsicLength(math.nan, "signed"), "length must be a finite number"),
-        (lambda: isotropic_mlp((1, 2, 2), 2, length_kind="free"), "trained, constant or signed, not 'free'"),
-        (lambda: isotropic_cnn((1, 4, 4), 2, weights="zero"), "default or orthogonal, not 'zero'"),
-        (lambda: isotropic_mlp((1, 2, 2), 2, activation="tan"), "elementwise_tanh"),
-        (lambda: IsotropicMLP(4, [3], 2, "elementwise_tanh", gain_channel=True), "has no gain"),
-        (lambda: Blend(IsotropicActivation(gain_channel=True)), "without a gain channel"),
-        (lambda: NestedNetwork(4, [3], 2, products="all"), "first or last"),
-        (lambda: nested(isotropic_mlp((1, 2, 2), 2, gain_channel=True)), "have a nested form"),
-        (lambda: nested(isotropic_mlp((1, 2, 2), 2, chi_norm=True)), "have a nested form"),
-    ],
-)
-def test_impossible_networks_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def made(network: nn.Module, *shape: int) -> tuple[nn.Module, WidthGraph, Tensor]:
     """The network in float64 with statistics of its own, its graph and a batch."""
     network = network.double()

@@ -28,8 +28,9 @@ from growlab.parts.isotropic import (
 from growlab.parts.isotropic.method import adaptable
 from growlab.parts.isotropic.part import gain_weights, readers
 from growlab.widths import tensors_of, trace
+from tests.unit.grower.test_grower import STEPS, Loop
+from tests.unit.grower.test_grower import batch as drawn
 from tests.unit.parts.isotropic.mixed import Mixed
-from tests.whole_runs import same, without_times
 
 METHODS = {
     "ours": VarianceTransfer,
@@ -44,44 +45,19 @@ SETTINGS: dict[str, Any] = {"reserve_neurons": 2, "threshold": 0.5, "neurons_per
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(100 + number)
-    return torch.randn(16, 5, generator=source, dtype=torch.float64), torch.randint(3, (16,), generator=source)
+    return drawn(number, torch.float64)
 
 
-class Loop:
+def momentum(network: nn.Module) -> torch.optim.Optimizer:
+    return SGD(network.parameters(), 0.1, momentum=0.9)
+
+
+def looped(method: Any, norm: str = "none", make: Any = momentum, **settings: Any) -> Loop:
     """Epochs of three steps on a mixed network."""
-
-    def __init__(self, method: Any, norm: str = "none", adam: bool = False, **settings: Any) -> None:
-        torch.manual_seed(0)
-        self.network = Mixed(5, 3, 8, norm).double()
-        both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
-        self.grower = Grower(self.network, batch(0)[0], method=method, trigger=SCHEDULE, parts=both, anneal_steps=2)
-        parameters = list(self.network.parameters())
-        self.optimizer = torch.optim.Adam(parameters, 0.01) if adam else SGD(parameters, 0.1, momentum=0.9)
-        self.grower.follow(self.optimizer)
-        self.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
-
-    def run(self, *epochs: int) -> None:
-        for epoch in epochs:
-            self.grower.step(epoch=epoch, step=3 * epoch)
-            for step in range(3):
-                x, y = batch(3 * epoch + step)
-                self.optimizer.zero_grad()
-                F.cross_entropy(self.network(x), y).backward()
-                self.optimizer.step()
-
-    def saved(self) -> dict[str, Any]:
-        content = {
-            "network": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "grower": self.grower.state_dict(),
-        }
-        return copy.deepcopy(content)
-
-    def load(self, saved: dict[str, Any]) -> None:
-        self.grower.load_state_dict(saved["grower"])
-        self.network.load_state_dict(saved["network"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+    both = (parts.Averages(0.9), IsotropicLayers(**{**SETTINGS, **settings}))
+    loop = Loop(make, lambda: Mixed(6, 3, 8, norm).double(), SCHEDULE, method=method, parts=both)
+    loop.grower.provide(lambda number: [batch(n) for n in range(number)], F.cross_entropy)
+    return loop
 
 
 @pytest.mark.parametrize(
@@ -96,11 +72,11 @@ class Loop:
     ],
 )
 def test_each_event_keeps_its_promise_and_leaves_the_others_groups_alone(name: str, norm: str) -> None:
-    loop = Loop(METHODS[name](), norm)
+    loop = looped(METHODS[name](), norm)
     own = set(loop.grower.parts[1].groups)
     assert own == {"hidden.0", "hidden.3"}
     full = {g: w for g, w in loop.grower.full_graph.full_widths.items() if g not in own}
-    loop.run(*range(6))
+    loop.train(6 * STEPS)
     asked = [event for event in loop.grower.events if event.notes.get("asked_by") == "isotropic"]
     scheduled = [event for event in loop.grower.events if "asked_by" not in event.notes]
     assert len(scheduled) == 2 and len(asked) >= 2
@@ -121,38 +97,18 @@ def test_each_event_keeps_its_promise_and_leaves_the_others_groups_alone(name: s
     assert not [key for key in plain if "unfinished" in key]
 
 
-@pytest.mark.parametrize(("epoch", "adam"), [(2, True), (3, False)])
-def test_a_resumed_loop_equals_one_that_was_not_interrupted(epoch: int, adam: bool) -> None:
-    whole = Loop(VarianceTransfer(), "layer", adam)
-    whole.run(*range(6))
-    first = Loop(VarianceTransfer(), "layer", adam)
-    first.run(*range(epoch))
-    second = Loop(VarianceTransfer(), "layer", adam)
-    second.load(first.saved())
-    second.run(*range(epoch, 6))
-    assert same(without_times(whole.saved()), without_times(second.saved()))
-
-
-def test_a_method_that_decides_by_itself_is_asked() -> None:
-    torch.manual_seed(0)
-    network = IsotropicMLP(5, [8], 3).double()
-    method = Isotropic()
-    grower = Grower(network, batch(0)[0], method=method, trigger=ByMethod(0.5))
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    grower.follow(optimizer)
-    for epoch in range(3):
-        grower.step(epoch=epoch, step=epoch)
-        optimizer.zero_grad()
-        F.cross_entropy(network(batch(epoch)[0]), batch(epoch)[1]).backward()
-        optimizer.step()
-    assert grower.state.asked >= 1
-    assert {id(p) for p in optimizer.state} == {id(p) for p in network.parameters()}
+@pytest.mark.parametrize(("epoch", "make"), [(2, lambda n: torch.optim.Adam(n.parameters(), 0.01)), (3, momentum)])
+def test_a_resumed_loop_equals_one_that_was_not_interrupted(epoch: int, make: Any) -> None:
+    whole = looped(VarianceTransfer(), "layer", make)
+    file = whole.train(epoch * STEPS).saved()
+    wanted = whole.train(6 * STEPS).everything()
+    assert looped(VarianceTransfer(), "layer", make).resume(file).train(6 * STEPS).everything() == wanted
 
 
 def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights() -> None:
     """The first isotropic layer reads channels that grow, so its rows are multiplied; a turn mixes them."""
-    loop = Loop(VarianceTransfer(), mode="scheduled", target_width=8, every_n_epochs=3)
-    loop.run(0, 1)
+    loop = looped(VarianceTransfer(), mode="scheduled", target_width=8, every_n_epochs=3)
+    loop.train(2 * STEPS)
     loop.grower.step(epoch=2, step=6)
     known = dict(loop.grower.state.multipliers)
     assert "hidden.0.weight" in known
@@ -180,15 +136,13 @@ def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights
     ("arguments", "message"),
     [
         ({"method": Isotropic(), "trigger": ByMethod()}, "decides the widths of isotropic layers already"),
-        ({"network": nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))}, "isotropic growth needs a layer"),
+        ({"network": nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))}, "isotropic growth needs a layer"),
     ],
 )
 def test_impossible_combinations_are_refused(arguments: dict[str, Any], message: str) -> None:
-    given = {"network": IsotropicMLP(5, [4], 3), "method": PairGrowth(), "trigger": SCHEDULE, **arguments}
+    given = {"network": IsotropicMLP(6, [4], 3), "method": PairGrowth(), "trigger": SCHEDULE, **arguments}
     with pytest.raises(UserError, match=message):
         Grower(given.pop("network").double(), batch(0)[0], parts=[IsotropicLayers()], **given)
-    with pytest.raises(ValueError, match="target_width goes with mode='scheduled'"):
-        IsotropicLayers("scheduled")
 
 
 # Averages ----------------------------------------------------------------------------------------------------
@@ -258,7 +212,7 @@ def test_a_network_is_deepened_and_trained_on() -> None:
 def deeper(blend: bool = True, gain: bool = False, *more: parts.Part) -> Grower:
     """Three of four layers come in one after the other, as the identity."""
     torch.manual_seed(0)
-    network = isotropic_mlp((1, 1, 5), 3, width=6, depth=4, blend=blend, gain_channel=gain)
+    network = isotropic_mlp((1, 1, 6), 3, width=6, depth=4, blend=blend, gain_channel=gain)
     blocks = parts.Depth(["hidden.2:4", "hidden.4:6", "hidden.6:8"], "identity")
     trigger = At(dict.fromkeys(range(4), 1.0))
     return Grower(network, batch(0)[0].float(), method=PairGrowth(), trigger=trigger, parts=[blocks, *more])
@@ -294,13 +248,6 @@ def test_layers_that_cannot_come_in_are_refused(arguments: tuple[Any, ...], mess
     with pytest.raises((UserError, ValueError), match=message):
         # The parts check the seed once training is known.
         deeper(*arguments).provide(lambda number: [], F.cross_entropy)
-
-
-@pytest.mark.parametrize("position", [-1, 4, 9])
-def test_a_wrong_place_is_told(position: int) -> None:
-    layers = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) if position == -1 else IsotropicMLP(6, [5, 4], 3).hidden
-    with pytest.raises(ValueError, match="no linear layer at or before position"):
-        deepen(layers, position)
 
 
 def made() -> tuple[IsotropicMLP, Tensor, Tensor]:
@@ -382,15 +329,6 @@ def test_neurons_that_go_leave_their_biases_in_constant_weights() -> None:
         optimizer.step()
         assert all(torch.equal(gain_weights(layer), old) for layer, old in zip(readers(network), psi, strict=True))
     assert any(min(e.widths_after.values()) < min(e.widths_before.values()) for e in grower.events)
-
-
-@pytest.mark.parametrize(
-    ("mode", "decay", "message"),
-    [("all", 0.1, "mode must be constant or decayed, not 'all'"), ("decayed", -1, "decay must be at least 0, not -1")],
-)
-def test_impossible_settings_are_refused(mode: Any, decay: float, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        GainWeights(mode, decay)
 
 
 def test_a_network_without_gains_is_refused() -> None:

@@ -499,23 +499,6 @@ def test_boundaries() -> None:
     assert [by_step.boundary(0, step) for step in (0, 3, 4, 7, 8)] == [None, None, 4, 4, 8]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "demand"}, "reserve or scheduled"),
-        ({"mode": "scheduled"}, "target_width goes with mode='scheduled'"),
-        ({"target_width": 4}, "target_width goes with mode='scheduled'"),
-        ({"threshold": -1}, "threshold must be at least 0"),
-        ({"columns": "ones"}, "columns must be orthogonal"),
-        ({"bias": 1.0}, "bias must lie between"),
-        ({"max_width": 3, "min_width": 4}, "max_width=3 is below"),
-    ],
-)
-def test_impossible_settings_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Isotropic(**options)
-
-
 def test_a_network_without_isotropic_layers_is_refused() -> None:
     network = IsotropicMLP(6, [5], 3, "elementwise_tanh").double()
     graph = trace(network, torch.randn(2, 6, dtype=torch.float64), follow_norms=True)

@@ -1,17 +1,32 @@
-"""Demands: when they say grow, and what they promise whatever happens."""
+"""Demands: when they say grow, and what they promise whatever happens; triggers that know every stage beforehand."""
 
 from fractions import Fraction
+from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.grower.triggers import Budget, Demand, Expressivity, GradientNorm, OnDemand, Plateau, Progress, Scheduled
-from growlab.growth import Bottleneck, PairGrowth, Schedule, make_schedule
+from growlab.grower.triggers import (
+    At,
+    Budget,
+    Clock,
+    Demand,
+    Expressivity,
+    GradientNorm,
+    Never,
+    OnDemand,
+    Plateau,
+    Progress,
+    Scheduled,
+)
+from growlab.growth import Bottleneck, Net2Net, PairGrowth, Schedule, make_schedule
 from tests.cases import Around
 
 STEPS = [{"a": 2, "b": 4}, {"a": 4, "b": 8}, {"a": 6, "b": 10}, {"a": 8, "b": 16}]
@@ -179,17 +194,63 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: Expressivity("x"), "ratio must be a finite number, not 'x'"),
         (lambda: Plateau(min_epochs=3).check(9, 3, 50.0), "9 epochs are too few to grow 3 times"),
         (lambda: Budget(30).check(100, 3, 41.0), "percent=30 is below 41.0"),
+        (lambda: OnDemand("plateau", make_schedule(10, 32, num_stages=2), 10), "needs a demand and a schedule"),
+        (lambda: OnDemand(Plateau(), [0.5, 1.0], 10), "needs a demand and a schedule"),
+        (lambda: Scheduled([0.5, 1.0]), r"needs a schedule: what growlab\.make_schedule returns"),
+        (lambda: Never(width="0.5"), r"must be above 0|must be a part of the blocks"),
+        (lambda: Never(width=0), r"must be above 0|must be a part of the blocks"),
+        (lambda: Never(depth="1"), r"must be above 0|must be a part of the blocks"),
+        (lambda: Never(depth=1.5), r"must be above 0|must be a part of the blocks"),
     ],
 )
 def test_what_cannot_be_is_told(make: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises((UserError, ValueError), match=told):
         make()
 
 
-def test_what_is_no_demand_or_no_schedule_is_told() -> None:
-    schedule = make_schedule(10, 32, num_stages=2)
-    for act in (lambda: OnDemand("plateau", schedule, 10), lambda: OnDemand(Plateau(), [0.5, 1.0], 10)):
-        with pytest.raises(UserError, match="needs a demand and a schedule"):
-            act()
-    with pytest.raises(UserError, match=r"needs a schedule: what growlab\.make_schedule returns"):
-        Scheduled([0.5, 1.0])
+@pytest.mark.parametrize("sizes", [[8, 0], [8, 4.5], [8, True], [8, None], [8], 8])
+def test_batch_sizes_are_whole_numbers_above_0(sizes: Any) -> None:
+    with pytest.raises(UserError, match="must be whole numbers above 0, one for each of its 2 stages"):
+        At({0: 0.5, 1: 1.0}, batch_sizes=sizes)
+
+
+# Stages that are known beforehand ------------------------------------------------------------------------------
+
+
+def grower(trigger: Any) -> Grower:
+    network = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    return Grower(network, torch.randn(8, 4), method=Net2Net(), trigger=trigger)
+
+
+@pytest.mark.parametrize(
+    ("trigger", "sentence"),
+    [
+        ({0: {"0": 8}, 1: {"0": 20}}, "the width 20 of group '0' must be a whole number from 1 to its full width 16"),
+        ({0: {"0": 2.5}, 1: 1.0}, "the width 2.5 of group '0' must be a whole number"),
+        ({0: {"0": "8"}}, "the width '8' of group '0' must be a whole number"),
+        ({0: {"0": 8, 3: 4}}, "no width group 3, only 0"),
+        ({0: True, 1: 1}, "a width of True is no fraction"),
+        ({0: 2.0}, "a width of 2.0 is no fraction"),
+        ({0: nan}, "a width of nan is no fraction"),
+        ({0: "0.5"}, "a width of '0.5' is no fraction"),
+        ({0: 0.5, "1": 1.0}, "moment '1' must be a finite number"),
+        ({0: 0.5, inf: 1.0}, "moment inf must be a finite number"),
+        ({False: 0.5, 1: 1.0}, "moment False must be a finite number"),
+        ({-1: 0.5, 1: 1.0}, "must begin at 0"),
+    ],
+)
+def test_widths_and_moments_that_cannot_be_are_refused_before_training(trigger: dict[Any, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        grower(trigger)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32, np.float32, np.float64, Fraction, int, float])
+def test_numbers_of_any_type_are_taken(number: Any) -> None:
+    trigger = At(
+        {number(0): {"0": number(4)}, number(2): Fraction(1, 2), number(3): number(1)},
+        batch_sizes=[number(8), number(8), number(16)],
+    )
+    made = grower(trigger)
+    assert [trigger.stage_at(Clock(epoch=epoch)) for epoch in range(4)] == [0, 0, 1, 2]
+    assert trigger.batch_sizes == (8, 8, 16) and type(made.seed_widths["0"]) is int
+    assert [stage["0"] for stage in trigger.forecast(made.graph)] == [4, 8, 16]
