@@ -231,16 +231,11 @@ def test_events_are_logged_and_the_loggers_get_widths_and_parameters(
     ]  # fmt: skip
 
 
-class Rated(Plain):
-    """A module whose rate can be searched for."""
-
-    lr = 0.02
-
-
 def test_a_search_for_a_rate_is_no_training_that_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = trainer_of(tmp_path, growth())
+    module, trainer = Plain(), trainer_of(tmp_path, growth())
+    module.lr = 0.02
     with caplog.at_level(logging.WARNING):
-        L.pytorch.tuner.Tuner(trainer).lr_find(Rated(), Loader(), num_training=2)
+        L.pytorch.tuner.Tuner(trainer).lr_find(module, Loader(), num_training=2)
     assert not [record for record in caplog.records if "training has ended" in record.message]
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from growlab.growth import HyperCloning
 from growlab.growth.parity import relative_error
 from tests.command_line import ROOT
 from tests.unit.frontends import trainer_runs
+from tests.unit.grower.test_sharded import in_guide
 from tests.unit.grower.test_trained import gpt2, members
 from tests.unit.grower.test_trained import llama as llama_of_heads
 
@@ -172,11 +172,9 @@ def test_adapters_that_cannot_grow_are_refused(settings: dict[str, Any]) -> None
 
 
 def test_the_guides_block_runs_as_written() -> None:
-    page = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "trained.md").read_text(encoding="utf-8")
-    (block,) = (one for one in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "peft" in one)
     network = llama()
     expected, names = output(network), {"network": network}
-    exec(block, names)
+    exec(in_guide("peft", "trained"), names)
     model: Any = names["model"]
     assert type(model) is peft.PeftModel and model.config.hidden_size == 16 and model.config.num_hidden_layers == 4
     assert relative_error(expected, output(model)) < EXACT

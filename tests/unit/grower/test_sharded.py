@@ -735,10 +735,10 @@ def in_processes(program: str, folder: Path, *options: str, ranks: int = 2, **en
     assert done.returncode == 0, done.stderr
 
 
-def in_guide(words: str) -> str:
-    """Return the guide's first program that contains these words."""
-    page = (ROOT / "notebooks/docs/pages/guide/sharded.md").read_text(encoding="utf-8")
-    return next(program for program in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if words in program)
+def in_guide(words: str, page: str = "sharded") -> str:
+    """Return the first program of a page of the guide that contains these words."""
+    text = (ROOT / "notebooks" / "docs" / "pages" / "guide" / f"{page}.md").read_text(encoding="utf-8")
+    return next(program for program in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) if words in program)
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """Blocks inserted during training: by themselves, and in a plain loop, resumed at any step."""
 
 import itertools
-import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from growlab.base.errors import UserError
-from growlab.grower.triggers import At, Budget, ByMethod, OnDemand
+from growlab.grower.triggers import At, Budget, OnDemand
 from growlab.growth import (
     FireFly,
     GradMax,
@@ -37,8 +35,8 @@ from growlab.parts import Averages, Depth, OldGradient, Part
 from growlab.parts.depth import Blocks
 from growlab.widths import UnsupportedOperation, WidthGraph, trace
 from tests.cases import Around
-from tests.command_line import ROOT
 from tests.unit.grower.test_grower import EPOCHS, OPTIMIZERS, PROBE, STAGES, STEPS, Loop, batch, two_groups
+from tests.unit.grower.test_sharded import in_guide
 from tests.unit.parts.stages import Residual
 
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
@@ -221,20 +219,11 @@ def test_blocks_that_cannot_come_in_later_are_refused(
         Blocks(network, trace(network, x), [block], start, (x,))
 
 
-def test_blocks_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
-    run = SimpleNamespace(trigger=ByMethod(), seed_widths=trace(resnet(), IMAGES).full_widths)
-    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
-        Depth().check(run)
-
-
 def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:
     network = nn.Sequential(nn.Linear(20, 8), *(Residual(8, 12) for _ in range(3)), nn.Linear(8, 3)).double()
     nn.utils.parametrizations.orthogonal(network[2].up)
     with pytest.raises(UserError, match=r"no functions of others, which those of 2\.up are"):
         Depth("auto").prepare(network, trace(network, SAMPLES[:2]), 0, (SAMPLES[:2],))
-
-
-PAGE = (ROOT / "notebooks" / "docs" / "pages" / "guide" / "schedules.md").read_text(encoding="utf-8")
 
 
 def layer_normed() -> nn.Module:
@@ -494,10 +483,9 @@ def test_a_network_that_keeps_its_widths_need_not_be_traced() -> None:
 
 
 def test_the_guides_example_runs() -> None:
-    (program,) = [b for b in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if "Depth(" in b]
     torch.manual_seed(0)
     names: dict[str, Any] = {"network": layer_normed(), "x": PROBE, "loader": [batch(0), batch(1)]}
-    exec(program, names)
+    exec(in_guide("Depth(", "schedules"), names)
     inserted = [one for event in names["grower"].events for one in event.notes["inserted"]]
     assert [one["block"] for one in inserted] == ["2", "3"]
     assert all(one["copied_from"] for one in inserted)

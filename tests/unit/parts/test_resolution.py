@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from growlab import Grower, Growth
 from growlab.base.errors import UserError
 from growlab.grower.cost import forward_flops
-from growlab.grower.triggers import ByMethod
 from growlab.growth.methods.pairs import PairGrowth
 from growlab.lab.networks import CausalTransformer, CifarResNet
 from growlab.lab.training.plan import StageCost
@@ -184,13 +183,6 @@ def test_what_cannot_be_resized_is_refused(network, example, sizes, message) -> 
     with pytest.raises(UserError) as refused:
         grower(network(), example, sizes)
     assert message in str(refused.value)
-
-
-def test_several_sizes_need_a_trigger_that_knows_how_far_growth_has_come() -> None:
-    settings = {"method": PairGrowth(), "trigger": ByMethod()}
-    with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
-        Grower(small_resnet(), IMAGES, **settings, parts=[Resolution([8, 16])])
-    assert Grower(small_resnet(), IMAGES, **settings, parts=[Resolution([8])]).parts[0].size == 8
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.lab.training.plan import StageCost
-from growlab.parts import Averages, Part, PatchSize, Setting
+from growlab.parts import Averages, Depth, Part, PatchSize, Resolution, Setting
 from growlab.parts.patch_size import resample_patches, resize_positions
 from growlab.widths import trace
 from tests.cases import Around
@@ -280,7 +281,13 @@ def test_values_that_do_not_fit_are_refused(network: Any, part: Callable[[], Par
     assert of_images or made.repeats == 4
 
 
-def test_it_needs_a_trigger_that_knows_how_far_growth_has_come() -> None:
+@pytest.mark.parametrize("part", [Setting("repeats", [1, 4]), Resolution([8, 16]), Depth()], ids=lambda part: part.name)
+def test_parts_of_several_stages_need_a_trigger_that_knows_how_far_growth_has_come(part: Part) -> None:
     with pytest.raises(UserError, match="need a trigger that knows how far growth has come"):
-        grower("repeats", trigger=ByMethod())
-    assert Setting("repeats", [1, 4]).applies(At(STAGES[False])) and not Setting("repeats", [1, 4]).applies(Never())
+        part.check(SimpleNamespace(trigger=ByMethod(), seed_widths={}))
+    assert part.applies(At(STAGES[False])) and not part.applies(Never())
+
+
+def test_one_size_of_images_needs_no_trigger_of_stages() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    assert Grower(network, IMAGES, method=PairGrowth(), trigger=ByMethod(), parts=[Resolution([8])]).parts[0].size == 8
