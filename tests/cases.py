@@ -24,10 +24,12 @@ from growlab.growth import (
     anneal_norms,
     finish,
     grow,
+    make_schedule,
     make_seed,
 )
 from growlab.lab.networks import MLP, CifarResNet, WideResNet, convnet
 from growlab.widths import WidthGraph, trace
+from growlab.widths.places import kept_at
 
 #: What older releases of torch refuse by themselves is skipped there.
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -558,17 +560,26 @@ def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
                 module.training = mode
 
 
-def check_growth(network: nn.Module, graph: WidthGraph, x: Tensor | tuple[Tensor, ...], method: GrowthMethod) -> None:
-    """Grow a network from a quarter of its widths, exactly, into one that its class builds."""
-    probe = (x,) if isinstance(x, Tensor) else x
-    whole, network = copy.deepcopy(network), copy.deepcopy(network)
-    quarters = [{n: max(1, g.full_width * part // 4) for n, g in graph.groups.items()} for part in (1, 2, 3, 4)]
-    state = make_seed(network, graph, method, quarters[0], seed=0)
-    roughen(network)
-    for widths in quarters[1:]:
-        event = grow(network, graph, method, state, widths, 0, probe)
-        assert max(event.parity_error_eval, event.parity_error_train) <= 1e-10
-        anneal_norms(network, graph, state, 1.0)
-    finish(network, graph, method, state)
-    whole.load_state_dict(network.state_dict(), strict=True)
-    assert torch.equal(whole.eval()(*probe), network.eval()(*probe))
+def check_growth(
+    network: nn.Module, graph: WidthGraph, inputs: Tensor | tuple[Tensor, ...], *methods: GrowthMethod
+) -> None:
+    """Grow copies of a network in two steps, exactly, into one that its class builds."""
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    for method in methods:
+        whole, grown = copy.deepcopy(network).eval(), copy.deepcopy(network).eval()
+        narrow, *wider = make_schedule(3, 1, num_stages=3).widths(graph)
+        state = make_seed(grown, graph, method, narrow, seed=0)
+        roughen(grown)
+        for widths in wider:
+            before = grown(*inputs)
+            event = grow(grown, graph, method, state, widths, 0, inputs)
+            assert event.parity_error_eval <= 1e-12 and event.parity_error_train <= 1e-10
+            torch.testing.assert_close(grown(*inputs) * event.output_factor, before)
+            anneal_norms(grown, graph, state, 1.0)
+        assert not graph.groups or before.abs().max() > 1e-3
+        finish(grown, graph, method, state)
+        whole.load_state_dict(grown.state_dict(), strict=True)
+        assert repr(whole) == repr(grown)
+        for place in graph.written:
+            assert len({kept_at(each.get_submodule(place.module), place) for each in (whole, grown)}) == 1
+        assert torch.equal(whole(*inputs), grown(*inputs))
