@@ -1,9 +1,7 @@
-"""Networks that are in no other table: odd ends, casts, shared modules, several heads, no norms, many kinds of inputs.
+"""The table of odd networks: each a forward over a few modules, written as if there were no width groups."""
 
-Each is a forward function over a few modules, as someone writes it who has never heard of width groups.
-"""
-
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.cases import Around
+
 # In train mode, variance transfer is exact up to batch normalisation's eps.
 Norm1d, Norm2d = partial(nn.BatchNorm1d, eps=1e-14), partial(nn.BatchNorm2d, eps=1e-14)
-Linear, Conv = nn.Linear, partial(nn.Conv2d, padding=1)
+Conv = partial(nn.Conv2d, padding=1)
 
 SOURCE = torch.Generator().manual_seed(3)
+torch.manual_seed(0)
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,22 @@ class OddNetwork:
         make: builds it at full width.
         inputs: example inputs.
         last: parts that no other affine map stands behind, by the rule for output layers.
+        groups: width groups that must be found, by full width; None for any.
     """
 
     make: Callable[[], nn.Module]
     inputs: tuple[Tensor, ...]
     last: tuple[str, ...]
+    groups: Mapping[str, int] | None
 
 
 ODD_NETWORKS: dict[str, OddNetwork] = {}
 
 
-class Net(nn.Module):
-    """Modules, bare parameters and what is computed with them."""
-
-    def __init__(self, run: Callable[..., Any], **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.run(self, *inputs)
+def net(run: Callable[..., Any], **parts: Any) -> Around:
+    """A forward over parts: `[in, out]` is a linear layer, a tensor a parameter."""
+    bare = {name: nn.Parameter(p) for name, p in parts.items() if isinstance(p, Tensor) and not isinstance(p, nn.Buffer)}
+    return Around(run, **parts | bare)
 
 
 def real(*shape: int) -> Tensor:
@@ -59,11 +55,22 @@ def tokens(length: int, count: int = 11) -> Tensor:
     return torch.randint(count, (4, length), generator=SOURCE)
 
 
-def odd(*inputs: Tensor, last: str = "c") -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+def made(*inputs: Tensor, last: str = "c", groups: Mapping[str, int] | None = None) -> Callable[..., Any]:
     """Put a factory into the table, under its name."""
 
     def put(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        ODD_NETWORKS[make.__name__] = OddNetwork(make, inputs, tuple(last.split()))
+        ODD_NETWORKS[make.__name__] = OddNetwork(make, inputs, tuple(last.split()), groups)
         return make
+
+    return put
+
+
+def odd(*inputs: Tensor, last: str = "c", groups: Mapping[str, int] | None = None, **parts: Any) -> Callable[..., Any]:
+    """Put a forward over parts into the table, under its name."""
+
+    def put(run: Callable[..., Any]) -> Callable[..., Any]:
+        network = net(run, **parts)
+        ODD_NETWORKS[run.__name__] = OddNetwork(partial(copy.deepcopy, network), inputs, tuple(last.split()), groups)
+        return run
 
     return put

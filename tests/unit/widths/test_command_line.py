@@ -134,15 +134,6 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def test_factories_may_return_their_inputs(capsys):
-    assert main(["tests.unit.widths.test_command_line:with_inputs"]) == 0
-    assert "1 width group (" in capsys.readouterr().out
-
-
-def with_inputs() -> tuple[nn.Module, tuple[torch.Tensor]]:
-    return small(), (torch.randn(2, 4),)
-
-
 def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
     """Edges [2, E] of a graph: neither they nor its nodes have a row for each sample."""
     for keep in ([], ["--keep-full", "index_add_"]):
@@ -180,34 +171,40 @@ def test_a_graph_prints_the_report_in_short(make, lines):
     assert len(repr(graph)) < 300 and repr(graph).count("\n") < 5
 
 
-@pytest.mark.parametrize("factory", ["of_a_dictionary", "a_list_for_each", "one_for_all"])
-def test_inputs_and_outputs_of_any_structure(factory):
+@pytest.mark.parametrize(
+    ("factory", "samples"),
+    [("with_inputs", 2), ("by_name", 2), ("of_a_dictionary", 2), ("a_list_for_each", 1), ("one_for_all", 1)],
+)
+def test_inputs_and_outputs_of_any_structure(factory, samples):
     report = examine(f"tests.unit.widths.test_command_line:{factory}", methods=["net2net"], parts=False)
-    assert report.parity["net2net"]["eval"] <= 1e-10
-    assert report.samples == (2 if factory == "of_a_dictionary" else 1)
+    assert report.parity["net2net"]["eval"] <= 1e-10 and len(report.groups) == 1
+    assert report.samples == samples
 
 
-class Structured(nn.Sequential):
-    """Layers around functions of what goes in and comes out."""
+def with_inputs() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return small(), (torch.randn(2, 4),)
 
-    def __init__(self, before, after) -> None:
-        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.before, self.after = before, after
 
-    def forward(self, x):
-        return self.after(super().forward(self.before(x)))
+class ByName(nn.Sequential):
+    def forward(self, x, *, mask):
+        return super().forward(x) * mask
+
+
+def by_name() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return ByName(*small()), {"x": torch.randn(2, 4), "mask": torch.ones(2, 1)}
 
 
 def of_a_dictionary() -> tuple[nn.Module, tuple]:
-    return Structured(lambda given: given["x"], lambda y: {"loss": None, "y": y}), ({"x": torch.randn(2, 4)},)
+    made = Around(lambda net, given: {"loss": None, "y": net.inner(given["x"])}, inner=small())
+    return made, ({"x": torch.randn(2, 4)},)
 
 
 def a_list_for_each() -> tuple[nn.Module, torch.Tensor]:
-    return Structured(lambda x: x, lambda y: [{"boxes": row} for row in y.unbind()]), torch.randn(2, 4)
+    return Around(lambda net, x: [{"boxes": row} for row in net.inner(x).unbind()], inner=small()), torch.randn(2, 4)
 
 
 def one_for_all() -> tuple[nn.Module, torch.Tensor]:
-    return Structured(lambda x: x, lambda y: y.mean()), torch.randn(2, 4)
+    return Around(lambda net, x: net.inner(x).mean(), inner=small()), torch.randn(2, 4)
 
 
 def spatial() -> nn.Module:

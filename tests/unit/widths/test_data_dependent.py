@@ -1,6 +1,5 @@
 """Networks whose sizes or branches depend on numbers in the data."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import growlab
+from growlab import VarianceTransfer
 from growlab.widths import UnsupportedOperation, trace
-from tests.cases import OLD_TORCH, Around
+from tests.cases import OLD_TORCH, Around, check_growth
 
 
 def made(function: Callable[..., Tensor]) -> nn.Module:
@@ -88,23 +87,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
 def test_networks_whose_sizes_depend_on_data_grow_exactly(case: str) -> None:
     if OLD_TORCH and case == "rows of experts":
         pytest.skip("its torch.export asserts the example's number of rows")
-    function, shape, given = CASES[case]
     torch.manual_seed(0)
-    network = made(function).double()
-    example: Any = torch.randn(*shape, 8).double(), given
-    fresh = copy.deepcopy(network)
-    grower = growlab.Grower(
-        network, example, method=growlab.VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, anneal_steps=0
-    )
-    assert grower.graph.full_widths == {"first": 16, "second": 12}
-    network.eval()
-    before = network(*example)
-    (event,) = grower.step(epoch=1)
-    assert max(event.parity_error_eval, event.parity_error_train) < 1e-10
-    grower.finish()
-    fresh.eval().load_state_dict(network.state_dict())
-    torch.testing.assert_close(fresh(*example), network(*example), rtol=0, atol=0)
-    torch.testing.assert_close(fresh(*example) * event.output_factor, before, rtol=1e-10, atol=1e-10)
+    function, shape, given = CASES[case]
+    network, example = made(function).double(), (torch.randn(*shape, 8, dtype=torch.float64), given)
+    graph = trace(network, example)
+    assert graph.full_widths == {"first": 16, "second": 12}
+    check_growth(network, graph, example, VarianceTransfer())
 
 
 def test_a_layer_that_the_example_does_not_reach_is_named() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
 from growlab.grower.cost import forward_flops
 from growlab.growth import GradMax, VarianceTransfer
-from growlab.inspect.__main__ import main
 from growlab.widths import trace
 from growlab.widths.inputs import Inputs, arguments, inputs_of
 from tests.unit.frontends.lightning_runs import Plain, trainer_of
@@ -48,36 +46,12 @@ class ByName(nn.Module):
         return self.last(self.blocks(torch.relu(self.first(x))) * mask) * scale
 
 
-class Sized(nn.Module):
-    """Images by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 3)
-
-    def forward(self, *, image: Tensor) -> Tensor:
-        return self.last(torch.relu(self.b(torch.relu(self.a(image)))).mean((2, 3)))
-
-
-class Batched(nn.Module):
-    """A mapping is its only input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.c(torch.relu(self.b(torch.relu(self.a(batch["x"])))))
-
-
-def forward(network: Callable[..., Tensor], *inputs: Any) -> nn.Module:
+def module(function: Callable[..., Tensor], **parts: nn.Module) -> nn.Module:
     """A module of a forward function's signature."""
-
-    class Module(nn.Module):
-        pass
-
-    Module.forward = network
-    return Module()
+    made = type("Made", (nn.Module,), {"forward": function})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -95,7 +69,7 @@ def forward(network: Callable[..., Tensor], *inputs: Any) -> nn.Module:
     ],
 )
 def test_an_example_stands_for(function: Any, example: Any, positional: int, named: list[str]) -> None:
-    inputs = inputs_of(example, forward(function))
+    inputs = inputs_of(example, module(function))
     assert len(inputs) == positional and list(getattr(inputs, "named", {})) == named
     assert isinstance(inputs, Inputs) == bool(named)
     again = copy.deepcopy(inputs)
@@ -143,7 +117,9 @@ def test_a_method_takes_batches_of_inputs_by_name() -> None:
 def test_images_by_name_are_small_at_first() -> None:
     from growlab.parts.resolution import Resolution
 
-    network, image = Sized(), torch.randn(2, 3, 16, 16)
+    layers = {"a": nn.Conv2d(3, 8, 3), "last": nn.Linear(8, 3)}
+    network = module(lambda self, *, image: self.last(torch.relu(self.a(image)).mean((2, 3))), **layers)
+    image = torch.randn(2, 3, 16, 16)
     Grower(network, {"image": image}, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, parts=[Resolution([8, 16])])
     seen: list[Any] = []
     network.a.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[-1]))
@@ -152,10 +128,10 @@ def test_images_by_name_are_small_at_first() -> None:
 
 
 def test_a_mapping_that_is_the_only_input_grows() -> None:
-    network = Batched()
+    network = module(lambda self, batch: self.b(torch.relu(self.a(batch["x"]))), a=nn.Linear(5, 8), b=nn.Linear(8, 3))
     grower = Grower(network, {"x": X}, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     (event,) = grower.step(epoch=1)
-    assert set(grower.graph.groups) == {"a", "b"} and event.parity_error_train < 1e-5
+    assert set(grower.graph.groups) == {"a"} and event.parity_error_train < 1e-5
 
 
 def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
@@ -171,15 +147,6 @@ def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, growth, max_epochs=2)
     trainer.fit(Module(), DataLoader(TensorDataset(X, MASK, TARGETS), batch_size=len(X)))
     assert [event.stage for event in growth.grower.events] == [1]
-
-
-def made_by_name() -> tuple[nn.Module, dict[str, Tensor]]:
-    return ByName(), {"x": X, "mask": MASK}
-
-
-def test_factories_may_return_inputs_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"{__name__}:made_by_name", "--methods", "ours"]) == 0
-    assert "first" in capsys.readouterr().out
 
 
 class Packed(nn.Module):
@@ -217,43 +184,3 @@ def test_positional_inputs_for_keyword_only_arguments_are_refused() -> None:
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):
         trace(ByName(), {"x": X[:, :4], "mask": MASK})
-
-
-@dataclass
-class Told:
-    """What a network returns, of a class that torch.export does not know."""
-
-    kind: str
-    logits: Tensor
-    hidden: Tensor | None = None
-
-
-class TellsMore(nn.Module):
-    def __init__(self, nested: bool) -> None:
-        super().__init__()
-        self.a, self.n, self.c = nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Linear(12, 3)
-        self.nested = nested
-
-    def forward(self, x: Tensor) -> Any:
-        hidden = torch.relu(self.n(self.a(x)))
-        told = Told("classes", self.c(hidden), x if self.nested else None)
-        return [told] if self.nested else told
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_network_that_returns_a_dataclass_grows(nested: bool) -> None:
-    torch.manual_seed(0)
-    network = TellsMore(nested).eval()
-
-    def logits() -> Tensor:
-        told = network(X)
-        return (told[0] if nested else told).logits
-
-    grower = Grower(network, X, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
-    assert grower.state.widths == {"a": 6}
-    before = logits()
-    (event,) = grower.step(epoch=1)
-    assert event.parity_error_eval < 1e-5 and isinstance(network(X), list if nested else Told)
-    torch.testing.assert_close(logits(), before)
-    grower.finish()
-    torch.testing.assert_close(logits(), before)

@@ -1,6 +1,5 @@
 """Groups whose width the network's own code fixes, and what of a network can grow."""
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab import Grower
-from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer, finish, grow, make_schedule, make_seed
+from growlab.growth import GrowthMethod, Net2Net, VarianceTransfer
 from growlab.widths import resize, trace
 from growlab.widths.groups import HardcodedSize
 from growlab.widths.places import kept_at
-from tests.cases import Around
+from tests.cases import Around, check_growth
 
 
 def test_a_width_written_into_the_forward_keeps_its_group_full():
@@ -31,68 +30,45 @@ def test_a_width_written_into_the_forward_keeps_its_group_full():
     assert network(torch.randn(5, 3, 2, 2)).shape == (5, 3)
 
 
-class LooksAside(nn.Module):
+def looks_aside(net: Any, x: Tensor) -> Tensor:
     """Computes something that only those read who look at the module."""
-
-    def __init__(self, aside: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)
-        self.aside = aside
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        self.seen = self.aside(self, x)
-        return self.last(x).mean((2, 3))
+    x = net.first(x).relu()
+    net.seen = net.aside(net, x)
+    return net.last(x).mean((2, 3))
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("aside", "decoder"),
     [
-        lambda: LooksAside(lambda net, x: net.decoder(x), decoder=nn.ConvTranspose2d(8, 3, 2)),
-        lambda: LooksAside(lambda net, x: net.decoder(x), decoder=nn.ConvTranspose2d(8, 4, 2, groups=2)),
-        lambda: LooksAside(lambda net, x: x.new_zeros(2, 8).index_add(0, torch.zeros(len(x)).long(), x.mean((2, 3)))),
+        (lambda net, x: net.decoder(x), nn.ConvTranspose2d(8, 3, 2)),
+        (lambda net, x: net.decoder(x), nn.ConvTranspose2d(8, 4, 2, groups=2)),
+        (lambda net, x: x.new_zeros(2, 8).index_add(0, torch.zeros(len(x)).long(), x.mean((2, 3))), None),
     ],
     ids=["transposed", "transposed in groups", "rows added"],
 )
-def test_what_is_computed_aside_keeps_what_it_reads_full(make: Callable[[], nn.Module]) -> None:
-    network, x = make(), torch.randn(2, 3, 4, 4)
+def test_what_is_computed_aside_keeps_what_it_reads_full(aside: Any, decoder: nn.Module | None) -> None:
+    layers = {"first": nn.Conv2d(3, 8, 1), "last": nn.Conv2d(8, 4, 1), "decoder": decoder}
+    network, x = Around(looks_aside, aside=aside, **layers), torch.randn(2, 3, 4, 4)
     grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
     assert not grower.graph.groups and network(x).shape == (2, 4)
 
 
-class Shuffle(nn.Module):
-    """ShuffleNet's unit: half of the channels pass, the other half is convolved, then both are interleaved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.inside, self.outside = nn.Conv2d(3, 8, 1), nn.Conv2d(4, 6, 1), nn.Conv2d(6, 4, 1)
-        self.classifier = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        passing, convolved = self.stem(x).chunk(2, dim=1)
-        x = torch.cat([passing, self.outside(F.relu(self.inside(convolved)))], dim=1)
-        batch, channels, height, width = x.shape
-        x = x.view(batch, 2, channels // 2, height, width).transpose(1, 2).flatten(1, 2)
-        return self.classifier(x.mean((2, 3)))
+def shuffle_unit(net: Any, x: Tensor) -> Tensor:
+    """ShuffleNet's: half of the channels pass, the other half is convolved, then both are interleaved."""
+    passing, convolved = net.stem(x).chunk(2, dim=1)
+    x = torch.cat([passing, net.outside(F.relu(net.inside(convolved)))], dim=1)
+    batch, channels, height, width = x.shape
+    x = x.view(batch, 2, channels // 2, height, width).transpose(1, 2).flatten(1, 2)
+    return net.classifier(x.mean((2, 3)))
 
 
-@pytest.mark.parametrize("method", [VarianceTransfer(), Net2Net()], ids=lambda method: method.name)
-def test_channel_shuffle_grows(method):
-    network = Shuffle().double()
-    example = torch.randn(4, 3, 5, 5, dtype=torch.float64)
-    graph = trace(network, example)
+def test_channel_shuffle_grows():
+    layers = {"stem": nn.Conv2d(3, 8, 1), "inside": nn.Conv2d(4, 6, 1), "outside": nn.Conv2d(6, 4, 1)}
+    network = Around(shuffle_unit, **layers, classifier=[8, 3]).double()
+    graph = trace(network, example := torch.randn(4, 3, 5, 5, dtype=torch.float64))
     # The halves of a chunk must stay equal: they are one group.
     assert graph.full_widths == {"stem": 4, "inside": 6}
-    fresh = copy.deepcopy(network)
-    widths = make_schedule(3, 1, num_stages=3).widths(graph)
-    state = make_seed(network, graph, method, widths[0], seed=0)
-    for stage in widths[1:]:
-        event = grow(network, graph, method, state, stage, seed=0, probe=(example,))
-        assert event.parity_error_eval < 1e-12
-    finish(network, graph, method, state)
-    fresh.load_state_dict(network.state_dict(), strict=True)
+    check_growth(network, graph, example, VarianceTransfer(), Net2Net())
 
 
 def test_tied_weights_stay_tied_while_narrowing_is_tried():
@@ -121,28 +97,19 @@ class Auxiliary(nn.Module):
         return logits, self.auxiliary(hidden) * (scale if scale != 0.0 else 1.0)
 
 
-def test_heads_of_train_mode_grow_along():
-    network = Auxiliary().double()
-    example = torch.randn(4, 4, dtype=torch.float64)
-    graph = trace(network, example)
-    assert graph.full_widths == {"first": 6, "second": 8}
-    assert set(graph.fixed.values()) == {"the network's output"}
-    state = make_seed(network, graph, Net2Net(), {"first": 3, "second": 2}, seed=0)
-    before = network.train()(example)
-    event = grow(network, graph, Net2Net(), state, graph.full_widths, seed=0, probe=(example,))
-    assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
-    torch.testing.assert_close(network.train()(example), before)
-
-
-def test_what_a_head_of_train_mode_reads_keeps_its_width_where_that_mode_cannot_be_exported():
-    network = Auxiliary(in_python=True).double()
-    example = torch.randn(4, 4, dtype=torch.float64)
-    graph = trace(network, example)
-    assert graph.full_widths == {"second": 8}
-    assert graph.fixed["first"].startswith("the code fails at narrow widths: test_narrowing.py:")
-    state = make_seed(network, graph, Net2Net(), {"second": 2}, seed=0)
-    event = grow(network, graph, Net2Net(), state, {"second": 8}, seed=0, probe=(example,))
-    assert event.parity_error_eval < 1e-12 and event.parity_error_train < 1e-12
+@pytest.mark.parametrize(
+    ("in_python", "groups", "reason"),
+    [
+        (False, {"first": 6, "second": 8}, "the network's output"),
+        (True, {"second": 8}, "the code fails at narrow widths: test_narrowing.py:"),
+    ],
+)
+def test_heads_of_train_mode_grow_along_or_keep_what_they_read(in_python: bool, groups: Any, reason: str) -> None:
+    network = Auxiliary(in_python).double()
+    graph = trace(network, example := torch.randn(4, 4, dtype=torch.float64))
+    assert graph.full_widths == groups
+    assert graph.fixed["first" if in_python else "auxiliary"].startswith(reason)
+    check_growth(network, graph, example, Net2Net())
 
 
 class Autoencoder(nn.Module):
@@ -223,76 +190,52 @@ def test_sizes_that_are_gone_or_cannot_be_read_are_none_that_follow() -> None:
 
 
 @pytest.mark.slow
-def test_attention_of_three_heads_narrows_to_one():
-    """What is contiguous already at one head, `contiguous()` is not called for: no other forward, and heads follow."""
-    from torchvision.models import SwinTransformer
+@pytest.mark.parametrize("second", [False, True])
+def test_swin_transformers_narrow_to_one_head(second: bool) -> None:
+    """What is contiguous already at one head, `contiguous()` is not called for: no other forward, and heads follow.
 
-    network = SwinTransformer([2, 2], 12, [1, 2], [3, 6], [2, 2], num_classes=3).eval()
+    Swin V2 takes a slice of a copy of its bias and writes zeros there.
+    """
+    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
+
+    more = {"block": SwinTransformerBlockV2, "downsample_layer": PatchMergingV2} if second else {}
+    network = SwinTransformer([2, 2], 12, [1, 2], [3, 6], [2, 2], num_classes=3, **more).eval()
     graph = trace(network, torch.randn(2, 3, 16, 16))
     assert {"features.0.0", "features.2.reduction"} <= graph.groups.keys()
     assert not {name for name in graph.fixed if "attn" in name or "reduction" in name}
     narrow = {name: max(1, width // 3) for name, width in graph.full_widths.items()}
     resize(network, graph, graph.full_widths, narrow)
-    assert network.features[1][0].attn.num_heads == 1 and network.features[1][0].attn.shift_size == [0, 0]
-    assert network.features[3][1].attn.num_heads == 2 and network.features[3][1].attn.shift_size == [1, 1]
+    first, last = network.features[1][0].attn, network.features[3][1].attn
+    assert (first.num_heads, first.shift_size, last.num_heads, last.shift_size) == (1, [0, 0], 2, [1, 1])
+    assert last.qkv.bias.shape == (24,) and not (second and last.logit_scale.shape[0] != 2)
     assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
 
 
-@pytest.mark.slow
-def test_cosine_attention_whose_biases_of_keys_are_cleared_in_place_follows_the_stream():
-    """Swin V2 takes a slice of a copy of its bias and writes zeros there."""
-    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
+def sliced(rows: Callable[[Tensor], int]) -> nn.Module:
+    """One vector of biases for two layers, the first `rows` for the first one."""
 
-    network = SwinTransformer(
-        *([2, 2], 12, [1, 1], [3, 6], [2, 2]),
-        num_classes=3,
-        block=SwinTransformerBlockV2,
-        downsample_layer=PatchMergingV2,
-    ).eval()
-    graph = trace(network, torch.randn(2, 3, 16, 16))
-    assert {"features.0.0", "features.2.reduction"} <= graph.groups.keys()
-    narrow = {name: max(1, width // 3) for name, width in graph.full_widths.items()}
-    resize(network, graph, graph.full_widths, narrow)
-    attention = network.features[3][0].attn
-    assert attention.num_heads == 2 and attention.qkv.bias.shape == (24,) and attention.logit_scale.shape[0] == 2
-    assert network(torch.randn(5, 3, 16, 16)).shape == (5, 3)
+    def run(net: Any, x: Tensor) -> Tensor:
+        one, two = net.first(x), net.second(x)
+        parts = one + net.bias[: rows(one)], two + net.bias[rows(one) :]
+        return net.out(torch.cat(parts, 1).tanh())
+
+    return Around(run, first=[6, 8], second=[6, 4], bias=nn.Parameter(torch.randn(12)), out=[12, 3]).double()
 
 
-class SlicedVector(nn.Module):
-    """One vector of biases for two layers; how many are the first one's follows it, or is written into the code."""
-
-    def __init__(self, follows: bool) -> None:
-        super().__init__()
-        self.follows = follows
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(6, 4)
-        self.bias = nn.Parameter(torch.randn(12))
-        self.out = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        one, two = self.first(x), self.second(x)
-        rows = one.shape[1] if self.follows else 8
-        return self.out(torch.cat([one + self.bias[:rows], two + self.bias[rows:]], 1).tanh())
-
-
-@pytest.mark.parametrize("follows", [True, False])
-def test_slices_of_a_vector_grow_with_what_they_are_added_to(follows: bool) -> None:
-    network = SlicedVector(follows).double()
-    x = torch.randn(5, 6, dtype=torch.float64)
-    graph = trace(network, x)
+@pytest.mark.parametrize(
     # A slice of so many entries takes others where the first layer is narrow.
-    assert graph.groups.keys() == ({"first", "second"} if follows else {"second"})
-    assert graph.grows("bias")
-    full = graph.full_widths
-    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    resize(network, graph, full, {name: width // 2 for name, width in full.items()})
-    rows = 4 if follows else 8
-    kept = [*range(rows), 8, 9]
-    assert torch.equal(network.bias, state["bias"][kept])
-    one = x @ state["first.weight"][:rows].T + state["first.bias"][:rows]
-    two = x @ state["second.weight"][:2].T + state["second.bias"][:2]
-    hidden = (torch.cat([one, two], 1) + state["bias"][kept]).tanh()
-    expected = hidden @ state["out.weight"][:, kept].T + state["out.bias"]
-    assert (network(x) - expected).abs().max() < 1e-12
+    ("rows", "groups"),
+    [(lambda x: x.shape[1], {"first", "second"}), (lambda x: 8, {"second"})],
+)
+def test_slices_of_a_vector_grow_with_what_they_are_added_to(rows: Callable[[Tensor], int], groups: set[str]) -> None:
+    network, x = sliced(rows), torch.randn(5, 6, dtype=torch.float64)
+    graph = trace(network, x)
+    assert graph.groups.keys() == groups and graph.grows("bias")
+    bias = network.bias.detach().clone()
+    resize(network, graph, graph.full_widths, widths := {name: graph.full_widths[name] // 2 for name in groups})
+    assert torch.equal(network.bias, bias[[*range(widths.get("first", 8)), 8, 9]])
+    resize(network, graph, widths, graph.full_widths)
+    check_growth(network, graph, x, Net2Net())
 
 
 def twice_normed(net: Any, x: Tensor) -> Tensor:
@@ -342,43 +285,24 @@ def test_a_number_of_groups_follows_channels_only_where_each_is_a_group(
     graph = trace(network, x)
     assert graph.full_widths == groups
     assert {place.module for place in graph.written if place.attribute == "num_groups"} == following
-    if groups:
-        state = make_seed(network, graph, VarianceTransfer(), dict.fromkeys(groups, 2), seed=0)
-        event = grow(network, graph, VarianceTransfer(), state, groups, 0, x)
-        assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
+    check_growth(network, graph, x, *[VarianceTransfer()] * bool(groups))
 
 
-class TwoStreams(nn.Module):
+def two_streams(net: Any, images: Tensor, captions: Tensor) -> Tensor:
     """Streams of one width, each with its norms: the code takes the size of the second from the first."""
-
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.images, self.captions = nn.Linear(6, 8), nn.Linear(5, 8)
-        self.of_images, self.of_captions = norm(8), norm(8)
-        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in "12")
-
-    def forward(self, images: Tensor, captions: Tensor) -> Tensor:
-        x = self.images(images)
-        y = self.captions(captions)
-        # The block itself asks for the size that both norms have.
-        y = self.of_captions(y.relu().view(len(y), -1, x.shape[-1]))
-        return self.heads[0](self.of_images(x)).mean(1) + self.heads[1](y).mean(1)
+    x, y = net.images(images), net.captions(captions)
+    # The code itself asks for the size that both norms have.
+    y = net.of_captions(y.relu().view(len(y), -1, x.shape[-1]))
+    return net.one(net.of_images(x)).mean(1) + net.two(y).mean(1)
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda width: nn.LayerNorm(width, elementwise_affine=False),
-        lambda width: nn.RMSNorm(width, elementwise_affine=False),
-    ],
-    ids=["layer", "rms"],
-)
-def test_streams_whose_code_wants_one_width_grow_together(norm: Callable[[int], nn.Module]) -> None:
-    network = TwoStreams(norm).double()
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_streams_whose_code_wants_one_width_grow_together(norm: Callable[..., nn.Module]) -> None:
+    norms = {name: norm(8, elementwise_affine=False) for name in ("of_images", "of_captions")}
+    network = Around(two_streams, images=[6, 8], captions=[5, 8], **norms, one=[8, 3], two=[8, 3]).double()
     inputs = torch.randn(2, 7, 6).double(), torch.randn(2, 5, 5).double()
     grower = Grower(network, inputs, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
     assert grower.graph.full_widths == {"images": 8} and network(*inputs).shape == (2, 3)
     assert network.of_captions.normalized_shape == (4,)
-    grower.step(epoch=0)
     (event,) = grower.step(epoch=1)
     assert event.parity_error_train < 1e-12 and network.of_captions.normalized_shape == (8,)

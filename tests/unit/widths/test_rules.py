@@ -212,7 +212,34 @@ EUCLIDEAN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     ),
     "sum of products": lambda net, x: x / (x * x).sum(dim=-1, keepdim=True).sqrt() * net.scale * net.gain,
 }
+#: Functions of `x` [4, 5, 6] that mix channels or tell them apart.
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "pooled over channels": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "convolved over channels": lambda x: F.conv1d(x, torch.ones(5, 5, 3, dtype=x.dtype), padding=1),
+    "every other one": lambda x: torch.cat([x[..., ::2], x[..., 1::2]], -1),
+    "shifted by one": lambda x: x + F.pad(x, (1, 0))[..., :-1],
+    "median over all": lambda x: x / (x.median() + 9),
+    "split in two": lambda x: x.view(x.shape[0], 5, 2, 3).flatten(2),
+    "mean over channels": lambda x: x - x.mean(-1, keepdim=True),
+    "maximum over channels": lambda x: x / x.max(-1, keepdim=True)[0],
+    "a constant per channel": lambda x: x + torch.arange(6.0, dtype=x.dtype),
+}
+PASSING: dict[str, Callable[[Tensor], Tensor]] = {
+    "max pool": lambda x: F.max_pool1d(x.mT, 3, 1, 1).mT,
+    "adaptive max pool": lambda x: F.adaptive_max_pool1d(x.mT, 2, return_indices=True)[0].mT,
+    "maximum over positions": lambda x: x.max(1, keepdim=True)[0],
+    "maximum of two": lambda x: torch.maximum(x, 0.1 * x),
+    "minimum": lambda x: x.amax(1) + x.min(1).values,
+    "moved around": lambda x: x.unsqueeze(1).permute(0, 2, 3, 1).squeeze(-1) / 2,
+    "concatenated along positions": lambda x: torch.cat([x, x], 1),
+    "indices": lambda x: placed(F.relu(x)).sort(1).values.roll(1, 1),
+    "differences": lambda x: torch.diff(x, dim=1),
+}
 CASES = {
+    **{
+        name: between({"inside": 6} if function in PASSING.values() else {}, lambda net, h, f=function: f(h))
+        for name, function in {**PASSING, **MIXED}.items()
+    },
     **{
         f"a parameter, {name}": between(
             {"inside": 6},
@@ -333,7 +360,6 @@ CASES = {
     "functions of channels and parameters": on_images(
         lambda x: torch.lerp(x, x.clamp(-1, 1).pow(2).isnan().logical_not() * x.double(), 0.3), inside=8
     ),
-    "indices": between({"inside": 6}, lambda net, h: placed(F.relu(h)).sort(1).values.roll(1, 1)),
     "a state of zeros": case(
         *(TOKENS, {"inside": 6}, with_state, [("", "hidden")]),
         **{"inside": [8, 6], "state": [6, 6], "head": [6, 4], "hidden": 6},
@@ -465,7 +491,10 @@ CASES = {
         **{"inside": [8, 32], "source": weight(1, 4, 8), "target": weight(1, 4, 8), "head": [32, 4]},
         **{"heads": 4, "channels": 8},
     ),
-    "differences": between({"inside": 6}, lambda net, h: torch.diff(h, dim=1)),
+    "a size alone, of channels that are then forgotten": case(
+        *(ROW, {"inside": 6}, lambda net, x: net.head(y := net.inside(x)) * y[:, -1].shape[0]),
+        **{"inside": [8, 6], "head": [6, 4]},
+    ),
     "vector of numbers": between({}, lambda net, h: h @ torch.arange(6.0, dtype=h.dtype), head=[5, 4]),
     "vector of every head": between(
         {"inside": 3},

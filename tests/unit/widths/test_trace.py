@@ -5,6 +5,7 @@ import logging
 import random
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.lab.networks import convnet4, mlp8, resnet20
-from growlab.widths import Part, UnsupportedOperation, resize, trace
-from tests.cases import NETWORKS, Around, graph_of, widths_at
-
-
-def is_narrow(graph, network, x) -> None:
-    """The network runs at narrow widths: what a mistake in a rule breaks first."""
-    resize(network, graph, graph.full_widths, widths_at(graph, 0.5))
-    network.eval()(x)
+from growlab.widths import Part, UnsupportedOperation, trace
+from tests.cases import NETWORKS, Around, graph_of
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -28,43 +22,19 @@ def test_groups_of_small_networks(name):
     assert graph_of(name).full_widths == NETWORKS[name].groups
 
 
-def test_groups_of_resnet20_with_padded_shortcuts():
-    graph = trace(resnet20((3, 32, 32), 10, shortcut="A"), torch.randn(2, 3, 32, 32))
-    # Streams of 16, 32 and 64 channels; a shortcut keeps the narrower stream's and appends the rest.
-    expected = {"conv1": 16, "layers.1.0.conv2": 16, "layers.2.0.conv2": 32}
-    for layer, width in enumerate((16, 32, 64)):
-        expected |= {f"layers.{layer}.{block}.conv1": width for block in range(3)}
-    assert graph.full_widths == expected
+def test_padded_shortcuts_lay_new_channels_behind_the_narrower_stream():
+    graph = graph_of("resnet A")
     assert {name: group.below for name, group in graph.groups.items() if group.below} == {
-        "layers.1.0.conv2": 16,
-        "layers.2.0.conv2": 32,
+        "layers.1.0.conv2": 5,
+        "layers.2.0.conv2": 8,
     }
     stream = (Part("conv1"), Part("layers.1.0.conv2"), Part("layers.2.0.conv2"))
     assert graph.axes["classifier.weight"][1].parts == stream
-    assert graph.axes["layers.2.2.conv2.weight"][0].parts == stream
-    assert graph.axes["layers.1.1.conv1.weight"][1].parts == stream[:2]
-    assert graph.axes["layers.1.1.bn2.running_var"][0].parts == stream[:2]
-    assert len(graph.layers) == 20
-    assert len(graph.norms) == 19
+    assert graph.axes["layers.2.0.conv2.weight"][0].parts == stream
+    assert graph.axes["layers.2.0.conv1.weight"][1].parts == stream[:2]
+    assert graph.axes["layers.1.0.bn2.running_var"][0].parts == stream[:2]
+    assert (len(graph.layers), len(graph.norms)) == (8, 7)
     assert graph.fixed == {"classifier": "the network's output"}
-
-
-def test_groups_of_resnet20_with_projections():
-    graph = trace(resnet20((3, 32, 32), 10, shortcut="B"), torch.randn(2, 3, 32, 32))
-    expected = {"conv1": 16, "layers.1.0.conv2": 32, "layers.2.0.conv2": 64}
-    for layer, width in enumerate((16, 32, 64)):
-        expected |= {f"layers.{layer}.{block}.conv1": width for block in range(3)}
-    assert graph.full_widths == expected
-    assert not any(group.below for group in graph.groups.values())
-    assert graph.axes["layers.2.0.shortcut.0.weight"][0].groups == ("layers.2.0.conv2",)
-
-
-def test_groups_of_convnet4_and_mlp8():
-    graph = trace(convnet4((3, 32, 32), 10), torch.randn(2, 3, 32, 32))
-    assert graph.full_widths == {"features.0": 64, "features.4": 128, "features.8": 256, "features.12": 512}
-    assert graph.axes["classifier.weight"][1].parts == (Part("features.12"),)
-    graph = trace(mlp8((3, 8, 8), 10, width=50), torch.randn(2, 3, 8, 8))
-    assert graph.full_widths == {f"hidden.{2 * layer}": 50 for layer in range(8)}
 
 
 def test_a_flattened_image_repeats_each_channel():
@@ -90,7 +60,6 @@ def test_shared_tensors_have_one_name_and_one_scale():
 
 
 def test_what_stays_fixed_says_why():
-    assert graph_of("depthwise").fixed == {"classifier": "the network's output"}
     assert graph_of("bare").fixed["single"] == "a single channel"
 
 
@@ -105,52 +74,9 @@ def test_scales_stop_at_functions_that_are_not_homogeneous():
     assert residual["projection"].scale_out == residual["conv3"].scale_out
 
 
-FILTERS, CONSTANTS = torch.ones(6, 6, 3), torch.arange(8.0)
-
-
 def odd(function) -> nn.Module:
     """Two linear layers on [B, L, C] around any function."""
     return Around(lambda net, x: net.outside(function(net.inside(x))), inside=[4, 8], outside=[8, 3])
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(lambda x: F.max_pool1d(x, 3, 1, 1), id="pooled over channels"),
-        pytest.param(lambda x: F.conv1d(x, FILTERS, padding=1), id="convolved over channels"),
-        pytest.param(lambda x: torch.cat([x[..., ::2], x[..., 1::2]], -1), id="every other one"),
-        pytest.param(lambda x: x + F.pad(x, (1, 0))[..., :-1], id="shifted by one"),
-        pytest.param(lambda x: x / (x.median() + 9), id="median over all"),
-        pytest.param(lambda x: x.view(x.shape[0], 6, 2, 4).flatten(2), id="split in two"),
-        pytest.param(lambda x: x - x.mean(-1, keepdim=True), id="mean over channels"),
-        pytest.param(lambda x: x / x.max(-1, keepdim=True)[0], id="maximum over channels"),
-        pytest.param(lambda x: x + CONSTANTS, id="a constant per channel"),
-    ],
-)
-def test_channels_that_are_mixed_or_distinguished_do_not_grow(function):
-    assert trace(odd(function), torch.randn(2, 6, 4)).full_widths == {}
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(lambda x: F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2), id="max pool"),
-        pytest.param(
-            lambda x: F.adaptive_max_pool1d(x.transpose(1, 2), 2, return_indices=True)[0].transpose(1, 2),
-            id="adaptive max pool",
-        ),
-        pytest.param(lambda x: x.max(1, keepdim=True)[0], id="maximum over positions"),
-        pytest.param(lambda x: torch.maximum(x, 0.1 * x), id="maximum of two"),
-        pytest.param(lambda x: x.amax(1) + x.min(1).values, id="minimum"),
-        pytest.param(lambda x: x.unsqueeze(1).permute(0, 2, 3, 1).squeeze(-1) / 2, id="moved around"),
-        pytest.param(lambda x: torch.cat([x, x], 1), id="concatenated along positions"),
-    ],
-)
-def test_channels_that_pass_untouched_grow(function):
-    network, x = odd(function), torch.randn(2, 6, 4)
-    graph = trace(network, x)
-    assert graph.full_widths == {"inside": 8}
-    is_narrow(graph, network, x)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -198,40 +124,6 @@ def test_code_that_leaves_torch_is_refused_with_its_line(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_tracing_leaves_no_trace():
-    network = NETWORKS["depthwise"].make()
-    network.train()
-    network.norm.eval()
-    content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    generator = torch.get_rng_state()
-    trace(network, NETWORKS["depthwise"].inputs(num_samples=2))
-    assert network.training
-    assert network.dropout.training
-    assert not network.norm.training
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
-
-
-def test_a_network_that_does_not_run_in_train_mode_is_refused():
-    network = nn.Sequential(nn.Conv2d(3, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    network.insert(1, TrainedOnLargeImages())
-    with pytest.raises(UnsupportedOperation, match="Sequential does not run in train mode on its example inputs"):
-        trace(network, torch.randn(2, 3, 5, 5))
-
-
-@pytest.mark.parametrize(
-    ("first", "example", "message"),
-    [
-        (nn.BatchNorm1d(4), torch.randn(1, 4), r"in train mode .*more than 1 value.*; take larger inputs"),
-        (nn.Identity(), torch.ones(2, 4, dtype=torch.int64), r"in eval mode .*dtype.*; give it tensors of the type"),
-    ],
-)
-def test_inputs_that_cannot_be_trained_on_are_refused(first: nn.Module, example: Tensor, message: str):
-    network = nn.Sequential(first, nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    with pytest.raises(UnsupportedOperation, match=message):
-        trace(network, example)
-
-
 class TrainedOnLargeImages(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.shape[-1] < 2:
@@ -239,12 +131,33 @@ class TrainedOnLargeImages(nn.Module):
         return x
 
 
-def test_a_network_that_cannot_compute_its_input_says_so(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("layers", "example", "message"),
+    [
+        (
+            [nn.Conv2d(3, 4, 5), TrainedOnLargeImages(), nn.ReLU(), nn.Flatten(), nn.Linear(4, 6), nn.Linear(6, 2)],
+            *(torch.randn(2, 3, 5, 5), "Sequential does not run in train mode on its example inputs"),
+        ),
+        (
+            [nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 2)],
+            *(torch.randn(1, 4), r"in train mode .*more than 1 value.*; take larger inputs"),
+        ),
+        (
+            [nn.Linear(4, 8), nn.Linear(8, 2)],
+            *(torch.ones(2, 4, dtype=torch.int64), r"in eval mode .*dtype.*; give it tensors of the type"),
+        ),
+        (
+            [nn.Conv2d(1, 4, 3), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(4, 2)],
+            *(torch.randn(2, 1, 5, 5), r"Sequential cannot compute an input of \[2, 1, 5, 5\] \(Runtime"),
+        ),
+    ],
+)
+def test_inputs_that_cannot_be_computed_or_trained_on_are_refused(
+    layers: list[nn.Module], example: Tensor, message: str, caplog: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(UnsupportedOperation, match=r"Sequential cannot compute an input of \[2, 1, 5, 5\] \(Runtime"):
-        trace(network, torch.randn(2, 1, 5, 5))
+    network = nn.Sequential(*layers)
+    with pytest.raises(UnsupportedOperation, match=message):
+        trace(network, example)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "Traceback" not in capfd.readouterr().err
     assert network.training
@@ -302,25 +215,14 @@ def attending() -> nn.Module:
     return Around(attend, a=[5, 16], attend=nn.MultiheadAttention(16, 4, batch_first=True), b=[16, 3])
 
 
-@pytest.mark.parametrize("rows", [3, 4, 16])
-def test_the_batch_size_may_equal_the_number_of_channels_per_head(rows: int) -> None:
-    """torch's attention works on batch times heads: with four rows as many as the stream has channels."""
-    graph = trace(attending(), torch.randn(rows, 6, 5))
+@pytest.mark.parametrize(
+    ("rows", "masks"),
+    [(3, []), (4, []), (16, []), *((rows, [torch.ones(4, 4, dtype=torch.bool).triu(1)]) for rows in (4, 6))],
+)
+def test_the_batch_size_may_be_that_of_another_dimension(rows: int, masks: list[Tensor]) -> None:
+    """torch's attention works on batch times heads; a mask over positions keeps its shape in other batches."""
+    graph = trace(attending(), (torch.randn(rows, 4, 5), *masks))
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
-
-
-@pytest.mark.parametrize(("rows", "length"), [(4, 4), (6, 4)])
-def test_a_mask_over_positions_is_no_batch(rows: int, length: int) -> None:
-    """It keeps its shape where the example's rows become others, also where it is as long as the batch."""
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
-    assert list(trace(attending(), (torch.randn(rows, length, 5), mask)).groups) == ["a"]
-
-
-def test_rows_that_are_no_batch_stay() -> None:
-    """Of other rows than those that it is written for, the network computes nothing."""
-
-    graph = trace(Around(lambda net, x: net.b(net.a(x).view(4, 8)), a=[5, 8], b=[8, 3]), torch.randn(4, 5))
-    assert not graph.groups and graph.fixed["a"].endswith("raises \"shape '[4, 8]' is invalid for input of size 16\"")
 
 
 def test_layers_without_shapes_and_scripted_ones_are_refused():
@@ -356,9 +258,9 @@ def test_what_is_tried_otherwise_refuses_no_network(of_images):
     assert trace(_Accumulated(of_images), torch.randn(3, 4, 5)).full_widths == {"a": 6}
 
 
-def test_tracing_leaves_the_generators_where_they_are() -> None:
+def test_tracing_leaves_no_trace() -> None:
     def noisy(net, x: Tensor) -> Tensor:
-        x = net.first(x).relu()
+        x = net.norm(net.first(x)).relu()
         if net.training:
             x = x * (random.random() + float(np.random.rand())) + torch.normal(0.0, 0.1, x.shape)
         return net.last(x)
@@ -366,12 +268,15 @@ def test_tracing_leaves_the_generators_where_they_are() -> None:
     def drawn() -> tuple[float, float, float]:
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
-    network, x = Around(noisy, first=[6, 16], last=[16, 3]), torch.randn(4, 6)
+    network, x = Around(noisy, first=[6, 16], norm=nn.BatchNorm1d(16).eval(), last=[16, 3]), torch.randn(4, 6)
+    content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = drawn()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     assert trace(network, x).groups
     assert drawn() == expected
+    assert network.training and network.last.training and not network.norm.training
+    assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
 
 
 def test_a_trace_leaves_old_objects_out_of_garbage_collection(monkeypatch):

@@ -1,6 +1,7 @@
 """What a network returns, as trials and growth events find its tensors in it."""
 
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ class Unknown:
     """A dataclass that is registered nowhere."""
 
     logits: Any
+    extra: Any = None
 
 
 register_dataclass(Out)
@@ -61,18 +63,28 @@ def test_tensors_in_containers_in_their_order(outputs: Any, wanted: list[Tensor]
     assert len(found) == len(wanted) and all(one is two for one, two in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("method", [Net2Net(), PairGrowth()])
-def test_a_network_that_returns_a_registered_dataclass_grows(method) -> None:
-    """Logits and a loss in a container of its own."""
+@pytest.mark.parametrize(
+    "wrap", [lambda y, x: Out(y, y.mean()), lambda y, x: Unknown(y, "classes"), lambda y, x: [Unknown(y, x)]]
+)
+def test_a_network_that_returns_a_dataclass_grows(wrap: Callable[[Tensor, Tensor], Any]) -> None:
     network = Around(
-        lambda net, x: Out(logits := net.out(torch.relu(net.hidden(x))), logits.mean()), hidden=[4, 16], out=[16, 2]
-    ).double()
-    x = torch.randn(8, 4, dtype=torch.float64)
-    grower = Grower(network, x, method=method, trigger={0: 0.5, 1: 1.0})
-    before = network(x).logits
+        lambda net, x: wrap(net.out(torch.relu(net.norm(net.hidden(x)))), x),
+        **{"hidden": [4, 16], "norm": nn.BatchNorm1d(16), "out": [16, 2]},
+    )
+    network, x = network.double().eval(), torch.randn(8, 4, dtype=torch.float64)
+
+    def logits() -> Tensor:
+        returned = network(x)
+        return (returned[0] if isinstance(returned, list) else returned).logits
+
+    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    assert grower.state.widths == {"hidden": 8}
+    before = logits()
     (event,) = grower.step(epoch=1)
     assert event.parity_error_eval < 1e-12
-    torch.testing.assert_close(network(x).logits, before)
+    torch.testing.assert_close(logits(), before)
+    grower.finish()
+    torch.testing.assert_close(logits(), before)
 
 
 def test_trials_warn_of_nothing() -> None:
