@@ -7,6 +7,7 @@ import copy
 import io
 import math
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from growlab import Grower, parts
 from growlab.lab.networks import CausalTransformer, CifarResNet
 from growlab.optim import SGD, Adam, NormRatio
 from tests.benchmarks.ratios import llama, logits, tokens
+from tests.cases import Around
 from tests.gpu import second_device
 
 DEVICE = os.environ.get("GROWLAB_TEST_DEVICE", "cuda")
@@ -33,43 +35,31 @@ STAGES = {0: 0.5, 1: 1.0}
 BOTH = (DEVICE, "cpu")
 
 
-def resnet() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return CifarResNet(2, num_classes=10, channels=(4, 8, 16)), torch.randn(4, 3, 16, 16)
+def recurrent() -> nn.Module:
+    lstm = nn.LSTM(6, 16, batch_first=True)
+    return Around(lambda net, x: net.head(net.lstm(x)[0][:, -1]), lstm=lstm, head=[16, 10])
 
 
-def mlp() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 10)), torch.randn(4, 6)
+def transformer() -> nn.Module:
+    return CausalTransformer(32, 8, num_layers=2, width=32, num_heads=2, head_dim=16, hidden=48)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 16, batch_first=True), nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-def recurrent() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return Recurrent(), torch.randn(4, 5, 6)
-
-
-def small_llama() -> tuple[nn.Module, Tensor]:
-    return llama(2, 64, vocab=32), tokens(8, 32)()
-
-
-def transformer() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    network = CausalTransformer(32, 8, num_layers=2, width=32, num_heads=2, head_dim=16, hidden=48)
-    return network, tokens(8, 32)()
-
-
-NETWORKS = {"resnet": resnet, "mlp": mlp, "recurrent": recurrent, "transformer": transformer, "llama": small_llama}
+Made = tuple[nn.Module, Tensor]
+NETWORKS: dict[str, Callable[[], Made]] = {
+    "resnet": lambda: (CifarResNet(2, num_classes=10, channels=(4, 8, 16)), torch.randn(4, 3, 16, 16)),
+    "mlp": lambda: (nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 10)), torch.randn(4, 6)),
+    "recurrent": lambda: (recurrent(), torch.randn(4, 5, 6)),
+    "transformer": lambda: (transformer(), tokens(8, 32)()),
+    "llama": lambda: (llama(2, 64, vocab=32), tokens(8, 32)()),
+}
 # Llama's normalisation and rotary angles are computed in float32 whatever its weights are.
 EXACT = ("resnet", "mlp", "recurrent", "transformer")
+
+
+def made(name: str, device: str = DEVICE, dtype: torch.dtype = torch.float32) -> Made:
+    torch.manual_seed(0)
+    network, x = NETWORKS[name]()
+    return network.to(device, dtype), x.to(device, dtype if x.is_floating_point() else None)
 
 
 def step(network: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
@@ -86,9 +76,7 @@ def grown(
     name: str, method: str = "ours", device: str = DEVICE, dtype: torch.dtype = torch.float32, make: type = SGD, **more
 ) -> tuple[Grower, list[float]]:
     """Two steps before an event and two after."""
-    network, x = NETWORKS[name]()
-    network, x = network.to(device, dtype), x.to(device)
-    x = x.to(dtype) if x.is_floating_point() else x
+    network, x = made(name, device, dtype)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     grower = Grower(network, x, method=method, trigger=STAGES, anneal_steps=1, verbose=False, **more)
     grower.provide(batches=lambda count: [(x, torch.arange(4, device=device))] * count, loss=F.cross_entropy)
@@ -139,8 +127,7 @@ def test_parity_in_training_s_precision(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_networks_grow_with_and_without_cuda_graphs(mode: str) -> None:
-    network, x = mlp()
-    network, x = network.to(DEVICE), x.to(DEVICE)
+    network, x = made("mlp")
     compiled = torch.compile(network, mode=mode, backend="inductor" if DEVICE == "cuda" else "eager")
     grower = Grower(compiled, x, trigger=STAGES, verbose=False)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
@@ -159,12 +146,12 @@ def test_checkpoints_move_between_devices(there: bool) -> None:
     torch.save({"network": saved.network.state_dict(), "grower": saved.state_dict()}, file)
     file.seek(0)
     known = torch.load(file, weights_only=True, map_location=second)
-    network, x = resnet()
-    grower = Grower(network.to(second), x.to(second), trigger=STAGES, anneal_steps=1, verbose=False)
+    network, x = made("resnet", second)
+    grower = Grower(network, x, trigger=STAGES, anneal_steps=1, verbose=False)
     network.load_state_dict(known["network"])
     grower.load_state_dict(known["grower"])
     ours, theirs = (each.eval().cpu() for each in (copy.deepcopy(network), copy.deepcopy(saved.network)))
-    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours(x.cpu()), theirs(x.cpu()), rtol=1e-3, atol=1e-4)
 
 
 PARTS = {
@@ -189,22 +176,16 @@ def test_parts_grow_along(part: str) -> None:
         assert all(tensor.device.type == DEVICE for tensor in average.parameters())
 
 
-class Positions(nn.Module):
+def with_positions(net: nn.Module, tokens: Tensor) -> Tensor:
     """A forward that creates a tensor on the default device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.head = nn.Embedding(9, 16), nn.Embedding(7, 16), nn.Linear(16, 9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = self.positions(torch.arange(tokens.shape[1]))
-        return self.head((self.tokens(tokens) + positions).relu()).mean(1)
+    return net.head((net.tokens(tokens) + net.positions(torch.arange(tokens.shape[1]))).relu()).mean(1)
 
 
 @pytest.mark.parametrize("method", ["ours", "net2net"])
 def test_the_default_device_may_be_another_one(method: str) -> None:
     with torch.device(DEVICE):
-        network, tokens = Positions(), torch.arange(14).view(2, 7) % 9
+        embeddings = {"tokens": nn.Embedding(9, 16), "positions": nn.Embedding(7, 16)}
+        network, tokens = Around(with_positions, **embeddings, head=[16, 9]), torch.arange(14).view(2, 7) % 9
         assert network.head.weight.device.type == DEVICE
         grower = Grower(network, tokens, method=method, trigger=STAGES, verbose=False)
         optimizer = SGD(network.parameters(), lr=0.01, momentum=0.9, rule=NormRatio())

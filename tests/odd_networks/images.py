@@ -14,23 +14,6 @@ def unit_sphere(m, x):
 
 
 @odd(
-    *(real(3, 8, 8), real(4)),
-    **{
-        "z": [4, 6],
-        "film": [6, 18],
-        "n": Norm2d(9, affine=False),
-        "a": Conv(3, 9, 3),
-        "b": Conv(9, 12, 3),
-        "c": [12, 3],
-    },
-)
-def conditioned_convolution(m, x, z):
-    gain, shift = m.film(F.relu(m.z(z)))[:, :, None, None].chunk(2, 1)
-    x = F.relu(m.n(m.a(x)) * (1 + gain) + shift)
-    return m.c(F.relu(m.b(x)).mean((2, 3)))
-
-
-@odd(
     real(3, 8, 8),
     **{"a": Conv(3, 9, 3), "one": nn.Conv2d(9, 6, 1), "three": Conv(9, 9, 3), "pooled": torch.randn(3, 9, 1, 1) / 3},
     **{"n": Norm2d(9), "n2": Norm2d(18), "c": [18, 3]},
@@ -63,17 +46,6 @@ def filters_of_frequencies(m, x):
     spectrum = torch.fft.rfft2(x, dim=(2, 3), norm="ortho") * torch.view_as_complex(m.filter)
     x = torch.fft.irfft2(spectrum, s=(8, 8), dim=(2, 3), norm="ortho")
     return m.c(F.relu(m.b(x)).mean((2, 3)))
-
-
-@odd(real(3, 6, 6), a=Conv(3, 8, 3), n=nn.InstanceNorm2d(8), b=Conv(8, 12, 3), c=[12, 4])
-def instance_norm_without_weights(m, x):
-    return m.c(F.relu(m.b(F.relu(m.n(m.a(x))))).mean((2, 3)))
-
-
-@odd(real(2, 6, 6), real(2, 6, 6), a=Conv(2, 12, 3), n=Norm2d(12), b=Conv(12, 15, 3), c=[15, 1])
-def siamese(m, x, y):
-    x, y = (F.relu(m.b(F.relu(m.n(m.a(z))))).mean((2, 3)) for z in (x, y))
-    return m.c((x - y).abs()).squeeze(1)
 
 
 @odd(

@@ -5,23 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.odd_networks.table import Norm1d, made, net, odd, real, tokens
-
-
-@odd(
-    tokens(6),
-    **{"e": nn.Embedding(11, 12), "g": torch.ones(12), "h": torch.ones(12), "c": [12, 11]},
-    **{"gate": [12, 18, False], "up": [12, 18, False], "down": [18, 12, False]},
-)
-def rms_by_hand_in_double(m, i):
-    def norm(x, gain):
-        kept = x.dtype
-        x = x.to(torch.float64)
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).to(kept) * gain
-
-    x = m.e(i)
-    x = x + m.down(F.silu(m.gate(norm(x, m.g))) * m.up(norm(x, m.g)))
-    return m.c(norm(x, m.h))
+from tests.odd_networks.table import made, net, odd, real, tokens
 
 
 @odd(
@@ -68,60 +52,6 @@ def tied_language_model():
     network = net(run, e=nn.Embedding(11, 12), n=nn.LayerNorm(12), **parts)
     network.head.weight = network.e.weight
     return network
-
-
-@odd(real(6, 5), a=[5, 9], n=nn.LayerNorm(9), up=[9, 18], down=[18, 9], c=[9, 3])
-def layer_repeated(m, x):
-    x = m.a(x)
-    for _ in range(3):
-        x = x + m.down(F.relu(m.up(m.n(x))))
-    return m.c(x.amax(1))
-
-
-@odd(
-    *(real(6, 5), torch.arange(6).expand(4, 6) < torch.tensor([[6], [4], [5], [2]])),
-    **{"a": [5, 15], "key": [15, 9], "score": [9, 1], "c": [15, 3]},
-)
-def attention_pooling(m, x, mask):
-    x = F.relu(m.a(x))
-    scores = m.score(torch.tanh(m.key(x))).squeeze(-1).masked_fill(~mask, -1e4)
-    return m.c(torch.einsum("bl,blc->bc", scores.softmax(-1), x))
-
-
-@odd(
-    tokens(6),
-    **{"e": nn.Embedding(11, 12), "a": [12, 8], "lstm": nn.LSTM(8, 6, batch_first=True), "b": [6, 12], "c": [12, 3]},
-)
-def lstm_inside(m, i):
-    x, _ = m.lstm(F.relu(m.a(m.e(i))))
-    return m.c(F.relu(m.b(x[:, -1])))
-
-
-@odd(real(5, 4), a=[4, 9], n=Norm1d(9), b=[9, 12], c=[36, 3])
-def set_of_points(m, x):
-    x = F.relu(m.b(F.relu(m.n(m.a(x).transpose(1, 2))).transpose(1, 2)))
-    return m.c(torch.cat([x.mean(1), x.max(1).values, x.logsumexp(1)], -1))
-
-
-@odd(real(6, 5), a=[5, 9], decay=torch.zeros(9), b=[9, 12], c=[12, 3])
-def leaky_state(m, x):
-    decay, x = torch.sigmoid(m.decay), m.a(x)
-    states = [torch.zeros(len(x), x.shape[-1]).to(x)]
-    for now in x.unbind(1):
-        states.append(decay * states[-1] + (1 - decay) * now)
-    return m.c(F.relu(m.b(torch.stack(states, 1))).mean(1))
-
-
-@odd(
-    *(real(5), torch.tensor([[0, 1, 2, 3, 0, 2], [1, 2, 3, 0, 2, 1]])),
-    **{"a": [5, 9], "layers": nn.ModuleList([nn.Linear(18, 9) for _ in range(2)]), "c": [9, 3]},
-)
-def messages_along_edges(m, x, edges):
-    x = F.relu(m.a(x))
-    for layer in m.layers:
-        sent = F.relu(layer(torch.cat([x[edges[0]], x[edges[1]]], -1)))
-        x = x + torch.zeros_like(x).index_add(0, edges[1], sent)
-    return m.c(x)
 
 
 @odd(

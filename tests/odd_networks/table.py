@@ -41,8 +41,8 @@ ODD_NETWORKS: dict[str, OddNetwork] = {}
 
 def net(run: Callable[..., Any], **parts: Any) -> Around:
     """A forward over parts: `[in, out]` is a linear layer, a tensor a parameter."""
-    bare = {name: nn.Parameter(p) for name, p in parts.items() if isinstance(p, Tensor) and not isinstance(p, nn.Buffer)}
-    return Around(run, **parts | bare)
+    bare = {name: p for name, p in parts.items() if isinstance(p, Tensor) and not isinstance(p, nn.Buffer)}
+    return Around(run, **parts | {name: nn.Parameter(p) for name, p in bare.items()})
 
 
 def real(*shape: int) -> Tensor:

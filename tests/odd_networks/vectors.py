@@ -130,24 +130,18 @@ def activations_in_attributes(m, x):
 
 
 def _first_layer_computed(change):
-    with warnings.catch_warnings():
-        # torch has others of the same purpose, and these are in use.
-        warnings.simplefilter("ignore", FutureWarning)
-        first = change(nn.Linear(7, 12))
-    network = net(lambda m, x: m.c(F.relu(m.b(F.relu(m.a(x))))), a=first, b=[12, 16], c=[16, 4])
+    network = net(lambda m, x: m.c(F.relu(m.b(F.relu(m.a(x))))), a=change(nn.Linear(7, 12)), b=[12, 16], c=[16, 4])
     # A forward has been here: what it has computed is there to be copied.
     network(torch.zeros(2, 7))
     return network
 
 
 @made(real(7))
-def weight_norm_by_hooks():
-    return _first_layer_computed(nn.utils.weight_norm)
-
-
-@made(real(7))
 def spectral_norm_by_hooks():
-    return _first_layer_computed(nn.utils.spectral_norm)
+    with warnings.catch_warnings():
+        # torch has another of the same purpose, and this one is in use.
+        warnings.simplefilter("ignore", FutureWarning)
+        return _first_layer_computed(nn.utils.spectral_norm)
 
 
 @made(real(7))
@@ -212,16 +206,6 @@ def two_towers(m, user, items, about):
 # Weights that lie bare, are cut up or computed ----------------------------------------------------------------
 
 
-@odd(
-    real(2), layers=nn.ModuleList([nn.Linear(10, 12), nn.Linear(12, 12)]), c=[12, 3], waves=nn.Buffer(torch.randn(2, 5))
-)
-def coordinates(m, x):
-    x = torch.cat([torch.sin(x @ m.waves), torch.cos(x @ m.waves)], -1)
-    for layer in m.layers:
-        x = torch.sin(3 * layer(x))
-    return m.c(x)
-
-
 @odd(real(7), last="w", a=[7, 12], b=[12, 15], w=torch.randn(15, 4) / 4)
 def bare_head_in_a_dictionary(m, x):
     return {"logits": F.relu(m.b(F.relu(m.a(x)))) @ m.w}
@@ -241,27 +225,3 @@ def spectral_norm_inside(m, x):
 @odd(real(5), real(6), a=[5, 9], pairs=nn.Bilinear(9, 6, 12), b=[12, 9], c=[9, 3])
 def bilinear_fusion(m, x, y):
     return m.c(F.relu(m.b(F.relu(m.pairs(F.relu(m.a(x)), y)))))
-
-
-@odd(real(7), groups={"a": 12, "b": 10}, a=[7, 12], b=[36, 10], c=[10, 3])
-def channels_beside_one_another(m, x):
-    """Each three times, the copies neighbours."""
-    return m.c(F.relu(m.b(F.relu(m.a(x)).repeat_interleave(3, dim=-1))))
-
-
-class Checked(nn.Module):
-    """Refuses inputs of another width."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.width, self.layers = width, nn.Sequential(nn.Linear(width, 24), nn.ReLU(), nn.Linear(24, width))
-
-    def forward(self, x):
-        if x.shape[-1] != self.width:
-            raise ValueError(f"{x.shape[-1]} channels, not {self.width}")
-        return x + self.layers(x)
-
-
-@odd(real(5), a=[5, 12], first=Checked(12), second=Checked(12), c=[12, 3])
-def checked_widths(m, x):
-    return m.c(m.second(m.first(m.a(x))))

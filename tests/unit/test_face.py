@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import growlab
+from growlab.growth import GrowthMethod
 from growlab.lab.cli.explain import explain
 from growlab.lab.training.run import quiet_libraries
 
@@ -56,26 +57,15 @@ def test_a_batch_of_one_sample_under_batch_normalisation_is_told_in_a_sentence()
     assert sentence is not None and "a single value per channel" in sentence and "change data.batch_size" in sentence
 
 
-METHODS = [
-    growlab.Bert2Bert,
-    growlab.FireFly,
-    growlab.GradMax,
-    growlab.HyperCloning,
-    growlab.Lemon,
-    growlab.Net2Net,
-    growlab.PairGrowth,
-    growlab.RandomGrowth,
-    growlab.Splitting,
-    growlab.Tiny,
-    growlab.VarianceTransfer,
-]
+NAMED = [getattr(growlab, name) for name in growlab.__all__]
+METHODS = [one for one in NAMED if isinstance(one, type) and issubclass(one, GrowthMethod)]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
 def test_a_method_takes_numbers_alone_where_it_computes_with_them(method) -> None:
     kinds = {name: one.annotation for name, one in inspect.signature(method).parameters.items()}
     kinds = {name: kind for name, kind in kinds.items() if kind in (int, float)}
-    assert "gain" in kinds
+    assert "gain" in kinds and len(METHODS) >= 11
     for name, kind in kinds.items():
         method(**{name: kind(0.5) or 1})
         for wrong in ("x", math.nan, math.inf, True, [], -1, *([1.5] if kind is int else [])):

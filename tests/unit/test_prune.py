@@ -14,6 +14,7 @@ from growlab.growth.outputs import evaluate
 from growlab.growth.parity import relative_error
 from growlab.inspect.small_models import FirstOutput, inputs_of, small_model
 from growlab.widen.prune import RECEIPT, main
+from tests.cases import Around
 
 VISION = (
     *("resnet18", "mobilenet_v3_small", "convnext_tiny", "densenet121", "shufflenet_v2_x0_5"),
@@ -24,29 +25,23 @@ TEXT = ("llama", "gpt2", "qwen3", "bert", "t5", "vit", "opt", "phi3")
 QUICK = ("resnet18",)
 
 
-class Plain(nn.Module):
+def plain_forward(net: Any, x: Tensor) -> Tensor:
     """Two convolutions with batch normalisation and two linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.second, self.third = nn.Conv2d(8, 6, 3), nn.Linear(6 * 4, 10)
-        self.last = nn.Linear(10, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.norm(self.first(x)).relu()).relu()
-        return self.last(self.third(x.flatten(1)).tanh())
+    x = net.second(net.norm(net.first(x)).relu()).relu()
+    return net.last(net.third(x.flatten(1)).tanh())
 
 
-def plain() -> tuple[Plain, Tensor]:
+def plain() -> tuple[Any, Tensor]:
     torch.manual_seed(0)
-    network, x = Plain().double(), torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    convolutions = {"first": nn.Conv2d(3, 8, 3, padding=1), "norm": nn.BatchNorm2d(8), "second": nn.Conv2d(8, 6, 3)}
+    network = Around(plain_forward, **convolutions, third=[6 * 4, 10], last=[10, 4]).double()
+    x = torch.randn(5, 3, 4, 4, dtype=torch.float64)
     for _ in range(3):
         network(torch.randn(16, 3, 4, 4, dtype=torch.float64))
     return network, x
 
 
-def masked_output(network: Plain, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
+def masked_output(network: Any, x: Tensor, kept: dict[str, Tensor]) -> Tensor:
     """The masked network by hand: activations of removed channels are zero where the next layer reads them."""
 
     def only(channels: Tensor, y: Tensor) -> Tensor:
@@ -143,8 +138,7 @@ def test_networks_of_libraries_are_pruned_exactly(name: str) -> None:
     """Half of every group: `prune` itself compares with the masked network, to 2e-13 of the output."""
     torch.manual_seed(0)
     if name in TEXT:
-        model = small_model(name)
-        network, x = model[0], model[1]
+        network, x, *_ = small_model(name)
     else:
         size = 224 if name == "vit_b_16" else 64
         torchvision = pytest.importorskip("torchvision")

@@ -123,26 +123,6 @@ def keep_new_global(m: Keeper, x: Tensor) -> None:
     _NEW = x.detach()
 
 
-def keep_in_module(m: Keeper, x: Tensor) -> None:
-    state.calls += 1  # type: ignore[attr-defined]
-
-
-def keep_in_class(m: Keeper, x: Tensor) -> None:
-    Registry.table = x.detach()
-
-
-def keep_in_thread(m: Keeper, x: Tensor) -> None:
-    _THREAD.table = x.detach()
-
-
-def keep_weakly(m: Keeper, x: Tensor) -> None:
-    _WEAK[m] = _WEAK.get(m, 0) + 1
-
-
-def keep_in_context(m: Keeper, x: Tensor) -> None:
-    _CONTEXT.set(_CONTEXT.get() + 1)
-
-
 def keep_in_function(m: Keeper, x: Tensor) -> None:
     keep_in_function.calls = getattr(keep_in_function, "calls", 0) + 1  # type: ignore[attr-defined]
 
@@ -162,29 +142,13 @@ def backward(m: Keeper, x: Tensor) -> None:
         (m.trained.sum() * 2).backward()
 
 
-def in_numpy(m: Keeper, x: Tensor) -> None:
-    m.table.numpy()[0] += 1
-
-
-def set_data(m: Keeper, x: Tensor) -> None:
-    m.slow.data = torch.ones(3)
-
-
-def class_attribute(m: Keeper, x: Tensor) -> None:
-    type(m).of_class += 1
-
-
-def shadow(m: Keeper, x: Tensor) -> None:
-    m.shadowed = x.detach()
-
-
 # What keeps something, and what it changes.
 WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]] = {
     "an attribute": (lambda m, x: setattr(m, "calls", m.calls + 1), lambda m: m.calls),
     "a new attribute": (lambda m, x: setattr(m, "new", x.sum()), lambda m: "new" in vars(m)),
     "an attribute that goes": (lambda m, x: vars(m).pop("once", None), lambda m: "once" in vars(m)),
-    "a class's attribute, hidden": (shadow, lambda m: "shadowed" in vars(m)),
-    "a class's attribute": (class_attribute, lambda m: type(m).of_class),
+    "a class's attribute, hidden": (lambda m, x: setattr(m, "shadowed", x.sum()), lambda m: "shadowed" in vars(m)),
+    "a class's attribute": (lambda m, x: setattr(type(m), "of_class", m.of_class + 1), lambda m: type(m).of_class),
     "a class's dictionary": (
         lambda m, x: m.table_of_class.update({len(m.table_of_class): x}),
         lambda m: list(m.table_of_class),
@@ -192,7 +156,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a buffer": (lambda m, x: m.table.add_(1), lambda m: m.table.tolist()),
     "a buffer and how much of it is filled": (fill, lambda m: (m.table.tolist(), m.filled)),
     "a buffer through data": (lambda m, x: m.table.data.add_(1), lambda m: m.table.tolist()),
-    "a buffer through numpy": (in_numpy, lambda m: m.table.tolist()),
+    "a buffer through numpy": (lambda m, x: m.table.numpy().__iadd__(1), lambda m: m.table.tolist()),
     "another buffer": (lambda m, x: setattr(m, "table", m.table + 1), lambda m: (id(m.table), m.table.tolist())),
     "a registered buffer": (
         lambda m, x: m.register_buffer("empty", torch.ones(len(x))),
@@ -206,7 +170,10 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a parameter": (lambda m, x: m.slow.detach().add_(1), lambda m: m.slow.tolist()),
     "a parameter through data": (lambda m, x: m.slow.data.lerp_(x[0, :3], 0.5), lambda m: m.slow.tolist()),
     "several parameters at once": (lambda m, x: torch._foreach_add_([m.slow.data], 1.0), lambda m: m.slow.tolist()),
-    "a parameter's memory": (set_data, lambda m: (m.slow.tolist(), m.slow.data_ptr())),
+    "a parameter's memory": (
+        lambda m, x: setattr(m.slow, "data", torch.ones(3)),
+        lambda m: (m.slow.tolist(), m.slow.data_ptr()),
+    ),
     "an attribute of a parameter": (lambda m, x: setattr(m.slow, "seen", 1), lambda m: hasattr(m.slow, "seen")),
     "a gradient": (backward, lambda m: m.trained.grad),
     "that it is trained": (lambda m, x: m.trained.requires_grad_(False), lambda m: m.trained.requires_grad),
@@ -239,11 +206,14 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a global variable": (keep_global, lambda m: _CALLS),
     "a global dictionary": (lambda m, x: _TABLES.update({len(_TABLES): x}), lambda m: list(_TABLES)),
     "a new global variable": (keep_new_global, lambda m: "_NEW" in globals()),
-    "a variable of a Python module": (keep_in_module, lambda m: state.calls),
-    "an attribute of another class": (keep_in_class, lambda m: Registry.table is None),
-    "a thread's variable": (keep_in_thread, lambda m: hasattr(_THREAD, "table")),
-    "a weak dictionary": (keep_weakly, lambda m: _WEAK.get(m)),
-    "a context's variable": (keep_in_context, lambda m: _CONTEXT.get()),
+    "a variable of a Python module": (lambda m, x: setattr(state, "calls", state.calls + 1), lambda m: state.calls),
+    "an attribute of another class": (
+        lambda m, x: setattr(Registry, "table", x.sum()),
+        lambda m: Registry.table is None,
+    ),
+    "a thread's variable": (lambda m, x: setattr(_THREAD, "table", x.sum()), lambda m: hasattr(_THREAD, "table")),
+    "a weak dictionary": (lambda m, x: _WEAK.update({m: _WEAK.get(m, 0) + 1}), lambda m: _WEAK.get(m)),
+    "a context's variable": (lambda m, x: _CONTEXT.set(_CONTEXT.get() + 1), lambda m: _CONTEXT.get()),
     "an attribute of a function": (keep_in_function, lambda m: hasattr(keep_in_function, "calls")),
     "a default of a keyword": (keep_in_default, lambda m: list(keep_in_default.__kwdefaults__["seen"])),
     "a chain of dictionaries": (
@@ -351,99 +321,28 @@ def test_counting_flops_leaves_what_a_network_keeps() -> None:
     assert network.kept() == before
 
 
-def test_a_trace_that_fails_leaves_what_a_network_keeps() -> None:
+def test_a_trace_or_event_that_fails_leaves_what_a_network_keeps() -> None:
     Keeper.cached.cache_clear()
-    network = Keeping([way for way in WAYS if way not in NOT_TRACED][::6], fails=True)
-    before = network.kept()
-    with pytest.raises(UnsupportedOperation, match="no more"):
-        trace(network, X)
-    after = network.kept()
-    assert not [way for way in before if after[way] != before[way]]
+    ways = [way for way in WAYS if way not in NOT_TRACED][::6]
+    for tracing, network in ((True, Keeping(ways, fails=True)), (False, Keeping([*ways[::3], "a hook", "an object"]))):
+        grower = None if tracing else Grower(network, X, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+        before, network.fails = network.kept(), True
+        with pytest.raises(UnsupportedOperation if tracing else RuntimeError, match="no more"):
+            grower.step(epoch=1) if grower else trace(network, X)
+        after = network.kept()
+        assert not [way for way in before if after[way] != before[way]]
 
 
-def test_an_event_that_fails_leaves_what_a_network_keeps() -> None:
-    network = Keeping(["a list", "a buffer and how much of it is filled", "an object", "a hook"])
-    grower = Grower(network, X, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
-    before, network.fails = network.kept(), True
-    with pytest.raises(RuntimeError, match="no more"):
-        grower.step(epoch=1)
-    assert network.kept() == before
+class Caching(nn.Module):
+    """Multiplies channels that grow [B, T, C] by a tensor that a function keeps in it."""
 
+    done, started, kept, filled = False, False, None, 0
+    tables_of_class: ClassVar[dict[int, Tensor]] = {}
 
-class Filled(nn.Module):
-    """Fills a table in place, and notes how far."""
-
-    def __init__(self) -> None:
+    def __init__(self, kept: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.a, self.b, self.filled = nn.Linear(6, 32), nn.Linear(32, 3), 0
+        self.a, self.b, self.calls, self.keep = nn.Linear(6, 32), nn.Linear(32, 3), 0, kept
         self.register_buffer("table", torch.zeros(64, 1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[1]
-        if self.filled < n:
-            self.table[:n] = 1 + torch.arange(float(n))[:, None].to(x)
-            self.filled = n
-        return self.b(torch.relu(self.a(x))) + self.table[:n]
-
-
-class Registered(Filled):
-    """Registers a table as a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bias", None, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None or len(self.bias) < x.shape[1]:
-            self.register_buffer("bias", torch.arange(x.shape[1]).to(x)[:, None] * 0.1, persistent=False)
-        return self.b(torch.relu(self.a(x))) + self.bias[: x.shape[1]]
-
-
-class Assigned(Registered):
-    """The same by assignment."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None or len(self.bias) < x.shape[1]:
-            self.bias = torch.arange(x.shape[1]).to(x)[:, None] * 0.1
-        return self.b(torch.relu(self.a(x))) + self.bias[: x.shape[1]]
-
-
-class InDictionary(Filled):
-    """Keeps tables by their length, for all networks of its class."""
-
-    tables: ClassVar[dict[int, Tensor]] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.shape[1] not in self.tables:
-            self.tables[x.shape[1]] = torch.arange(x.shape[1]).to(x)[:, None]
-        return self.b(torch.relu(self.a(x))) + self.tables[x.shape[1]]
-
-
-@pytest.mark.parametrize("kind", [Filled, Registered, Assigned, InDictionary])
-def test_networks_with_caches_grow_exactly(kind: type[Filled]) -> None:
-    torch.manual_seed(0)
-    network, x = kind().double(), torch.randn(4, 17, 6, dtype=torch.float64)
-    if kind in (Filled, Registered, InDictionary):
-        # Filled before the network is traced.
-        network(x[:, :5])
-    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
-    narrow = network(x[:, :7])
-    (event,) = grower.step(epoch=1)
-    assert grower.state.widths == {"a": 32} and event.parity_error_eval < 1e-12
-    torch.testing.assert_close(network(x[:, :7]), narrow, atol=1e-12, rtol=0)
-    fresh = kind().double()
-    fresh.load_state_dict(grower.finish().state_dict(), strict=False)
-    torch.testing.assert_close(network(x), fresh(x), atol=1e-12, rtol=0)
-
-
-class Masked(nn.Module):
-    """Multiplies channels that grow by a tensor that it keeps."""
-
-    done, kept = False, None
-
-    def __init__(self, mask: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.calls, self.mask = nn.Linear(6, 32), nn.Linear(32, 3), 0, mask
         self.register_buffer("buffer", None, persistent=False)
         self.tables: dict[int, Tensor] = {}
         self.options = Namespace(kept=None)
@@ -451,47 +350,93 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.a(x))
         self.calls += not torch.compiler.is_compiling()
-        return self.b(h * self.mask(self, h))
+        return self.b(h * self.keep(self, h))
 
 
-def in_attribute(m: Masked, h: Tensor) -> Tensor:
+def numbers(h: Tensor) -> Tensor:
+    return 1 + torch.arange(h.shape[1]).to(h)[:, None]
+
+
+def in_table(m: Caching, h: Tensor) -> Tensor:
+    """Filled in place; notes how far."""
+    if m.filled < h.shape[1]:
+        m.table[: h.shape[1]] = numbers(h)
+        m.filled = h.shape[1]
+    return m.table[: h.shape[1]]
+
+
+def registered(m: Caching, h: Tensor) -> Tensor:
+    if m.buffer is None or len(m.buffer) < h.shape[1]:
+        m.register_buffer("buffer", numbers(h), persistent=False)
+    return m.buffer[: h.shape[1]]
+
+
+def assigned(m: Caching, h: Tensor) -> Tensor:
+    if m.buffer is None or len(m.buffer) < h.shape[1]:
+        m.buffer = numbers(h)
+    return m.buffer[: h.shape[1]]
+
+
+def in_dictionary(m: Caching, h: Tensor) -> Tensor:
+    """By length, for all networks of its class."""
+    if h.shape[1] not in m.tables_of_class:
+        m.tables_of_class[h.shape[1]] = numbers(h)
+    return m.tables_of_class[h.shape[1]]
+
+
+@pytest.mark.parametrize("kept", [in_table, registered, assigned, in_dictionary])
+def test_networks_with_caches_grow_exactly(kept: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    network, x = Caching(kept).double(), torch.randn(4, 17, 6, dtype=torch.float64)
+    if kept is not assigned:
+        # Filled before the network is traced.
+        network(x[:, :5])
+    grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    narrow = network(x[:, :7])
+    (event,) = grower.step(epoch=1)
+    assert grower.state.widths == {"a": 32} and event.parity_error_eval < 1e-12
+    torch.testing.assert_close(network(x[:, :7]), narrow, atol=1e-12, rtol=0)
+    fresh = Caching(kept).double()
+    fresh.load_state_dict(grower.finish().state_dict(), strict=False)
+    torch.testing.assert_close(network(x), fresh(x), atol=1e-12, rtol=0)
+
+
+def in_attribute(m: Caching, h: Tensor) -> Tensor:
     if m.kept is None:
         m.kept = torch.ones_like(h[0])
     return m.kept
 
 
-def in_evaluation(m: Masked, h: Tensor) -> Tensor:
+def in_evaluation(m: Caching, h: Tensor) -> Tensor:
     return torch.ones_like(h[0]) if m.training else in_attribute(m, h)
 
 
-def with_flag(m: Masked, h: Tensor) -> Tensor:
+def with_flag(m: Caching, h: Tensor) -> Tensor:
     if not m.done:
         m.kept, m.done = torch.ones_like(h[0]), True
     return m.kept
 
 
-def in_object(m: Masked, h: Tensor) -> Tensor:
+def in_object(m: Caching, h: Tensor) -> Tensor:
     if m.options.kept is None:
         m.options.kept = torch.ones_like(h[0])
     return m.options.kept
 
 
-def in_buffer(m: Masked, h: Tensor) -> Tensor:
+def in_buffer(m: Caching, h: Tensor) -> Tensor:
     if m.buffer is None:
         m.register_buffer("buffer", torch.ones_like(h[0]), persistent=False)
     return m.buffer
 
 
-def by_length(m: Masked, h: Tensor) -> Tensor:
-    if len(h) not in m.tables:
-        m.tables[len(h)] = torch.ones_like(h)
-    return m.tables[len(h)]
+def by_length(m: Caching, h: Tensor) -> Tensor:
+    return m.tables.setdefault(len(h), torch.ones_like(h))
 
 
-@pytest.mark.parametrize("mask", [in_attribute, in_evaluation, with_flag, in_buffer, by_length, in_object])
-def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(mask: Callable[[Any, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("kept", [in_attribute, in_evaluation, with_flag, in_buffer, by_length, in_object])
+def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(kept: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    network, x = Masked(mask).double(), torch.randn(8, 6, dtype=torch.float64)
+    network, x = Caching(kept).double(), torch.randn(8, 6, dtype=torch.float64)
     grower = Grower(network, x[:4], method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0}, parts=[parts.Averages(0.5)])
     assert set(grower.graph.groups) == {"a"}
     average = grower.parts[0].module  # type: ignore[attr-defined]
@@ -502,7 +447,7 @@ def test_caches_as_wide_as_channels_are_filled_again_at_new_widths(mask: Callabl
         assert network.calls == calls
         torch.testing.assert_close(network(x), before, atol=1e-12, rtol=0)
         assert network.train()(x).isfinite().all() and average(x).isfinite().all()
-    fresh = Masked(mask).double()
+    fresh = Caching(kept).double()
     fresh.load_state_dict(grower.finish().state_dict(), strict=False)
     torch.testing.assert_close(fresh.eval()(x), network.eval()(x), atol=1e-12, rtol=0)
 
@@ -546,14 +491,11 @@ def test_state_that_no_event_can_carry_begins_anew_with_a_warning(
 
 
 def test_caches_of_one_size_and_flags_of_what_was_initialised_stay_at_an_event() -> None:
-    class Both(Filled):
-        started = False
+    def noting(m: Any, h: Tensor) -> Tensor:
+        m.started = True
+        return in_table(m, h)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.started = True
-            return super().forward(x)
-
-    network, x = Both(), torch.randn(4, 17, 6)
+    network, x = Caching(noting), torch.randn(4, 17, 6)
     grower = Grower(network, x, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
     network(x)
     grower.step(epoch=1)

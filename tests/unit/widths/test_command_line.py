@@ -11,8 +11,7 @@ from torch import nn
 
 from growlab.inspect import METHODS, USUAL, Report, examine, matrix_table
 from growlab.inspect.__main__ import describe, main
-from growlab.widths import trace
-from tests.cases import Around
+from tests.cases import Around, graph_of
 
 
 def test_report_of_a_network(capsys):
@@ -155,17 +154,17 @@ def on_a_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("make", "lines"),
+    ("name", "lines"),
     [
-        (lambda: spatial(), ["0: 8"]),
-        (lambda: recurrent(), ["0: 8", "1.lstm: 6"]),
-        (lambda: attentive(), ["inside: 12 = 4 x 3 (heads or groups of channels)"]),
+        ("convnet", ["features.0: 6"]),
+        ("lstm", ["conv: 5", "lstm: 4"]),
+        ("heads", ["qkv: 36 = 4 x 9 (heads or groups of channels)"]),
     ],
 )
-def test_a_graph_prints_the_report_in_short(make, lines):
-    graph = trace(make(), torch.randn(2, 5, 6, 6))
+def test_a_graph_prints_the_report_in_short(name, lines):
+    graph = graph_of(name)
     for line in lines:
-        assert re.search(rf"^    .*{re.escape(line)}$", str(graph), re.MULTILINE)
+        assert re.search(rf"^    {re.escape(line)}$", str(graph), re.MULTILINE)
     assert re.search(r"^  stays .*\n    \S+: the network's output$", str(graph), re.MULTILINE)
     assert repr(graph).startswith(f"WidthGraph({len(graph.groups)} groups {{")
     assert len(repr(graph)) < 300 and repr(graph).count("\n") < 5
@@ -205,21 +204,3 @@ def a_list_for_each() -> tuple[nn.Module, torch.Tensor]:
 
 def one_for_all() -> tuple[nn.Module, torch.Tensor]:
     return Around(lambda net, x: net.inner(x).mean(), inner=small()), torch.randn(2, 4)
-
-
-def spatial() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(5, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
-
-
-def recurrent() -> nn.Module:
-    lstm = Around(
-        lambda net, x: net.lstm(x.flatten(2).transpose(1, 2))[0].mean(1), lstm=nn.LSTM(8, 6, batch_first=True)
-    )
-    return nn.Sequential(nn.Conv2d(5, 8, 1), lstm, nn.Linear(6, 3))
-
-
-def attentive() -> nn.Module:
-    return Around(
-        lambda net, x: net.head(net.layer(net.inside(x.flatten(2).transpose(1, 2))).mean(1)),
-        **{"inside": [5, 12], "layer": nn.TransformerEncoderLayer(12, 4, 16, batch_first=True), "head": [12, 3]},
-    )

@@ -112,27 +112,22 @@ def test_heads_of_train_mode_grow_along_or_keep_what_they_read(in_python: bool, 
     check_growth(network, graph, example, Net2Net())
 
 
-class Autoencoder(nn.Module):
+def autoencoder(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     """A variational one, whose variance is of no use but for training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
-        self.mean, self.log_variance = nn.Linear(32, 6), nn.Linear(32, 6)
-        self.decoder = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 20))
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        mean = self.mean(hidden := self.encoder(x))
-        if not self.training:
-            return self.decoder(mean)
-        log_variance = self.log_variance(hidden)
-        drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        return self.decoder(drawn), (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
+    mean = net.mean(hidden := net.encoder(x))
+    if not net.training:
+        return net.decoder(mean)
+    log_variance = net.log_variance(hidden)
+    drawn = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+    return net.decoder(drawn), (mean**2 + log_variance.exp() - 1 - log_variance).sum(1).mean() / 2
 
 
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
 def test_terms_of_the_loss_that_train_mode_alone_computes_are_kept(method: GrowthMethod) -> None:
-    network = Autoencoder().double()
+    encoder = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+    decoder = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 20))
+    parts = {"encoder": encoder, "mean": [32, 6], "log_variance": [32, 6], "decoder": decoder}
+    network = Around(autoencoder, **parts).double()
     example = torch.randn(5, 20, dtype=torch.float64)
     grower = Grower(network, example, method=method, trigger={0: 0.25, 1: 1.0})
     assert grower.full_graph.full_widths == {"encoder.0": 64, "encoder.2": 32, "decoder.0": 64}

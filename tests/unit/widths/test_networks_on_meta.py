@@ -1,30 +1,29 @@
 """Networks on device meta, without values, have the width groups that they have with values."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from growlab.widths import UnsupportedOperation, trace
+from tests.cases import Around
 
 
-class Biased(nn.Module):
+def biased() -> nn.Module:
     """Buffers of zeros, a table that is not saved, a mask, and a running mean that the forward follows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.norm, self.out = nn.Linear(8, 24, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3)
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
-        self.register_buffer("k_bias", torch.zeros(8), persistent=False)
-        self.register_buffer("table", torch.linspace(0, 1, 5 * 8).view(5, 8), persistent=False)
-        self.register_buffer("mask", torch.ones(5, 5).tril())
-        self.embed = nn.Linear(6, 8)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.embed(x) + net.table
+        bias = torch.cat([net.q_bias, net.k_bias, net.v_bias])
+        q, k, v = nn.functional.linear(x, net.qkv.weight, bias).chunk(3, -1)
+        return net.out(net.norm((x + (net.mask @ (q * torch.sigmoid(k))) + v).mean(1)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) + self.table
-        bias = torch.cat([self.q_bias, self.k_bias, self.v_bias])
-        q, k, v = nn.functional.linear(x, self.qkv.weight, bias).chunk(3, -1)
-        x = x + (self.mask @ (q * torch.sigmoid(k))) + v
-        return self.out(self.norm(x.mean(1)))
+    biases = {name: nn.Parameter(torch.zeros(8)) for name in ("q_bias", "v_bias")}
+    buffers = {"k_bias": torch.zeros(8), "table": torch.linspace(0, 1, 5 * 8).view(5, 8)}
+    buffers = {name: nn.Buffer(tensor, persistent=False) for name, tensor in buffers.items()}
+    layers = {"qkv": [8, 24, False], "norm": nn.BatchNorm1d(8), "out": [8, 3], "embed": [6, 8]}
+    return Around(forward, **biases, **buffers, **layers, mask=nn.Buffer(torch.ones(5, 5).tril()))
 
 
 class Asking(nn.Module):
@@ -46,7 +45,7 @@ def on_meta(make):
         return make()
 
 
-@pytest.mark.parametrize("make", [Biased, lambda: Asking(careful=True)])
+@pytest.mark.parametrize("make", [biased, lambda: Asking(careful=True)])
 def test_networks_without_values_trace_as_those_with_values(make):
     with_values = trace(make(), torch.randn(2, 5, 6))
     without = trace(on_meta(make), torch.randn(2, 5, 6, device="meta"))
@@ -72,15 +71,9 @@ def test_flags_of_export_are_as_before_where_a_forward_fails():
 )
 def test_language_models_trace_without_values_and_without_a_mask(kind, inputs):
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 32, "num_key_value_heads": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     network = on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config))
     example = {name: torch.ones(2, 6, dtype=torch.long, device="meta") for name in inputs}
     graph = trace(network, example)

@@ -83,8 +83,11 @@ def test_what_stays_says_why(run: Callable[[Any, Tensor], Tensor], reasons: dict
 def test_parametrizations_that_keep_a_width_are_named(
     wrap: Callable[[nn.Module], nn.Module], name: str, reason: str
 ) -> None:
-    graph = trace(nn.Sequential(wrap(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 3)), torch.randn(4, 5))
+    linear = nn.Sequential(wrap(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 3))
+    layers = nn.Conv1d(3, 8, 1), nn.ReLU(), wrap(nn.Conv1d(8, 4, 3)), nn.ReLU(), nn.Conv1d(4, 6, 1), nn.Conv1d(6, 2, 1)
+    graph = trace(linear, torch.randn(4, 5))
     assert re.fullmatch(reason, graph.fixed[name]), graph.fixed
+    assert list(trace(nn.Sequential(*layers), torch.randn(2, 3, 5)).groups) == ["4"]
 
 
 def test_statistics_that_no_state_dict_has_keep_their_width_and_the_network_trains() -> None:

@@ -95,17 +95,23 @@ def test_shared_tensors_stay_shared():
     assert len(list(network.parameters())) == len(list(NETWORKS["shared"].make().parameters()))
 
 
+class Undecayed(nn.Parameter):
+    """A class by which an optimizer's groups are told apart."""
+
+
 def test_new_tensors_are_like_the_old_ones():
     network = convnet((3, 8, 8), 4, [6, 8], [2, 2])
+    for place, trained in ((0, True), (4, False)):
+        network.features[place].weight = Undecayed(network.features[place].weight.detach(), requires_grad=trained)
     graph = trace(network, torch.randn(2, 3, 8, 8))
     network = network.to(torch.bfloat16, memory_format=torch.channels_last)
-    network.features[4].weight.requires_grad_(False)
     network.features[4].weight.group_of_user = "slow"
     resize(network, graph, graph.full_widths, widths_at(graph, 0.5))
-    weight = network.features[4].weight
-    assert isinstance(weight, nn.Parameter)
+    first, weight = network.features[0].weight, network.features[4].weight
+    assert all(type(one) is Undecayed and isinstance(one, nn.Parameter) and one.is_leaf for one in (first, weight))
+    assert type(network.classifier.weight) is nn.Parameter
     assert weight.dtype == torch.bfloat16
-    assert not weight.requires_grad
+    assert first.requires_grad and not weight.requires_grad
     assert weight.group_of_user == "slow"
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
     assert network.features[5].running_var.dtype == torch.bfloat16
@@ -189,22 +195,6 @@ def test_hooks_on_parameters_follow_and_are_removed_by_their_handles():
     network(torch.ones(2, 3)).square().sum().backward()
     assert network[0].weight.grad[1].any()
     assert len(called) == 2
-
-
-class Undecayed(nn.Parameter):
-    """A class by which an optimizer's groups are told apart."""
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_parameters_of_a_class_of_their_own_keep_it(trained: bool) -> None:
-    network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    network[0].weight = Undecayed(network[0].weight.detach(), requires_grad=trained)
-    graph = trace(network, torch.randn(2, 6))
-    resize(network, graph, graph.full_widths, {name: 4 for name in graph.groups})
-    weight = network[0].weight
-    assert type(weight) is Undecayed and isinstance(weight, nn.Parameter) and weight.is_leaf
-    assert weight.shape == (4, 6) and weight.requires_grad == trained
-    assert type(network[2].weight) is nn.Parameter
 
 
 def test_volumes_keep_their_memory_format():

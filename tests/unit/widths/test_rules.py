@@ -234,6 +234,7 @@ PASSING: dict[str, Callable[[Tensor], Tensor]] = {
     "concatenated along positions": lambda x: torch.cat([x, x], 1),
     "indices": lambda x: placed(F.relu(x)).sort(1).values.roll(1, 1),
     "differences": lambda x: torch.diff(x, dim=1),
+    "logarithm of a sum over positions": lambda x: x.logsumexp(1),
 }
 CASES = {
     **{
@@ -496,6 +497,9 @@ CASES = {
         **{"inside": [8, 6], "head": [6, 4]},
     ),
     "vector of numbers": between({}, lambda net, h: h @ torch.arange(6.0, dtype=h.dtype), head=[5, 4]),
+    "channels beside one another, each three times": between(
+        {"inside": 6}, lambda net, h: F.relu(h).repeat_interleave(3, dim=-1), head=[18, 4]
+    ),
     "vector of every head": between(
         {"inside": 3},
         lambda net, h: (y := h.unflatten(2, (4, -1))).mul((y @ net.vector).sigmoid()[..., None]).flatten(2),

@@ -196,26 +196,22 @@ def test_a_network_in_float64_is_observed_in_float64() -> None:
         assert relative_error(exact, norm(x)) > 1e-9
 
 
-class Captioned(nn.Module):
+def captioned(whole_rows: bool = True) -> nn.Module:
     """Features of an image take the places of some tokens, as in models of text and images."""
 
-    def __init__(self, whole_rows: bool = True) -> None:
-        super().__init__()
-        self.words, self.image = nn.Embedding(11, 8), nn.Linear(6, 8)
-        self.norm, self.head = RootMeanSquare(8), nn.Linear(8, 3)
-        self.whole_rows = whole_rows
+    def forward(net: Any, tokens: Tensor, image: Tensor) -> Tensor:
+        x, picked = net.words(tokens), (tokens == 5)[..., None]
+        mask = picked.expand_as(x) if whole_rows else picked & (torch.arange(x.shape[-1]) < 3)
+        return net.head(net.norm(x.masked_scatter(mask.to(x.device), net.image(image).to(x.dtype))))
 
-    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
-        x, picked = self.words(tokens), (tokens == 5)[..., None]
-        mask = picked.expand_as(x) if self.whole_rows else picked & (torch.arange(x.shape[-1]) < 3)
-        return self.head(self.norm(x.masked_scatter(mask.to(x.device), self.image(image).to(x.dtype))))
+    return Around(forward, words=nn.Embedding(11, 8), image=[6, 8], norm=RootMeanSquare(8), head=[8, 3]).double()
 
 
 def test_streams_grow_through_rows_that_are_scattered_among_others() -> None:
     torch.manual_seed(0)
     tokens = torch.tensor([[5, 5, 1, 2], [3, 5, 5, 4]])
     inputs = (tokens, torch.randn(4, 6, dtype=torch.float64))
-    network, fresh = Captioned().double(), Captioned().double()
+    network, fresh = captioned(), captioned()
     grower = Grower(network, inputs, method=Net2Net(), trigger={0: 0.5, 1: 1.0}, anneal_steps=1)
     grower.follow(optimizer := torch.optim.SGD(network.parameters(), lr=0.01))
     assert grower.full_graph.full_widths == {"image": 8}
@@ -227,5 +223,5 @@ def test_streams_grow_through_rows_that_are_scattered_among_others() -> None:
         optimizer.step()
     fresh.load_state_dict(grower.finish().state_dict())
     assert relative_error(fresh(*inputs).detach(), network(*inputs).detach()) <= 1e-6
-    fixed = trace(Captioned(whole_rows=False).double(), inputs).fixed
+    fixed = trace(captioned(whole_rows=False), inputs).fixed
     assert fixed["words"] == "used by masked_scatter"

@@ -99,32 +99,19 @@ def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], A
     assert "a" not in grown(function)
 
 
-@pytest.mark.parametrize("wrap", [nn.utils.parametrizations.orthogonal, nn.utils.parametrizations.spectral_norm])
-def test_a_convolution_whose_weight_torch_computes_keeps_its_width(wrap: Callable[..., nn.Module]) -> None:
-    network = nn.Sequential(nn.Conv1d(3, 8, 1), nn.ReLU(), wrap(nn.Conv1d(8, 4, 3)), nn.ReLU(), nn.Conv1d(4, 6, 1))
-    network.extend([nn.ReLU(), nn.Conv1d(6, 2, 1)])
-    assert list(trace(network, torch.randn(2, 3, 5)).groups) == ["4"]
-
-
 def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
     """The last block of many networks with skip connections adds to a stream that nothing reads any more."""
 
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.out = nn.Linear(3, 8), nn.Linear(6, 2)
-            self.inner = nn.ModuleList(nn.Linear(8, 10) for _ in range(2))
-            self.skip = nn.ModuleList(nn.Linear(10, 6) for _ in range(2))
-            self.residual = nn.ModuleList(nn.Linear(10, 8) for _ in range(2))
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h, total = net.stem(x), torch.zeros(())
+        for inner, skip, residual in zip(net.inner, net.skip, net.residual, strict=True):
+            y = torch.tanh(inner(h))
+            total, h = total + skip(y), h + residual(y)
+        return net.out(F.relu(total))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h, total = self.stem(x), torch.zeros(())
-            for inner, skip, residual in zip(self.inner, self.skip, self.residual, strict=True):
-                y = torch.tanh(inner(h))
-                total, h = total + skip(y), h + residual(y)
-            return self.out(F.relu(total))
-
-    network = Skips().double()
+    sizes = {"inner": (8, 10), "skip": (10, 6), "residual": (10, 8)}
+    parts = {name: nn.ModuleList(nn.Linear(*size) for _ in range(2)) for name, size in sizes.items()}
+    network = Layers(forward, stem=[3, 8], out=[6, 2], **parts).double()
     grower = Grower(network, torch.randn(4, 3).double(), method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     grower.step(epoch=1)
     assert set(grower.full_graph.groups) == {"stem", "inner.0", "inner.1", "skip.0"}

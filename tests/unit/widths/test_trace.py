@@ -238,24 +238,18 @@ def test_layers_without_shapes_and_scripted_ones_are_refused():
         trace(scripted, torch.randn(2, 4))
 
 
-class _Accumulated(nn.Module):
-    """What could grow otherwise comes to an operation that knows no channels: values, or the rows of an image."""
-
-    def __init__(self, of_images: bool) -> None:
-        super().__init__()
-        self.of_images, self.o = of_images, nn.Linear(6, 2)
-        self.v, self.a = nn.Linear(5, 8), nn.Linear(2 if of_images else 8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = (x @ x.mT).softmax(-1) @ self.v(x)
-        if self.of_images:
-            mixed = torch.nn.functional.avg_pool2d(mixed.view(len(x), -1, 2, 2), 1)
-        return self.o(torch.relu(self.a(mixed.put(torch.tensor([0]), torch.zeros(1)))))
-
-
 @pytest.mark.parametrize("of_images", [False, True])
 def test_what_is_tried_otherwise_refuses_no_network(of_images):
-    assert trace(_Accumulated(of_images), torch.randn(3, 4, 5)).full_widths == {"a": 6}
+    """What could grow otherwise comes to an operation that knows no channels: values, or the rows of an image."""
+
+    def accumulated(net, x: Tensor) -> Tensor:
+        mixed = (x @ x.mT).softmax(-1) @ net.v(x)
+        if of_images:
+            mixed = F.avg_pool2d(mixed.view(len(x), -1, 2, 2), 1)
+        return net.o(torch.relu(net.a(mixed.put(torch.tensor([0]), torch.zeros(1)))))
+
+    network = Around(accumulated, o=[6, 2], v=[5, 8], a=[2 if of_images else 8, 6])
+    assert trace(network, torch.randn(3, 4, 5)).full_widths == {"a": 6}
 
 
 def test_tracing_leaves_no_trace() -> None:
