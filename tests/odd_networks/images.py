@@ -50,20 +50,6 @@ def filters_of_frequencies(m, x):
 
 @odd(
     real(3, 8, 8),
-    **{"last": "head", "a": Conv(3, 6, 3), "b": Conv(6, 9, 3), "c": Conv(9, 12, 3), "tower": Conv(9, 9, 3)},
-    **{"head": Conv(9, 2, 3), "lateral": nn.ModuleList([nn.Conv2d(n, 9, 1) for n in (6, 9, 12)])},
-)
-def pyramid_with_one_head(m, x):
-    levels = [F.relu(m.a(x))]
-    for layer in (m.b, m.c):
-        levels.append(F.relu(layer(F.avg_pool2d(levels[-1], 2))))
-    levels = [one(x) for one, x in zip(m.lateral, levels, strict=True)]
-    levels[1] = levels[1] + F.interpolate(levels[2], scale_factor=2)
-    return [m.head(F.relu(m.tower(x))) for x in levels]
-
-
-@odd(
-    real(3, 8, 8),
     **{"last": "head box mask", "a": Conv(3, 6, 3), "b": Conv(6, 9, 3), "n": Norm2d(9), "neck": Conv(9, 15, 3)},
     **{"head": [15, 4], "box": [15, 4], "mask": nn.ConvTranspose2d(9, 1, 2, stride=2)},
 )

@@ -41,19 +41,6 @@ def weight_norms_of_a_vocoder():
     return net(run, first=conv(5, 16), ups=nn.ModuleList(ups), blocks=nn.ModuleList(blocks), last=conv(4, 1))
 
 
-@made(tokens(7), last="head")
-def tied_language_model():
-    def run(m, i):
-        x = m.e(i)
-        x = x + m.b(F.gelu(m.a(F.pad(x.transpose(1, 2), (2, 0))))).transpose(1, 2)
-        return m.head(m.n(x))
-
-    parts = {"a": nn.Conv1d(12, 15, 3), "b": nn.Conv1d(15, 12, 1), "head": [12, 11, False]}
-    network = net(run, e=nn.Embedding(11, 12), n=nn.LayerNorm(12), **parts)
-    network.head.weight = network.e.weight
-    return network
-
-
 @odd(
     real(5, 7),
     **{"groups": {"a": 12, "up": 18}, "a": [7, 12], "up": [12, 18], "down": [18, 12], "c": [12, 3]},
@@ -143,21 +130,6 @@ def translator_of_torchs_modules(m, source, target):
     padding = -1e9 * (source == 0).to(m.c.weight.dtype)
     masks = {"tgt_mask": future, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
     return m.c(m.t(m.e(source), m.e(target), **masks))
-
-
-@odd(
-    tokens(6),
-    **{"e": nn.Embedding(11, 12), "p": nn.Embedding(8, 12), "n": nn.LayerNorm(12), "n2": nn.LayerNorm(12)},
-    **{"qkv": [12, 36], "o": [12, 12], "a": [12, 48], "b": [48, 12], "c": [12, 11]},
-    future=nn.Buffer(torch.ones(8, 8).triu(1).bool()),
-)
-def language_model_in_one_forward(m, i):
-    """Its attention is written out, beside everything else."""
-    x = m.e(i) + m.p(torch.arange(i.shape[1]))
-    q, k, v = (y.unflatten(-1, (3, -1)).transpose(1, 2) for y in m.qkv(m.n(x)).split(12, dim=2))
-    scores = (q @ k.transpose(-2, -1) / 2).masked_fill(m.future[: i.shape[1], : i.shape[1]], -1e9)
-    x = x + m.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    return m.c(x + m.b(F.gelu(m.a(m.n2(x)))))
 
 
 @odd(real(5, 6), real(5, 5), a=[6, 24], source=[24, 1], target=[24, 1], c=[24, 3])

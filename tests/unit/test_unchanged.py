@@ -85,7 +85,7 @@ class Keeper(nn.Module):
 
     shadowed: Any = None
     of_class = 0
-    table_of_class: ClassVar[dict[int, Any]] = {}
+    of_all: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,10 +149,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "an attribute that goes": (lambda m, x: vars(m).pop("once", None), lambda m: "once" in vars(m)),
     "a class's attribute, hidden": (lambda m, x: setattr(m, "shadowed", x.sum()), lambda m: "shadowed" in vars(m)),
     "a class's attribute": (lambda m, x: setattr(type(m), "of_class", m.of_class + 1), lambda m: type(m).of_class),
-    "a class's dictionary": (
-        lambda m, x: m.table_of_class.update({len(m.table_of_class): x}),
-        lambda m: list(m.table_of_class),
-    ),
+    "a class's dictionary": (lambda m, x: m.of_all.update({len(m.of_all): x}), lambda m: list(m.of_all)),
     "a buffer": (lambda m, x: m.table.add_(1), lambda m: m.table.tolist()),
     "a buffer and how much of it is filled": (fill, lambda m: (m.table.tolist(), m.filled)),
     "a buffer through data": (lambda m, x: m.table.data.add_(1), lambda m: m.table.tolist()),
@@ -163,10 +160,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
         lambda m: (m.empty, sorted(m._non_persistent_buffers_set)),
     ),
     "a new registered buffer": (lambda m, x: m.register_buffer("mask", torch.ones(1)), lambda m: list(m._buffers)),
-    "a registered parameter": (
-        lambda m, x: m.register_parameter("late", nn.Parameter(torch.ones(1))),
-        lambda m: list(m._parameters),
-    ),
+    "a registered parameter": (lambda m, x: setattr(m, "late", nn.Parameter(x[0])), lambda m: list(m._parameters)),
     "a parameter": (lambda m, x: m.slow.detach().add_(1), lambda m: m.slow.tolist()),
     "a parameter through data": (lambda m, x: m.slow.data.lerp_(x[0, :3], 0.5), lambda m: m.slow.tolist()),
     "several parameters at once": (lambda m, x: torch._foreach_add_([m.slow.data], 1.0), lambda m: m.slow.tolist()),
@@ -207,19 +201,13 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     "a global dictionary": (lambda m, x: _TABLES.update({len(_TABLES): x}), lambda m: list(_TABLES)),
     "a new global variable": (keep_new_global, lambda m: "_NEW" in globals()),
     "a variable of a Python module": (lambda m, x: setattr(state, "calls", state.calls + 1), lambda m: state.calls),
-    "an attribute of another class": (
-        lambda m, x: setattr(Registry, "table", x.sum()),
-        lambda m: Registry.table is None,
-    ),
+    "an attribute of another class": (lambda m, x: setattr(Registry, "table", 1), lambda m: Registry.table),
     "a thread's variable": (lambda m, x: setattr(_THREAD, "table", x.sum()), lambda m: hasattr(_THREAD, "table")),
     "a weak dictionary": (lambda m, x: _WEAK.update({m: _WEAK.get(m, 0) + 1}), lambda m: _WEAK.get(m)),
     "a context's variable": (lambda m, x: _CONTEXT.set(_CONTEXT.get() + 1), lambda m: _CONTEXT.get()),
     "an attribute of a function": (keep_in_function, lambda m: hasattr(keep_in_function, "calls")),
     "a default of a keyword": (keep_in_default, lambda m: list(keep_in_default.__kwdefaults__["seen"])),
-    "a chain of dictionaries": (
-        lambda m, x: m.chain.update(calls=m.chain.get("calls", 0) + 1),
-        lambda m: dict(m.chain),
-    ),
+    "a chain of dictionaries": (lambda m, x: m.chain.update(calls=len(m.chain) + 1), lambda m: dict(m.chain)),
     "a queue": (lambda m, x: m.queue.put(1), lambda m: m.queue.qsize()),
     "an array of Python's": (lambda m, x: m.doubles.append(1.0), lambda m: list(m.doubles)),
     "a quasi-random sequence": (lambda m, x: m.sobol.draw(1), lambda m: m.sobol.num_generated),
@@ -233,10 +221,7 @@ WAYS: dict[str, tuple[Callable[[Keeper, Tensor], Any], Callable[[Keeper], Any]]]
     ),
     "modes": (lambda m, x: m.inner.eval(), lambda m: m.inner.training),
     "a hook": (lambda m, x: m.inner.register_forward_hook(lambda *_: None), lambda m: len(m.inner._forward_hooks)),
-    "a tensor's hook": (
-        lambda m, x: m.trained.register_hook(lambda gradient: None),
-        lambda m: len(m.trained._backward_hooks or ()),
-    ),
+    "a tensor's hook": (lambda m, x: m.trained.register_hook(abs), lambda m: len(m.trained._backward_hooks or ())),
     "a submodule": (lambda m, x: setattr(m, "lazy", nn.Linear(2, 2)), lambda m: list(m._modules)),
     "another submodule": (lambda m, x: setattr(m, "inner", nn.Linear(2, 2)), lambda m: id(m.inner)),
     "a module in a list": (lambda m, x: m.several.append(nn.Identity()), lambda m: len(m.several)),

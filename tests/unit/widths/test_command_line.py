@@ -12,6 +12,13 @@ from torch import nn
 from growlab.inspect import METHODS, USUAL, Report, examine, matrix_table
 from growlab.inspect.__main__ import describe, main
 from tests.cases import Around, graph_of
+from tests.command_line import CommandLine
+
+HERE = "tests.unit.widths.test_command_line"
+UNKNOWN = (
+    *("model=custom", "model._target_=tests.unit.widths.unknown.network", "growth=net2net", "lr_adapt=none"),
+    *("data.limit_train=64", "data.limit_test=20", "data.batch_size=32", "schedule.epochs=[1,1]"),
+)
 
 
 def test_report_of_a_network(capsys):
@@ -29,7 +36,7 @@ def test_report_of_a_network(capsys):
 
 
 def test_text_names_what_grows_and_what_stays(capsys):
-    assert main(["tests.unit.widths.test_command_line:small", "--input-shape", "4"]) == 0
+    assert main([f"{HERE}:small", "--input-shape", "4"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"grows .*\n    0: 8\n", text)
     assert re.search(r"stays .*\n    2: the network's output\n", text)
@@ -56,17 +63,14 @@ def leaving() -> None:
         (["resnet20"], "is no network's name"),
         (["growlab/resnet21"], "growlab has no network 'resnet21'"),
         (["torchvision/resnet180"], "Unknown model resnet180; did you mean resnet18"),
-        (["tests.unit.widths.test_command_line:small"], "add --input-shape"),
-        (["tests.unit.widths.test_command_line:nothing"], "cannot make"),
-        (["tests.unit.widths.test_command_line:broken"], "no such size (" + __file__),
+        ([f"{HERE}:small"], "add --input-shape"),
+        ([f"{HERE}:nothing"], "cannot make"),
+        ([f"{HERE}:broken"], "no such size (" + __file__),
         (["json:dumps"], "missing 1 required positional argument"),
         (["math:pi"], "is not a callable object"),
         (["os:getcwd"], "returned no network but str"),
         (["growlab/resnet20", "--methods", "theirs"], "no growth method theirs"),
-        (
-            ["tests.unit.widths.test_command_line:leaving"],
-            "cannot make tests.unit.widths.test_command_line:leaving: SystemExit",
-        ),
+        ([f"{HERE}:leaving"], f"cannot make {HERE}:leaving: SystemExit"),
         *(
             (["growlab/resnet20", "--input-shape", shape], "is not of the form 3,32,32")
             for shape in ("3,-8,8", "0", "3,,8", "1.5", "9" * 30, "\u00b2")
@@ -101,8 +105,7 @@ def test_a_matrix_resumes_where_it_ended(tmp_path, capsys, monkeypatch):
     """Each network in its own process: one that takes too long is a row, and so is one that cannot be made."""
     # The function of that name hides its module.
     monkeypatch.setattr(sys.modules["growlab.inspect.examine"], "_PRELOAD", ["growlab.inspect.examine"])
-    here = "tests.unit.widths.test_command_line"
-    names = [f"{here}:with_inputs", f"{here}:endless", f"{here}:nothing"]
+    names = [f"{HERE}:with_inputs", f"{HERE}:endless", f"{HERE}:nothing"]
     arguments = ["--matrix", str(tmp_path / "m"), "--methods", "net2net", "--time-limit"]
     assert main([names[0], *arguments, "60"]) == 0
     first = json.loads((tmp_path / "m.json").read_text())["networks"]
@@ -136,7 +139,7 @@ def small() -> nn.Module:
 def test_inputs_that_are_no_rows_of_samples_are_left_whole(capsys):
     """Edges [2, E] of a graph: neither they nor its nodes have a row for each sample."""
     for keep in ([], ["--keep-full", "index_add_"]):
-        assert main(["tests.unit.widths.test_command_line:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
+        assert main([f"{HERE}:on_a_graph", "--methods", "net2net", "--json", *keep]) == 0
         report = Report(**json.loads(capsys.readouterr().out))
         assert report.samples == 1 and report.probe == [[6, 4], [2, 8]]
         assert report.groups == ({"nodes": 8} if keep else {"nodes": 8, "messages": 10})
@@ -175,7 +178,7 @@ def test_a_graph_prints_the_report_in_short(name, lines):
     [("with_inputs", 2), ("by_name", 2), ("of_a_dictionary", 2), ("a_list_for_each", 1), ("one_for_all", 1)],
 )
 def test_inputs_and_outputs_of_any_structure(factory, samples):
-    report = examine(f"tests.unit.widths.test_command_line:{factory}", methods=["net2net"], parts=False)
+    report = examine(f"{HERE}:{factory}", methods=["net2net"], parts=False)
     assert report.parity["net2net"]["eval"] <= 1e-10 and len(report.groups) == 1
     assert report.samples == samples
 
@@ -204,3 +207,24 @@ def a_list_for_each() -> tuple[nn.Module, torch.Tensor]:
 
 def one_for_all() -> tuple[nn.Module, torch.Tensor]:
     return Around(lambda net, x: net.inner(x).mean(), inner=small()), torch.randn(2, 4)
+
+
+def test_the_report_says_what_to_add_and_it_works(capsys):
+    arguments = ["tests.unit.widths.unknown:network", "--input-shape", "1,3,3"]
+    assert main(arguments) == 1
+    message = " ".join(capsys.readouterr().out.split())
+    assert re.search(r'aten\.put\.default in module 4 .*unknown\.py", line 11', message)
+    hint = re.search(r"--keep-full \w+", message).group().split()
+    assert main([*arguments, *hint, "--json"]) == 0
+    report = Report(**json.loads(capsys.readouterr().out))
+    assert report.grows
+    assert report.groups == {"1": 8}
+    assert report.fixed["3"] == "used by put"
+
+
+def test_a_run_grows_around_the_operation(cli: CommandLine, tmp_path):
+    done = cli(*UNKNOWN, "schedule.widths=[0.5,1]", "hydra.run.dir=run", "keep_full=[put]", cwd=tmp_path)
+    assert done.code == 0, done.err
+    growth = json.loads((tmp_path / "run" / "growth.json").read_text())
+    assert growth["groups"]["1"]["full_width"] == 8
+    assert growth["events"][0]["parity_error_eval"] < 1e-5

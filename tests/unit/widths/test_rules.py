@@ -338,15 +338,16 @@ CASES = {
         **{"inside": [8, 12], "norm": nn.RMSNorm(12), "head": [12, 4]},
         attention=Around(attention_of_its_stream, qkv=[12, 36], out=[12, 12], num_heads=4, steps=4),
     ),
-    "split by an attribute": between(
-        {"inside": 4, "inside#2": 6},
-        *(split_by_attribute, ("", "sizes", 0), ("", "sizes", 1)),
-        **{"shape": ROW, "inside": [8, 10], "norm": nn.BatchNorm1d(4, eps=1e-14), "sizes": (4, 6), "head": [10, 4]},
-    ),
-    "split by an attribute that cannot follow": between(
-        *({}, split_by_attribute),
-        **{"shape": ROW, "inside": [8, 10], "norm": nn.Identity(), "sizes": (4, 6), "head": [10, 4]},
-    ),
+    **{
+        f"split by an attribute{name}": between(
+            *(groups, split_by_attribute, *written),
+            **{"shape": ROW, "inside": [8, 10], "norm": norm, "sizes": (4, 6), "head": [10, 4]},
+        )
+        for name, groups, norm, *written in (
+            ("", {"inside": 4, "inside#2": 6}, nn.BatchNorm1d(4, eps=1e-14), ("", "sizes", 0), ("", "sizes", 1)),
+            (" that cannot follow", {}, nn.Identity()),
+        )
+    },
     "casts": case(ROW, {"inside": 6}, through_casts, inside=[8, 6], head=[6, 4]),
     "a cast weight": case(
         *(ROW, {"inside": 6}),
