@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab import At, Grower, Never
+from growlab import At, Grower, Never, parts
 from growlab.base.files import write_json
 from growlab.lab.networks import CifarResNet
 from growlab.optim import SGD
@@ -54,13 +54,9 @@ def made(way: str, width: int) -> tuple[nn.Module, dict[str, Any]]:
     network = CifarResNet(blocks, num_classes=10, channels=channels)
     late = At({0: 1.0, GROWN_AT: 1.0}, unit="cost")
     if way == "grown in depth":
-        from growlab.parts.depth import Depth
-
-        return network, {"trigger": late, "parts": [Depth()]}
+        return network, {"trigger": late, "parts": [parts.Depth()]}
     if way == "grown in images":
-        from growlab.parts.resolution import Resolution
-
-        return network, {"trigger": late, "parts": [Resolution([24, 32])]}
+        return network, {"trigger": late, "parts": [parts.Resolution([24, 32])]}
     return network, {"trigger": Never()}
 
 

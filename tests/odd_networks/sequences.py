@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests.cases import Around
 from tests.odd_networks.table import made, net, odd, real, tokens
 
 
@@ -104,14 +105,11 @@ def norms_of_two_streams_in_one_forward(m, x):
     return m.c(F.relu(m.d(y)).mean(1))
 
 
-class Averages(nn.Module):
-    """Means over positions and over channels."""
-
-    def forward(self, x):
-        return x - x.mean(1, keepdim=True) - x.mean(-1, keepdim=True)
-
-
-@odd(real(5, 7), groups={"a": 12, "b": 9}, a=[7, 12], centre=Averages(), b=[12, 9], n=nn.LayerNorm(9), c=[45, 3])
+@odd(
+    real(5, 7),
+    centre=Around(lambda net, x: x - x.mean(1, keepdim=True) - x.mean(-1, keepdim=True)),
+    **{"groups": {"a": 12, "b": 9}, "a": [7, 12], "b": [12, 9], "n": nn.LayerNorm(9), "c": [45, 3]},
+)
 def centred_both_ways(m, x):
     return m.c(m.n(m.b(F.relu(m.centre(m.a(x))))).flatten(1))
 

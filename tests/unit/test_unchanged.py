@@ -403,9 +403,7 @@ def with_flag(m: Caching, h: Tensor) -> Tensor:
 
 
 def in_object(m: Caching, h: Tensor) -> Tensor:
-    if m.options.kept is None:
-        m.options.kept = torch.ones_like(h[0])
-    return m.options.kept
+    return in_attribute(m.options, h)
 
 
 def in_buffer(m: Caching, h: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from growlab import parts
 from growlab.base.errors import UserError
 from growlab.frontends.lightning import Growth
 from growlab.grower import Grower
@@ -84,13 +85,9 @@ def test_arguments_of_a_call_are_positional_ones_as_far_as_they_can_be() -> None
 
 
 def test_inputs_by_name_grow_in_width_and_depth_and_are_measured() -> None:
-    from growlab.parts.depth import Depth
-
     network = ByName().double()
     full = {name: tensor.shape for name, tensor in network.state_dict().items()}
-    grower = Grower(
-        network, {"x": X, "mask": MASK}, method=VarianceTransfer(), trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[Depth()]
-    )
+    grower = Grower(network, {"x": X, "mask": MASK}, trigger={0: 0.5, 1: 0.75, 2: 1.0}, parts=[parts.Depth()])
     narrow = forward_flops(network, {"x": X[:1].double(), "mask": MASK[:1].double()})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     grower.follow(optimizer)
@@ -115,12 +112,10 @@ def test_a_method_takes_batches_of_inputs_by_name() -> None:
 
 
 def test_images_by_name_are_small_at_first() -> None:
-    from growlab.parts.resolution import Resolution
-
     layers = {"a": nn.Conv2d(3, 8, 3), "last": nn.Linear(8, 3)}
     network = module(lambda self, *, image: self.last(torch.relu(self.a(image)).mean((2, 3))), **layers)
     image = torch.randn(2, 3, 16, 16)
-    Grower(network, {"image": image}, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0}, parts=[Resolution([8, 16])])
+    Grower(network, {"image": image}, trigger={0: 0.5, 1: 1.0}, parts=[parts.Resolution([8, 16])])
     seen: list[Any] = []
     network.a.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[-1]))
     network.train()(image=image)
@@ -174,7 +169,6 @@ class Packed(nn.Module):
     ],
 )
 def test_packed_sequences_are_refused_in_a_sentence(where: str, example: Any) -> None:
-    assert isinstance(example, PackedSequence | tuple)
     with pytest.raises(UserError, match=r"Packed packs sequences.*padded sequences and mask"):
         trace(Packed(where), example)
 

@@ -53,12 +53,7 @@ class OneMore(RootMeanSquare):
 class Language(nn.Module):
     """An embedding, a hidden layer beside its stream, a normalisation, and logits by the embedding's table."""
 
-    def __init__(
-        self,
-        norm: Callable[[int], nn.Module] = RootMeanSquare,
-        seen_twice: bool = False,
-        chosen: Callable[[Tensor], Tensor] = lambda x: x,
-    ) -> None:
+    def __init__(self, norm: Any = RootMeanSquare, seen_twice: bool = False, chosen: Any = lambda x: x) -> None:
         super().__init__()
         self.chosen = chosen
         self.table, self.norm, self.seen_twice = nn.Embedding(11, 12), norm(12), seen_twice

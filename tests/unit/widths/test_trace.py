@@ -22,30 +22,24 @@ def test_groups_of_small_networks(name):
     assert graph_of(name).full_widths == NETWORKS[name].groups
 
 
-def test_padded_shortcuts_lay_new_channels_behind_the_narrower_stream():
-    graph = graph_of("resnet A")
-    assert {name: group.below for name, group in graph.groups.items() if group.below} == {
-        "layers.1.0.conv2": 5,
-        "layers.2.0.conv2": 8,
-    }
-    stream = (Part("conv1"), Part("layers.1.0.conv2"), Part("layers.2.0.conv2"))
-    assert graph.axes["classifier.weight"][1].parts == stream
-    assert graph.axes["layers.2.0.conv2.weight"][0].parts == stream
+def test_axes_consist_of_parts():
+    """Shortcuts that are padded, an image that is flattened, tensors that are concatenated."""
+    graph, added = graph_of("resnet A"), ("layers.1.0.conv2", "layers.2.0.conv2")
+    assert {name: group.below for name, group in graph.groups.items() if group.below} == dict(
+        zip(added, (5, 8), strict=True)
+    )
+    stream = tuple(map(Part, ("conv1", *added)))
+    assert graph.axes["classifier.weight"][1].parts == graph.axes["layers.2.0.conv2.weight"][0].parts == stream
     assert graph.axes["layers.2.0.conv1.weight"][1].parts == stream[:2]
     assert graph.axes["layers.1.0.bn2.running_var"][0].parts == stream[:2]
     assert (len(graph.layers), len(graph.norms)) == (8, 7)
     assert graph.fixed == {"classifier": "the network's output"}
-
-
-def test_a_flattened_image_repeats_each_channel():
     assert graph_of("flatten").axes["hidden.weight"][1].parts == (Part("conv", 1, 3 * 2),)
     assert graph_of("flatten").shape("hidden.weight", {"conv": 3, "hidden": 2}) == (2, 18)
-
-
-def test_concatenation_lays_groups_side_by_side():
     axes = graph_of("dense").axes
     assert axes["classifier.weight"][1].parts == (Part("stem"), Part("conv1"), Part("conv2"))
     assert axes["norm2.running_mean"][0].parts == (Part("stem"), Part("conv1"))
+    assert graph_of("bare").fixed["single"] == "a single channel"
 
 
 def test_shared_tensors_have_one_name_and_one_scale():
@@ -57,10 +51,6 @@ def test_shared_tensors_have_one_name_and_one_scale():
     (twice,) = [layer for layer in graph.layers if layer.weight == "twice.weight"]
     assert twice.scale_in == twice.scale_out
     assert len(graph.norms) == 1
-
-
-def test_what_stays_fixed_says_why():
-    assert graph_of("bare").fixed["single"] == "a single channel"
 
 
 def test_scales_stop_at_functions_that_are_not_homogeneous():
