@@ -181,6 +181,7 @@ def test_heads_are_found_however_attention_is_written(spelling: str) -> None:
 
 
 def test_heads_of_a_vision_transformer_follow_its_stream() -> None:
+    torch.manual_seed(0)
     network = VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=48, mlp_dim=64, num_classes=10).double()
     graph = trace(network, x := torch.randn(2, 3, 32, 32, dtype=torch.float64))
     assert graph.grows("conv_proj.weight") and graph.grows("encoder.ln.weight")
