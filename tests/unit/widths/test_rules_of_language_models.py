@@ -157,7 +157,7 @@ def test_a_tied_table_ends_the_network_and_is_no_output_layer_of_the_rules() -> 
 
 def test_a_gain_that_something_else_sees_keeps_its_stream() -> None:
     assert not trace(Language(lambda channels: OneMore(channels, told=True)), TOKENS).grows("table.weight")
-    graph = trace(Language(seen_twice=True), TOKENS)
+    graph = trace(Language(seen_twice=True, chosen=CHOSEN["all"]), TOKENS)
     assert not graph.grows("table.weight")
     assert "is both an embedding's table and a layer's weight" in graph.fixed["down"]
 
