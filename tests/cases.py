@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from growlab.growth import (
     Bert2Bert,
+    GrowthEvent,
     GrowthMethod,
     HyperCloning,
     Lemon,
@@ -558,6 +559,47 @@ def outputs(network: nn.Module, x: Tensor, training: bool) -> Tensor:
                 buffer.copy_(content)
             for module, mode in modes.items():
                 module.training = mode
+
+
+class Growing:
+    """A network from a part of its widths on, roughened there as by training.
+
+    Args:
+        part: of the widths at which it begins, or the widths themselves.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        x: Tensor | tuple[Tensor, ...],
+        method: GrowthMethod,
+        part: float | Mapping[str, int] = 0.5,
+        seed: int = 0,
+        graph: WidthGraph | None = None,
+        rough: bool = True,
+    ) -> None:
+        self.network, self.method, self.x = network, method, x if isinstance(x, tuple) else (x,)
+        self.graph = graph or trace(network, self.x)
+        widths = widths_at(self.graph, part) if isinstance(part, float) else dict(part)
+        self.state = make_seed(network, self.graph, method, widths, seed)
+        if rough:
+            roughen(network)
+
+    def grow(self, part: float | Mapping[str, int] = 1.0, seed: int = 0, **how: Any) -> GrowthEvent:
+        """Grow to a part of all widths, or to the widths of some groups."""
+        widths = widths_at(self.graph, part) if isinstance(part, float) else {**self.state.widths, **part}
+        return grow(self.network, self.graph, self.method, self.state, widths, seed, self.x, **how)
+
+    def outputs(self, training: bool = False, x: Tensor | None = None) -> Tensor:
+        return outputs(self.network, self.x[0] if x is None else x, training)
+
+
+def planted(
+    name: str, method: GrowthMethod, part: float = 0.5, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Growing:
+    """A network of the table from a part of its widths on."""
+    case = NETWORKS[name]
+    return Growing(case.make(dtype), case.inputs(dtype), method, part, seed, graph_of(name))
 
 
 def check_growth(

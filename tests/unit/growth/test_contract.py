@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import GrowthState, anneal_norms, finish, grow, make_seed
+from growlab.growth import GrowthEvent, anneal_norms, finish
 from growlab.growth.constants import as_applied
 from growlab.growth.parity import relative_error
-from growlab.widths import WidthGraph, resized, tensors_of
-from tests.cases import METHODS, NETWORKS, PRESERVING, graph_of, outputs, roughen, widths_at
+from growlab.widths import resized, tensors_of
+from tests.cases import METHODS, NETWORKS, PRESERVING, Growing, graph_of, outputs
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -32,28 +32,21 @@ SAMPLE, FURTHER, OTHERS = pairs(0), pairs(3), pairs(1, 2, 3, 4, 5)
 PARTS = (0.2, 0.65, 1.0)
 
 
-class Run:
+class Run(Growing):
     """A network of the tables on its way through its widths."""
 
     def __init__(self, network: str, method: str, dtype: torch.dtype = torch.float64, noise: float = 0.0) -> None:
-        self.case, self.method = NETWORKS[network], METHODS[method].make(noise)
-        self.graph: WidthGraph = graph_of(network)
-        self.network = self.case.make(dtype)
-        self.x = self.case.inputs(dtype)
-        self.state: GrowthState = make_seed(
-            self.network, self.graph, self.method, widths_at(self.graph, PARTS[0]), seed=5
-        )
-        roughen(self.network)
+        self.case = NETWORKS[network]
+        made = self.case.make(dtype), self.case.inputs(dtype), METHODS[method].make(noise)
+        super().__init__(*made, PARTS[0], 5, graph_of(network))
+        # Samples that its events have not seen.
+        self.fresh = self.case.inputs(dtype, seed=9)
 
-    def grow(self, part: float):
-        return grow(
-            self.network, self.graph, self.method, self.state, widths_at(self.graph, part), seed=5, probe=(self.x,)
-        )
+    def grow(self, part: float) -> GrowthEvent:
+        return super().grow(part, seed=5)
 
-    def outputs(self, training: bool = False, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Outputs on samples that its events have not seen."""
-        x = self.case.inputs(self.x.dtype, seed=9) if x is None else x
-        return outputs(self.network, x, training)
+    def outputs(self, training: bool = False) -> torch.Tensor:
+        return super().outputs(training, self.fresh)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +135,14 @@ def test_growing_by_nothing_changes_nothing(method: str, network: str) -> None:
 @pytest.mark.parametrize(("method", "network"), list(zip(METHODS, ["resnet A", "shared", "bare"] * 4, strict=True)))
 def test_weights_depend_on_seed_and_stage_alone(method: str, network: str) -> None:
     grown = []
-    for global_seed in (0, 1):
+    for global_seed, default in enumerate((torch.float32, torch.float64)):
         torch.manual_seed(global_seed)
         run = Run(network, method, noise=0.1)
-        run.grow(1.0)
+        torch.set_default_dtype(default)
+        try:
+            run.grow(1.0)
+        finally:
+            torch.set_default_dtype(torch.float32)
         grown.append(run.network.state_dict())
     for name in grown[0]:
         assert torch.equal(grown[0][name], grown[1][name])
@@ -169,11 +166,11 @@ def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> Non
             fresh.load_state_dict(run.network.state_dict(), strict=True)
     else:
         fresh.load_state_dict(run.network.state_dict(), strict=True)
-        loaded = outputs(fresh, run.case.inputs(seed=9), False) * run.state.output_factor
+        loaded = outputs(fresh, run.fresh, False) * run.state.output_factor
         torch.testing.assert_close(loaded, expected)
     finish(run.network, run.graph, run.method, run.state)
     fresh.load_state_dict(run.network.state_dict(), strict=True)
-    torch.testing.assert_close(outputs(fresh, run.case.inputs(seed=9), False), expected)
+    torch.testing.assert_close(outputs(fresh, run.fresh, False), expected)
 
 
 @pytest.mark.parametrize(

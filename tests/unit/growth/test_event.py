@@ -1,6 +1,7 @@
 """A growth event as a whole: receipts, noise, rollback, and everything that it must leave alone."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from torch.nn import functional as F
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.growth import (
-    FixedSize,
     GrownTensors,
     GrowthContext,
     GrowthState,
@@ -21,8 +21,6 @@ from growlab.growth import (
     ParityError,
     RandomGrowth,
     VarianceTransfer,
-    grow,
-    make_seed,
 )
 from growlab.growth import outputs as growth_outputs
 from growlab.growth.method import generator
@@ -31,7 +29,7 @@ from growlab.growth.parity import relative_error
 from growlab.growth.rescale import fold_output_factor
 from growlab.lab.training.build import make_network
 from growlab.widths import UnsupportedOperation, trace
-from tests.cases import NETWORKS, Around, graph_of, outputs, roughen, widths_at
+from tests.cases import NETWORKS, Around, Growing, outputs, planted
 
 
 class Broken(PairGrowth):
@@ -47,12 +45,8 @@ class Broken(PairGrowth):
         return GrownTensors(tensors)
 
 
-def planted(name: str = "depthwise", method=None):
-    case, graph = NETWORKS[name], graph_of(name)
-    network = case.make()
-    state = make_seed(network, graph, method or PairGrowth(), widths_at(graph, 0.5), seed=0)
-    roughen(network)
-    return network, graph, state, (case.inputs(),)
+def depthwise(method=None) -> Growing:
+    return planted("depthwise", method or PairGrowth())
 
 
 def everything(network: nn.Module) -> list:
@@ -69,107 +63,76 @@ def everything(network: nn.Module) -> list:
     ],
 )
 def test_an_event_that_breaks_its_promise_is_undone(change, error):
-    network, graph, state, probe = planted()
-    before, shown, was = everything(network), repr(network), state.as_dict()
-    content = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    output = outputs(network, probe[0], False)
+    run = depthwise(Broken(change))
+    before, shown, was = everything(run.network), repr(run.network), run.state.as_dict()
+    content = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
+    output = run.outputs()
     with pytest.raises(RuntimeError, match=error):
-        grow(network, graph, Broken(change), state, graph.full_widths, 0, probe)
-    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
-    assert all(torch.equal(tensor, content[name]) for name, tensor in network.state_dict().items())
-    assert repr(network) == shown
-    assert state.as_dict() == was
-    assert torch.equal(outputs(network, probe[0], False), output)
+        run.grow()
+    assert all(a is b for (_, a), (_, b) in zip(before, everything(run.network), strict=True))
+    assert all(torch.equal(tensor, content[name]) for name, tensor in run.network.state_dict().items())
+    assert repr(run.network) == shown
+    assert run.state.as_dict() == was
+    assert torch.equal(run.outputs(), output)
     # And it can still grow.
-    grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
+    run.method = PairGrowth()
+    run.grow()
 
 
-def test_a_network_that_has_become_nan_does_not_grow():
-    network, graph, state, probe = planted()
+def test_a_network_that_has_become_nan_does_not_grow_and_none_shrinks():
+    run = depthwise()
+    with pytest.raises(ValueError, match=r"stem would shrink from 4 to 2"):
+        run.grow({"stem": 2})
     with torch.no_grad():
-        network.classifier.bias.fill_(math.nan)
+        run.network.classifier.bias.fill_(math.nan)
     with pytest.raises(ParityError, match="puts out NaN already before growth to stage 1"):
-        grow(network, graph, PairGrowth(), state, graph.full_widths, 0, probe)
-
-
-def test_a_failure_while_noise_is_added_is_undone():
-    class Noisy(PairGrowth):
-        def noise(self, context):
-            return {"pointwise.weight": torch.zeros(1, 2, 3)}
-
-    network, graph, state, probe = planted()
-    before = everything(network)
-    with pytest.raises(RuntimeError):
-        grow(network, graph, Noisy(), state, graph.full_widths, 0, probe)
-    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
-
-
-def test_shrinking_is_refused():
-    network, graph, state, probe = planted("mlp")
-    with pytest.raises(ValueError, match=r"hidden\.2 would shrink from 3 to 2"):
-        grow(network, graph, PairGrowth(), state, graph.full_widths | {"hidden.2": 2}, 0, probe)
+        run.grow()
 
 
 @pytest.mark.parametrize("method", [PairGrowth(0.1), Net2Net(0.1), VarianceTransfer(noise_std=0.1), RandomGrowth()])
-def test_an_event_leaves_generators_modes_and_statistics_alone(method):
-    network, graph, state, probe = planted(method=method)
-    network.train()
+def test_an_event_leaves_generators_modes_statistics_and_hooks_alone(method):
+    run, seen = depthwise(method), []
+    network = run.network.train()
     network.norm.eval()
+    network.depthwise.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     counted = network.norm2.num_batches_tracked.clone()
     modes = {name: module.training for name, module in network.named_modules()}
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    grow(network, graph, method, state, graph.full_widths, 0, probe)
+    run.grow()
     assert torch.equal(torch.get_rng_state(), before)
     assert {name: module.training for name, module in network.named_modules()} == modes
     assert torch.equal(network.norm2.num_batches_tracked, counted)
     assert all(p.grad is None for p in network.parameters())
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_module_hooks_survive_and_parity_adds_none():
-    network, graph, state, probe = planted()
-    seen = []
-    network.depthwise.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
-    grow(network, graph, VarianceTransfer(), state, graph.full_widths, 0, probe)
     seen.clear()
-    network(probe[0])
-    assert seen == [8]
-    assert not network.norm._forward_pre_hooks
-
-
-def test_observing_restores_buffers_when_the_network_fails():
-    network, _, _, probe = planted()
-    before = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    network.classifier.register_forward_pre_hook(lambda module, inputs: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        observe(network, probe)
-    assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
-
-
-def test_observing_reports_batch_statistics_and_leaves_dropout_out():
-    network, graph, _, probe = planted()
-    found, inputs = {}, []
-    seen = observe(network, probe, graph.norms, found.update)
-    network.norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    with torch.no_grad():
-        network.train()(probe[0])
-    mean, variance = found["norm"]
-    torch.testing.assert_close(mean, inputs[0].mean((0, 2, 3)))
-    torch.testing.assert_close(variance, inputs[0].var((0, 2, 3)))
-    torch.testing.assert_close(seen.train, outputs(network, probe[0], True))
-    x, functional = torch.randn(4, 4), Around(lambda net, x: F.dropout(x, 0.5, net.training))
-    assert torch.equal(observe(functional, (x,)).train, x)
+    network(*run.x)
+    assert seen == [8] and not network.norm._forward_pre_hooks
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_network_is_observed_in_both_modes_whichever_it_is_in(training):
-    network, _, _, probe = planted()
-    expected = [outputs(network, probe[0], mode) for mode in (True, False)]
+def test_a_network_is_observed_in_both_modes_without_dropout_and_stays_as_it_is(training):
+    run = depthwise()
+    network = run.network.train(training)
+    before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    expected = [run.outputs(mode) for mode in (True, False)]
     assert not torch.allclose(*expected)
-    seen = observe(network.train(training), probe)
+    found, inputs = {}, []
+    seen = observe(network, run.x, run.graph.norms, found.update)
     torch.testing.assert_close([seen.train, seen.eval], expected)
     assert all(module.training == training for module in network.modules())
+    handle = network.classifier.register_forward_pre_hook(lambda module, inputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        observe(network, run.x)
+    handle.remove()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in network.named_buffers())
+    network.norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
+    network.train()(*run.x)
+    mean, variance = found["norm"]
+    torch.testing.assert_close(mean, inputs[0].mean((0, 2, 3)))
+    torch.testing.assert_close(variance, inputs[0].var((0, 2, 3)))
+    x, functional = torch.randn(4, 4), Around(lambda net, x: F.dropout(x, 0.5, net.training))
+    assert torch.equal(observe(functional, (x,)).train, x)
 
 
 def test_a_cast_takes_no_precision_from_a_network_in_float64():
@@ -190,71 +153,60 @@ def test_attention_without_its_dropout_keeps_its_mask():
 
 
 def test_the_receipt():
-    network, graph, state, probe = planted("mlp", PairGrowth(0.05))
-    num_before = sum(p.numel() for p in network.parameters())
-    event = grow(network, graph, PairGrowth(0.05), state, graph.full_widths, 0, probe)
+    run = planted("mlp", PairGrowth(0.05))
+    num_before = sum(p.numel() for p in run.network.parameters())
+    event = run.grow()
     receipt = event.as_dict()
     assert "replaced" not in receipt
     assert receipt["method"] == "PairGrowth"
     assert receipt["widths_before"] == {"hidden.0": 4, "hidden.2": 3, "hidden.4": 4}
-    assert receipt["widths_after"] == graph.full_widths
+    assert receipt["widths_after"] == run.graph.full_widths
     assert receipt["num_params_before"] == num_before
     assert receipt["num_params"] == sum(p.numel() for p in NETWORKS["mlp"].make().parameters())
     assert receipt["parity_error_eval"] < 1e-12 < receipt["noise_error_eval"] < 0.5
     assert receipt["seconds"] > event.parity_sec > 0
-    assert state.births == {"hidden.0": [0] * 4 + [1] * 5, "hidden.2": [0] * 3 + [1] * 4, "hidden.4": [0] * 4 + [1] * 4}
-    assert GrowthState.from_dict(state.as_dict()) == state
+    births = {"hidden.0": [0] * 4 + [1] * 5, "hidden.2": [0] * 3 + [1] * 4, "hidden.4": [0] * 4 + [1] * 4}
+    assert run.state.births == births
+    assert GrowthState.from_dict(run.state.as_dict()) == run.state
 
 
 def test_replaced_holds_exactly_the_tensors_that_changed():
-    network, graph, state, probe = planted("mlp")
-    before = dict(network.named_parameters())
-    widths = state.widths | {"hidden.2": 7}
-    event = grow(network, graph, PairGrowth(), state, widths, 0, probe)
+    run = planted("mlp", PairGrowth())
+    before = dict(run.network.named_parameters())
+    event = run.grow({"hidden.2": 7})
     assert set(event.replaced) == {"hidden.2.weight", "hidden.2.bias", "hidden.4.weight"}
-    for name, parameter in network.named_parameters():
+    for name, parameter in run.network.named_parameters():
         old, new = event.replaced.get(name, (before[name], before[name]))
         assert old is before[name]
         assert new is parameter
 
 
 def test_noise_is_relative_to_the_initialisation_and_spares_old_entries():
-    network, graph, state, probe = planted("mlp", PairGrowth())
-    quiet, noisy = ({}, {})
-    for std, result in ((0.0, quiet), (0.1, noisy)):
-        network, graph, state, probe = planted("mlp", PairGrowth())
-        grow(network, graph, PairGrowth(std), state, dict.fromkeys(graph.groups, 200), 0, probe)
-        result.update({name: tensor.clone() for name, tensor in network.state_dict().items()})
-    difference = noisy["hidden.2.weight"] - quiet["hidden.2.weight"]
+    grown = []
+    for std in (0.0, 0.1):
+        run = planted("mlp", PairGrowth(std))
+        run.grow(dict.fromkeys(run.graph.groups, 200))
+        grown.append(run.network.state_dict())
+    difference = grown[1]["hidden.2.weight"] - grown[0]["hidden.2.weight"]
     assert difference[:3, :4].count_nonzero() == 0
     assert float(difference[3:].std()) == pytest.approx(0.1 * math.sqrt(2 / 200), rel=0.03)
-    assert torch.equal(noisy["hidden.2.bias"], quiet["hidden.2.bias"])
-
-
-def test_a_network_at_full_width_keeps_its_own_initialisation():
-    network, graph = NETWORKS["resnet A"].make(), graph_of("resnet A")
-    before = everything(network)
-    make_seed(network, graph, FixedSize(), graph.full_widths, seed=0)
-    assert all(a is b for (_, a), (_, b) in zip(before, everything(network), strict=True))
+    assert torch.equal(grown[0]["hidden.2.bias"], grown[1]["hidden.2.bias"])
 
 
 def test_a_network_grows_past_its_full_width():
-    network, graph, state, probe = planted("resnet A")
-    before = outputs(network, probe[0], True)
-    grow(network, graph, PairGrowth(), state, {n: 2 * w for n, w in graph.full_widths.items()}, 0, probe)
-    torch.testing.assert_close(outputs(network, probe[0], True), before)
-    assert network.classifier.in_features == 2 * 13
+    run = planted("resnet A", PairGrowth())
+    before = run.outputs(training=True)
+    run.grow({n: 2 * w for n, w in run.graph.full_widths.items()})
+    torch.testing.assert_close(run.outputs(training=True), before)
+    assert run.network.classifier.in_features == 2 * 13
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_reduced_precision_grows_within_its_rounding(dtype):
-    case, graph = NETWORKS["mlp batch norm"], graph_of("mlp batch norm")
-    network = case.make(dtype)
-    state = make_seed(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
-    event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, (case.inputs(dtype),))
-    assert event.parity_tolerance_eval > 1e-3
-    assert {p.dtype for p in network.parameters()} == {dtype}
-    assert network.hidden[1].running_var.dtype == dtype
+    run = planted("mlp batch norm", PairGrowth(), dtype=dtype)
+    assert run.grow().parity_tolerance_eval > 1e-3
+    assert {p.dtype for p in run.network.parameters()} == {dtype}
+    assert run.network.hidden[1].running_var.dtype == dtype
 
 
 def test_numbers_depend_on_seed_stage_and_name():
@@ -263,19 +215,6 @@ def test_numbers_depend_on_seed_stage_and_name():
 
     assert draw(0, 1, "a") == draw(0, 1, "a")
     assert len({tuple(draw(*key)) for key in [(0, 1, "a"), (1, 1, "a"), (0, 2, "a"), (0, 1, "b"), (0, 11, "")]}) == 5
-
-
-def test_weights_do_not_depend_on_torchs_default_dtype():
-    drawn = []
-    for default in (torch.float32, torch.float64):
-        torch.set_default_dtype(default)
-        try:
-            network, graph, state, probe = planted("residual")
-            grow(network, graph, PairGrowth(0.1), state, graph.full_widths, 0, probe)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        drawn.append(network.conv2.weight.detach())
-    assert torch.equal(drawn[0][:, 2:], drawn[1][:, 2:])
 
 
 def test_an_output_without_a_tensor_is_refused():
@@ -317,11 +256,10 @@ def test_a_head_that_starts_at_zero_grows(method):
     """Its outputs are 0 before the event and 0 up to rounding after it: no scale to be wrong by."""
     torch.manual_seed(0)
     network, x = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4)), torch.randn(8, 6)
-    graph = trace(network, x[:2])
-    state = make_seed(network, graph, method, widths_at(graph, 0.25), seed=0)
+    run = Growing(network, x, method, 0.25, rough=False)
     nn.init.zeros_(network[2].weight)
     nn.init.zeros_(network[2].bias)
-    event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+    event = run.grow()
     assert 0 < network(x).abs().max() < 1e-6
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-6
 
@@ -352,15 +290,13 @@ def test_new_entries_of_bare_parameters_are_within_the_range_of_old_ones(method)
     """A factor per channel under a root, as hand-written normalisations have it."""
     x = torch.randn(8, 5)
     for seed in range(5):
-        variance = nn.Parameter(torch.linspace(0.01, 1.0, 16) ** 3)
         network = Around(
             lambda net, x: net.classifier(F.relu(net.a(x)) * torch.rsqrt(net.variance + 1e-9)),
-            **{"a": [5, 16], "classifier": [16, 3], "variance": variance},
+            **{"a": [5, 16], "classifier": [16, 3], "variance": nn.Parameter(torch.linspace(0.01, 1.0, 16) ** 3)},
         )
-        graph = trace(network, x)
-        state = make_seed(network, graph, method(), {name: 8 for name in graph.groups}, seed=seed)
+        run = Growing(network, x, method(), seed=seed, rough=False)
         old = network.variance.clone()
-        grow(network, graph, method(), state, graph.full_widths, seed, x)
+        run.grow(seed=seed)
         assert len(old) == 8 and torch.equal(network.variance[:8], old)
         assert old.min() <= network.variance.min() and network.variance.max() <= old.max()
         assert network(x).isfinite().all()
@@ -377,16 +313,14 @@ def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None
     torch.manual_seed(0)
     table = kind(11, 8, padding_idx=3)
     last = nn.Linear(8, 11, bias=False)
-    network = nn.Sequential(table, nn.Linear(8, 8), nn.ReLU(), last)
     if tied:
         last.weight = table.weight
-    words = torch.tensor([[1, 3, 4], [9, 3, 3]])
-    graph = trace(network, words)
-    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=0)
+    network = nn.Sequential(table, nn.Linear(8, 8), nn.ReLU(), last)
+    run = Growing(network, torch.tensor([[1, 3, 4], [9, 3, 3]]), method, rough=False)
     if tied:
         with torch.no_grad():
             table.weight[3] += 1.0
-    grow(network, graph, method, state, graph.full_widths, seed=0, probe=words)
+    run.grow()
     assert not table.weight.detach().eq(0).all(1)[[1, 9]].any()
     assert bool(table.weight[3].any()) == tied
     # What is trained at that place has no entries left at zero.
@@ -397,12 +331,11 @@ def test_padding_that_no_gradient_reaches_stays_zero(method, kind, tied) -> None
 def test_inside_autocast_an_event_is_as_exact_as_outside(method) -> None:
     found = []
     for enabled in (False, True):
-        network, graph, state, (x,) = planted("transformer", method)
-        network, x = network.float(), x.float()
+        run = planted("transformer", method, dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            event = grow(network, graph, method, state, graph.full_widths, seed=0, probe=(x,))
+            event = run.grow()
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-5
-        found.append(network.state_dict())
+        found.append(run.network.state_dict())
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
@@ -427,13 +360,10 @@ def test_autocast_in_a_forward_does_not_count_as_an_error() -> None:
 def test_weights_of_several_types_may_need_autocast() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-    graph = trace(network, torch.randn(4, 5))
-    state = make_seed(network, graph, PairGrowth(), {"0": 4}, seed=0)
+    run = Growing(network, torch.randn(4, 5), PairGrowth(), rough=False)
     network[0].to(torch.bfloat16)
-    x = torch.randn(4, 5)
     with torch.autocast("cpu", torch.bfloat16):
-        event = grow(network, graph, PairGrowth(), state, {"0": 8}, seed=0, probe=(x,))
-    assert event.parity_error_eval < 0.1
+        assert run.grow().parity_error_eval < 0.1
     assert [network[n].weight.dtype for n in (0, 2)] == [torch.bfloat16, torch.float32]
 
 
@@ -444,27 +374,21 @@ def test_eval_mode_is_run_again_only_where_it_may_differ_from_train_mode(monkeyp
     passes = {}
     for norm in (nn.LayerNorm, nn.BatchNorm1d):
         network = nn.Sequential(nn.Linear(6, 8), norm(8), nn.ReLU(), nn.Linear(8, 3))
-        probe = torch.randn(4, 6)
-        graph = trace(network, probe)
-        state = make_seed(network, graph, PairGrowth(), widths_at(graph, 0.5), seed=0)
+        run = Growing(network, torch.randn(4, 6), PairGrowth(), rough=False)
         modes.clear()
-        event = grow(network, graph, PairGrowth(), state, graph.full_widths, 0, (probe,))
+        event = run.grow()
         passes[norm] = modes[2:]
         assert event.parity_error_eval < 1e-5 and event.parity_error_train < 1e-5
     assert passes[nn.LayerNorm] == [True] and False in passes[nn.BatchNorm1d]
-
-
-class Images:
-    def __init__(self) -> None:
-        self.network_arguments = {"image_shape": (1, 32, 32), "num_classes": 10}
 
 
 @pytest.mark.parametrize("target", ["resnet20", "mlp5", "convnet4"])
 def test_a_network_without_channels_is_named_by_its_setting(target: str) -> None:
     model = OmegaConf.load(f"conf/model/{target}.yaml")
     model.width = 0
+    images = SimpleNamespace(network_arguments={"image_shape": (1, 32, 32), "num_classes": 10})
     with pytest.raises(UserError, match=r"without entries, with model\.width=0.*at least 1") as raised:
-        make_network(model, Images())
+        make_network(model, images)
     assert "data" not in str(raised.value)
 
 

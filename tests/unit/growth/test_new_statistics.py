@@ -341,12 +341,13 @@ def test_a_fixed_size_network_is_drawn_as_asked(initialisation: str, multiple: f
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 40, 3), torch.nn.BatchNorm2d(40), torch.nn.ReLU())
     network += torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(360, 60), torch.nn.Linear(60, 30))
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    before, held = {name: tensor.clone() for name, tensor in network.state_dict().items()}, list(network.parameters())
     graph, method = trace(network, torch.randn(2, 3, 5, 5)), FixedSize(multiple, initialisation, gain=3.0)
     widths = {name: round(multiple * group.full_width) for name, group in graph.groups.items()}
     make_seed(network, graph, method, widths, seed=4)
     if initialisation == "constructor" and multiple == 1:
         assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+        assert all(a is b for a, b in zip(network.parameters(), held, strict=True))
         return
     outputs_in = network[5].in_features
     expected = {
