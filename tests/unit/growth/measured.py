@@ -1,33 +1,43 @@
-"""Small networks on their way through one event of a method that looks at data."""
+"""Planted networks with training batches, for events that look at data."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import GrowthEvent, GrowthMethod, GrowthState, Measurement, grow, make_seed
-from growlab.widths import WidthGraph, trace
-from tests.cases import roughen
+from growlab.growth import GrowthContext, GrowthEvent, GrowthMethod, Measurement
+from growlab.growth.fans import GroupTensors, group_tensors
+from growlab.widths import tensors_of
+from tests.cases import Growing
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass
-class Started:
-    """A planted network, its state and what its events look at."""
+class Started(Growing):
+    """A planted network and what its events look at."""
 
-    network: nn.Module
-    graph: WidthGraph
-    state: GrowthState
-    method: GrowthMethod
     batches: list[tuple[Tensor, Tensor]]
 
-    def grow(self, widths: dict[str, int], seed: int = 5) -> tuple[GrowthEvent, Measurement]:
-        data = Measurement(self.network, self.graph, self.batches, F.cross_entropy)
-        probe = (self.batches[0][0],)
-        wanted = {**self.state.widths, **widths}
-        event = grow(self.network, self.graph, self.method, self.state, wanted, seed, probe, data=data)
-        return event, data
+    def data(self, loss: Loss = F.cross_entropy) -> Measurement:
+        return Measurement(self.network, self.graph, self.batches, loss)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return tensors_of(self.network, self.graph)
+
+    def context(self, more: int = 0) -> tuple[GrowthContext, list[GroupTensors]]:
+        """An event by which every group gets so many more channels, and its groups."""
+        old = dict(self.state.widths)
+        new = {group: width + more for group, width in old.items()}
+        return GrowthContext(self.graph, self.tensors(), old, new, 5, 1), [group_tensors(self.graph, g) for g in old]
+
+    def grow(self, widths: dict[str, int], loss: Loss = F.cross_entropy) -> tuple[GrowthEvent, Measurement]:
+        data = self.data(loss)
+        return super().grow(widths, 5, data=data), data
+
+    def widen(self, more: int) -> tuple[GrowthEvent, Measurement]:
+        """Grow every group by so many channels."""
+        return self.grow({group: width + more for group, width in self.state.widths.items()})
 
     def loss(self) -> Tensor:
         """Mean loss over the batches, in train mode."""
@@ -40,7 +50,6 @@ def started(
     shape: Sequence[int],
     method: GrowthMethod,
     part: float = 0.5,
-    num_classes: int = 3,
     num_batches: int = 2,
     size: int = 12,
 ) -> Started:
@@ -49,17 +58,34 @@ def started(
     for module in network.modules():
         if isinstance(reset := getattr(module, "reset_parameters", None), Callable):
             reset()
-    network = network.double()
     source = torch.Generator().manual_seed(1)
     batches = [
         (
             torch.randn(size, *shape, generator=source, dtype=torch.float64),
-            torch.randint(num_classes, (size,), generator=source),
+            torch.randint(3, (size,), generator=source),
         )
         for _ in range(num_batches)
     ]
-    graph = trace(network, batches[0][0][:2])
-    widths = {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
-    state = make_seed(network, graph, method, widths, 5)
-    roughen(network)
-    return Started(network, graph, state, method, batches)
+    run = Started(network.double(), batches[0][0], method, part, seed=5)
+    run.batches = batches
+    return run
+
+
+def mlp(activation: nn.Module | None = None, inputs: int = 5) -> nn.Sequential:
+    first, second = (activation or nn.Tanh() for _ in range(2))
+    return nn.Sequential(nn.Linear(inputs, 8), first, nn.Linear(8, 6), second, nn.Linear(6, 3))
+
+
+class Residual(nn.Module):
+    """A stream that two layers put out, batch normalisation, a depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.inner, self.back = nn.Conv2d(6, 4, 3, padding=1), nn.Conv2d(4, 6, 1)
+        self.depthwise, self.head = nn.Conv2d(6, 6, 3, groups=6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.stem(x)))
+        x = torch.tanh(x + self.back(torch.tanh(self.inner(x))))
+        return self.head(torch.tanh(self.depthwise(x)).mean((2, 3)))

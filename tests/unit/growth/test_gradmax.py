@@ -7,7 +7,6 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
@@ -15,27 +14,19 @@ from growlab.grower.triggers import OnDemand, Plateau, Trigger
 from growlab.growth import (
     FireFly,
     GradMax,
+    GrowthEvent,
     GrowthMethod,
-    GrowthState,
-    Measurement,
     Schedule,
     Splitting,
     Tiny,
-    grow,
-    make_seed,
 )
 from growlab.lab.training.run import _HALF, _USUAL
 from growlab.optim import follow
 from growlab.parts import Part
-from growlab.widths import tensors_of
-from tests.cases import NETWORKS, Around, graph_of, outputs, roughen, widths_at
-from tests.unit.growth.measured import Started, started
+from tests.cases import NETWORKS, Around, Growing, graph_of, roughen, widths_at
+from tests.unit.growth.measured import Started, mlp, started
 
 DRAWS = 1000
-
-
-def mlp(activation: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 8), activation, nn.Linear(8, 6), activation, nn.Linear(6, 3))
 
 
 def conv(activation: nn.Module) -> nn.Sequential:
@@ -120,7 +111,7 @@ def test_the_gradient_is_the_network_s_own_through_convolutions_and_flattening(a
     """Also where torch's derivative at 0 is not 1, and the function stays."""
     run = started(conv(activation), (2, 6, 6), GradMax())
     old = dict(run.state.widths)
-    event, data = run.grow({name: width + 2 for name, width in old.items()})
+    event, data = run.widen(2)
     assert event.parity_error_eval < 1e-14
     for name, width in old.items():
         report = event.report["groups"][name]
@@ -134,7 +125,7 @@ def test_a_resting_point_is_searched_only_if_needed() -> None:
     samples = []
     for activation in (nn.Tanh(), nn.ReLU()):
         run = started(mlp(activation), (5,), GradMax())
-        _, data = run.grow({group: width + 1 for group, width in run.state.widths.items()})
+        _, data = run.widen(1)
         samples.append(data.cost.samples)
     assert samples[1] - samples[0] == sum(len(x) for x, _ in run.batches)
 
@@ -226,11 +217,10 @@ def test_behind_a_norm_per_sample_outgoing_weights_are_zero(norm: nn.Module) -> 
 def test_new_channels_without_a_gradient_are_refused() -> None:
     case = NETWORKS["gated"]
     run = started(case.make(), case.input_shape, GradMax())
-    widths = {name: width + 1 for name, width in run.state.widths.items()}
     with pytest.raises(UserError, match=r"GradMax cannot grow both: the gradient .* set fallback='pairs'"):
-        run.grow(widths)
+        run.widen(1)
     run.method = GradMax(fallback="pairs")
-    event, _ = run.grow(widths)
+    event, _ = run.widen(1)
     assert set(event.report["grown_by_pairs"]) == {"both"} and set(event.report["groups"]) == {"squeeze"}
     assert event.parity_error_eval < 1e-12
 
@@ -263,47 +253,42 @@ SOME = [
 ]
 
 
-class Run:
-    def __init__(self, network: str, method: GrowthMethod, seed: int = 2) -> None:
-        self.case, self.graph, self.method = NETWORKS[network], graph_of(network), method
-        self.network = self.case.make()
-        self.state = make_seed(self.network, self.graph, method, widths_at(self.graph, 0.5), 5)
-        roughen(self.network, seed)
-        self.x = self.case.inputs()
-        classes = outputs(self.network, self.x, False).shape[1]
-        self.batches = [(self.case.inputs(seed=seed), torch.arange(8) % classes) for seed in (3, 4)]
+class Run(Started):
+    """A network of the table at half its width."""
 
-    def grow(self, network: nn.Module | None = None, **given):
-        network = network or self.network
-        data = Measurement(network, self.graph, self.batches, F.cross_entropy)
-        state = GrowthState.from_dict(self.state.as_dict())
-        widths = widths_at(self.graph, 0.8)
-        return grow(network, self.graph, self.method, state, widths, 5, (self.x,), data=data, **given)
+    def __init__(self, network: str, method: GrowthMethod, seed: int = 2) -> None:
+        case = NETWORKS[network]
+        super().__init__(case.make(), case.inputs(), method, 0.5, 5, graph_of(network), rough=False)
+        roughen(self.network, seed)
+        classes = self.outputs().shape[1]
+        self.batches = [(case.inputs(seed=seed), torch.arange(8) % classes) for seed in (3, 4)]
+
+    def event(self) -> GrowthEvent:
+        return self.grow(widths_at(self.graph, 0.8))[0]
 
 
 @pytest.mark.parametrize("network", SOME)
 @pytest.mark.parametrize("method", METHODS)
 def test_events(method: str, network: str) -> None:
     run = Run(network, METHODS[method]())
-    again, plain = copy.deepcopy(run.network), copy.deepcopy(run.network)
-    before = outputs(run.network, run.x, True)
+    plain, before = copy.deepcopy(run.network.state_dict()), run.outputs(training=True)
     optimizer = torch.optim.AdamW(run.network.parameters())
-    run.network.train()(run.x).square().mean().backward()
+    run.network.train()(*run.x).square().mean().backward()
     optimizer.step()
-    run.network.load_state_dict(plain.state_dict())
-    event = run.grow()
+    run.network.load_state_dict(plain)
+    again = copy.deepcopy(run)
+    event = run.event()
     # Shapes, and a network that computes nearly what it did where that is promised.
-    for name, tensor in tensors_of(run.network, run.graph).items():
+    for name, tensor in run.tensors().items():
         assert tuple(tensor.shape) == run.graph.shape(name, event.widths_after)
         assert bool(tensor.isfinite().all())
-    after = outputs(run.network, run.x, True)
-    moved = float((after - before).abs().max() / before.abs().max())
+    moved = float((run.outputs(training=True) - before).abs().max() / before.abs().max())
     assert moved < {"gradmax": 1e-10, "tiny": 100.0}.get(method, 0.2)
     # Nothing is drawn but from seed, stage and name: the same event again is the same, bit for bit.
     torch.manual_seed(123)
-    run.grow(again)
+    again.event()
     for name, tensor in run.network.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert torch.equal(tensor, again.network.state_dict()[name]), name
     # Optimizer state goes along.
     follow(optimizer, event.replaced, run.graph, event.widths_before, event.widths_after, "inherit", event.carry)
     for parameter in run.network.parameters():
@@ -312,15 +297,13 @@ def test_events(method: str, network: str) -> None:
 
 def test_channels_that_norms_and_attention_sum_over_grow_by_pairs_and_the_others_do_not() -> None:
     run = Run("attention", Tiny(fallback="pairs"))
-    before = outputs(run.network, run.x, False)
-    event = run.grow()
-    assert event.report["grown_by_pairs"] == {
+    before = run.outputs()
+    assert run.event().report["grown_by_pairs"] == {
         "embed": "norm takes its statistics over its channels",
         "q": "attention sums over its channels",
     }
-    assert torch.allclose(outputs(run.network, run.x, False), before)
-    run = Run("transformer", GradMax(fallback="pairs"))
-    event = run.grow()
+    assert torch.allclose(run.outputs(), before)
+    event = Run("transformer", GradMax(fallback="pairs")).event()
     assert set(event.report["grown_by_pairs"]) == {"embed"} and set(event.report["groups"]) == {"mlp.0"}
     assert event.parity_error_eval < 1e-10
 
@@ -329,37 +312,26 @@ def test_channels_that_norms_and_attention_sum_over_grow_by_pairs_and_the_others
 def test_an_average_goes_through_the_same_map_without_data(method: str) -> None:
     """G(average) = average of G: linear in what it was, plus what the network's own event added."""
     made = METHODS[method]()
-    run = Run("resnet B", made)
-    other = Run("resnet B", made, seed=7)
-    mean = copy.deepcopy(run.network)
+    run, other = Run("resnet B", made), Run("resnet B", made, seed=7)
+    mean, leader = copy.deepcopy(run), run.tensors()
     with torch.no_grad():
-        for name, tensor in mean.state_dict().items():
+        for name, tensor in mean.network.state_dict().items():
             if tensor.is_floating_point():
                 tensor.copy_((run.network.state_dict()[name] + other.network.state_dict()[name]) / 2)
-    leader = tensors_of(run.network, run.graph)
-    event = run.grow()
-    state = [GrowthState.from_dict(run.state.as_dict()) for _ in range(2)]
-    grown = []
-    for network, own in zip((other.network, mean), state, strict=True):
-        wanted = event.widths_after
-        arguments = (network, run.graph, made, own, wanted, 5, (run.x,))
-        try:
-            grow(*arguments, averaged=leader, averaged_event=event)
-        except UserError as error:
-            raise AssertionError(f"looked at data: {error}") from error
-        grown.append(network.state_dict())
-    for name, tensor in grown[1].items():
+    event = run.event()
+    for one in (other, mean):
+        Growing.grow(one, event.widths_after, 5, averaged=leader, averaged_event=event)
+    for name, tensor in mean.network.state_dict().items():
         if tensor.is_floating_point():
-            expected = (run.network.state_dict()[name] + grown[0][name]) / 2
+            expected = (run.network.state_dict()[name] + other.network.state_dict()[name]) / 2
             torch.testing.assert_close(tensor, expected)
 
 
 def test_without_data_and_by_nothing() -> None:
     run = Run("mlp", METHODS["firefly"]())
     with pytest.raises(UserError, match="FireFly decides by training data"):
-        grow(run.network, run.graph, run.method, run.state, run.graph.full_widths, 5, (run.x,))
-    same = grow(run.network, run.graph, run.method, run.state, run.state.widths, 5, (run.x,))
-    assert same.replaced == {}
+        Growing.grow(run)
+    assert Growing.grow(run, {}).replaced == {}
 
 
 def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> None:

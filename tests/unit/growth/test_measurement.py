@@ -32,8 +32,7 @@ def test_gradients_are_means_over_batches_and_the_network_stays_as_it_is() -> No
     run.network[0].requires_grad_(False)
     before, modes = copy.deepcopy(run.network.state_dict()), [m.training for m in run.network.modules()]
     held = dict(run.network.named_parameters())
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    found = data.gradients(tensors_of(run.network, run.graph), ["0.weight"])
+    found = run.data().gradients(run.tensors(), ["0.weight"])
     assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
     assert all(held[name] is parameter for name, parameter in run.network.named_parameters())
     assert [m.training for m in run.network.modules()] == modes
@@ -67,7 +66,7 @@ class Remembering(nn.Module):
 def test_runs_of_a_session_start_from_the_same_state_and_leave_none(num_batches: int) -> None:
     run = started(Remembering(), (4,), Tiny(), num_batches=num_batches)
     before, held = copy.deepcopy(run.network.state_dict()), dict(run.network.named_parameters())
-    data, old = Measurement(run.network, run.graph, run.batches, F.cross_entropy), tensors_of(run.network, run.graph)
+    data, old = run.data(), run.tensors()
     alone = data.loss(old)
     with data.session():
         found = [data.loss(old), float(data.gradients(old, ["first.weight"])[""]), data.loss(old)]
@@ -78,7 +77,7 @@ def test_runs_of_a_session_start_from_the_same_state_and_leave_none(num_batches:
     # A training step in between is not undone by the next run.
     with torch.no_grad():
         run.network.last.weight.add_(1)
-    data.loss(tensors_of(run.network, run.graph))
+    data.loss(run.tensors())
     torch.testing.assert_close(run.network.last.weight, before["last.weight"] + 1)
 
 
@@ -96,17 +95,15 @@ def test_an_event_s_runs_over_one_batch_share_a_snapshot(monkeypatch: pytest.Mon
 def test_unused_parameters_have_a_gradient_of_zero() -> None:
     spare = Around(lambda net, x: net.last(net.first(x)), first=[4, 5], last=[5, 3], spare=[2, 2])
     run = started(spare, (4,), GradMax(), part=1.0)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    found = data.gradients(tensors_of(run.network, run.graph), ["first.weight", "spare.weight"])
+    found = run.data().gradients(run.tensors(), ["first.weight", "spare.weight"])
     assert found["first.weight"].all()
     assert torch.equal(found["spare.weight"], torch.zeros(2, 2, dtype=torch.float64))
 
 
 def test_products_are_those_of_the_hessian() -> None:
     run = started(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,), GradMax(), part=1.0)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     direction = torch.randn(5, 4, dtype=torch.float64)
-    found = data.products(tensors_of(run.network, run.graph), {"0.weight": direction}, ["0.weight"])
+    found = run.data().products(run.tensors(), {"0.weight": direction}, ["0.weight"])
 
     def loss(weight: torch.Tensor) -> torch.Tensor:
         z = [
@@ -122,7 +119,7 @@ def test_products_are_those_of_the_hessian() -> None:
 def test_flops_are_torchs_and_its_table_of_formulas_is_where_it_is_read() -> None:
     assert isinstance(flop_counter.flop_registry, dict)
     run = started(network(), (2, 6, 6), GradMax(), part=1.0, num_batches=1)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
+    data = run.data()
     names = [name for name, _ in run.network.named_parameters()]
     data.gradients({}, names)
     (x, y), counter = run.batches[0], FlopCounterMode(display=False)
@@ -143,11 +140,10 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 def test_missing_second_derivatives_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Sequential(nn.Linear(4, 5), nn.SyncBatchNorm(5), nn.ReLU(), nn.Linear(5, 3))
     run = started(network, (4,), GradMax(), num_batches=1)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(UserError, match=r"torch's SyncBatchNorm \(1\) has not: leave out sync_batchnorm=True"):
-        data.products({}, {}, [])
+        run.data().products({}, {}, [])
 
 
 @pytest.mark.parametrize("name", ["resnet A", "flatten", "dense", "shared", "decoder"])
@@ -173,7 +169,6 @@ def test_reading_back_what_was_written(name: str) -> None:
 def test_passes_leave_nothing_behind() -> None:
     """Not even those after which the graph is kept (autograd's own cycles are none that Python's collector finds)."""
     run = started(network(), (2, 6, 6), GradMax(), part=1.0)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     alive = []
 
     def visit(one):
@@ -184,7 +179,7 @@ def test_passes_leave_nothing_behind() -> None:
         torch.autograd.grad(one.loss, one.seen["2"].output, retain_graph=True)
         return {}
 
-    data.run(tensors_of(run.network, run.graph), visit, watched=["0", "2"])
+    run.data().run(run.tensors(), visit, watched=["0", "2"])
     gc.collect()
     assert len(alive) == 4 and not any(one() for one in alive)
 
@@ -269,9 +264,7 @@ def test_second_derivatives_through_attention_and_hard_sigmoids() -> None:
         return net.last(net.first(x).tanh()) * F.hardsigmoid(x[:, :1])
 
     run = started(Around(attentive, first=[4, 8], last=[8, 3]), (8,), GradMax(), part=1.0)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    direction = torch.randn(8, 4, dtype=torch.float64)
-    tensors = tensors_of(run.network, run.graph)
+    direction, data, tensors = torch.randn(8, 4, dtype=torch.float64), run.data(), run.tensors()
     found = data.products(tensors, {"first.weight": direction}, ["first.weight"])["first.weight"]
     step, weight = 1e-5, run.network.first.weight
     sides = [
@@ -285,7 +278,6 @@ def test_second_derivatives_through_attention_and_hard_sigmoids() -> None:
 def test_an_operation_without_a_second_derivative_is_named() -> None:
     network = Around(lambda net, x: net.last(torch.ops.aten.hardsigmoid(net.first(x))), first=[4, 8], last=[8, 3])
     run = started(network, (4,), GradMax(), part=1.0)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
     direction = torch.randn(8, 4, dtype=torch.float64)
     with pytest.raises(UserError, match="which torch has not of hardsigmoid_backward; choose another"):
-        data.products(tensors_of(run.network, run.graph), {"first.weight": direction}, ["first.weight"])
+        run.data().products(run.tensors(), {"first.weight": direction}, ["first.weight"])

@@ -8,42 +8,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from growlab.base.errors import UserError
-from growlab.growth import FireFly, GrowthContext, Measurement, Splitting
-from growlab.growth.fans import group_tensors
+from growlab.growth import FireFly, Splitting
 from growlab.growth.methods.firefly import _Neighbourhood
 from growlab.growth.methods.splitting import splitting_eigen
-from growlab.widths import replace_tensors, tensors_of
-from tests.unit.growth.measured import Started, started
+from growlab.widths import replace_tensors
+from tests.unit.growth.measured import Residual, Started, mlp, started
 
 BETA = 3.0
 
 
-def mlp(activation: nn.Module | None = None) -> nn.Sequential:
-    first, second = (activation or nn.Tanh() for _ in range(2))
-    return nn.Sequential(nn.Linear(3, 8), first, nn.Linear(8, 6), second, nn.Linear(6, 3))
-
-
-class Residual(nn.Module):
-    """A stream that two layers put out, batch normalisation, a depthwise convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(2, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.inner, self.back = nn.Conv2d(6, 4, 3, padding=1), nn.Conv2d(4, 6, 1)
-        self.depthwise, self.head = nn.Conv2d(6, 6, 3, groups=6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.norm(self.stem(x)))
-        x = torch.tanh(x + self.back(torch.tanh(self.inner(x))))
-        return self.head(torch.tanh(self.depthwise(x)).mean((2, 3)))
+def tanhs() -> nn.Sequential:
+    return mlp(inputs=3)
 
 
 def eigen(run: Started, iterations: int | None) -> dict[str, tuple[Tensor, Tensor]]:
-    widths = run.state.widths
-    context = GrowthContext(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    groups = [group_tensors(run.graph, group) for group in run.graph.groups]
-    return splitting_eigen(context, data, groups, iterations, BETA)
+    context, groups = run.context()
+    return splitting_eigen(context, run.data(), groups, iterations, BETA)
 
 
 def hessian_of_the_splitting_loss(run: Started, activation) -> Tensor:
@@ -72,7 +52,7 @@ def hessian_of_the_splitting_loss(run: Started, activation) -> Tensor:
 @pytest.mark.parametrize("kind", ["tanh", "relu"])
 def test_eigenvalues_are_those_of_the_splitting_loss(kind: str) -> None:
     smooth = (lambda x: F.softplus(x, beta=BETA)) if kind == "relu" else torch.tanh
-    run = started(mlp(nn.ReLU() if kind == "relu" else None), (3,), Splitting(), num_classes=3)
+    run = started(mlp(nn.ReLU() if kind == "relu" else None, 3), (3,), Splitting())
     hessian = hessian_of_the_splitting_loss(run, smooth)
     whole, fast = eigen(run, None), eigen(run, 5)
     start = 0
@@ -97,12 +77,12 @@ def test_eigenvalues_are_those_of_the_splitting_loss(kind: str) -> None:
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(values), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("build", [mlp, Residual])
+@pytest.mark.parametrize("build", [tanhs, Residual])
 def test_the_loss_falls_as_predicted_over_streams_norms_and_depthwise_filters(build) -> None:
-    shape = (3,) if build is mlp else (2, 5, 5)
+    shape = (3,) if build is tanhs else (2, 5, 5)
     run = started(build(), shape, Splitting(epsilon=0.02, iterations=6))
     before = float(run.loss().detach())
-    event, _ = run.grow({group: width + 1 for group, width in run.state.widths.items()})
+    event, _ = run.widen(1)
     predicted = sum(group["predicted_change"] for group in event.report["groups"].values())
     assert predicted < 0
     assert float(run.loss().detach()) - before == pytest.approx(predicted, rel=0.02)
@@ -114,7 +94,7 @@ def test_the_loss_falls_as_predicted_over_streams_norms_and_depthwise_filters(bu
 
 
 def test_more_copies_than_originals_are_refused() -> None:
-    run = started(mlp(), (3,), Splitting())
+    run = started(tanhs(), (3,), Splitting())
     with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many channels"):
         run.grow({"0": 9})
 
@@ -129,11 +109,11 @@ def step(run: Started, rate: float = 0.05) -> float:
     return float(run.loss().detach())
 
 
-@pytest.mark.parametrize("build", [mlp, Residual])
+@pytest.mark.parametrize("build", [tanhs, Residual])
 def test_the_loss_falls_as_predicted(build) -> None:
-    run = started(build(), (3,) if build is mlp else (2, 5, 5), FireFly(epsilon=1e-3, steps=3))
+    run = started(build(), (3,) if build is tanhs else (2, 5, 5), FireFly(epsilon=1e-3, steps=3))
     before = float(run.loss().detach())
-    event, data = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+    event, data = run.widen(2)
     groups = event.report["groups"].values()
     predicted = sum(group["predicted_change"] for group in groups)
     assert predicted < 0 and all(group["splits"] + group["new"] == 2 for group in groups)
@@ -146,12 +126,7 @@ def test_chosen_candidates_beat_random_ones() -> None:
     """In first-order decrease, in loss, and in loss after a step."""
     run = started(Residual(), (2, 5, 5), FireFly(steps=3))
     old = dict(run.state.widths)
-    context = GrowthContext(
-        *(run.graph, tensors_of(run.network, run.graph), old),
-        *({group: width + 1 for group, width in old.items()}, 5, 1),
-    )
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    groups = [group_tensors(run.graph, group) for group in old]
+    (context, groups), data = run.context(more=1), run.data()
     around = _Neighbourhood.drawn(run.method, context, groups)
     for _ in range(3):
         around.descend(data, 0.3)
@@ -163,9 +138,9 @@ def test_chosen_candidates_beat_random_ones() -> None:
             for group, at in chosen.items()
         }
         grown = {g: (a, b if not len(a) else b[:0]) for g, (a, b) in grown.items()}
-        copied = copy.deepcopy(run.network)
-        trial = Started(copied, run.graph, run.state, run.method, run.batches)
-        replace_tensors(copied, run.graph, around.result(grown, signs, {}).tensors)
+        trial = copy.copy(run)
+        trial.network = copy.deepcopy(run.network)
+        replace_tensors(trial.network, run.graph, around.result(grown, signs, {}).tensors)
         first_order = sum(float(decreases[group][at]) for group, at in chosen.items())
         return first_order, float(trial.loss().detach()), step(trial)
 
@@ -183,14 +158,14 @@ def test_chosen_candidates_beat_random_ones() -> None:
 def test_descent_makes_better_candidates() -> None:
     reached = []
     for steps in (0, 6):
-        run = started(mlp(), (3,), FireFly(steps=steps))
+        run = started(tanhs(), (3,), FireFly(steps=steps))
         event, _ = run.grow({"0": 6})
         reached.append(event.report["groups"]["0"]["predicted_change"])
     assert reached[1] < reached[0] <= 0
 
 
 def test_splits_alone() -> None:
-    run = started(mlp(), (3,), FireFly(new_candidates=0, steps=2))
+    run = started(tanhs(), (3,), FireFly(new_candidates=0, steps=2))
     before = run.network(run.batches[0][0]).detach()
     event, _ = run.grow({"0": 6})
     assert event.method == "FireFlySplit" and event.report["groups"]["0"]["new"] == 0
@@ -210,7 +185,7 @@ def test_splits_alone() -> None:
 
 
 def test_with_a_candidate_for_every_neuron_a_layer_may_more_than_double() -> None:
-    run = started(mlp(), (3,), FireFly(new_candidates=1.0, steps=1))
+    run = started(tanhs(), (3,), FireFly(new_candidates=1.0, steps=1))
     width = run.state.widths["0"]
     event, _ = run.grow({"0": 2 * width + 1})
     report = event.report["groups"]["0"]
@@ -222,13 +197,13 @@ def test_the_order_of_sums_decides_nothing(num_batches: int) -> None:
     """Behind ReLUs that no sample bends, gradients by moves are rounding: steps of one length follow none of it."""
     grown = []
     for backwards in (False, True):
-        run = started(mlp(torch.nn.ReLU()), (3,), FireFly(steps=2), num_batches=num_batches, size=64)
+        run = started(mlp(nn.ReLU(), 3), (3,), FireFly(steps=2), num_batches=num_batches, size=64)
         with torch.no_grad():
             for name in ("0", "2"):
                 run.network.get_submodule(name).bias += 20.0
         if backwards:
             run.batches[:] = [(x.flip(0), y.flip(0)) for x, y in run.batches]
-        event, _ = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+        event, _ = run.widen(2)
         grown.append(run.network.state_dict())
         report = event.report["groups"]["0"]
         assert report["decreases"][:4] == [0.0] * 4

@@ -11,19 +11,13 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.growth import GrowthContext, Measurement, PairGrowth, Tiny, bottlenecks, grow, measurable, out_of_reach
+from growlab.growth import PairGrowth, Tiny, bottlenecks, measurable, out_of_reach
 from growlab.growth.expressivity import Bottleneck, bottleneck, moments
-from growlab.growth.fans import group_tensors
 from growlab.growth.methods.tiny import best_neurons, solved
 from growlab.lab.networks import resnet20
-from growlab.widths import tensors_of, trace
+from growlab.widths import trace
 from tests.cases import Around
-from tests.unit.growth.measured import Started, started
-from tests.unit.growth.test_splitting import Residual
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+from tests.unit.growth.measured import Residual, Started, mlp, started
 
 
 def conv() -> nn.Sequential:
@@ -38,10 +32,8 @@ def normed(norm: nn.Module | None = None) -> nn.Sequential:
 
 def measured(run: Started, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """S, dW and N as the method measures them."""
-    widths = run.state.widths
-    context = GrowthContext(run.graph, tensors_of(run.network, run.graph), widths, widths, 5, 1)
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    groups, modules = [group_tensors(run.graph, group)], dict(run.network.named_modules())
+    (context, every), data, modules = run.context(), run.data(), dict(run.network.named_modules())
+    groups = [one for one in every if one.group == group]
     found = moments(context, data, groups, modules)
     update = solved(found[f"square {group}"], found[f"goal {group}"])
     return (
@@ -144,7 +136,7 @@ def test_a_position_counts_as_often_as_it_is_read(pool: int) -> None:
 def test_the_loss_falls_as_the_report_says(build, shape: tuple[int, ...]) -> None:
     run = started(build(), shape, Tiny(update_old=True), num_batches=1)
     before = float(run.loss().detach())
-    event, _ = run.grow({group: width + 1 for group, width in run.state.widths.items()})
+    event, _ = run.widen(1)
     assert event.report["loss_before"] == pytest.approx(before)
     assert event.report["loss_after"] == pytest.approx(float(run.loss().detach()), rel=1e-6)
     assert event.report["loss_after"] < before
@@ -217,12 +209,11 @@ def test_an_instance_norm_that_reads_something_unknown_is_refused() -> None:
 
 def test_shared_channels_are_refused_and_may_grow_by_pairs() -> None:
     run = started(Residual(), (2, 5, 5), Tiny())
-    widths = {group: width + 1 for group, width in run.state.widths.items()}
     told = "Tiny cannot grow stem: its channels are put out by stem, back, not one layer; set fallback='pairs'"
     with pytest.raises(UserError, match=told):
-        run.grow(widths)
+        run.widen(1)
     run.method = Tiny(fallback="pairs")
-    event, _ = run.grow(widths)
+    event, _ = run.widen(1)
     assert set(event.report["grown_by_pairs"]) == {"stem"}
     assert event.report["loss_after"] <= event.report["loss_before"]
 
@@ -244,7 +235,7 @@ def test_the_loss_on_batches_that_are_held_out_never_rises(
     every, run.batches[:] = list(run.batches), run.batches[3:]
     before = float(run.loss().detach())
     run.batches[:] = every
-    event, _ = run.grow({group: width + 2 for group, width in run.state.widths.items()})
+    event, _ = run.widen(2)
     run.batches[:] = every[3:]
     assert event.report["loss_before"] == pytest.approx(before)
     assert event.report["loss_after"] == pytest.approx(float(run.loss().detach()), rel=1e-6)
@@ -273,9 +264,7 @@ def test_if_no_amplitude_helps_the_function_stays_and_new_neurons_learn(build) -
     run.batches = [(x, torch.full((len(x),), sign)) for (x, _), sign in zip(run.batches, (1, -1), strict=True)]
     run.batches[1] = (run.batches[0][0], run.batches[1][1])
     widths = dict(run.state.widths)
-    data = Measurement(run.network, run.graph, run.batches, opposed)
-    grown = {group: width + 2 for group, width in widths.items()}
-    event = grow(run.network, run.graph, run.method, run.state, grown, 5, (run.batches[0][0],), data=data)
+    event, _ = run.grow({group: width + 2 for group, width in widths.items()}, opposed)
     assert event.report["amplitude"] == 0.0
     assert event.report["loss_after"] == event.report["loss_before"]
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
@@ -360,7 +349,7 @@ def by_hand(begun: Started, layer: nn.Module) -> tuple[float, float]:
 
 def test_missing_equals_the_residual_of_least_squares() -> None:
     begun = started(convolutions(), (2, 6, 6), PairGrowth())
-    data = Measurement(begun.network, begun.graph, begun.batches, F.cross_entropy)
+    data = begun.data()
     found = bottlenecks(begun.graph, begun.state.widths, data)
     readers = {"0": begun.network[2], "2": begun.network[7]}
     assert set(found) == set(readers)
@@ -375,8 +364,7 @@ def test_missing_equals_the_residual_of_least_squares() -> None:
 def test_groups_at_full_width_are_left_out() -> None:
     begun = started(convolutions(), (2, 6, 6), PairGrowth())
     begun.grow({"0": 4})
-    data = Measurement(begun.network, begun.graph, begun.batches, F.cross_entropy)
-    assert set(bottlenecks(begun.graph, begun.state.widths, data)) == {"2"}
+    assert set(bottlenecks(begun.graph, begun.state.widths, begun.data())) == {"2"}
 
 
 def test_streams_that_several_layers_put_out_have_none() -> None:

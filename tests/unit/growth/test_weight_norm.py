@@ -3,8 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from math import sqrt
 from typing import Any
 
@@ -16,30 +14,13 @@ from torch.nn.utils import parametrizations, parametrize
 
 from growlab import Grower
 from growlab.grower.prune import prune
-from growlab.growth import (
-    GradMax,
-    GrowthEvent,
-    GrowthMethod,
-    GrowthState,
-    HyperCloning,
-    Measurement,
-    Net2Net,
-    PairGrowth,
-    Tiny,
-    VarianceTransfer,
-    anneal_norms,
-    finish,
-    grow,
-    make_seed,
-    restore,
-)
+from growlab.growth import GradMax, GrowthMethod, HyperCloning, Net2Net, PairGrowth, Tiny, VarianceTransfer
 from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.multipliers import fold_multipliers
-from growlab.lab.networks import MLP, CausalTransformer, EncoderDecoder, WideResNet
-from growlab.lab.networks.transformer import Attention
+from growlab.lab.networks import MLP, WideResNet
 from growlab.parts import Averages, Depth
-from growlab.widths import WidthGraph, resize, tensors_of, trace
-from tests.cases import Around, roughen
+from growlab.widths import tensors_of, trace
+from tests.cases import Around, Growing
 from tests.unit.growth.measured import started
 
 X = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -163,10 +144,10 @@ def test_passes_over_data_measure_the_weight_itself(spelling: str) -> None:
     norm, remove = SPELLINGS[spelling]
     run = started(nn.Sequential(norm(nn.Linear(5, 8)), nn.Tanh(), norm(nn.Linear(8, 3))), (5,), GradMax(), part=1.0)
     (weight,) = (name for name in run.graph.weight_norms if name.startswith("0."))
-    tensors = dict(as_applied(run.graph, tensors_of(run.network, run.graph)))
+    tensors = dict(as_applied(run.graph, run.tensors()))
     tensors[weight] = tensors[weight].index_fill(0, torch.tensor([1]), 0.0)
     names, keys = set(dict(run.network[0].named_parameters())), set(run.network.state_dict())
-    found = Measurement(run.network, run.graph, run.batches, F.cross_entropy).gradients(tensors, [weight])
+    found = run.data().gradients(tensors, [weight])
     assert set(dict(run.network[0].named_parameters())) == names and set(run.network.state_dict()) == keys
     for layer in (run.network[0], run.network[2]):
         remove(layer)
@@ -198,9 +179,8 @@ def test_gains_that_the_forward_adds_one_to_are_measured_with_it() -> None:
     )
     run = started(network, (5,), GradMax(), part=1.0)
     assert run.graph.offsets == {"gain": 1.0}
-    tensors = as_applied(run.graph, tensors_of(run.network, run.graph))
-    data = Measurement(run.network, run.graph, run.batches, F.cross_entropy)
-    assert data.loss(tensors) == pytest.approx(float(run.loss().detach()))
+    tensors = as_applied(run.graph, run.tensors())
+    assert run.data().loss(tensors) == pytest.approx(float(run.loss().detach()))
 
 
 @pytest.mark.parametrize("score", ["l1", "taylor"])
@@ -220,29 +200,21 @@ def test_trained_networks_are_pruned_as_without_it(spelling: str, score: Any) ->
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_growers_are_copied_between_two_steps(spelling: str) -> None:
+def test_copies_of_growers_and_averages_grow_as_the_network_does(spelling: str) -> None:
     network = vocoder(SPELLINGS[spelling][0])
     grower = Grower(network, X, method=PairGrowth(), trigger={0: 1 / 2, 1: 1.0}, parts=[Averages(0.9)])
-    train(network, torch.optim.SGD(network.parameters(), lr=0.1))
-    network(X).sum().backward()
-    twin = copy.deepcopy(grower)
-    assert grower.step(1) and twin.step(1)
-    assert torch.equal(twin.network(X), network(X))
-    assert not {*map(id, twin.network.parameters())} & {*map(id, network.parameters())}
-
-
-def test_an_average_of_the_network_grows_with_it() -> None:
-    network = vocoder(parametrizations.weight_norm)
-    grower = Grower(network, X, method=PairGrowth(), trigger={0: 1 / 2, 1: 1.0})
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    grower.follow(optimizer)
     average = torch.optim.swa_utils.AveragedModel(network, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     grower.follow(average)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    grower.follow(optimizer)
     for _ in range(2):
         train(network, optimizer)
         average.update_parameters(network)
-    before = average(X).detach()
-    assert grower.step(1)
+    network(X).sum().backward()
+    twin, before = copy.deepcopy(grower), average(X).detach()
+    assert grower.step(1) and twin.step(1)
+    assert torch.equal(twin.network(X), network(X))
+    assert not {*map(id, twin.network.parameters())} & {*map(id, network.parameters())}
     torch.testing.assert_close(average(X), before, rtol=1e-12, atol=1e-12)
 
 
@@ -282,139 +254,16 @@ def test_blocks_come_in_exactly_and_learn(spelling: str, dim: int | None, start:
     assert all(bool(p.isfinite().all()) and not torch.equal(p, starts[name]) for name, p in network.named_parameters())
 
 
-class ViT(nn.Module):
-    """Patches, attention, a layer of torch's own encoder, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches, self.norm1 = nn.Conv2d(3, 16, 2, 2), nn.LayerNorm(16)
-        self.attention, self.norm2 = Attention(16, 4, 4), nn.LayerNorm(16)
-        self.fc1, self.fc2, self.norm3 = nn.Linear(16, 24), nn.Linear(24, 16), nn.LayerNorm(16)
-        self.inside = nn.Linear(16, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 4, 24, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = x + self.attention(self.norm1(x))
-        x = x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
-        return self.head(self.layer(self.inside(self.norm3(x)))).mean(1)
+def mlp8(method: GrowthMethod) -> Growing:
+    """Eight hidden layers from a quarter of their widths on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = MLP(192, [24] * 8, 5).double()
+    return Growing(network, images(0), method, 0.25, seed=3)
 
 
-class ConvNeXt(nn.Module):
-    """Blocks of depthwise convolution, layer normalisation, two linear layers and a scale per channel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.spatial = nn.Conv2d(3, 12, 2, 2), nn.Conv2d(12, 12, 3, padding=1, groups=12)
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(12), nn.Linear(12, 20), nn.Linear(20, 12)
-        self.scale = nn.Parameter(torch.rand(12))
-        self.last_norm, self.head = nn.LayerNorm(12), nn.Linear(12, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        branch = self.norm(self.spatial(x).permute(0, 2, 3, 1))
-        x = x + (self.fc2(F.gelu(self.fc1(branch))) * self.scale).permute(0, 3, 1, 2)
-        return self.head(self.last_norm(x.mean((2, 3))))
-
-
-def images(seed: int) -> tuple[Tensor, ...]:
-    return (torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)),)
-
-
-def tokens(seed: int) -> tuple[Tensor, ...]:
-    return (torch.randint(2, 11, (3, 7), generator=torch.Generator().manual_seed(seed)),)
-
-
-SIZES: dict[str, int] = {"num_layers": 1, "width": 16, "num_heads": 2, "head_dim": 8, "hidden": 20}
-NETWORKS: dict[str, tuple[Any, Any, int]] = {
-    # How it is made, its inputs, and how many weights variance transfer rescales where pairs leave them.
-    "encoder-decoder": (
-        lambda: EncoderDecoder(11, 12, 1, dropout=0.0, **SIZES),
-        lambda seed: (*tokens(seed), *tokens(seed + 1)),
-        17,
-    ),
-    "decoder": (lambda: CausalTransformer(11, 9, rotary_dim=2, **SIZES), tokens, 8),
-    "vision transformer": (ViT, images, 12),
-    "convnext": (ConvNeXt, images, 3),
-    "wide resnet": (lambda: WideResNet(1, 1, 3, 5), images, 9),
-    "wide resnet without norms": (lambda: WideResNet(1, 1, 3, 5, batch_norm=False), images, 9),
-    "mlp8": (lambda: MLP(192, [24] * 8, 5), images, 8),
-}
-
-
-@cache
-def graph_of(name: str) -> WidthGraph:
-    make, inputs, _ = NETWORKS[name]
-    return trace(make().double(), inputs(0))
-
-
-class Grown:
-    """A network on its way from a quarter of its widths."""
-
-    def __init__(self, name: str, method: GrowthMethod) -> None:
-        make, self.inputs, _ = NETWORKS[name]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.network: nn.Module = make().double()
-        self.make, self.method = make, method
-        self.graph = graph_of(name)
-        self.state: GrowthState = make_seed(self.network, self.graph, method, self.widths(0.25), seed=3)
-        roughen(self.network)
-
-    def widths(self, part: float) -> dict[str, int]:
-        return {name: max(2, int(group.full_width * part)) for name, group in self.graph.groups.items()}
-
-    def grow(self, part: float) -> GrowthEvent:
-        return grow(self.network, self.graph, self.method, self.state, self.widths(part), 3, self.inputs(0))
-
-    def output(self) -> Tensor:
-        with torch.no_grad():
-            return self.network.eval()(*self.inputs(7)) * self.state.output_factor
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("vision transformer", "encoder-decoder")))
-        for name in NETWORKS
-    ],
-)
-def test_ours_and_pairs_differ_in_every_layer_whose_fan_in_grows(name: str) -> None:
-    ours, pairs = Grown(name, VarianceTransfer()), Grown(name, PairGrowth())
-    pairs.network.load_state_dict(ours.network.state_dict())
-    for part in (0.5, 1.0):
-        before, widths = ours.output(), dict(ours.state.widths)
-        old = {n: t.clone() for n, t in tensors_of(ours.network, ours.graph).items()}
-        event = ours.grow(part)
-        pairs.grow(part)
-        assert max(event.parity_error_eval, 0.0) <= 1e-10
-        torch.testing.assert_close(ours.output(), before, rtol=0, atol=1e-10 * float(before.abs().max()))
-        rescaled = event.report["rescaled"]
-        for layer in ours.graph.layers:
-            fans = [ours.graph.fan_in(layer, w) for w in (widths, ours.state.widths)]
-            power = 1.0 if layer.is_output else 0.5
-            expected = (fans[0] / fans[1]) ** power
-            assert rescaled.get(layer.weight, 1.0) == pytest.approx(expected)
-            kept = [axis.kept(widths, ours.state.widths) for axis in ours.graph.axes[layer.weight]]
-            new = tensors_of(ours.network, ours.graph)[layer.weight][torch.meshgrid(*kept, indexing="ij")]
-            torch.testing.assert_close(new, old[layer.weight] * expected, rtol=1e-12, atol=0)
-    differing = [
-        n
-        for n, tensor in ours.network.named_parameters()
-        if tensor.dim() > 1 and not torch.equal(tensor, pairs.network.get_parameter(n))
-    ]
-    assert len(differing) == NETWORKS[name][2]
-    # Written into the weights, it is the network as it is built.
-    anneal_norms(ours.network, ours.graph, ours.state, 1.0)
-    expected = ours.output()
-    finish(ours.network, ours.graph, ours.method, ours.state)
-    assert not ours.state.multipliers
-    torch.testing.assert_close(ours.output(), expected, rtol=1e-10, atol=1e-12)
-    fresh = ours.make().double().eval()
-    fresh.load_state_dict(ours.network.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(fresh(*ours.inputs(7)), expected, rtol=1e-10, atol=1e-12)
+def images(seed: int) -> Tensor:
+    return torch.randn(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(
@@ -427,26 +276,21 @@ def test_weights_of_a_wide_resnet_end_at_the_variance_of_their_fan_in(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = WideResNet(1, 4, 3, 10, batch_norm=batch_norm)
-    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    graph, method = (
-        trace(network, x),
-        VarianceTransfer(rescale_layers_without_batch_norm=rescale_layers_without_batch_norm),
-    )
-    widths = [{n: int(g.full_width * part) for n, g in graph.groups.items()} for part in (0.25, 0.5, 1.0)]
-    state = make_seed(network, graph, method, widths[0], 0)
-    for stage in widths[1:]:
-        event = grow(network, graph, method, state, stage, 0, (x,))
-        assert event.parity_error_eval < 1e-4
-    for layer in graph.layers:
+    method = VarianceTransfer(rescale_layers_without_batch_norm=rescale_layers_without_batch_norm)
+    run = Growing(network, images(1).float(), method, 0.25, rough=False)
+    for part in (0.5, 1.0):
+        assert run.grow(part).parity_error_eval < 1e-4
+    for layer in run.graph.layers:
         weight = network.get_parameter(layer.weight).detach()
-        fan_in = graph.fan_in(layer, state.widths)
+        fan_in = run.graph.fan_in(layer, run.state.widths)
         target = 1 / fan_in**2 if layer.is_output else 2 / fan_in
         assert float(weight.square().mean()) == pytest.approx(target, rel=0.35), layer.weight
 
 
 @pytest.mark.parametrize("layer_multipliers", [True, False])
 def test_the_stream_of_a_wide_resnet_takes_the_scale_of_growing_layers(layer_multipliers: bool) -> None:
-    run = Grown("wide resnet", VarianceTransfer(layer_multipliers=layer_multipliers))
+    method = VarianceTransfer(layer_multipliers=layer_multipliers)
+    run = Growing(WideResNet(1, 1, 3, 5).double(), images(0), method, 0.25, seed=3)
     rescaled = run.grow(0.5).report["rescaled"]
     assert rescaled["blocks.0.conv2.weight"] == pytest.approx(sqrt(0.5))
     # The stem makes up for it, or goes along.
@@ -454,108 +298,50 @@ def test_the_stream_of_a_wide_resnet_takes_the_scale_of_growing_layers(layer_mul
 
 
 def test_a_copy_takes_the_multiplier_of_its_source() -> None:
-    run = Grown("mlp8", VarianceTransfer())
+    run = mlp8(VarianceTransfer())
     run.grow(0.5)
-    before = run.output()
+    before = run.outputs()
     run.method = Net2Net()
-    run.grow(1.0)
-    torch.testing.assert_close(run.output(), before, rtol=1e-10, atol=1e-12)
-
-
-def test_an_event_that_fails_leaves_the_multipliers() -> None:
-    class Broken(VarianceTransfer):
-        def grow(self, context: Any) -> Any:
-            growth = super().grow(context)
-            return growth.__class__(growth.tensors, multipliers={"hidden.2.weight": 3.0})
-
-    run = Grown("mlp8", VarianceTransfer())
-    run.grow(0.5)
-    before, known = run.output(), copy.deepcopy(run.state.multipliers)
-    run.method = Broken()
-    with pytest.raises(RuntimeError, match="changed the output"):
-        run.grow(1.0)
-    assert run.state.multipliers == known
-    assert torch.equal(run.output(), before)
-
-
-@pytest.mark.parametrize("name", ["mlp8", "vision transformer", "decoder"])
-def test_a_state_brings_a_fresh_network_to_the_same_outputs(name: str) -> None:
-    """As a resumed run does: shapes, then tensors, then what the state says beyond them."""
-    run = Grown(name, VarianceTransfer())
-    run.grow(0.5)
-    state = GrowthState.from_dict(run.state.as_dict())
-    assert state == run.state
-    fresh = run.make().double()
-    resize(fresh, run.graph, run.graph.full_widths, state.widths)
-    restore(fresh, run.graph, replace(state, multipliers={n: [1.0] * len(m) for n, m in state.multipliers.items()}))
-    # They come with the tensors, too.
-    fresh.load_state_dict(run.network.state_dict())
-    copied = copy.deepcopy(run.network)
-    with torch.no_grad():
-        for network in (fresh, copied):
-            assert torch.equal(network.eval()(*run.inputs(7)), run.output())
-    assert len([h for m in copied.modules() for h in m._forward_pre_hooks]) == len(
-        [h for m in run.network.modules() for h in m._forward_pre_hooks]
-    )
-
-
-def test_multipliers_of_another_width_are_refused() -> None:
-    run, other = Grown("mlp8", VarianceTransfer()), Grown("mlp8", VarianceTransfer())
-    for one, width in ((run, 0.5), (other, 1.0)):
-        one.grow(width)
-    rows = {name: len(rows) for name, rows in run.state.multipliers.items()}
-    wider = other.network.state_dict()
-    saved = {
-        name: wider[name] if name.endswith("growth_multipliers") else tensor
-        for name, tensor in run.network.state_dict().items()
-    }
-    with pytest.raises(RuntimeError, match=f"channels, the network has {next(iter(rows.values()))}"):
-        run.network.load_state_dict(saved)
-
-
-def stepped(run: Grown, make_optimizer: Any) -> dict[str, Tensor]:
-    """Products of weights and multipliers after a few steps."""
-    network = copy.deepcopy(run.network).train()
-    optimizer = make_optimizer(network.parameters())
-    for seed in (11, 12, 13):
-        optimizer.zero_grad()
-        F.cross_entropy(network(*run.inputs(seed)), torch.arange(4)).backward()
-        optimizer.step()
-    fold_multipliers(network)
-    return {name: tensor.detach() for name, tensor in network.named_parameters()}
+    run.grow()
+    torch.testing.assert_close(run.outputs(), before, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_steps_of_sgd_move_products_as_if_there_were_no_multipliers(momentum: float) -> None:
-    run = Grown("mlp8", VarianceTransfer())
+    run = mlp8(VarianceTransfer())
     run.grow(0.5)
-    run.grow(1.0)
-    folded = copy.copy(run)
-    folded.network = copy.deepcopy(run.network)
-    fold_multipliers(folded.network)
-    made = lambda p: torch.optim.SGD(p, 0.1, momentum=momentum, weight_decay=1e-2)  # noqa: E731
-    one, other = stepped(run, made), stepped(folded, made)
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, other[name], rtol=1e-9, atol=1e-12)
+    run.grow()
+    network, folded = run.network, copy.deepcopy(run.network)
+    fold_multipliers(folded)
+    for one in (network.train(), folded.train()):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=momentum, weight_decay=1e-2)
+        for seed in (11, 12, 13):
+            optimizer.zero_grad()
+            F.cross_entropy(one(images(seed)), torch.arange(4)).backward()
+            optimizer.step()
+    fold_multipliers(network)
+    for one, other in zip(network.parameters(), folded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_the_literal_rule_changes_the_function_and_its_receipt_says_by_how_much() -> None:
-    run = Grown("mlp8", VarianceTransfer(as_published=True))
+    run = mlp8(VarianceTransfer(as_published=True))
     event = run.grow(0.5)
-    assert event.parity_tolerance_eval is None
-    assert event.parity_error_eval > 0.1
-    assert not run.state.multipliers
-    assert run.state.output_factor == 1.0
+    assert event.parity_tolerance_eval is None and event.parity_error_eval > 0.1
+    assert not run.state.multipliers and run.state.output_factor == 1.0
     assert event.report["rescaled"]["hidden.2.weight"] == pytest.approx(sqrt(0.5))
 
 
 def test_modules_are_found_that_apply_weights_of_others() -> None:
-    run = Grown("vision transformer", VarianceTransfer())
-    callers = {layer.weight: layer.callers for layer in run.graph.layers}
-    assert callers["attention.query.weight"] == ("attention.query",)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    network = Around(
+        lambda net, x: net.head(net.attention(h := net.inside(x), h, h, need_weights=False)[0]),
+        **{"inside": [5, 8], "attention": attention, "head": [8, 3]},
+    )
+    callers = {layer.weight: layer.callers for layer in trace(network, torch.randn(2, 6, 5)).layers}
     assert callers["head.weight"] == ("head",)
     # torch's own attention uses the weight of the layer inside of it.
-    assert callers["layer.self_attn.out_proj.weight"] == ("layer.self_attn",)
+    assert callers["attention.out_proj.weight"] == ("attention",)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.growth import (
+    GrowthEvent,
     GrowthMethod,
     GrowthState,
     HyperCloning,
@@ -21,31 +22,25 @@ from growlab.growth import (
     VarianceTransfer,
     anneal_norms,
     finish,
-    grow,
-    make_seed,
+    restore,
 )
 from growlab.growth.weighted_norms import annealed, weigh
-from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, resized, tensors_of, trace
-from tests.cases import NETWORKS, Around, graph_of, outputs, roughen, widths_at
+from growlab.widths import Axis, ChannelNorm, Group, Part, WidthGraph, resize, resized, tensors_of
+from tests.cases import NETWORKS, Around, Growing, outputs, planted, roughen
 
 CHANNELS = 6
 
 
-def graph_around(norm: nn.Module, groups: int = 1) -> WidthGraph:
-    """The width graph of a normalisation alone."""
+def weighted(norm: nn.Module, weights: list[float], groups: int = 1) -> nn.Sequential:
+    """A normalisation alone, with weights of its channels."""
     axis = Axis((Part("x", outer=groups),), "out")
     names = {name: f"0.{name}" for name, _ in norm.named_parameters()}
     record = ChannelNorm("0", axis, names.get("weight"), names.get("bias"))
-    width = CHANNELS // groups
-    return WidthGraph(
-        {"x": Group("x", width)},
-        {name: (axis,) for name in names.values()},
-        (),
-        (),
-        frozenset(),
-        0,
-        channel_norms=(record,),
-    )
+    group, axes = Group("x", len(weights)), {name: (axis,) for name in names.values()}
+    graph = WidthGraph({"x": group}, axes, (), (), frozenset(), 0, channel_norms=(record,))
+    network = nn.Sequential(norm)
+    assert weigh(network, graph, {"x": len(weights)}, {"x": weights}) == ["0"]
+    return network
 
 
 NORMS = {
@@ -67,30 +62,27 @@ def channel_dim(norm: str) -> int:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_channels_of_no_weight_leave_the_statistics_alone(name: str) -> None:
-    few, many = (nn.Sequential(NORMS[name](size)).double() for size in (4, CHANNELS))
+    few, many = (NORMS[name](size).double() for size in (4, CHANNELS))
     for module in (few, many):
         roughen(module)
     with torch.no_grad():
         for small, large in zip(few.parameters(), many.parameters(), strict=True):
             large[:4] = small
-    assert weigh(many, graph_around(many[0]), {"x": CHANNELS}, {"x": [1.0] * 4 + [0.0] * 2}) == ["0"]
-    x, dim = example(name), channel_dim(name)
-    torch.testing.assert_close(many(x).narrow(dim, 0, 4), few(x.narrow(dim, 0, 4)), rtol=1e-13, atol=1e-13)
+    network, x, dim = weighted(many, [1.0] * 4 + [0.0] * 2), example(name), channel_dim(name)
+    torch.testing.assert_close(network(x).narrow(dim, 0, 4), few(x.narrow(dim, 0, 4)), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", NORMS)
 def test_copies_that_share_a_weight_count_as_one_channel(name: str) -> None:
     sources = torch.tensor([0, 1, 2, 0, 0, 1])
-    few, many = nn.Sequential(NORMS[name](3)).double(), nn.Sequential(NORMS[name](CHANNELS)).double()
-    weights = [1 / 3, 1 / 2, 1.0, 1 / 3, 1 / 3, 1 / 2]
-    weigh(many, graph_around(many[0]), {"x": CHANNELS}, {"x": weights})
+    few = NORMS[name](3).double()
+    many = weighted(NORMS[name](CHANNELS).double(), [1 / 3, 1 / 2, 1.0, 1 / 3, 1 / 3, 1 / 2])
     x, dim = example(name, 3), channel_dim(name)
     torch.testing.assert_close(many(x.index_select(dim, sources)), few(x).index_select(dim, sources))
 
 
 def test_each_group_of_channels_has_its_own_statistics() -> None:
-    many, few = nn.Sequential(nn.GroupNorm(2, 6)).double(), nn.GroupNorm(2, 4).double()
-    weigh(many, graph_around(many[0], groups=2), {"x": 3}, {"x": [1.0, 1.0, 0.0]})
+    many, few = weighted(nn.GroupNorm(2, 6).double(), [1.0, 1.0, 0.0], groups=2), nn.GroupNorm(2, 4).double()
     x, kept = example("group"), torch.tensor([0, 1, 3, 4])
     torch.testing.assert_close(many(x)[:, kept], few(x[:, kept]))
 
@@ -98,48 +90,36 @@ def test_each_group_of_channels_has_its_own_statistics() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NORMS)
 def test_nearly_equal_weights_are_nearly_plain_in_any_precision(name: str, dtype: torch.dtype) -> None:
-    module = nn.Sequential(NORMS[name](CHANNELS)).to(dtype)
-    x = example(name).to(dtype)
-    plain = module(x)
-    weigh(module, graph_around(module[0]), {"x": CHANNELS}, {"x": [1.0 - 1e-9] + [1.0] * (CHANNELS - 1)})
-    assert module(x).dtype == plain.dtype
+    norm, x = NORMS[name](CHANNELS).to(dtype), example(name).to(dtype)
+    plain = norm(x)
+    found = weighted(norm, [1.0 - 1e-9] + [1.0] * (CHANNELS - 1))(x)
+    assert found.dtype == plain.dtype
     tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(module(x), plain, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
 
 
 def test_gradients_reach_new_channels_as_well_as_old_ones() -> None:
-    module = nn.Sequential(nn.LayerNorm(CHANNELS)).double()
-    weigh(module, graph_around(module[0]), {"x": CHANNELS}, {"x": [1.0] * 4 + [0.0] * 2})
-    x = example("layer").requires_grad_()
-    assert torch.autograd.gradcheck(module, x)
+    network = weighted(nn.LayerNorm(CHANNELS).double(), [1.0] * 4 + [0.0] * 2)
+    assert torch.autograd.gradcheck(network, example("layer").requires_grad_())
 
 
-class Grown:
-    """The networks' row of every kind of normalisation, after an event that weighs them."""
+def normed(method: GrowthMethod, part: float = 0.3) -> Growing:
+    """The networks' row of every kind of normalisation."""
+    return planted("channel norms", method, part)
 
-    def __init__(self, method=None, parts: tuple[float, float] = (0.3, 0.8)) -> None:
-        self.case, self.graph = NETWORKS["channel norms"], graph_of("channel norms")
-        self.network, self.x = self.case.make(), self.case.inputs()
-        self.method = method or PairGrowth()
-        widths = widths_at(self.graph, parts[0])
-        self.state: GrowthState = make_seed(self.network, self.graph, self.method, widths, seed=0)
-        roughen(self.network)
-        self.event = self.grow(widths_at(self.graph, parts[1]))
 
-    def grow(self, widths: dict[str, int]):
-        return grow(self.network, self.graph, self.method, self.state, widths, seed=0, probe=(self.x,))
-
-    def outputs(self) -> Tensor:
-        return outputs(self.network, self.x, training=False)
+def grown(part: float = 0.8) -> tuple[Growing, GrowthEvent]:
+    """The same after an event that weighs them."""
+    run = normed(PairGrowth())
+    return run, run.grow(part)
 
 
 def test_a_network_goes_from_weighted_to_plain_without_a_jump() -> None:
-    run = Grown()
-    assert run.event.weighted_norms == run.event.as_dict()["weighted_norms"]
-    assert run.event.weighted_norms == ["grouped", "flat", "layer", "rms"]
+    run, event = grown()
+    assert event.weighted_norms == event.as_dict()["weighted_norms"] == ["grouped", "flat", "layer", "rms"]
     plain = copy.deepcopy(run.network)
     weigh(plain, run.graph, run.state.widths, {})
-    end = outputs(plain, run.x, training=False)
+    end = outputs(plain, *run.x, training=False)
     gaps = []
     for progress in (0.0, 0.5, 0.9, 0.99, 1.0):
         anneal_norms(run.network, run.graph, run.state, progress)
@@ -165,161 +145,140 @@ def test_new_channels_of_a_deep_gated_network_stay_as_large_as_old_ones(method: 
     blocks = [Around(gated, norm=nn.RMSNorm(32), gate=[32, 64], up=[32, 64], down=[64, 32]) for _ in range(12)]
     network = nn.Sequential(nn.Linear(8, 32), *blocks, nn.RMSNorm(32), nn.Linear(32, 4)).double()
     x = torch.randn(16, 8, dtype=torch.float64)
-    graph = trace(network, x)
-    state = make_seed(network, graph, method, widths_at(graph, 0.25), seed=0)
+    run = Growing(network, x, method, 0.25, rough=False)
     before = network[:13](x).abs().max()
-    event = grow(network, graph, method, state, widths_at(graph, 0.5), seed=0, probe=(x,))
-    assert event.parity_error_eval < 1e-12
+    assert run.grow(0.5).parity_error_eval < 1e-12
     assert network[:13](x).abs().max() < 10 * before
 
 
 def test_passes_with_channels_of_zero_see_the_same_loss_and_leave_the_network_as_it_was() -> None:
-    run = Grown()
+    run, _ = grown()
     data = Measurement(
-        *(run.network, run.graph, [(run.x, torch.zeros(1))]),
+        *(run.network, run.graph, [(*run.x, torch.zeros(1))]),
         lambda output, _: output.square().mean(),
         norm_weights=run.state.norm_weights,
     )
     before, old = run.outputs(), tensors_of(run.network, run.graph)
     widths = run.state.widths
     wider = {name: resized(tensor, run.graph.axes[name], widths, run.graph.full_widths) for name, tensor in old.items()}
-    plain = data.loss(old)
-    assert data.loss(wider) == pytest.approx(plain, rel=1e-12)
+    assert data.loss(wider) == pytest.approx(data.loss(old), rel=1e-12)
     assert torch.equal(run.outputs(), before)
 
 
 def test_an_event_while_norms_anneal_continues_from_their_weights() -> None:
-    run = Grown()
+    run, _ = grown()
     anneal_norms(run.network, run.graph, run.state, 0.4)
     before = run.outputs()
-    event = run.grow(run.graph.full_widths)
-    assert event.parity_error_eval < 1e-13
+    assert run.grow().parity_error_eval < 1e-13
     torch.testing.assert_close(run.outputs(), before)
     assert set(run.state.norm_weights["conv"]) == {1.0, 0.4, 0.0}
 
 
-def trained_to_the_end(progress: float | None) -> tuple[Any, nn.Module, WidthGraph, GrowthMethod, GrowthState]:
-    """A Transformer layer after a loop like the README's, its normalisations annealed that far in each stage."""
-    case, graph, method = NETWORKS["transformer"], graph_of("transformer"), VarianceTransfer()
-    network, x = case.make(), case.inputs()
-    state = make_seed(network, graph, method, widths_at(graph, 0.4), seed=0)
-    roughen(network)
-    for part in (0.7, 1.0):
-        event = grow(network, graph, method, state, widths_at(graph, part), seed=0, probe=(x,))
-        assert event.weighted_norms == ["norm1", "norm2"]
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-        for step in range(4):
-            if progress is not None:
-                anneal_norms(network, graph, state, progress * (step + 1) / 4)
-            optimizer.zero_grad()
-            (network(x) * state.output_factor).square().mean().backward()
-            optimizer.step()
-    return case, network, graph, method, state
-
-
-def test_a_finished_network_loads_into_a_plain_one_and_computes_the_same() -> None:
-    case, network, graph, method, state = trained_to_the_end(1.0)
-    x = case.inputs(seed=7)
-    in_training = outputs(network, x, training=True) * state.output_factor
-    assert state.multipliers
-    finish(network, graph, method, state)
-    for _ in range(2):
-        plain = case.make()
-        plain.load_state_dict(network.state_dict(), strict=True)
-        torch.testing.assert_close(outputs(plain, x, training=True), in_training, rtol=1e-10, atol=1e-10)
-        assert state.output_factor == 1.0 and not state.multipliers
-        finish(network, graph, method, state)  # Nothing is left to finish.
-
-
 @pytest.mark.parametrize("progress", [None, 0.9])
 def test_norms_that_are_not_annealed_cannot_be_finished_or_loaded(progress: float | None) -> None:
-    case, network, graph, method, state = trained_to_the_end(progress)
-    before, average = outputs(network, case.inputs(), False), copy.deepcopy(network)
+    run = planted("transformer", VarianceTransfer(), 0.4)
+    assert run.grow().weighted_norms == ["norm1", "norm2"]
+    network, known = run.network, (run.graph, run.method, run.state)
+    if progress:
+        anneal_norms(network, run.graph, run.state, progress)
+    before, average = run.outputs(), copy.deepcopy(network)
     with pytest.raises(UserError, match=r"norm1 and 1 more still weight channels.*call anneal_norms") as raised:
-        finish(network, graph, method, state)
+        finish(network, *known)
     assert "\n" not in str(raised.value)
-    torch.testing.assert_close(outputs(network, case.inputs(), False), before, rtol=0, atol=0)
-    plain = case.make()
+    torch.testing.assert_close(run.outputs(), before, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match=r"Unexpected key.*norm1\.unfinished_growth_channel_weights"):
-        plain.load_state_dict(network.state_dict())
+        NETWORKS["transformer"].make().load_state_dict(network.state_dict())
     # Its average may lag behind.
-    anneal_norms(network, graph, state, 1.0)
+    anneal_norms(network, run.graph, run.state, 1.0)
     with pytest.raises(UserError, match="norm1 and 1 more"):
-        finish(network, graph, method, state, [average])
-    assert state.multipliers
+        finish(network, *known, [average])
+    assert run.state.multipliers
 
 
-def test_a_state_dict_contains_the_weights_of_channels() -> None:
-    run, other = Grown(), Grown()
+def growing(name: str, method: GrowthMethod, part: float = 0.7) -> Growing:
+    """A network after an event, with whatever is not finished."""
+    run = planted(name, method, 0.4)
+    run.grow(part)
     anneal_norms(run.network, run.graph, run.state, 0.4)
-    with torch.no_grad():
-        for parameter in run.network.parameters():
-            parameter.mul_(1.1)
-    other.network.load_state_dict(run.network.state_dict())
-    torch.testing.assert_close(other.outputs(), run.outputs(), rtol=0, atol=0)
-    plain = copy.deepcopy(run.network)
-    weigh(plain, run.graph, run.state.widths, {})
-    with pytest.raises(RuntimeError, match="Missing key"):
-        run.network.load_state_dict(plain.state_dict())
+    roughen(run.network, seed=7)
+    return run
 
 
-def test_weights_of_channels_of_another_width_are_refused() -> None:
-    run, other = Grown(), Grown(parts=(0.3, 1.0))
-    wider = other.network.state_dict()
-    saved = {
-        name: wider[name] if name.endswith("channel_weights") else tensor
-        for name, tensor in run.network.state_dict().items()
-    }
-    with pytest.raises(RuntimeError, match="channels, the network has"):
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("channel norms", PairGrowth()),
+        *((name, VarianceTransfer()) for name in ("mlp", "transformer", "attention")),
+    ],
+)
+def test_copies_states_and_tensors_bring_weights_and_multipliers(name: str, method: GrowthMethod) -> None:
+    """As a resumed run does: shapes, then tensors, then what the state says beyond them."""
+    run = growing(name, method)
+    expected, copied, tensors = run.outputs(), copy.deepcopy(run.network), run.network.state_dict()
+    state = GrowthState.from_dict(run.state.as_dict())
+    assert state == run.state and (state.multipliers or state.norm_weights)
+    fresh = NETWORKS[name].make()
+    resize(fresh, run.graph, run.graph.full_widths, state.widths)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        fresh.load_state_dict(tensors)
+    ones = {n: [1.0] * len(rows) for n, rows in state.multipliers.items()}
+    restore(fresh, run.graph, replace(state, multipliers=ones, norm_progress=0.1))
+    # They come with the tensors, too.
+    fresh.load_state_dict(tensors)
+    anneal_norms(run.network, run.graph, run.state, 1.0)
+    for network in (fresh, copied):
+        assert torch.equal(outputs(network, *run.x, False), expected)
+    hooks = [len(m._forward_pre_hooks) for m in run.network.modules()]
+    assert state.norm_weights or [len(m._forward_pre_hooks) for m in copied.modules()] == hooks
+    anneal_norms(run.network, run.graph, state, state.norm_progress)
+    assert torch.equal(run.outputs(), expected)
+    if state.norm_weights:
+        plain = copy.deepcopy(run.network)
+        weigh(plain, run.graph, state.widths, {})
+        with pytest.raises(RuntimeError, match="Missing key"):
+            run.network.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize("entries", ["channel_weights", "growth_multipliers"])
+def test_weights_and_multipliers_of_another_width_are_refused(entries: str) -> None:
+    run, wider = (growing("transformer", VarianceTransfer(), part) for part in (0.7, 1.0))
+    other = wider.network.state_dict()
+    saved = {n: other[n] if n.endswith(entries) else tensor for n, tensor in run.network.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"channels, the network has \d"):
         run.network.load_state_dict(saved)
 
 
-def test_weights_survive_a_checkpoint_and_a_copy() -> None:
-    run = Grown()
-    anneal_norms(run.network, run.graph, run.state, 0.4)
-    expected = run.outputs()
-    copied = copy.deepcopy(run.network)
-    state = GrowthState.from_dict(run.state.as_dict())
-    anneal_norms(run.network, run.graph, run.state, 1.0)
-    torch.testing.assert_close(outputs(copied, run.x, training=False), expected, rtol=0, atol=0)
-    anneal_norms(run.network, run.graph, state, state.norm_progress)
-    torch.testing.assert_close(run.outputs(), expected, rtol=0, atol=0)
+def test_an_event_that_is_undone_leaves_weights_and_multipliers_as_they_were() -> None:
+    run = growing("transformer", VarianceTransfer())
+    before, state = run.outputs(), copy.deepcopy(run.state.as_dict())
+    assert state["multipliers"] and state["norm_weights"]
 
-
-def test_an_event_that_is_undone_leaves_the_weights_as_they_were() -> None:
-    run = Grown()
-    anneal_norms(run.network, run.graph, run.state, 0.4)
-    before, state = run.outputs(), run.state.as_dict()
-
-    class Wrong(PairGrowth):
+    class Wrong(VarianceTransfer):
         def expand(self, context, name, old):
             return 2 * super().expand(context, name, old)
 
     run.method = Wrong()
     with pytest.raises(ParityError):
-        run.grow(run.graph.full_widths)
+        run.grow()
     assert run.state.as_dict() == state
     torch.testing.assert_close(run.outputs(), before, rtol=0, atol=0)
 
 
 def test_whole_factors_leave_net2net_plain_normalisations() -> None:
-    run = Grown(Net2Net(), (0.3, 0.3))
-    doubled = {name: 2 * width for name, width in run.state.widths.items()}
-    event = run.grow(doubled)
+    run, other = normed(Net2Net()), normed(Net2Net())
+    event = run.grow({name: 2 * width for name, width in run.state.widths.items()})
     assert event.weighted_norms == [] and event.parity_error_train < 1e-13
     # Concatenated streams that grow by different factors are weighted all the same.
-    other = Grown(Net2Net(), (0.3, 0.3))
-    event = other.grow({**other.state.widths, "hidden": 2 * other.state.widths["hidden"]})
+    event = other.grow({"hidden": 2 * other.state.widths["hidden"]})
     assert event.weighted_norms == ["rms"] and event.parity_error_train < 1e-13
 
 
 def test_an_error_inside_leaves_no_weights_behind() -> None:
-    run = Grown()
+    run, _ = grown()
     with pytest.raises(RuntimeError):
         run.network.rms(torch.randn(2, 3, dtype=torch.float64))
-    norm = nn.LayerNorm(4).double()
     x = torch.randn(2, 4, dtype=torch.float64)
-    torch.testing.assert_close(norm(x).mean(1), torch.zeros(2, dtype=torch.float64))
+    torch.testing.assert_close(nn.LayerNorm(4).double()(x).mean(1), torch.zeros(2, dtype=torch.float64))
     assert run.outputs().isfinite().all()
 
 
@@ -328,20 +287,8 @@ def test_progress_takes_the_straight_way() -> None:
     assert annealed({"x": [0.5]}, 1.0) == {}
 
 
-def test_a_mean_by_numpys_names_is_weighed() -> None:
-    norm = Around(
-        lambda net, x: x * torch.rsqrt(x.pow(2).mean(axis=-1, keepdims=True) + 1e-6) * net.gain,
-        gain=nn.Parameter(torch.rand(16) + 0.5),
-    )
-    network = nn.Sequential(nn.Linear(5, 16), norm, nn.Linear(16, 3)).double()
-    x = torch.randn(4, 5, dtype=torch.float64)
-    graph = trace(network, x)
-    assert graph.full_widths == {"0": 16}
-    state = make_seed(network, graph, PairGrowth(), {"0": 8}, seed=0)
-    before = network(x)
-    event = grow(network, graph, PairGrowth(), state, {"0": 16}, seed=0, probe=(x,))
-    assert event.parity_error_eval < 1e-12
-    torch.testing.assert_close(network(x), before)
+def by_mean_square(norm: nn.Module, x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(axis=-1, keepdims=True) + 1e-6)
 
 
 def by_standard_deviation(norm: nn.Module, x: Tensor) -> Tensor:
@@ -375,24 +322,23 @@ def written(normalise: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
 
 @pytest.mark.parametrize("method", [PairGrowth(), VarianceTransfer(), HyperCloning()], ids=lambda m: m.name)
 @pytest.mark.parametrize(
-    "normalise", [by_standard_deviation, by_variance, by_both_at_once, by_functions_positions, of_samples_too]
+    "normalise",
+    [by_mean_square, by_standard_deviation, by_variance, by_both_at_once, by_functions_positions, of_samples_too],
 )
-def test_variances_and_deviations_over_channels_are_weighed(
+def test_means_variances_and_deviations_over_channels_are_weighed(
     normalise: Callable[[nn.Module, Tensor], Tensor], method: GrowthMethod
 ) -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 16), written(normalise), nn.Linear(16, 3)).double()
     x = torch.randn(4, 5, dtype=torch.float64)
-    graph = trace(network, x)
-    assert graph.full_widths == {"0": 16}
-    state = make_seed(network, graph, method, {"0": 8}, seed=0)
-    before = network(x) * state.output_factor
-    event = grow(network, graph, method, state, {"0": 16}, seed=0, probe=(x,))
-    assert event.parity_error_eval < 1e-12
-    torch.testing.assert_close(network(x) * state.output_factor, before, rtol=1e-10, atol=1e-10)
-    anneal_norms(network, graph, state, 1.0)
-    annealed_outputs = network(x) * state.output_factor
-    finish(network, graph, method, state)
+    run = Growing(network, x, method, rough=False)
+    assert run.graph.full_widths == {"0": 16}
+    before = network(x) * run.state.output_factor
+    assert run.grow().parity_error_eval < 1e-12
+    torch.testing.assert_close(network(x) * run.state.output_factor, before, rtol=1e-10, atol=1e-10)
+    anneal_norms(network, run.graph, run.state, 1.0)
+    annealed_outputs = network(x) * run.state.output_factor
+    finish(network, run.graph, method, run.state)
     plain = nn.Sequential(nn.Linear(5, 16), written(normalise), nn.Linear(16, 3)).double()
     plain.load_state_dict(network.state_dict())
     torch.testing.assert_close(plain(x), annealed_outputs)
@@ -403,15 +349,13 @@ def test_a_scale_behind_a_euclidean_norm_follows_the_channels_or_stays(by_shape:
     """RMS normalisation by the Euclidean norm, whose scale is a number or follows the number of channels."""
     norm = Around(lambda net, x: F.normalize(x, dim=-1) * (x.shape[-1] if by_shape else 8) ** 0.5)
     network = nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 3)).double()
-    x = torch.randn(4, 5, dtype=torch.float64)
-    graph, method = trace(network, x), PairGrowth()
-    (norm,) = graph.channel_norms
+    run = Growing(network, torch.randn(4, 5, dtype=torch.float64), PairGrowth(), {"0": 2}, rough=False)
+    (norm,) = run.graph.channel_norms
     assert norm.summed and norm.counted is by_shape
-    state = make_seed(network, graph, method, {"0": 2}, seed=0)
-    event = grow(network, graph, method, state, {"0": 8}, seed=0, probe=(x,))
+    event = run.grow()
     assert event.weighted_norms == ["1"] and event.parity_error_eval < 1e-14
     # Half of the way: new channels count half; where the scale follows, as many count as there are.
-    anneal_norms(network, graph, state, 0.5)
+    anneal_norms(network, run.graph, run.state, 0.5)
     weights = torch.tensor([1.0] * 2 + [0.5] * 6, dtype=torch.float64)
     y = torch.randn(4, 8, dtype=torch.float64)
     total = (y.square() * weights).sum(-1, keepdim=True) * (8 / 5 if by_shape else 1.0)
