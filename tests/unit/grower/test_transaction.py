@@ -25,17 +25,18 @@ X = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_se
 
 
 class Network(nn.Module):
-    """Batch and layer normalisation, a buffer, a cache in a dictionary, a frozen layer."""
+    """Batch and layer normalisation, a buffer, a tensor in an attribute, a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm, self.hidden = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
         self.second, self.last = nn.LayerNorm(16), nn.Linear(16, 3)
         self.register_buffer("shift", torch.randn(16))
+        self.table = torch.randn(16)
         self.last.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.norm(self.first(x))) + self.shift
+        x = torch.relu(self.norm(self.first(x))) + self.shift + self.table.to(x)
         return self.last(torch.relu(self.second(self.hidden(x))))
 
 

@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from functools import cache
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from growlab.growth import (
     VarianceTransfer,
 )
 from growlab.growth.parity import relative_error
-from growlab.widths import WidthGraph, trace
+from growlab.widths import trace
 from growlab.widths.places import plain_tensors
 from tests.cases import Around, outputs
 
@@ -54,116 +54,51 @@ def sinusoids(rows: int = ROWS, width: int = WIDTH) -> Tensor:
     return torch.sin(torch.arange(1.0, rows + 1)[:, None] * torch.arange(1.0, width + 1) / 7)
 
 
+Keep, Beside = Callable[[nn.Module, Tensor], object], Callable[[nn.Module, Tensor], Tensor]
+
+
+def buffer(net: nn.Module, table: Tensor) -> None:
+    net.register_buffer("table", table)
+
+
+def unsaved(net: nn.Module, table: Tensor) -> None:
+    net.register_buffer("table", table, persistent=False)
+
+
+def plain(net: nn.Module, table: Tensor) -> None:
+    """A tensor that is neither parameter nor buffer, and in no state_dict: SimpleViT's positions."""
+    net.table = table
+
+
+def plain_twice(net: nn.Module, table: Tensor) -> None:
+    """The same tensor in two modules, under other names."""
+    net.table = net.m.positions = table
+
+
+def frozen_embedding(net: nn.Module, table: Tensor) -> None:
+    net.rows = nn.Embedding(9, WIDTH).requires_grad_(False)
+
+
+def added(net: nn.Module, x: Tensor) -> Tensor:
+    return x + net.table.to(x)
+
+
+def computed(net: nn.Module, x: Tensor) -> Tensor:
+    return x + torch.exp(net.table).unsqueeze(0).expand(len(x), -1, -1)
+
+
 class Tabled(nn.Module):
-    """A stream with a residual layer, and a table in one of many spellings beside it."""
+    """A stream with a residual layer, and a table that is kept, and used beside it, in one of many spellings."""
 
-    spelling = "TC"
-    norm = False
-
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep = buffer, beside: Beside = added, norm: bool = False) -> None:
         super().__init__()
         self.a, self.m, self.b = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.n = nn.LayerNorm(WIDTH) if self.norm else nn.Identity()
-        self.keep(sinusoids())
-
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", table)
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.table
+        self.n, self.beside = nn.LayerNorm(WIDTH) if norm else nn.Identity(), beside
+        keep(self, sinusoids())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.beside(self.a(x))
+        x = self.beside(self, self.a(x))
         return self.b(torch.tanh(x + self.m(self.n(x)))).mean(1)
-
-
-class Normed(Tabled):
-    norm = True
-
-
-class NotSaved(Tabled):
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", table, persistent=False)
-
-
-class Plain(Tabled):
-    """A tensor that is neither parameter nor buffer, and in no state_dict: SimpleViT's positions."""
-
-    def keep(self, table: Tensor) -> None:
-        self.table = table
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.table.to(x)
-
-
-class PlainTwice(Plain):
-    """The same tensor in two modules, under other names."""
-
-    def keep(self, table: Tensor) -> None:
-        self.table = self.m.positions = table
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.table.to(x) * self.m.positions.to(x)
-
-
-class Longer(Normed):
-    """Whisper's: more rows than an input has."""
-
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", sinusoids(9)[None], persistent=False)
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.table[:, : x.shape[1]]
-
-
-class Vector(Tabled):
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", table[0])
-
-
-class Frozen(Tabled):
-    def keep(self, table: Tensor) -> None:
-        self.table = nn.Parameter(table, requires_grad=False)
-
-
-class FrozenEmbedding(Normed):
-    def keep(self, table: Tensor) -> None:
-        self.rows = nn.Embedding(9, WIDTH)
-        self.rows.requires_grad_(False)
-
-    @property
-    def table(self) -> Tensor:
-        return self.rows.weight
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.rows(torch.arange(x.shape[1], device=x.device))
-
-
-class Masked(Tabled):
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", torch.arange(WIDTH) % 3 == 0)
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x.masked_fill(self.table, 0.0)
-
-
-class Computed(Tabled):
-    def beside(self, x: Tensor) -> Tensor:
-        return x + torch.exp(self.table).unsqueeze(0).expand(len(x), -1, -1)
-
-
-class FrozenProjection(Normed):
-    """The first layer is a fixed random projection."""
-
-    def keep(self, table: Tensor) -> None:
-        self.a.requires_grad_(False)
-
-    @property
-    def table(self) -> Tensor:
-        return self.a.weight
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x
 
 
 class FrozenBatchNorm(nn.Module):
@@ -208,12 +143,29 @@ class Convolved(nn.Module):
         return self.c(torch.relu(self.n(self.b(x))).mean((2, 3)))
 
 
-SPELLINGS = {
-    cls.__name__: cls
-    for cls in (
-        *(Tabled, Normed, NotSaved, Plain, PlainTwice, Longer, Vector, Frozen, FrozenEmbedding),
-        *(Masked, Computed, FrozenProjection, Statistics, Convolved),
-    )
+SPELLINGS: dict[str, Callable[[], nn.Module]] = {
+    "buffer": Tabled,
+    "before a norm": lambda: Tabled(norm=True),
+    "not saved": lambda: Tabled(unsaved),
+    "plain": lambda: Tabled(plain),
+    "plain twice": lambda: Tabled(plain_twice, lambda net, x: x + net.table.to(x) * net.m.positions.to(x)),
+    # Whisper's: more rows than an input has.
+    "longer": lambda: Tabled(
+        lambda net, _: unsaved(net, sinusoids(9)[None]), lambda net, x: x + net.table[:, : x.shape[1]], norm=True
+    ),
+    "vector": lambda: Tabled(lambda net, table: buffer(net, table[0])),
+    "frozen": lambda: Tabled(lambda net, table: plain(net, nn.Parameter(table, requires_grad=False))),
+    "frozen embedding": lambda: Tabled(
+        frozen_embedding, lambda net, x: x + net.rows(torch.arange(x.shape[1], device=x.device)), norm=True
+    ),
+    "masked": lambda: Tabled(
+        lambda net, _: buffer(net, torch.arange(WIDTH) % 3 == 0), lambda net, x: x.masked_fill(net.table, 0.0)
+    ),
+    "computed": lambda: Tabled(beside=computed),
+    # The first layer is a fixed random projection.
+    "frozen projection": lambda: Tabled(lambda net, _: net.a.requires_grad_(False), lambda net, x: x, norm=True),
+    "statistics": Statistics,
+    "convolved": Convolved,
 }
 
 
@@ -225,14 +177,9 @@ def untrained(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items()}
 
 
-def built(cls: type[nn.Module], seed: int = 0) -> nn.Module:
+def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return cls().double()
-
-
-@cache
-def graph_of(cls: type[nn.Module]) -> WidthGraph:
-    return trace(built(cls), inputs(0))
+    return make().double()
 
 
 def inputs(seed: int) -> Tensor:
@@ -240,14 +187,8 @@ def inputs(seed: int) -> Tensor:
 
 
 def grower(network: nn.Module, method: str) -> growlab.Grower:
-    grower = growlab.Grower(
-        network,
-        inputs(0),
-        method=METHODS[method](),
-        trigger={0: 0.25, 1: 0.5, 2: 1.0},
-        anneal_steps=1,
-        graph=graph_of(type(network)),
-    )
+    trigger = {0: 0.25, 1: 0.5, 2: 1.0}
+    grower = growlab.Grower(network, inputs(0), method=METHODS[method](), trigger=trigger, anneal_steps=1)
     grower.provide(lambda n: [(inputs(9), torch.zeros(8, 3, dtype=torch.float64))] * n, F.mse_loss)
     return grower
 
@@ -262,10 +203,10 @@ def trained(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 # Every spelling with one method, every method with one spelling: they do not interact.
 WITH = {
-    "Convolved": ("ours, all rescaled", "hypercloning with noise", "random", "gradmax", "firefly"),
-    "Longer": ("pairs", "lemon", "tiny"),
-    "Vector": ("net2net", "bert2bert", "splitting"),
-    "Plain": ("ours, by weights", "hypercloning", "diagonal"),
+    "convolved": ("ours, all rescaled", "hypercloning with noise", "random", "gradmax", "firefly"),
+    "longer": ("pairs", "lemon", "tiny"),
+    "vector": ("net2net", "bert2bert", "splitting"),
+    "plain": ("ours, by weights", "hypercloning", "diagonal"),
 }
 PAIRS = [
     *(("ours", spelling) for spelling in SPELLINGS),
@@ -285,8 +226,8 @@ def test_constants_end_as_they_began(method: str, spelling: str) -> None:
         events = growing.step(epoch=epoch)
         if events and method not in INEXACT:
             after = [outputs(network, inputs(7), training) for training in (False, True)]
-            train = 1e-2 if "ours" in method and spelling == "Convolved" else ROUNDING
-            noise = 0.1 if "noise" in method and spelling == "Convolved" else 0.0
+            train = 1e-2 if "ours" in method and spelling == "convolved" else ROUNDING
+            noise = 0.1 if "noise" in method and spelling == "convolved" else 0.0
             assert relative_error(before[0], after[0]) <= ROUNDING + noise
             assert relative_error(before[1], after[1]) <= train + noise
             assert events[0].parity_error_eval <= ROUNDING
@@ -301,36 +242,24 @@ def test_constants_end_as_they_began(method: str, spelling: str) -> None:
     assert relative_error(outputs(network, inputs(7), False), outputs(fresh, inputs(7), False)) <= ROUNDING
 
 
-class Drawn(Normed):
-    """A random table that no constructor makes again, and a buffer that the forward follows."""
-
-    persistent = True
-
-    def keep(self, table: Tensor) -> None:
-        self.register_buffer("table", torch.randn_like(table), persistent=self.persistent)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def beside(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
-        return x + self.table - self.mean
+def followed(net: nn.Module, x: Tensor) -> Tensor:
+    """With a buffer that the forward follows."""
+    if net.training:
+        net.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+    return added(net, x) - net.mean
 
 
-class DrawnNotSaved(Drawn):
-    persistent = False
+@pytest.mark.parametrize("keep", [buffer, unsaved, plain])
+def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(keep: Keep) -> None:
+    def drawn(net: nn.Module, table: Tensor) -> None:
+        """A random table that no constructor makes again."""
+        keep(net, torch.randn_like(table).double())
+        net.register_buffer("mean", torch.zeros(WIDTH))
 
+    def make() -> nn.Module:
+        return Tabled(drawn, followed, norm=True)
 
-class DrawnPlain(DrawnNotSaved):
-    def keep(self, table: Tensor) -> None:
-        super().keep(table)
-        drawn = self.table
-        del self.table
-        self.table = drawn.double()
-
-
-@pytest.mark.parametrize("cls", [Drawn, DrawnNotSaved, DrawnPlain])
-def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(cls) -> None:
-    network = built(cls)
+    network = built(make)
     begun, first = network.table.clone(), grower(network, "net2net")
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     first.follow(optimizer)
@@ -341,7 +270,7 @@ def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(cls
     saved.seek(0)
     content = torch.load(saved, weights_only=True)
     # Made of another seed: what is saved counts.
-    again = built(cls, seed=1 if cls.persistent else 0)
+    again = built(make, seed=1 if keep is buffer else 0)
     second = grower(again, "net2net")
     second.load_state_dict(content["growth"])
     again.load_state_dict(content["network"])
@@ -353,9 +282,9 @@ def test_a_resumed_run_ends_with_the_constants_that_the_first_one_began_with(cls
     assert torch.equal(outputs(network, inputs(7), False), outputs(again, inputs(7), False))
 
 
-@pytest.mark.parametrize("cls", [NotSaved, Plain])
-def test_withdrawing_and_averages_leave_constants_whole(cls) -> None:
-    network = built(cls)
+@pytest.mark.parametrize("spelling", ["not saved", "plain"])
+def test_withdrawing_and_averages_leave_constants_whole(spelling: str) -> None:
+    network = built(SPELLINGS[spelling])
     begun, growing = network.table.clone(), grower(network, "net2net")
     average = torch.optim.swa_utils.AveragedModel(network, use_buffers=True)
     growing.follow(average)
@@ -363,7 +292,7 @@ def test_withdrawing_and_averages_leave_constants_whole(cls) -> None:
         average.update_parameters(network)
         growing.step(epoch=epoch)
     assert torch.equal(average.module.table, begun)
-    network = built(cls)
+    network = built(SPELLINGS[spelling])
     grower(network, "net2net").restore_full_width()
     assert torch.equal(network.table, begun)
 
@@ -377,7 +306,7 @@ def test_a_constant_that_has_been_written_to_keeps_what_was_written() -> None:
 
 
 def test_a_network_that_is_frozen_as_a_whole_has_no_constants_but_its_buffers() -> None:
-    graph = trace(built(Frozen).requires_grad_(False), inputs(0))
+    graph = trace(built(SPELLINGS["frozen"]).requires_grad_(False), inputs(0))
     assert graph.full_widths and not graph.constants
 
 
@@ -392,94 +321,68 @@ def test_channels_that_a_constant_takes_stay_for_that_reason() -> None:
     assert graph.fixed["a"] == "v takes these channels and is not trained"
 
 
-class InAList(Plain):
-    def keep(self, table: Tensor) -> None:
-        self.tables = [table]
-
-    def beside(self, x: Tensor) -> Tensor:
-        return x + self.tables[0].to(x)
+def in_a_list(net: nn.Module, table: Tensor) -> None:
+    net.tables = [table]
 
 
-class AlsoInAList(InAList):
-    def keep(self, table: Tensor) -> None:
-        self.table, self.tables = table, [table]
-
-    def beside(self, x: Tensor) -> Tensor:
-        return super().beside(x) + self.table.to(x)
+def also_in_a_list(net: nn.Module, table: Tensor) -> None:
+    net.table, net.tables = table, [table]
 
 
-class Learned(Plain):
-    """No parameter, but with a gradient."""
-
-    def keep(self, table: Tensor) -> None:
-        self.table = table.requires_grad_()
+def statistics(net: nn.Module, table: Tensor) -> None:
+    net.mean, net.var = table[0].double(), 1.5 + table[1].double()
 
 
-class Updated(Plain):
-    def beside(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.table = self.table * 0.9
-        return super().beside(x)
+def updated(net: nn.Module, x: Tensor) -> Tensor:
+    if net.training:
+        net.table = net.table * 0.9
+    return added(net, x)
 
 
-class UpdatedInPlace(Plain):
-    def beside(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.table.mul_(0.9)
-        return super().beside(x)
+def updated_in_place(net: nn.Module, x: Tensor) -> Tensor:
+    if net.training:
+        net.table.mul_(0.9)
+    return added(net, x)
 
 
-class Statistics(Plain):
-    """Those of a normalisation, which training may follow."""
-
-    def keep(self, table: Tensor) -> None:
-        self.mean, self.var = table[0].double(), 1.5 + table[1].double()
-
-    def beside(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 2)
-        return F.batch_norm(x, self.mean, self.var, training=self.training).transpose(1, 2)
+def normalised(net: nn.Module, x: Tensor) -> Tensor:
+    """By statistics that training may follow."""
+    return F.batch_norm(x.transpose(1, 2), net.mean, net.var, training=net.training).transpose(1, 2)
 
 
-@pytest.mark.parametrize("cls", [InAList, AlsoInAList, Learned, Updated, UpdatedInPlace, Statistics])
-def test_plain_tensors_that_may_change_or_are_stored_twice_keep_their_channels(cls) -> None:
-    network = built(cls)
-    assert not trace(network, inputs(0)).grows("a.weight")
-
-
-class Filled(Tabled):
-    """A table that the forward computes at the width that the network has, if there is none."""
-
-    def keep(self, table: Tensor) -> None:
-        self.table = None
-
-    def beside(self, x: Tensor) -> Tensor:
-        if self.table is None or self.table.shape[0] < x.shape[1]:
-            self.table = sinusoids(x.shape[1], WIDTH).to(x)
-        return x + self.table
+@pytest.mark.parametrize(
+    ("keep", "beside"),
+    [
+        (in_a_list, lambda net, x: x + net.tables[0].to(x)),
+        (also_in_a_list, lambda net, x: added(net, x) + net.tables[0].to(x)),
+        # No parameter, but with a gradient.
+        (lambda net, table: plain(net, table.requires_grad_()), added),
+        *((plain, updated), (plain, updated_in_place), (statistics, normalised)),
+    ],
+    ids=["in a list", "also in a list", "learned", "updated", "updated in place", "statistics"],
+)
+def test_plain_tensors_that_may_change_or_are_stored_twice_keep_their_channels(keep: Keep, beside: Beside) -> None:
+    assert not trace(built(lambda: Tabled(keep, beside)), inputs(0)).grows("a.weight")
 
 
 def test_a_cache_that_was_filled_before_the_trace_is_no_constant() -> None:
-    network = built(Filled)
+    """A table that the forward computes at the width that the network has, if there is none."""
+
+    def filled(net: nn.Module, x: Tensor) -> Tensor:
+        if net.table is None or net.table.shape[0] < x.shape[1]:
+            net.table = sinusoids(x.shape[1], WIDTH).to(x)
+        return x + net.table
+
+    network = built(lambda: Tabled(lambda net, _: plain(net, None), filled))
     network(inputs(0))
     full = network.table
     graph = trace(network, inputs(0))
     assert network.table is full and not graph.grows("a.weight")
 
 
-def test_a_refused_event_leaves_a_plain_tensor_as_it_was(monkeypatch) -> None:
-    network = built(Plain)
-    growing = grower(network, "net2net")
-    growing.step(epoch=0)
-    before, number = network.table, network.table.clone()
-    monkeypatch.setattr(growlab.growth.event, "_checked", None)
-    with pytest.raises(TypeError):
-        growing.step(epoch=1)
-    assert network.table is before and torch.equal(before, number)
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
 def test_copies_of_a_growing_network_have_a_plain_tensor_of_its_width(again) -> None:
-    network = built(Plain)
+    network = built(SPELLINGS["plain"])
     grower(network, "net2net").step(epoch=0)
     twin = again(network)
     assert twin.table is not network.table and torch.equal(twin.table, sinusoids()[:, :4])

@@ -7,7 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from growlab.growth import GrowthEvent, anneal_norms, finish
+from growlab.growth import (
+    FireFly,
+    FixedSize,
+    GradMax,
+    GrowthEvent,
+    GrowthMethod,
+    HyperCloning,
+    Lemon,
+    PairGrowth,
+    Splitting,
+    Tiny,
+    VarianceTransfer,
+    anneal_norms,
+    finish,
+)
 from growlab.growth.constants import as_applied
 from growlab.growth.parity import relative_error
 from growlab.widths import resized, tensors_of
@@ -228,3 +242,23 @@ def train_one_step(run: Run) -> None:
     optimizer.zero_grad()
     run.network.train()(x).square().mean().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        (PairGrowth, {"noise_std": -1.0, "gain": 0.0, "new_weights": "fan"}),
+        (VarianceTransfer, {"rule": "theorem", "multipliers": "drop"}),
+        (FixedSize, {"initialisation": "He"}),
+        (HyperCloning, {"form": "oblique"}),
+        (Lemon, {"spread": 1.0}),
+        (GradMax, {"batches": 0, "zero": "both", "scale": 0.0, "steps": 0, "fallback": "net2net"}),
+        (FireFly, {"new_candidates": -1.0, "steps": -1, "rate": 0.0, "epsilon": 0.0}),
+        (Splitting, {"iterations": 0, "epsilon": 0.0, "softplus_beta": -1.0}),
+        (Tiny, {"amplitudes": [], "ridge": -1.0, "update_old": 1}),
+    ],
+)
+def test_impossible_arguments_are_named(method: type[GrowthMethod], wrong: dict[str, object]) -> None:
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            method(**{name: value})

@@ -355,18 +355,3 @@ def test_widths_that_it_cannot_grow_through_are_refused_before_training() -> Non
         grower(too_much, parts=[WidensItself()])
     for fits in ({0: 0.25, 1: 0.5, 2: 1.0}, on_demand(1, 2, 4)):
         grower(fits)
-
-
-@pytest.mark.parametrize(
-    ("method", "wrong"),
-    [
-        (GradMax, {"batches": 0, "zero": "both", "scale": 0.0, "steps": 0, "fallback": "net2net"}),
-        (FireFly, {"new_candidates": -1.0, "steps": -1, "rate": 0.0, "epsilon": 0.0}),
-        (Splitting, {"iterations": 0, "epsilon": 0.0, "softplus_beta": -1.0}),
-        (Tiny, {"amplitudes": [], "ridge": -1.0, "update_old": 1}),
-    ],
-)
-def test_impossible_choices_are_refused(method: type[GrowthMethod], wrong: dict[str, object]) -> None:
-    for name, value in wrong.items():
-        with pytest.raises(ValueError, match=f"^{name} must be"):
-            method(**{name: value})

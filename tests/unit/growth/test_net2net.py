@@ -9,32 +9,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
+from growlab.growth import Bert2Bert, GrowthEvent, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
 from growlab.widths import WidthGraph, resize, trace
-from tests.cases import NETWORKS, graph_of, outputs, roughen
+from tests.cases import NETWORKS, Growing, graph_of, planted
 
 
-def replicated_from(rows_before: torch.Tensor, rows_after: torch.Tensor) -> list[int]:
-    """Old row that each new one copies."""
-    return [next(c for c, old in enumerate(rows_before) if torch.equal(row, old)) for row in rows_after]
+def replicated_from(before: torch.Tensor, after: torch.Tensor) -> list[int]:
+    """Old bias that each new one copies."""
+    return [before.tolist().index(one) for one in after.tolist()]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_are_copied_and_columns_divided(seed):
     """Chen et al. 2016, Algorithm 1, on a multi-layer perceptron."""
-    network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
     before = {"hidden.0": 4, "hidden.2": 3, "hidden.4": 5}
-    state = make_seed(network, graph, Net2Net(), before, seed=0)
-    roughen(network)
-    old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    grow(network, graph, Net2Net(), state, graph.full_widths, seed, (NETWORKS["mlp"].inputs(),))
-    new = network.state_dict()
-    names = ["hidden.0", "hidden.2", "hidden.4", "classifier"]
-    previous = list(range(12))
-    for name in names:
+    case, graph = NETWORKS["mlp"], graph_of("mlp")
+    run = Growing(case.make(), case.inputs(), Net2Net(), before, graph=graph)
+    old = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
+    run.grow(seed=seed)
+    new, previous = run.network.state_dict(), list(range(12))
+    for name in ("hidden.0", "hidden.2", "hidden.4", "classifier"):
         weight, bias = old[f"{name}.weight"], old[f"{name}.bias"]
         # Biases are all different, so they tell what was copied.
-        source = replicated_from(bias[:, None], new[f"{name}.bias"][:, None])
+        source = replicated_from(bias, new[f"{name}.bias"])
         assert source[: len(bias)] == list(range(len(bias)))
         for i, c in enumerate(source):
             for j, d in enumerate(previous):
@@ -43,28 +40,23 @@ def test_rows_are_copied_and_columns_divided(seed):
 
 
 def test_a_flattened_channel_is_divided_at_all_its_positions():
-    network, graph = NETWORKS["flatten"].make(), graph_of("flatten")
-    state = make_seed(network, graph, Net2Net(), {"conv": 2, "hidden": 7}, seed=0)
-    roughen(network)
-    old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    grow(network, graph, Net2Net(), state, graph.full_widths, 1, (NETWORKS["flatten"].inputs(),))
-    source = replicated_from(old["conv.bias"][:, None], network.conv.bias.detach()[:, None])
-    before, after = old["hidden.weight"].view(7, 2, 6), network.hidden.weight.detach().view(7, 5, 6)
+    case, graph = NETWORKS["flatten"], graph_of("flatten")
+    run = Growing(case.make(), case.inputs(), Net2Net(), {"conv": 2, "hidden": 7}, graph=graph)
+    old = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
+    run.grow(seed=1)
+    source = replicated_from(old["conv.bias"], run.network.conv.bias.detach())
+    before, after = old["hidden.weight"].view(7, 2, 6), run.network.hidden.weight.detach().view(7, 5, 6)
     for j, c in enumerate(source):
         assert torch.equal(after[:, j], before[:, c] / source.count(c))
 
 
 def test_replicas_are_drawn_from_all_channels():
-    network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
     drawn = set()
     for seed in range(40):
-        state = make_seed(network := NETWORKS["mlp"].make(), graph, Net2Net(), graph.full_widths, seed=0)
-        roughen(network)
-        old = network.hidden[0].bias.detach().clone()
-        grow(
-            network, graph, Net2Net(), state, graph.full_widths | {"hidden.0": 10}, seed, (torch.randn(2, 12).double(),)
-        )
-        drawn |= set(replicated_from(old[:, None], network.hidden[0].bias.detach()[9:, None]))
+        run = planted("mlp", Net2Net(), 1.0)
+        old = run.network.hidden[0].bias.detach().clone()
+        run.grow({"hidden.0": 10}, seed=seed)
+        drawn |= set(replicated_from(old, run.network.hidden[0].bias.detach()[9:]))
     assert drawn == set(range(9))
 
 
@@ -121,17 +113,21 @@ def whole() -> tuple[nn.Module, WidthGraph]:
     return network, trace(network, X[:2])
 
 
-def grown(method: GrowthMethod, part: float = 0.5) -> tuple[nn.Module, nn.Module, object, WidthGraph]:
-    """The network at a part of its widths, at full width, the event between them and the width graph."""
+def grown(
+    method: GrowthMethod, equal_blocks: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module, GrowthEvent, WidthGraph]:
+    """Tensors of the network at half its widths and at full width, the network, the event and the width graph."""
     network, graph = whole()
+    if equal_blocks:
+        network.blocks[0].load_state_dict(network.blocks[1].state_dict())
     state = make_seed(network, graph, method, graph.full_widths, seed=0)
-    widths = {name: max(1, int(group.full_width * part)) for name, group in graph.groups.items()}
+    widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
     resize(network, graph, graph.full_widths, widths)
-    state.widths = widths
-    state.births = {group: [0] * width for group, width in widths.items()}
-    small = copy.deepcopy(network)
+    state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}
+    old = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     event = grow(network, graph, method, state, graph.full_widths, 3, (X[:2],))
-    return small, network, event, graph
+    new = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    return old, new, network, event, graph
 
 
 def computed(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -161,10 +157,6 @@ def computed(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     return affine(x, "head")
 
 
-def tensors(network: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in network.named_parameters()}
-
-
 def doubled(name: str, old: Tensor, diagonal: bool) -> Tensor:
     """HyperCloning's blocks for n = 2, by hand."""
     if name == "embed.weight":
@@ -182,8 +174,7 @@ def doubled(name: str, old: Tensor, diagonal: bool) -> Tensor:
 
 @pytest.mark.parametrize("form", ["symmetric", "diagonal"])
 def test_hypercloning_doubles_by_blocks(form: str) -> None:
-    small, large, event, _ = grown(HyperCloning(form))
-    old, new = tensors(small), tensors(large)
+    old, new, large, event, _ = grown(HyperCloning(form))
     for name, tensor in old.items():
         torch.testing.assert_close(new[name], doubled(name, tensor, form == "diagonal"), rtol=1e-15, atol=0, msg=name)
     for x in X:
@@ -194,20 +185,17 @@ def test_hypercloning_doubles_by_blocks(form: str) -> None:
 
 @pytest.mark.parametrize("network", ["shared", "grouped", "gated", "transformer", "channel norms", "decoder"])
 def test_the_diagonal_form_is_exact_on_other_networks_and_at_odd_widths(network: str) -> None:
-    graph, model, x = graph_of(network), NETWORKS[network].make(), NETWORKS[network].inputs()
-    method = HyperCloning("diagonal", noise_std=0.2)
+    case, graph, method = NETWORKS[network], graph_of(network), HyperCloning("diagonal", noise_std=0.2)
     halves = {name: (group.full_width + 1) // 2 for name, group in graph.groups.items()}
-    state = make_seed(model, graph, method, halves, seed=0)
-    roughen(model)
-    small = outputs(model, x, False)
-    event = grow(model, graph, method, state, graph.full_widths, 0, (x,))
-    torch.testing.assert_close(outputs(model, x, False), small, rtol=1e-9, atol=1e-9)
+    run = Growing(case.make(), case.inputs(), method, halves, graph=graph)
+    small = run.outputs()
+    event = run.grow()
+    torch.testing.assert_close(run.outputs(), small, rtol=1e-9, atol=1e-9)
     assert max(event.parity_error_eval, event.noise_error_eval) < 1e-11
 
 
 def test_the_noise_of_hypercloning_parts_clones_and_changes_no_output() -> None:
-    small, large, event, _ = grown(HyperCloning(noise_std=0.3))
-    old, new = tensors(small), tensors(large)
+    old, new, _, event, _ = grown(HyperCloning(noise_std=0.3))
     weight, width = new["blocks.1.fc1.weight"], 4
     first, second = weight[:, :width], weight[:, width:]
     torch.testing.assert_close(first + second, torch.cat([old["blocks.1.fc1.weight"]] * 2))
@@ -218,8 +206,7 @@ def test_the_noise_of_hypercloning_parts_clones_and_changes_no_output() -> None:
 
 
 def test_lemon_splits_columns_unevenly() -> None:
-    small, large, event, graph = grown(Lemon(spread=0.6))
-    old, new = tensors(small), tensors(large)
+    old, new, large, event, graph = grown(Lemon(spread=0.6))
     (group,) = graph.axes["head.weight"][1].groups
     shares = event.carry.rows[group]
     assert ((shares[:4] + shares[4:]) - 1).abs().max() < 1e-14
@@ -235,8 +222,7 @@ def test_lemon_splits_columns_unevenly() -> None:
 
 
 def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
-    small, large, event, graph = grown(Bert2Bert())
-    old, new = tensors(small), tensors(large)
+    old, new, _, event, graph = grown(Bert2Bert())
     stream, hidden = event.carry.sources["embed"], event.carry.sources["blocks.0.fc1"]
     assert stream.bincount().tolist() == [2] * 4
 
@@ -273,41 +259,17 @@ def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
 )
 def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Module, ...]) -> None:
     tail = [nn.Linear(64, 2)] if isinstance(layers[-1], nn.Flatten) else []
-    grown, x = {}, torch.randn(8, 4, dtype=torch.float64)
+    grown, x = [], torch.randn(8, 4, dtype=torch.float64)
     for method in (Bert2Bert(), Net2Net()):
-        network = copy.deepcopy(nn.Sequential(*layers, *tail)).double()
-        graph = trace(network, x)
-        halves = {name: group.full_width // 2 for name, group in graph.groups.items()}
-        state = make_seed(network, graph, method, halves, seed=0)
-        roughen(network)
-        event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+        run = Growing(copy.deepcopy(nn.Sequential(*layers, *tail)).double(), x, method)
+        event = run.grow()
         assert event.report == {} and event.parity_error_eval < 1e-12
-        grown[method.name] = network.state_dict()
-    for name, tensor in grown["Net2Net"].items():
-        assert torch.equal(grown["Bert2Bert"][name], tensor), name
+        grown.append(run.network.state_dict())
+    for name, tensor in grown[0].items():
+        assert torch.equal(grown[1][name], tensor), name
 
 
 def test_equal_blocks_make_bert2bert_exact() -> None:
     """AKI's new units are those that FPI would copy, where the next block has the same weights."""
-    network, graph = whole()
-    with torch.no_grad():
-        for one, other in zip(network.blocks[0].parameters(), network.blocks[1].parameters(), strict=True):
-            one.copy_(other)
-    state = make_seed(network, graph, Bert2Bert(), graph.full_widths, seed=0)
-    widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
-    resize(network, graph, graph.full_widths, widths)
-    state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}
-    event = grow(network, graph, Bert2Bert(), state, graph.full_widths, 3, (X[:2],))
+    _, _, _, event, _ = grown(Bert2Bert(), equal_blocks=True)
     assert event.report["rows_of_the_next_block"] and event.parity_error_eval < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: HyperCloning("oblique"), "form must be symmetric or diagonal, not 'oblique'"),
-        (lambda: Lemon(spread=1.0), "spread must be between 0 and 1, not 1.0"),
-    ],
-)
-def test_bad_arguments_are_named(make, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from growlab import Grower, parts
 from growlab.base.errors import UserError
-from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer, finish, grow, make_seed
+from growlab.growth import GradMax, Net2Net, PairGrowth, RandomGrowth, VarianceTransfer, finish, make_seed
 from growlab.growth.outputs import network_inputs
 from growlab.growth.parity import ROUNDING, rounding
 from growlab.lab.training import RateAdaptation
@@ -23,7 +23,7 @@ from growlab.lab.training.progress import first_line
 from growlab.optim import SGD, NormRatio
 from growlab.widths import WidthGraph, trace
 from growlab.widths.unchanged import unchanged
-from tests.cases import METHODS, PRESERVING, Around, outputs
+from tests.cases import METHODS, PRESERVING, Around, Growing
 
 X = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -56,20 +56,17 @@ def in_double(network: nn.Module) -> nn.Module:
         (turned(), torch.float32),
         (nn.Identity(), torch.float32),
         (nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).double(), torch.float64),
+        # Whole numbers among the parameters are no precision.
+        (Around(len, weight=nn.Parameter(torch.ones(2, dtype=torch.int8), False), last=[2, 2]), torch.float32),
     ],
-    ids=["complex first", "complex first, in double", "complex alone", "no parameters", "double"],
+    ids=["complex first", "complex first, in double", "complex alone", "no parameters", "double", "whole numbers"],
 )
 def test_numbers_take_the_precision_of_real_parameters(network: nn.Module, dtype: torch.dtype) -> None:
-    given = (torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.cfloat), "kept")
+    given = (torch.full((2,), 0.5), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.cfloat), "kept")
     number, index, turned, text = network_inputs(given, network)
     assert (number.dtype, index.dtype, turned.dtype) == (dtype, torch.int64, torch.cfloat)
+    assert number.tolist() == [0.5, 0.5]
     assert text == "kept"
-
-
-def test_whole_numbers_among_the_parameters_are_no_precision() -> None:
-    network = nn.Sequential(nn.Linear(4, 2))
-    network[0].weight = nn.Parameter(torch.ones(2, 4, dtype=torch.int8), requires_grad=False)
-    assert network_inputs(torch.full((2,), 0.5), network)[0].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("method", [Net2Net(), PairGrowth(), RandomGrowth(), GradMax()], ids=lambda m: m.name)
@@ -140,8 +137,6 @@ def test_batch_normalisation_by_a_function_may_be_off_by_its_eps(kind, multiplie
 @pytest.mark.parametrize("of", ["hidden", "output"])
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
 def test_terms_of_the_loss_that_change_at_an_event_cause_a_warning(of, method, caplog) -> None:
-    """A forward returns a term of the loss beside its output while it trains."""
-
     def with_term(net: Any, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         y = net.head(h := torch.relu(net.hidden(x)))
         if not net.training:
@@ -234,13 +229,8 @@ PINNED = {
 ENDS = FOLDED | PINNED
 
 
-def made(end: str) -> tuple[Around, WidthGraph, Tensor]:
-    network, graph, x = _made(end)
-    return copy.deepcopy(network), graph, x
-
-
 @cache
-def _made(end: str) -> tuple[Around, WidthGraph, Tensor]:
+def made(end: str) -> tuple[Around, WidthGraph, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = Around(
@@ -261,19 +251,17 @@ def _made(end: str) -> tuple[Around, WidthGraph, Tensor]:
     ],
 )
 def test_the_remaining_factor_can_be_folded(end: str, method: str) -> None:
-    network, graph, x = made(end)
-    stages = [{name: max(2, group.full_width // part) for name, group in graph.groups.items()} for part in (4, 2, 1)]
-    growing = METHODS[method].make(0.0)
-    state = make_seed(network, graph, growing, stages[0], 0)
-    for widths in stages[1:]:
-        grow(network, graph, growing, state, widths, 0, (x,))
-    before = outputs(network, x, training=False) * state.output_factor
+    network, graph, x = copy.deepcopy(made(end))
+    run = Growing(network, x, METHODS[method].make(0.0), 0.25, graph=graph, rough=False)
+    for part in (0.5, 1.0):
+        run.grow(part)
+    before = run.outputs() * run.state.output_factor
     if end in PINNED or method == "ours":
-        assert state.output_factor == 1.0
+        assert run.state.output_factor == 1.0
     elif method == "ours without multipliers":
-        assert state.output_factor == pytest.approx(4.0)
-    finish(network, graph, growing, state)
-    torch.testing.assert_close(outputs(network, x, training=False), before, rtol=1e-12, atol=1e-12)
+        assert run.state.output_factor == pytest.approx(4.0)
+    finish(network, graph, run.method, run.state)
+    torch.testing.assert_close(run.outputs(), before, rtol=1e-12, atol=1e-12)
 
 
 class Halving(PairGrowth):
@@ -285,7 +273,7 @@ class Halving(PairGrowth):
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_factor_that_could_not_be_folded_is_refused_before_training(end: str) -> None:
-    network, graph, _ = made(end)
+    network, graph, _ = copy.deepcopy(made(end))
     widths = dict.fromkeys(graph.groups, 4)
     method = Halving()
     if end in FOLDED:
@@ -294,7 +282,7 @@ def test_a_factor_that_could_not_be_folded_is_refused_before_training(end: str) 
     with pytest.raises(UserError, match="Halving rescales this network's output") as raised:
         make_seed(network, graph, method, widths, 0)
     assert "\n" not in str(raised.value)
-    network, graph, _ = made(end)
+    network, graph, _ = copy.deepcopy(made(end))
     method.output_multiplier = False
     make_seed(network, graph, method, widths, 0)
 
@@ -302,7 +290,7 @@ def test_a_factor_that_could_not_be_folded_is_refused_before_training(end: str) 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_last_layers_are_found_behind_any_ending(end: str) -> None:
     """New weights have variance 1 / C'^2, old ones are rescaled by C / C', their rate is divided by C_0."""
-    network, graph, x = made(end)
+    network, graph, x = copy.deepcopy(made(end))
     found = {layer.weight for layer in graph.layers if layer.is_output}
     several = end in ("sum", "concatenation", "product")
     last = "second" if end == "mean" else "classifier"
@@ -311,14 +299,13 @@ def test_the_last_layers_are_found_behind_any_ending(end: str) -> None:
     assert graph.last_layers[last] is free
     told = f"output layers: {last}" + ("" if free else " (something behind it fixes its scale)")
     assert told in first_line(graph)
-    method = METHODS["ours"].make(0.0)
-    other = copy.deepcopy(network)
-    state = make_seed(network, graph, method, dict.fromkeys(graph.groups, 4), 0)
-    before = outputs(network, x, training=False)
+    method, other = METHODS["ours"].make(0.0), copy.deepcopy(network)
+    run = Growing(network, x, method, dict.fromkeys(graph.groups, 4), graph=graph, rough=False)
+    before = run.outputs()
     old = {name: network.get_parameter(name).detach().clone() for name in found}
-    event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 8), 0, (x,))
+    event = run.grow(dict.fromkeys(graph.groups, 8))
     assert event.parity_error_eval < 1e-10
-    torch.testing.assert_close(outputs(network, x, training=False), before, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run.outputs(), before, rtol=1e-10, atol=1e-12)
     for name in found:
         assert event.report["rescaled"][name] == pytest.approx(0.5)
         new = network.get_parameter(name).detach()

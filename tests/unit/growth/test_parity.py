@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import permutations
@@ -18,6 +19,7 @@ from growlab.growth import (
     GradMax,
     GrownTensors,
     GrowthContext,
+    GrowthEvent,
     GrowthMethod,
     Net2Net,
     PairGrowth,
@@ -25,18 +27,15 @@ from growlab.growth import (
     Tiny,
     VarianceTransfer,
     event,
-    grow,
-    make_seed,
 )
 from growlab.growth.outputs import observe
 from growlab.growth.parity import ROUNDING, Parity, compare, relative_error, rounding, rounding_measured
 from growlab.lab.networks import CifarResNet
 from growlab.optim import SGD
 from growlab.widths import UnsupportedOperation, trace
-from tests.cases import NETWORKS, OLD_TORCH, Around, graph_of, outputs, roughen, widths_at
+from tests.cases import NETWORKS, OLD_TORCH, Around, Growing, graph_of, outputs, planted
 from tests.unit.growth.test_event import Broken
-from tests.unit.growth.test_new_statistics import Products
-from tests.unit.growth.test_new_statistics import seed_network as products
+from tests.unit.growth.test_new_statistics import Products, batch, found
 
 
 class OffByAThousandth(VarianceTransfer):
@@ -92,22 +91,20 @@ LONG = ("resnet A", "resnet B", "wrn no norm", "lstm", "cells", "sample norms")
     "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else []) for name in NETWORKS]
 )
 def test_an_error_of_a_thousandth_in_any_tensor_is_found(name: str, compared: list[Parity]) -> None:
-    case, graph, x = NETWORKS[name], graph_of(name), NETWORKS[name].inputs()
-    seed = case.make()
-    state = make_seed(seed, graph, VarianceTransfer(), widths_at(graph, 0.5), seed=0)
-    roughen(seed)
+    graph, begun = graph_of(name), planted(name, VarianceTransfer())
 
     def grown(method: VarianceTransfer) -> tuple[nn.Module, Parity]:
-        network = copy.deepcopy(seed)
+        run = copy.copy(begun)
+        run.network, run.state, run.method = copy.deepcopy(begun.network), copy.deepcopy(begun.state), method
         with contextlib.suppress(ParityError):
-            grow(network, graph, method, copy.deepcopy(state), graph.full_widths, 0, (x,))
-        return network, compared.pop()
+            run.grow()
+        return run.network, compared.pop()
 
     network, sound = grown(VarianceTransfer())
     assert max(sound.errors) < 1e-12
     # A method gets the ratio |v| / g in the place of g: no output depends on it.
     for wrong in graph.axes.keys() - graph.lengths.keys():
-        expected = shows(network, network.state_dict()[wrong], x)
+        expected = shows(network, network.state_dict()[wrong], *begun.x)
         _, found = grown(OffByAThousandth(wrong))
         seen = [error > most for error, most in zip(found.errors, found.tolerances, strict=True)]
         assert seen == expected, f"{wrong}: {found}"
@@ -194,15 +191,18 @@ def test_an_error_above_its_tolerance_in_either_mode_is_too_large(tolerance: flo
         assert Parity(errors, None).kept
 
 
+def half_grown(network: nn.Module, x: Tensor) -> GrowthEvent:
+    """Event from half to full width."""
+    return Growing(network, x, VarianceTransfer(), rough=False).grow()
+
+
 @pytest.mark.parametrize(("affine", "running"), [(False, True), (True, False), (False, False)])
 def test_batch_normalisation_whose_eps_no_weight_takes_up_grows_exactly(affine: bool, running: bool) -> None:
     """Without weights or without running statistics."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(16, affine=affine, track_running_stats=running)
     layers = nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), norm, nn.ReLU(), nn.Linear(16, 4)
-    network, x = nn.Sequential(*layers).double(), 0.1 * torch.randn(8, 6, dtype=torch.float64)
-    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
-    (event,) = grower.step(epoch=1)
+    event = half_grown(nn.Sequential(*layers).double(), 0.1 * torch.randn(8, 6, dtype=torch.float64))
     assert max(event.parity_error_eval, event.parity_error_train, event.eps_error_train) < 1e-12
 
 
@@ -215,11 +215,10 @@ def test_a_weight_of_two_norms_takes_up_no_eps() -> None:
         lambda net, x: net.head(torch.cat([norm(net.first(x)) for norm in net.norms], 1)),
         **{"first": [6, 16], "head": [32, 4], "norms": norms},
     ).double()
-    x = 0.1 * torch.randn(8, 6, dtype=torch.float64)
-    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    run = Growing(network, 0.1 * torch.randn(8, 6, dtype=torch.float64), VarianceTransfer(), rough=False)
     with torch.no_grad():
         network.norms[1].running_var *= 0.01
-    (event,) = grower.step(epoch=1)
+    event = run.grow()
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
 
 
@@ -238,84 +237,72 @@ class OtherKernel(nn.BatchNorm1d):
 def test_eps_follows_in_synchronised_normalisation_too() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 16), OtherKernel(16), nn.ReLU(), nn.Linear(16, 16), OtherKernel(16)]
-    network, x = (nn.Sequential(*layers, nn.ReLU(), nn.Linear(16, 4)).double(), 0.1 * torch.randn(8, 6).double())
+    network = nn.Sequential(*layers, nn.ReLU(), nn.Linear(16, 4)).double()
     eps, weights = network[4].eps, list(network.parameters())
-    grower = Grower(network, x, method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
-    (event,) = grower.step(epoch=1)
+    event = half_grown(network, 0.1 * torch.randn(8, 6).double())
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-12 < 1e-6 < event.eps_error_train
     assert network[4].eps == eps and len(list(network.parameters())) == len(weights)
 
 
-X = torch.randn(32, 5, generator=torch.Generator().manual_seed(1))
+X = batch(1)
 
 
-def seed_network(size: float, method: PairGrowth):
+def difference(size: float, method: PairGrowth) -> Growing:
     """The output has a difference of two equal numbers in it, so many times as large as itself."""
     torch.manual_seed(0)
-    network = nn.Sequential()
-    for name, module in (
-        *(("a", nn.Linear(5, 8)), ("act", nn.Tanh()), ("b", nn.Linear(8, 16)), ("relu", nn.ReLU())),
-        ("classifier", nn.Linear(16, 3)),
-    ):
-        network.add_module(name, module)
-    graph = trace(network, X)
-    state = make_seed(network, graph, method, {name: g.full_width // 2 for name, g in graph.groups.items()}, seed=0)
+    layers = {"a": nn.Linear(5, 8), "act": nn.Tanh(), "b": nn.Linear(8, 16), "relu": nn.ReLU()}
+    network = nn.Sequential(OrderedDict(layers, classifier=nn.Linear(16, 3)))
+    run = Growing(network, X, method, rough=False)
     with torch.no_grad():
         network.b.weight[5], network.b.bias[5] = network.b.weight[0], network.b.bias[0]
         network.classifier.weight[:, 0] = size
         network.classifier.weight[:, 5] = -size
-    return network, graph, state
+    return run
 
 
 @pytest.mark.parametrize("size", [1e4, 2e4])
 def test_errors_as_large_as_rounding_every_weight_are_allowed(size):
-    method = PairGrowth(noise_std=0.0)
-    network, graph, state = seed_network(size, method)
-    event = grow(network, graph, method, state, graph.full_widths, 0, X)
-    usual = ROUNDING[torch.float32]
+    event, usual = difference(size, PairGrowth(noise_std=0.0)).grow(), ROUNDING[torch.float32]
     assert usual < event.parity_error_eval <= event.parity_tolerance_eval <= 100 * usual
 
 
 @pytest.mark.parametrize("size, wrong", [(1.0, 1.0005), (1e4, 1.05)])
 def test_a_broken_rule_is_no_rounding(size, wrong):
-    method = Broken(lambda w: w * wrong)
-    network, graph, state = seed_network(size, method)
     with pytest.raises(ParityError, match="changed the output"):
-        grow(network, graph, method, state, graph.full_widths, 0, X)
+        difference(size, Broken(lambda w: w * wrong)).grow()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_it_is_measured_by_the_network_itself_which_stays_as_it_is(dtype):
-    found = []
+    ratios = []
     for size in (1.0, 1e4):
-        network, _, _ = seed_network(size, PairGrowth())
-        network.to(dtype)
+        network = difference(size, PairGrowth()).network.to(dtype)
         before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
         outputs = observe(network, X.to(dtype))
         measured = rounding_measured(network, (X.to(dtype),), outputs)
         assert measured[0] == measured[1]
-        found.append(measured[0] / rounding(network, outputs.eval))
+        ratios.append(measured[0] / rounding(network, outputs.eval))
         assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert found[0] == 1.0 <= found[1] <= 100.0
-    assert found[1] > 1.0 or dtype == torch.float64
+    assert ratios[0] == 1.0 <= ratios[1] <= 100.0
+    assert ratios[1] > 1.0 or dtype == torch.float64
 
 
-def lagging(method: PairGrowth):
+def lagging(method: PairGrowth) -> Growing:
     """A network with the running averages of other weights: in eval mode hardly anything is left of its input."""
-    network, graph, state = products(lambda: Products(3), method)
+    run = found(lambda: Products(3), method)
     with torch.no_grad():
-        network.classifier.bias.zero_()
-        for norm in (network.norm, *network.norms):
+        run.network.classifier.bias.zero_()
+        for norm in (run.network.norm, *run.network.norms):
             norm.running_var.fill_(1e12)
-    return network, graph, state
+    return run
 
 
 def test_train_mode_decides_if_eval_mode_outputs_only_rounding():
-    method = PairGrowth(noise_std=0.0)
-    network, graph, state = lagging(method)
-    event = grow(network, graph, method, state, graph.full_widths, 0, X)
+    event = lagging(PairGrowth(noise_std=0.0)).grow()
     assert event.parity_error_eval > 1e-2 and event.parity_tolerance_eval is None
     assert event.parity_error_train <= 1e-5 and event.parity_tolerance_train <= 1e-2
+    with pytest.raises(ParityError, match="changed the output"):
+        lagging(Broken(lambda w: w * 1.02)).grow()
 
 
 @pytest.mark.parametrize(("wrong", "kept"), [(1.0, True), (1.001, False)])
@@ -326,15 +313,8 @@ def test_where_a_mode_outputs_only_rounding_the_other_decides(wrong: float, kept
     network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), chaotic_in_eval)
     after = observe(network, X)
     before = replace(after, eval=after.eval / 100, train=after.train * wrong)
-    found = compare(network, (X,), before, after, list)
-    assert found.errors[0] == pytest.approx(99) and found.kept is kept
-
-
-def test_a_broken_rule_with_lagging_statistics_is_refused():
-    method = Broken(lambda w: w * 1.02)
-    network, graph, state = lagging(method)
-    with pytest.raises(ParityError, match="changed the output"):
-        grow(network, graph, method, state, graph.full_widths, 0, X)
+    parity = compare(network, (X,), before, after, list)
+    assert parity.errors[0] == pytest.approx(99) and parity.kept is kept
 
 
 class Counting(nn.Module):
@@ -403,8 +383,8 @@ TYPES = [*permutations([torch.bfloat16, torch.float32, torch.float64])]
 
 @pytest.mark.parametrize(
     ("method", "types", "norm_first"),
-    # Every method with every order, and every order with normalisation before and behind.
-    [(method, types, (i + j) % 2 == 1) for i, method in enumerate(METHODS) for j, types in enumerate(TYPES)],
+    # Every order with normalisation before and behind, and with two methods.
+    [(METHODS[(i + 2 * first) % 4], types, first) for i, types in enumerate(TYPES) for first in (False, True)],
 )
 def test_layers_keep_their_types(method: GrowthMethod, types: tuple[torch.dtype, ...], norm_first: bool) -> None:
     torch.manual_seed(0)

@@ -20,20 +20,18 @@ from growlab.growth import (
     GrowthMethod,
     HyperCloning,
     Lemon,
-    Measurement,
     Net2Net,
     PairGrowth,
     Splitting,
     Tiny,
     VarianceTransfer,
-    grow,
-    make_seed,
 )
 from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.optim import follow
 from growlab.widths import WidthGraph, trace
-from tests.cases import METHODS, PRESERVING, outputs, roughen, widths_at
+from tests.cases import METHODS, PRESERVING, Growing, outputs, roughen
+from tests.unit.growth.measured import Started
 
 KINDS: dict[str, Callable[..., nn.RNNBase]] = {
     "LSTM": nn.LSTM,
@@ -109,50 +107,59 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "seed"), CASES)
 def test_any_recurrent_network_grows_three_times(method: str, seed: int) -> None:
-    network, x, graph = drawn(seed)
-    network, plain = copy.deepcopy(network), network
+    plain, x, graph = drawn(seed)
+    network = copy.deepcopy(plain)
     assert {"inside", "rnn"} <= set(graph.groups)
     hidden, read = graph.axes["rnn.weight_hh_l0"][1], graph.axes["rnn.weight_ih_l0"][1]
     assert hidden.length(graph.full_widths) == 8 and graph.groups["inside"].full_width == 6
-    made = METHODS[method].make(0.0)
-    state = make_seed(network, graph, made, widths_at(graph, PARTS[0]), seed=5)
-    roughen(network)
-    fresh, factor = examples(network, 5, 9), 1.0
+    run = Growing(network, x, METHODS[method].make(0.0), PARTS[0], 5, graph)
+    fresh = examples(network, 5, 9)
     for part in PARTS[1:]:
-        before = [outputs(network, fresh, training) for training in (False, True)]
-        event = grow(network, graph, made, state, widths_at(graph, part), seed=5, probe=(x,))
-        after = [outputs(network, fresh, training) * event.output_factor for training in (False, True)]
+        before = [run.outputs(training, fresh) for training in (False, True)]
+        event = run.grow(part, seed=5)
+        after = [run.outputs(training, fresh) * event.output_factor for training in (False, True)]
         # Of features that attention and normalisation have passed, more rounding is left.
         assert max(map(relative_error, before, after)) < 1e-11
         # In train mode dropout between the layers is left out.
         assert max(event.parity_error_eval, event.parity_error_train) < 1e-11
         assert network.rnn.hidden_size == hidden.length(event.widths_after)
         assert network.rnn.input_size == read.length(event.widths_after)
-        factor *= event.output_factor
-        roughen(network, seed=state.stage)
+        roughen(network, seed=run.state.stage)
     assert repr(network) == repr(plain) and type(network.rnn) is type(plain.rnn)
     expected = {name: tensor.shape for name, tensor in plain.state_dict().items()}
     assert {n: t.shape for n, t in network.state_dict().items() if "unfinished" not in n} == expected
 
 
+def sequences(
+    kind: str,
+    method: GrowthMethod,
+    part: float | dict[str, int] = 0.5,
+    dtype: torch.dtype = torch.float64,
+    num_layers: int = 2,
+    **settings: bool,
+) -> Started:
+    """A network that is about to grow, with a batch."""
+    torch.manual_seed(0)
+    network = Sequences(kind, "linear", "mean", num_layers=num_layers, **settings).to(dtype)
+    x = examples(network, 7, 1).to(dtype)
+    run = Started(network, x, method, part, 5)
+    run.batches = [(x, torch.arange(7) % 4)]
+    return run
+
+
 def carried(method: GrowthMethod, kind: str, make: Callable[..., torch.optim.Optimizer]):
     """State of each parameter after an event, and the gradient of the grown network that it should be of."""
-    torch.manual_seed(0)
-    network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True).double()
-    x, y = examples(network, 7, 1), torch.arange(7) % 4
-    graph = trace(network, x)
-    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=5)
-    roughen(network)
+    run, y = sequences(kind, method, bidirectional=True), torch.arange(7) % 4
+    network, graph, before = run.network, run.graph, dict(run.state.widths)
     optimizer = make(network.parameters(), lr=0.0)
-    before = dict(state.widths)
 
     def backward() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(network(x) * state.output_factor, y).backward()
+        F.cross_entropy(network(*run.x) * run.state.output_factor, y).backward()
 
     backward()
     optimizer.step()
-    event = grow(network, graph, method, state, graph.full_widths, seed=5, probe=(x,))
+    event = run.grow(seed=5)
     follow(optimizer, event.replaced, graph, before, graph.full_widths, "inherit", event.carry)
     backward()
     for key, parameter in network.named_parameters():
@@ -193,8 +200,7 @@ def test_flops_of_each_stage_are_those_by_hand(kind: str) -> None:
     torch.manual_seed(0)
     network = Sequences(kind, "linear", "mean", num_layers=2, bidirectional=True).double()
     x = examples(network, 7, 1)
-    trigger = {0: 0.5, 1: 0.75, 2: 1.0}
-    grower = Grower(network, x, method=PairGrowth(), trigger=trigger)
+    grower = Grower(network, x, method=PairGrowth(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
     for epoch, (inside, hidden) in enumerate([(3, 4), (5, 6), (6, 8)]):
         grower.step(epoch=epoch)
         widths = grower.state.widths
@@ -210,9 +216,7 @@ def test_new_forget_gates_begin_as_old_ones() -> None:
     with torch.no_grad():
         for name in ("bias_ih_l0", "bias_hh_l0"):
             network.rnn.get_parameter(name).copy_(torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(8))
-    graph, method = trace(network, x := torch.randn(3, 6, 3)), VarianceTransfer()
-    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=0)
-    grow(network, graph, method, state, graph.full_widths, 0, (x,))
+    Growing(network, torch.randn(3, 6, 3), VarianceTransfer(), rough=False).grow()
     for name in ("bias_ih_l0", "bias_hh_l0"):
         bias = network.rnn.get_parameter(name).view(4, 8)
         assert torch.equal(bias, torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None].expand(4, 8))
@@ -223,12 +227,10 @@ def test_new_weights_of_gates_vary_as_torchs_own() -> None:
     network.inside, network.rnn = nn.Linear(3, 256), nn.LSTM(256, 128)
     network.last = nn.Linear(128, 2)
     network.forward = lambda x: network.last(network.rnn(network.inside(x))[0])
-    graph = trace(network, x := torch.randn(4, 2, 3))
-    method = PairGrowth()
-    state = make_seed(network, graph, method, {"inside": 128, "rnn": 64}, seed=0)
+    run = Growing(network, torch.randn(4, 2, 3), PairGrowth(), rough=False)
     for name, fan_in in (("weight_ih_l0", 128), ("weight_hh_l0", 64)):
         assert float(network.rnn.get_parameter(name).detach().var()) == pytest.approx(1 / (3 * fan_in), rel=0.05)
-    event = grow(network, graph, method, state, graph.full_widths, 0, (x,))
+    event = run.grow()
     new = event.replaced["rnn.weight_hh_l0"][1].view(4, 128, 128)[:, 64:96]
     assert float(new.detach().var()) == pytest.approx(1 / (3 * 128), rel=0.05)
 
@@ -302,30 +304,20 @@ def test_hidden_channels_that_cannot_grow_stay_and_say_why(where, settings, reas
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()])
 def test_inputs_of_a_projecting_layer_grow(method: GrowthMethod) -> None:
     torch.manual_seed(0)
-    network, x = States("none", proj_size=4).double(), torch.randn(2, 6, 3, dtype=torch.float64)
-    graph = trace(network, x)
-    state = make_seed(network, graph, method, {"inside": 3}, seed=0)
-    before = outputs(network, x, False)
-    grow(network, graph, method, state, {"inside": 6}, 0, (x,))
-    assert relative_error(before, outputs(network, x, False)) < 1e-12
+    network = States("none", proj_size=4).double()
+    run = Growing(network, torch.randn(2, 6, 3, dtype=torch.float64), method, rough=False)
+    before = run.outputs()
+    run.grow()
+    assert relative_error(before, run.outputs()) < 1e-12
     assert network.rnn.input_size == 6 and network.rnn.hidden_size == 8
-
-
-def measured(network: nn.Module, graph: WidthGraph, x: Tensor) -> Measurement:
-    return Measurement(network, graph, [(x, torch.arange(len(x)) % 4)], F.cross_entropy)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("LSTM", torch.float32), ("GRU", torch.float64), ("tanh", torch.float64)])
 def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    network = Sequences(kind, "linear", "mean", num_layers=2).to(dtype)
-    x = examples(network, 7, 1).to(dtype)
-    graph, method = trace(network, x), GradMax()
-    state = make_seed(network, graph, method, widths_at(graph, 0.5), seed=5)
-    roughen(network)
-    before = outputs(network, x, False)
-    event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
-    assert relative_error(before, outputs(network, x, False)) < (1e-12 if dtype is torch.float64 else 1e-5)
+    run = sequences(kind, GradMax(), dtype=dtype)
+    before = run.outputs()
+    event, _ = run.grow(run.graph.full_widths)
+    assert relative_error(before, run.outputs()) < (1e-12 if dtype is torch.float64 else 1e-5)
     found = event.report["groups"]["rnn"]
     assert found["gradient_norm"] == pytest.approx(found["gradient_norm_bound"], rel=1e-3)
 
@@ -339,28 +331,18 @@ def test_gradmax_shows_the_gradient_that_it_has_worked_out(kind: str, dtype: tor
     ],
 )
 def test_splits_change_the_loss_as_predicted(make: Callable[..., GrowthMethod], kind: str) -> None:
-    torch.manual_seed(0)
-    network = Sequences(kind, "linear", "mean", num_layers=2).double()
-    x = examples(network, 7, 1)
-    graph, method = trace(network, x), make(epsilon=0.003)
-    state = make_seed(network, graph, method, {**widths_at(graph, 0.5), "inside": 6}, seed=5)
-    roughen(network)
-    before = measured(network, graph, x).loss({})
-    event = grow(network, graph, method, state, graph.full_widths, 5, (x,), data=measured(network, graph, x))
-    changed = measured(network, graph, x).loss({}) - before
+    run = sequences(kind, make(epsilon=0.003), {"inside": 6, "rnn": 4})
+    before = run.data().loss({})
+    event, _ = run.grow(run.graph.full_widths)
+    changed = run.data().loss({}) - before
     predicted = sum(group["predicted_change"] for group in event.report["groups"].values())
     assert predicted < 0 and changed == pytest.approx(predicted, rel=0.1)
 
 
 def test_methods_that_cannot_measure_a_recurrent_layer_say_so() -> None:
-    network = Sequences("ReLU", "linear", "mean").double()
-    graph = trace(network, x := examples(network, 7, 1))
-
     def event(method: GrowthMethod) -> Any:
-        run = copy.deepcopy(network)
-        state = make_seed(run, graph, method, widths_at(graph, 0.5), seed=5)
-        data = measured(run, graph, x)
-        return grow(run, graph, method, state, graph.full_widths, 5, (x,), data=data)
+        run = sequences("ReLU", method, num_layers=1)
+        return run.grow(run.graph.full_widths)[0]
 
     with pytest.raises(
         UserError, match=r"rnn: its channels are put out by rnn\.weight_ih_l0, rnn\.weight_hh_l0, not one"

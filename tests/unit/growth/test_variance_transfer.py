@@ -8,47 +8,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from growlab.growth import NewWeights, PairGrowth, VarianceTransfer, grow, make_seed
+from growlab.growth import PairGrowth, VarianceTransfer
 from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.rescale import eps_ratio, rescale
 from growlab.lab.networks import MLP, convnet
 from growlab.widths import tensors_of, trace
-from tests.cases import NETWORKS, graph_of, outputs, roughen
+from tests.cases import NETWORKS, Growing, graph_of, outputs, roughen
 
 
 class Grown:
-    """An MLP or convolutional network before and after one event."""
+    """A network before and after one event; hidden layers are of one width."""
 
     def __init__(self, network: nn.Module, x: torch.Tensor, before: int, after: int, method) -> None:
-        self.network, self.x = network.double(), x.double()
-        self.graph = trace(self.network, self.x[:2])
-        state = make_seed(self.network, self.graph, method, dict.fromkeys(self.graph.groups, before), seed=3)
-        self.seed = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-        roughen(self.network)
-        self.old = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-        self.output_before = outputs(self.network, self.x, False)
-        widths = dict.fromkeys(self.graph.groups, after)
-        self.event = grow(self.network, self.graph, method, state, widths, 3, (self.x,))
-        self.new = self.network.state_dict()
-        self.output_after = outputs(self.network, self.x, False)
+        graph = trace(network.double(), x.double())
+        self.run = Growing(network, x.double(), method, dict.fromkeys(graph.groups, before), 3, graph, rough=False)
+        self.seed = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        roughen(network)
+        self.old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        self.output_before = self.run.outputs()
+        self.event = self.run.grow(dict.fromkeys(graph.groups, after), seed=3)
+        self.new, self.output_after = network.state_dict(), self.run.outputs()
+
+
+def narrow(method: VarianceTransfer | PairGrowth, after: int = 6, **settings: object) -> Grown:
+    """Hidden layers of 4 units grown to more."""
+    torch.manual_seed(0)
+    return Grown(MLP(6, [8, 8], 3, **settings), torch.randn(16, 6), 4, after, method)
 
 
 def variance(tensor: torch.Tensor) -> float:
     return float(tensor.square().mean())
 
 
-@pytest.fixture(scope="module")
-def wide() -> Grown:
+def test_weights_begin_and_grow_by_table_1():
     """Hidden layers of 100 units grown to 160."""
     torch.manual_seed(0)
-    return Grown(
-        MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, VarianceTransfer(rescale_layers_without_batch_norm=True)
-    )
-
-
-def test_new_weights_have_the_variance_of_table_1(wide):
+    method = VarianceTransfer(rescale_layers_without_batch_norm=True)
+    wide = Grown(MLP(80, [200, 200], 60), torch.randn(8, 80), 100, 160, method)
     # The deviation of a sample variance is sqrt(2 / n) of it; 5 of those are allowed. A twin is no new draw.
     for rows, expected in (
+        (wide.seed["hidden.0.weight"], 2 / 80),
+        (wide.seed["hidden.2.weight"], 2 / 100),
+        (wide.seed["classifier.weight"], 1 / 100**2),
         (wide.new["hidden.0.weight"][100:130], 2 / 80),
         (wide.new["hidden.2.weight"][100:130, :130], 2 / 160),
         (wide.new["hidden.2.weight"][:100, 100:130], 2 / 160),
@@ -56,20 +57,7 @@ def test_new_weights_have_the_variance_of_table_1(wide):
     ):
         assert variance(rows) == pytest.approx(expected, rel=5 * sqrt(2 / rows.numel()))
         assert abs(float(rows.mean())) < 5 * sqrt(expected / rows.numel())
-
-
-def test_the_seed_has_the_variance_of_its_own_fan_in(wide):
-    for name, expected in (
-        ("hidden.0.weight", 2 / 80),
-        ("hidden.2.weight", 2 / 100),
-        ("classifier.weight", 1 / 100**2),
-    ):
-        weight = wide.seed[name]
-        assert variance(weight) == pytest.approx(expected, rel=5 * sqrt(2 / weight.numel()))
     assert wide.seed["hidden.0.bias"].count_nonzero() == 0
-
-
-def test_old_weights_are_rescaled_by_fan_in_before_and_after(wide):
     hidden, output = sqrt(100 / 160), 100 / 160
     for name, rows, columns, factor in (
         ("hidden.0.weight", 100, 80, 1.0),
@@ -85,24 +73,20 @@ def test_old_weights_are_rescaled_by_fan_in_before_and_after(wide):
     ):
         torch.testing.assert_close(wide.new[name][:size], wide.old[name] * factor, rtol=1e-12, atol=0)
     assert wide.event.output_factor == pytest.approx(1 / (hidden * output), rel=1e-12)
-
-
-def test_pairs_have_equal_rows_and_opposite_columns(wide):
+    # Pairs have equal rows and opposite columns; new rows see both twins through weights of their own.
     assert torch.equal(wide.new["hidden.0.weight"][100:130], wide.new["hidden.0.weight"][130:160])
     assert torch.equal(wide.new["hidden.2.weight"][:100, 100:130], -wide.new["hidden.2.weight"][:100, 130:160])
     assert torch.equal(wide.new["classifier.weight"][:, 100:130], -wide.new["classifier.weight"][:, 130:160])
-    # New rows see both twins through weights of their own.
     new_rows = wide.new["hidden.2.weight"][100:130]
     assert not torch.equal(new_rows[:, 100:130], -new_rows[:, 130:160])
 
 
 def test_an_odd_channel_is_not_listened_to():
-    torch.manual_seed(0)
-    grown = Grown(MLP(6, [8, 8], 3), torch.randn(4, 6), 4, 7, PairGrowth())
-    assert grown.new["hidden.0.weight"][6].count_nonzero() == 6
-    assert grown.new["hidden.2.weight"][:4, 6].count_nonzero() == 0
-    assert grown.new["hidden.2.weight"][4:, 6].count_nonzero() == 3
-    assert grown.new["classifier.weight"][:, 6].count_nonzero() == 0
+    new = narrow(PairGrowth(), after=7).new
+    assert new["hidden.0.weight"][6].count_nonzero() == 6
+    assert new["hidden.2.weight"][:4, 6].count_nonzero() == 0
+    assert new["hidden.2.weight"][4:, 6].count_nonzero() == 3
+    assert new["classifier.weight"][:, 6].count_nonzero() == 0
 
 
 def test_fan_in_counts_the_receptive_field():
@@ -119,8 +103,7 @@ def test_fan_in_counts_the_receptive_field():
 
 
 def test_norm_statistics_follow_and_eval_mode_is_exact():
-    torch.manual_seed(0)
-    grown = Grown(MLP(6, [8, 8], 3, batch_norm=True), torch.randn(16, 6), 4, 6, VarianceTransfer())
+    grown = narrow(VarianceTransfer(), batch_norm=True)
     c, eps = sqrt(4 / 6), 1e-5
     mean, var = grown.old["hidden.4.running_mean"], grown.old["hidden.4.running_var"]
     torch.testing.assert_close(grown.new["hidden.4.running_mean"][:4], c * mean)
@@ -146,11 +129,10 @@ def test_the_effect_of_eps_is_first_order(v, c):
 @pytest.mark.parametrize("name", ["resnet A", "resnet B", "convnet", "mlp batch norm"])
 def test_train_mode_is_off_by_eps_alone(name):
     """Spec 01, Section 3: about 1e-6 where batch variances are near 1."""
-    case, graph, method = NETWORKS[name], graph_of(name), VarianceTransfer()
-    network = case.make()
+    case, graph = NETWORKS[name], graph_of(name)
     half = {n: w // 2 for n, w in graph.full_widths.items()}
-    state = make_seed(network, graph, method, half, seed=0)
-    event = grow(network, graph, method, state, graph.full_widths, 0, (case.inputs(num_samples=32),))
+    run = Growing(case.make(), case.inputs(num_samples=32), VarianceTransfer(), half, graph=graph, rough=False)
+    event = run.grow()
     assert max(event.parity_error_eval, event.parity_error_train) < 1e-12
     # Two channels of a few pixels: some variances are far below 1.
     assert 1e-10 < event.eps_error_train < 2e-4
@@ -158,29 +140,26 @@ def test_train_mode_is_off_by_eps_alone(name):
 
 @pytest.mark.parametrize("name", ["mlp", "mlp batch norm", "convnet", "residual"])
 def test_the_literal_rule_shrinks_the_logits_by_exactly_its_factor(name):
-    case, graph = NETWORKS[name], graph_of(name)
     method = VarianceTransfer(output_multiplier=False, rescale_layers_without_batch_norm=True)
-    network = case.make()
-    state = make_seed(network, graph, method, dict.fromkeys(graph.groups, 2), seed=0)
-    roughen(network)
-    before = outputs(network, case.inputs(), False)
-    event = grow(network, graph, method, state, dict.fromkeys(graph.groups, 5), 0, (case.inputs(),))
+    case, graph = NETWORKS[name], graph_of(name)
+    run = Growing(case.make(), case.inputs(), method, dict.fromkeys(graph.groups, 2), graph=graph)
+    before = run.outputs()
+    event = run.grow(dict.fromkeys(graph.groups, 5))
     shrunk = {"mlp": (2 / 5) ** 2, "mlp batch norm": 2 / 5, "convnet": 2 / 5, "residual": 2 / 5 * (2 / 5) ** 0.5}
-    torch.testing.assert_close(outputs(network, case.inputs(), False), before * shrunk[name])
+    torch.testing.assert_close(run.outputs(), before * shrunk[name])
     assert event.output_factor == pytest.approx(1 / shrunk[name])
-    assert state.output_factor == 1.0
+    assert run.state.output_factor == 1.0
+
+
+def three(method: VarianceTransfer) -> Grown:
+    """Three hidden layers of 8 units grown to 12."""
+    torch.manual_seed(0)
+    return Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, method)
 
 
 def test_the_constraint_restores_unit_variance():
     """Theorem A.1: C Var[W] = 1 (times the gain) for old weights, whatever they had become."""
-    torch.manual_seed(0)
-    grown = Grown(
-        MLP(20, [16, 16, 16], 3),
-        torch.randn(8, 20),
-        8,
-        12,
-        VarianceTransfer("constraint", rescale_layers_without_batch_norm=True),
-    )
+    grown = three(VarianceTransfer("constraint", rescale_layers_without_batch_norm=True))
     for name, fan_in in (("hidden.0", 20), ("hidden.2", 8), ("hidden.4", 8)):
         was, now = (
             fan_in * float(weights[f"{name}.weight"][:8, :fan_in].var(correction=0))
@@ -193,9 +172,8 @@ def test_the_constraint_restores_unit_variance():
 
 
 def test_tanh_keeps_its_input():
-    torch.manual_seed(0)
     method = VarianceTransfer(layer_multipliers=False, rescale_layers_without_batch_norm=True)
-    grown = Grown(MLP(6, [8, 8], 3, activation="tanh"), torch.randn(4, 6), 4, 6, method)
+    grown = narrow(method, activation="tanh")
     assert torch.equal(grown.new["hidden.2.weight"][:4, :4], grown.old["hidden.2.weight"])
     assert torch.equal(grown.new["hidden.2.bias"][:4], grown.old["hidden.2.bias"])
     assert grown.event.output_factor == pytest.approx(6 / 4)
@@ -219,19 +197,8 @@ def test_rescaling_any_classes_multiplies_the_output_alone(name):
     torch.testing.assert_close(outputs(network, case.inputs(), False), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="ratio or constraint"):
-        VarianceTransfer("theorem")
-    with pytest.raises(ValueError, match="noise_std"):
-        PairGrowth(noise_std=-1)
-    with pytest.raises(ValueError, match="gain"):
-        PairGrowth(gain=0)
-    assert VarianceTransfer().new_weights == NewWeights(2.0, output_power=2)
-
-
 def test_hidden_layers_without_a_norm_keep_their_scale_without_multipliers():
-    method = VarianceTransfer(layer_multipliers=False)
-    grown = Grown(MLP(20, [16, 16, 16], 3), torch.randn(8, 20), 8, 12, method)
+    grown = three(VarianceTransfer(layer_multipliers=False))
     for name in ("hidden.0", "hidden.2", "hidden.4"):
         old = grown.old[f"{name}.weight"]
         torch.testing.assert_close(grown.new[f"{name}.weight"][:8, : old.shape[1]], old, rtol=0, atol=0)
