@@ -1,4 +1,4 @@
-"""Optimizers around others, entries of an optimizer as a whole, and state in containers and objects, through growth."""
+"""Optimizers around others, with lists of their own, with entries for all and state in containers, through growth."""
 
 import io
 import logging
@@ -10,34 +10,41 @@ import pytest
 import torch
 from torch import nn
 
-from growlab import Grower, PairGrowth, UserError, VarianceTransfer
+from growlab import Grower, Net2Net, PairGrowth, UserError, VarianceTransfer
+from growlab.optim.followers import order_parameters
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    # The last bias has as many numbers as there are parameters before it.
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
 
-def train(make: Callable[[Any], Any], state: Any = "auto", **settings: Any) -> tuple[nn.Sequential, Any, Grower]:
-    """Two events in 24 steps."""
+def train(make: Callable[[Any], Any], state: Any = "auto", method: Any = None) -> tuple[nn.Sequential, Any, Grower]:
+    """Two events in 24 steps of one optimizer or several."""
     model = network()
-    method = settings.get("method", PairGrowth())
-    grower = Grower(model, X, method=method, trigger={0: 0.5, 1: 0.75, 2: 1.0})
+    grower = Grower(model, X, method=method or PairGrowth(), trigger={0: 0.5, 1: 0.75, 2: 1.0})
     optimizer = make(model.parameters())
-    grower.follow(optimizer, state=state)
+    optimizers = optimizer if isinstance(optimizer, tuple) else (optimizer,)
+    grower.follow(*optimizers, state=state)
     for epoch in range(3):
         grower.step(epoch=epoch)
         for _ in range(8):
             model.zero_grad()
             (model(X) - 1).square().sum().backward()
-            optimizer.step()
+            for one in optimizers:
+                one.step()
     return model, optimizer, grower
 
 
 def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
 
 
 class Slow:
@@ -90,7 +97,7 @@ def test_a_wrappers_state_follows(kind: Any, inherits: Any) -> None:
     }
     found = []
     for name, hold in holds.items():
-        model, optimizer, grower = train(lambda p, n=name, h=hold: kind(torch.optim.Adam(p, lr=0.01), n, h), inherits)
+        model, optimizer, grower = train(lambda p, n=name, h=hold: kind(adam(p), n, h), inherits)
         assert all(optimizer.state[p]["slow"].shape == p.shape for p in model.parameters())
         assert set(optimizer.state) == set(model.parameters())
         (inner,) = [one for one in grower.optimizers if isinstance(one, torch.optim.Adam)]
@@ -108,8 +115,33 @@ class Shell(torch.optim.Optimizer):
     state = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
     param_groups = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
 
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.optimizer.step(closure)
+
+
+class Showing(torch.optim.Optimizer):
+    """Shows the groups and the state of the one inside of it as its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.optimizer.step()
+        self.inner.step()
+
+
+class Sharing(Showing):
+    """Shares state for each parameter only."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner)
+        self.state = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = self.state.get(p) or self.inner.state[p]
+            assert self.state[p] is self.inner.state[p]
 
 
 class Forwarding:
@@ -122,13 +154,38 @@ class Forwarding:
         return getattr(self._optimizer, name)
 
 
-@pytest.mark.parametrize("kind", [Shell, Forwarding])
-def test_a_wrapper_without_state_changes_nothing(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [Shell, Showing, Sharing, Forwarding])
+def test_a_wrapper_without_state_of_its_own_changes_nothing(kind: Any) -> None:
+    # Without its multiplier the output shrinks, and with it all gradients.
     method = VarianceTransfer(output_multiplier=False, rescale_layers_without_batch_norm=True)
-    plain, _, grower = train(lambda p: torch.optim.Adam(p, lr=0.01), "inherit", method=method)
-    wrapped, _, other = train(lambda p: kind(torch.optim.Adam(p, lr=0.01)), "inherit", method=method)
+    plain, _, grower = train(adam, "inherit", method)
+    wrapped, _, other = train(lambda p: kind(adam(p)), "inherit", method)
+    assert any(event.output_factor != 1.0 for event in grower.events)
     assert torch.equal(weights(plain), weights(wrapped))
     assert grower.state.as_dict() == other.state.as_dict()
+
+
+class Together(torch.optim.Optimizer):
+    """Steps several optimizers, whose groups it shows as its own."""
+
+    def __init__(self, *inner: torch.optim.Optimizer, by_name: bool) -> None:
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+        self.param_groups = [group for one in inner for group in one.param_groups]
+        self.inner: Any = dict(enumerate(inner)) if by_name else list(inner)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self.inner.values() if isinstance(self.inner, dict) else self.inner:
+            one.step()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_optimizers_in_an_optimizers_list_follow_with_their_state(by_name: bool) -> None:
+    def apart(params: Any) -> tuple[torch.optim.Optimizer, ...]:
+        first, *others = params
+        return torch.optim.SGD([first], lr=0.01, momentum=0.9), adam(others)
+
+    (one, *_), (other, *_) = train(lambda p: Together(*apart(p), by_name=by_name), "inherit"), train(apart, "inherit")
+    assert torch.equal(weights(one), weights(other))
 
 
 class ByParameter(torch.optim.SGD):
@@ -181,7 +238,7 @@ def test_entries_of_no_parameter_stay_as_they_are(inherits: Any) -> None:
     assert optimizer.state["total"] == 24
     assert torch.equal(optimizer.state["sums"]["of"], torch.full((3,), 24.0))
     assert optimizer.state[0, "k"] == 24
-    plain, _, _ = train(lambda p: torch.optim.Adam(p, lr=0.01), inherits)
+    plain, _, _ = train(adam, inherits)
     assert torch.equal(weights(model), weights(plain))
     # As with torch alone.
     file = io.BytesIO()
@@ -217,7 +274,7 @@ class Kept(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            mean = self.mean(self.state[p].setdefault("memory", self.begin(p)))
+            mean = self.mean(self.state[p].setdefault("memory", self.begin(p))).view_as(p)
             p.sub_(mean.lerp_(p.grad, 0.1), alpha=0.01)
 
 
@@ -249,37 +306,100 @@ def test_tensors_in_containers_move_as_state_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_state_in_objects_is_reset_with_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    begin, mean = OBJECTS[name]
-
-    def flat(kept: Any) -> Any:
-        return mean(kept)
-
-    class Mine(Kept):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                own = flat(self.state[p].setdefault("memory", self.begin(p))).view_as(p)
-                p.sub_(own.lerp_(p.grad, 0.1), alpha=0.01)
-
     with caplog.at_level(logging.WARNING):
-        train(lambda p: Mine(p, begin, mean))
+        train(lambda p: Kept(p, *OBJECTS[name]))
     told = [record.getMessage() for record in caplog.records if "is reset at" in record.getMessage()]
     assert len(told) == 2, "one of each event"
-    assert all("Mine's 'memory' of 0.weight is" in one for one in told)
-    with pytest.raises(UserError, match=r"Mine's 'memory' of 0\.weight is .*state='reset'"):
-        train(lambda p: Mine(p, begin, mean), "inherit")
+    assert all("Kept's 'memory' of 0.weight is" in one for one in told)
+    with pytest.raises(UserError, match=r"Kept's 'memory' of 0\.weight is .*state='reset'"):
+        train(lambda p: Kept(p, *OBJECTS[name]), "inherit")
 
 
-def test_state_that_two_optimizers_share_for_each_parameter_stays_shared() -> None:
-    class Sharing(torch.optim.Optimizer):
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
-            super().__init__(inner.param_groups, {})
-            self.inner, self.param_groups = inner, inner.param_groups
+class Own(torch.optim.Optimizer):
+    """Gradient descent on what `hold` picks, of its own list or group, and on nothing else."""
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            self.inner.step()
-            for p in self.param_groups[0]["params"]:
-                self.state[p] = self.state.get(p) or self.inner.state[p]
-                assert self.state[p] is self.inner.state[p]
+    def __init__(self, params: Any, hold: Callable[[list[nn.Parameter]], Any], in_group: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1})
+        held = hold(self.param_groups[0]["params"])
+        if in_group:
+            self.param_groups[0]["matrices"] = held
+        else:
+            self.held = held
 
-    train(lambda p: Sharing(torch.optim.Adam(p, lr=0.01)), "inherit")
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = self.param_groups[0].get("matrices") or self.held
+        for parameter in list(held.values() if isinstance(held, dict) else held):
+            for one in parameter if isinstance(parameter, (list, tuple)) else [parameter]:
+                one.sub_(one.grad, alpha=0.1)
+
+
+HOLD: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "list": lambda params: [p for p in params if p.dim() == 2],
+    "tuple": tuple,
+    "set": set,
+    "lists": lambda params: [params[:2], tuple(params[2:])],
+    "dictionary": lambda params: {f"kind {p.dim()}": [q for q in params if q.dim() == p.dim()] for p in params},
+    "by number": lambda params: {number: p for number, p in enumerate(params)},
+    "mapping of parameters": lambda params: {p: p for p in params},
+}
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize("hold", HOLD)
+def test_parameters_in_an_optimizers_own_lists_are_exchanged(hold: str, in_group: bool) -> None:
+    model = network()
+    optimizer = Own(model.parameters(), HOLD[hold], in_group)
+    grower = Grower(model, X, method=Net2Net(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
+    grower.follow(optimizer)
+    for epoch in range(3):
+        grower.step(epoch=epoch)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            expected = old - 0.1 * parameter.grad if hold != "list" or parameter.dim() == 2 else old
+            torch.testing.assert_close(parameter.detach(), expected)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda params: {p.shape: [p] for p in params},
+        lambda params: {(p.shape, p.dtype): [p] for p in params},
+        lambda params: {p.numel(): [p] for p in params},
+        lambda params: [torch.zeros_like(p) for p in params],
+        lambda params: {f"parameter {number}": torch.zeros_like(p) for number, p in enumerate(params)},
+        lambda params: {id(p): torch.zeros_like(p) for p in params},
+        lambda params: {number: {"mean": torch.zeros_like(p), "step": 0} for number, p in enumerate(params)},
+        lambda params: [(torch.zeros_like(p), torch.ones_like(p)) for p in params],
+        lambda params: torch.zeros(sum(p.numel() for p in params)),
+        lambda params: {"flat": [torch.zeros(sum(p.numel() for p in params))]},
+    ],
+    ids=[
+        *("shape", "shape and dtype", "size", "velocities", "by name", "by id", "by number", "in pairs"),
+        *("in one tensor", "in one tensor, in a dictionary"),
+    ],
+)
+def test_containers_that_would_not_fit_are_refused_before_the_network_grows(
+    hold: Callable[[list[nn.Parameter]], Any],
+) -> None:
+    model = network()
+    grower = Grower(model, X, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
+    grower.follow(Own(model.parameters(), hold))
+    grower.step(epoch=0)
+    with pytest.raises(UserError, match="'held', which growlab cannot carry through growth"):
+        grower.step(epoch=1)
+    assert grower.state.stage == 0
+    assert model[0].weight.shape == (4, 4)
+
+
+def test_new_parameters_are_refused_if_an_optimizer_keeps_lists() -> None:
+    model = network()
+    past = dict(model.named_parameters())
+    now = {**past, "4.weight": nn.Parameter(torch.ones(3))}
+    order_parameters(plain := torch.optim.SGD(model.parameters()), past, now)
+    assert len(plain.param_groups[0]["params"]) == 5
+    with pytest.raises(UserError, match="Own keeps parameters in 'matrices' too"):
+        order_parameters(Own(model.parameters(), HOLD["list"], in_group=True), past, now)

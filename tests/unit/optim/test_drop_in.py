@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, NormRatio, Regions
+from growlab.optim import LARS, SGD, Adam, AdamW, AvaGrad, BaseRate, NormRatio, Regions, load_named_state, named_state
 from tests.unit.optim.test_optimizers import AllOnes
 
 TWINS = {
@@ -288,16 +288,13 @@ def test_storage_and_dtype_that_change_under_way(twin):
         torch.testing.assert_close(p.detach(), reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("cls", [Adam, AdamW])
-def test_ages_are_read_back_by_a_fresh_optimizer(cls, when):
+def test_ages_are_read_back_by_a_fresh_optimizer(cls, when, by_name):
     """Stage 2 is two steps old when the state is saved; regions are set before it is loaded, or after."""
-
-    def prepared(model):
-        return cls(model.parameters(), lr=0.01, rule=BaseRate())
-
-    model = network()
-    optimizer = prepared(model)
+    model, other = network(), network()
+    optimizer, fresh = (cls(one.parameters(), lr=0.01, rule=BaseRate()) for one in (model, other))
     optimizer.set_regions(regions_of(model, 2))
     for step in range(5):
         if step == 3:
@@ -308,16 +305,18 @@ def test_ages_are_read_back_by_a_fresh_optimizer(cls, when):
             optimizer.set_regions(regions_of(model))
         backward(model, optimizer, step)
         optimizer.step()
+    state = named_state(optimizer, model) if by_name else optimizer.state_dict()
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    torch.save({"model": model.state_dict(), "optimizer": state}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    other = network()
     other.load_state_dict(saved["model"])
-    fresh = prepared(other)
     if when == "before":
         fresh.set_regions(regions_of(other))
-    fresh.load_state_dict(saved["optimizer"])
+    if by_name:
+        load_named_state(fresh, other, saved["optimizer"])
+    else:
+        fresh.load_state_dict(saved["optimizer"])
     if when == "after":
         fresh.set_regions(regions_of(other))
     assert optimizer.region_ages(model[4].weight).tolist() == [5, 5, 2]

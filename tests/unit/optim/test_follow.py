@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from growlab.base.errors import UserError
 from growlab.grower import Grower
-from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, grow, make_seed
+from growlab.growth import Net2Net, PairGrowth, ParityError, RandomGrowth, VarianceTransfer, make_seed
 from growlab.optim import (
     LARS,
     SGD,
@@ -26,7 +26,8 @@ from growlab.optim import (
 )
 from growlab.optim.followers import replace_parameters
 from growlab.widths import Carry, trace
-from tests.cases import NETWORKS, Around, graph_of, widths_at
+from tests.cases import NETWORKS, Around, Growing, graph_of, widths_at
+from tests.unit.optim.test_around import SlowOptimizer
 
 # `growlab.widths.resize` is the function.
 replacing = sys.modules["growlab.widths.resize"]
@@ -43,18 +44,13 @@ def network():
 GRAPH = trace(network(), torch.randn(2, 3, 4, 4))
 
 
-def widths(stage):
-    return {name: round(group.full_width * (0.5, 0.75, 1.0)[stage]) for name, group in GRAPH.groups.items()}
-
-
-class Run:
-    """A training loop of one's own, three stages of three steps."""
+class Run(Growing):
+    """A training loop of one's own."""
 
     def __init__(self, make, method, inheritance="auto", regional=True):
-        self.method, self.inheritance, self.regional = method, inheritance, regional
-        self.network = network()
-        self.state = make_seed(self.network, GRAPH, method, widths(0), seed=0)
-        self.optimizer = make(self.network.parameters())
+        super().__init__(network(), torch.randn(4, 3, 4, 4), method, graph=GRAPH, rough=False)
+        self.inheritance, self.optimizer = inheritance, make(self.network.parameters())
+        self.regional = regional and hasattr(self.optimizer, "set_regions")
         self.relabel()
         self.step_index = 0
 
@@ -63,11 +59,13 @@ class Run:
             regions = weight_regions(GRAPH, self.state.births)
             self.optimizer.set_regions({p: regions[n] for n, p in self.network.named_parameters() if n in regions})
 
+    def follow(self, event):
+        widths = event.widths_before, event.widths_after
+        follow(self.optimizer, event.replaced, GRAPH, *widths, self.inheritance, event.carry)
+
     def grow(self):
-        stage = self.state.stage + 1
-        event = grow(self.network, GRAPH, self.method, self.state, widths(stage), 0, (torch.randn(4, 3, 4, 4),))
-        before, after = event.widths_before, event.widths_after
-        follow(self.optimizer, event.replaced, GRAPH, before, after, self.inheritance, event.carry)
+        event = super().grow(0.75)
+        self.follow(event)
         self.relabel()
         return event
 
@@ -82,7 +80,7 @@ class Run:
         return self
 
     def state_of(self, name):
-        return self.optimizer.state[dict(self.network.named_parameters())[name]]
+        return self.optimizer.state[self.network.get_parameter(name)]
 
 
 def test_defaults_are_the_papers():
@@ -114,7 +112,7 @@ def test_running_means_of_gradients_are_first_moments_alone():
     found = running_gradients(run.optimizer)
     assert {id(p) for p in found} == {id(p) for p in run.network.parameters()}
     assert all(found[p] is run.optimizer.state[p]["exp_avg"] for p in found)
-    assert running_gradients(Run(lambda p: torch.optim.SGD(p, 0.01), PairGrowth(), regional=False).optimizer) == {}
+    assert running_gradients(Run(lambda p: torch.optim.SGD(p, 0.01), PairGrowth()).optimizer) == {}
 
 
 def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
@@ -174,7 +172,7 @@ class Unheard(torch.optim.Optimizer):
     ],
 )
 def test_new_entries_have_the_state_that_the_optimizer_begins_with(make, key, begins, inheritance):
-    run = Run(make, VarianceTransfer(), inheritance, regional=False).steps(3)
+    run = Run(make, VarianceTransfer(), inheritance).steps(3)
     rows, columns = run.state_of("4.weight")[key].shape
     run.grow()
     state = run.state_of("4.weight")[key]
@@ -184,25 +182,8 @@ def test_new_entries_have_the_state_that_the_optimizer_begins_with(make, key, be
     assert not (state[:rows, :columns] == begins).all()
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Zhang et al. (2019) around another optimizer: slow weights in the state, as it is usually written."""
-
-    def __init__(self, inner, every=3):
-        self.inner, self.every, self.count = inner, every, 0
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.inner.step()
-        self.count += 1
-        for p in (p for group in self.param_groups for p in group["params"]):
-            slow = self.state[p].setdefault("slow", p.detach().clone())
-            if self.count % self.every == 0:
-                p.copy_(slow.add_(0.5 * (p - slow)))
-
-    def zero_grad(self, set_to_none=True):
-        self.inner.zero_grad(set_to_none)
+def slow(inner):
+    return SlowOptimizer(inner, "inner")
 
 
 @pytest.mark.parametrize(
@@ -210,10 +191,10 @@ class Lookahead(torch.optim.Optimizer):
     [
         (lambda p: torch.optim.ASGD(p, 0.05, t0=0), "ax", VarianceTransfer()),
         (lambda p: torch.optim.ASGD(p, 0.05, t0=0), "ax", VarianceTransfer(layer_multipliers=False)),
-        (lambda p: Lookahead(torch.optim.SGD(p, 0.05)), "slow", VarianceTransfer(multipliers="keep")),
-        (lambda p: Lookahead(torch.optim.SGD(p, 0.05)), "slow", PairGrowth()),
-        (lambda p: Lookahead(torch.optim.AdamW(p, 0.01)), "slow", VarianceTransfer()),
-        (lambda p: Lookahead(torch.optim.AdamW(p, 0.01)), "slow", VarianceTransfer(multipliers="keep")),
+        (lambda p: slow(torch.optim.SGD(p, 0.05)), "slow", VarianceTransfer(multipliers="keep")),
+        (lambda p: slow(torch.optim.SGD(p, 0.05)), "slow", PairGrowth()),
+        (lambda p: slow(torch.optim.AdamW(p, 0.01)), "slow", VarianceTransfer()),
+        (lambda p: slow(torch.optim.AdamW(p, 0.01)), "slow", VarianceTransfer(multipliers="keep")),
     ],
 )
 def test_stored_weights_of_an_optimizer_keep_their_function(make, key, method):
@@ -240,7 +221,8 @@ def test_stored_weights_of_an_optimizer_keep_their_function(make, key, method):
                 p.copy_(own)
         return output
 
-    steps(20)
+    # Slow weights are taken up in every fourth.
+    steps(22)
     trained, average = network(x).detach(), kept()
     assert not torch.allclose(trained, average, rtol=1e-6)
     grower.step(epoch=1)
@@ -289,7 +271,7 @@ def test_state_follows_a_scaled_gradient(make):
 
 
 def test_state_of_unknown_meaning_keeps_old_entries_as_they_are():
-    run = Run(Unheard, Net2Net(), "inherit", regional=False).steps(3)
+    run = Run(Unheard, Net2Net(), "inherit").steps(3)
     old = run.state_of("6.weight")["wobble"].clone()
     run.grow()
     new = run.state_of("6.weight")["wobble"]
@@ -328,8 +310,7 @@ def test_state_that_fits_stays_with_a_replaced_parameter(rows):
 
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="auto, inherit, reset, zero_new or reset_new"):
-        run = Run(SGD, PairGrowth(), "keep")
-        run.grow()
+        Run(SGD, PairGrowth(), "keep").grow()
 
 
 def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_weights():
@@ -342,13 +323,11 @@ def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_wei
         **{"shift": nn.Parameter(0.1 * torch.randn(4, 8)), "hidden": [8, 12], "head": [12, 3]},
     )
     x, y = torch.arange(20).view(5, 4) % 5, torch.tensor([0, 1, 2, 0, 1])
-    graph = trace(made, x)
-    half = {name: group.full_width // 2 for name, group in graph.groups.items()}
-    state = make_seed(made, graph, RandomGrowth(), half, seed=0)
+    run = Growing(made, x, RandomGrowth(), rough=False)
     optimizer = Adam(made.parameters(), lr=0.01, rule=BaseRate())
 
     def step():
-        regions = weight_regions(graph, state.births)
+        regions = weight_regions(run.graph, run.state.births)
         optimizer.set_regions({p: regions[n] for n, p in made.named_parameters() if n in regions})
         optimizer.zero_grad()
         F.cross_entropy(made(x), y).backward()
@@ -356,8 +335,8 @@ def test_new_columns_of_embeddings_and_tables_take_steps_as_long_as_those_of_wei
 
     for _ in range(20):
         step()
-    event = grow(made, graph, RandomGrowth(), state, graph.full_widths, 0, (x,))
-    follow(optimizer, event.replaced, graph, half, graph.full_widths, carry=event.carry)
+    event = run.grow()
+    follow(optimizer, event.replaced, run.graph, event.widths_before, event.widths_after, carry=event.carry)
     before = {name: p.detach().clone() for name, p in made.named_parameters()}
     step()
     for name in ("words.weight", "positions", "shift"):
@@ -398,12 +377,8 @@ class TestForgotten:
 
     def run(self, make, regional: bool = False) -> Run:
         run = Run(make, PairGrowth(), regional=regional).steps(1)
-        run.event = grow(run.network, GRAPH, run.method, run.state, widths(1), 0, (torch.randn(4, 3, 4, 4),))
+        run.event = Growing.grow(run, 0.75)
         return run
-
-    def follow(self, run: Run) -> None:
-        event = run.event
-        follow(run.optimizer, event.replaced, GRAPH, event.widths_before, event.widths_after)
 
     @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, SGD, Muon], ids=lambda o: o.__module__)
     def test_follow(self, make, monkeypatch):
@@ -416,14 +391,14 @@ class TestForgotten:
                 UserError, match=rf"{make.__name__} steps \S+ and \d+ other .* call growlab.optim.follow"
             ):
                 run.steps(1)
-        self.follow(run)
+        run.follow(run.event)
         assert replacing._hook is not None
         run.steps(1)
         assert replacing._hook is None  # Steps cost what they did.
 
     def test_follow_of_one_optimizer_in_two(self):
         run = self.run(lambda p: torch.optim.SGD(list(p)[:2], lr=0.1))
-        self.follow(run)
+        run.follow(run.event)
         other = torch.optim.Adam([old for old, _ in run.event.replaced.values() if isinstance(old, nn.Parameter)])
         run.steps(1)
         with pytest.raises(UserError, match="Adam steps"):
@@ -431,7 +406,7 @@ class TestForgotten:
 
     def test_set_regions(self):
         run = self.run(lambda p: SGD(p, 0.1, rule=NormRatio()), regional=True)
-        self.follow(run)
+        run.follow(run.event)
         with pytest.raises(UserError, match=r"SGD has regions of .* call optimizer.set_regions"):
             run.steps(1)
         run.relabel()
@@ -450,7 +425,7 @@ class TestForgotten:
     def test_plant(self):
         made = network()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-        make_seed(made, GRAPH, PairGrowth(), widths(0), seed=0)
+        make_seed(made, GRAPH, PairGrowth(), widths_at(GRAPH, 0.5), seed=0)
         with pytest.raises(UserError, match=r"make the optimizer after make_seed\(\)"):
             optimizer.step()
 
@@ -459,14 +434,14 @@ class TestForgotten:
             def expand(self, context, name, old):
                 return 2 * super().expand(context, name, old)
 
-        run = Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth(), regional=False).steps(1)
+        run = Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth()).steps(1)
         run.method = Wrong()
         with pytest.raises(ParityError):
             run.grow()
         run.steps(1)
 
     def test_other_networks_and_their_optimizers_are_left_alone(self):
-        run, other = (Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth(), regional=False) for _ in "ab")
+        run, other = (Run(lambda p: torch.optim.SGD(p, lr=0.1), PairGrowth()) for _ in "ab")
         run.grow()
         other.steps(1)
         run.steps(1)

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from growlab import Grower
-from growlab.growth import Net2Net, PairGrowth, grow, make_seed
-from growlab.optim import follow
-from growlab.widths import trace
+from growlab.growth import Net2Net, PairGrowth
+from tests.unit.optim.test_follow import Run
 
 theirs = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs are not ours to mend
@@ -21,40 +20,6 @@ def network():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
 
 
-GRAPH = trace(network(), torch.randn(2, 6))
-
-
-class Run:
-    def __init__(self, name, method):
-        self.network, self.method = network(), method
-        small = {group: width.full_width // 2 for group, width in GRAPH.groups.items()}
-        self.state = make_seed(self.network, GRAPH, method, small, seed=0)
-        self.optimizer = getattr(theirs, name)(self.network.parameters(), lr=1e-2)
-        self.source = torch.Generator().manual_seed(0)
-
-    def steps(self, number):
-        x = torch.randn(16, 6, generator=self.source)
-        y = torch.randint(3, (16,), generator=self.source)
-        losses = []
-        for _ in range(number):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.network(x) * self.state.output_factor, y)
-            loss.backward()
-            self.optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    def grow(self):
-        full = {group: width.full_width for group, width in GRAPH.groups.items()}
-        event = grow(self.network, GRAPH, self.method, self.state, full, 0, (torch.randn(4, 6),))
-        before, after = event.widths_before, event.widths_after
-        follow(self.optimizer, event.replaced, GRAPH, before, after, "inherit", event.carry)
-        return event
-
-    def state_of(self, name):
-        return self.optimizer.state[dict(self.network.named_parameters())[name]]
-
-
 @pytest.mark.parametrize(
     ("name", "key", "power"),
     [("AdaBelief", "exp_avg", 1), ("AdaBelief", "exp_avg_var", 2), ("Adan", "exp_avg_diff", 1),
@@ -62,12 +27,11 @@ class Run:
 )  # fmt: skip
 def test_replication_carries_moments_by_their_power_of_the_gradient(name, key, power):
     """Net2Net's copies share a unit's gradient, so what is like a gradient and like its square must scale apart."""
-    run = Run(name, Net2Net())
-    run.steps(4)
-    old = run.state_of("2.weight")[key].clone()
+    run = Run(lambda p: getattr(theirs, name)(p, lr=1e-2), Net2Net(), "inherit").steps(4)
+    old = run.state_of("4.weight")[key].clone()
     event = run.grow()
-    expected = event.carry.carried(old, "2.weight", GRAPH, event.widths_before, event.widths_after, power)
-    assert torch.equal(run.state_of("2.weight")[key], expected)
+    expected = event.carry.carried(old, "4.weight", run.graph, event.widths_before, event.widths_after, power)
+    assert torch.equal(run.state_of("4.weight")[key], expected)
 
 
 def _made(name, **settings):

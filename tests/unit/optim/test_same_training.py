@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from growlab import Grower, UserError, VarianceTransfer, optim
-from growlab.optim import Regions, load_named_state, named_state
+from growlab.optim import load_named_state, named_state
 from tests.cases import Around
 
 NARROW, WIDE = {"a": 8, "b": 4, "d": 8}, {"a": 16, "b": 4, "d": 16}
@@ -220,27 +220,6 @@ def test_state_is_found_by_name_in_any_groups_and_order() -> None:
     before = {key: value["exp_avg"].clone() for key, value in taken["state"].items()}
     train(again, other, range(3, 5))
     assert all(torch.equal(value, taken["state"][key]["exp_avg"]) for key, value in before.items())
-
-
-def test_ages_of_regions_go_along() -> None:
-    whole, again = network(0), network(0)
-    one, other = (optim.Adam(n.parameters(), lr=0.01, rule=optim.NormRatio()) for n in (whole, again))
-    columns = torch.zeros(6, dtype=torch.int64)
-    for rows, steps in ([0] * 8, range(3)), ([0] * 5 + [1] * 3, range(3, 5)):
-        one.set_regions({whole[0].weight: Regions(torch.tensor(rows), columns)})
-        if steps.start:
-            # As growth by zeros leaves it: what is new has no moments.
-            for key in ("exp_avg", "exp_avg_sq"):
-                one.state[whole[0].weight][key][5:] = 0
-            one.set_regions({whole[0].weight: Regions(torch.tensor(rows), columns)})
-        train(whole, one, steps)
-    again.load_state_dict(whole.state_dict())
-    other.set_regions({again[0].weight: Regions(torch.tensor(rows), columns)})
-    load_named_state(other, again, named_state(one, whole))
-    assert torch.equal(other.region_ages(again[0].weight), one.region_ages(whole[0].weight))
-    train(whole, one, range(5, 9))
-    train(again, other, range(5, 9))
-    assert alike(whole, again)
 
 
 def test_state_of_parameters_that_there_are_not_is_left_out() -> None:
