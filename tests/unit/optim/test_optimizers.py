@@ -15,6 +15,7 @@ from tests.cases import Around
 
 SHAPES = {"linear": (7, 5), "conv": (6, 4, 3, 3), "bias": (7,)}
 BIRTHS = {"linear": ([0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2]), "conv": ([0, 1, 0, 1, 2, 2], [0, 0, 1, 1])}
+FULL = {**BIRTHS, "bias": ([0], [0, 0, 0, 1, 1, 2, 2])}
 
 
 class AllOnes:
@@ -39,18 +40,26 @@ def parameters(dtype=torch.float64, channels_last=False):
     return {name: nn.Parameter(tensor) for name, tensor in made.items()}
 
 
-def set_gradients(params, step):
+def gradients(step, dtype=torch.float64):
     source = torch.Generator().manual_seed(100 + step)
-    for name, param in params.items():
-        gradient = torch.randn(SHAPES[name], generator=source).to(param.dtype)
-        param.grad = torch.empty_like(param).copy_(gradient)
+    return {name: torch.randn(shape, generator=source).to(dtype) for name, shape in SHAPES.items()}
+
+
+def set_gradients(params, step):
+    for name, gradient in gradients(step, next(iter(params.values())).dtype).items():
+        params[name].grad = torch.empty_like(params[name]).copy_(gradient)
+
+
+def stages(name, births):
+    """Stage of each element of a parameter."""
+    rows, columns = map(torch.tensor, births[name])
+    stage, dims = torch.maximum(rows[:, None], columns[None, :]), len(SHAPES[name])
+    return (stage[0] if dims == 1 else stage.view(*stage.shape, *[1] * (dims - 2))).expand(SHAPES[name])
 
 
 def regions(births=BIRTHS, vector=True):
-    known = {name: Regions(torch.tensor(rows), torch.tensor(columns)) for name, (rows, columns) in births.items()}
-    if vector:
-        known["bias"] = Regions(torch.zeros(1, dtype=torch.long), torch.tensor([0, 0, 0, 1, 1, 2, 2]))
-    return known
+    births = {**births, "bias": FULL["bias"]} if vector else births
+    return {name: Regions(torch.tensor(rows), torch.tensor(columns)) for name, (rows, columns) in births.items()}
 
 
 def one_region():
@@ -58,8 +67,8 @@ def one_region():
     return regions(births, vector=False)
 
 
-def run(make, births=None, steps=5, dtype=torch.float64, channels_last=False, before_step=None, params=None):
-    params = parameters(dtype, channels_last) if params is None else params
+def run(make, births=None, steps=5, dtype=torch.float64, channels_last=False, before_step=None):
+    params = parameters(dtype, channels_last)
     optimizer = make(list(params.values()))
     if births is not None:
         optimizer.set_regions({params[name]: region for name, region in births.items()})
@@ -104,60 +113,49 @@ def test_factors_of_one_are_torch_bit_for_bit(setting, dtype, channels_last):
         assert_same(run(lambda p, r=rule: ours(p, rule=r, **options), births, **how)[0], reference)
 
 
-def ratio_factors(weight, rows, columns):
+def ratio_factors(weight, stage):
     """||W_k|| / ||W_0|| at every element, one element at a time."""
-    stage = torch.maximum(torch.tensor(rows)[:, None], torch.tensor(columns)[None, :])
     factors = torch.ones_like(weight)
     for k in stage.unique():
         factors[stage == k] = weight[stage == k].norm() / weight[stage == 0].norm()
     return factors
 
 
-def adam_reference(births_at_step, decay, decoupled, newborn_at, steps=6, eps=1e-4):
-    """Adam where stage 2 is born after `newborn_at` steps, element by element ages."""
-    weights = {name: p.detach().clone() for name, p in parameters().items()}
-    m, v = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+def adam_reference(name, decoupled, decay=0.1, newborn_at=3, steps=6, eps=1e-4):
+    """A parameter under Adam whose stage 2 is born after `newborn_at` steps, element by element ages."""
+    w = parameters()[name].detach().clone()
+    m, v, newborn = torch.zeros_like(w), torch.zeros_like(w), stages(name, FULL) == 2
     for step in range(steps):
-        fake = {name: nn.Parameter(w) for name, w in weights.items()}
-        set_gradients(fake, step)
-        for name, w in weights.items():
-            rows, columns = births_at_step[name]
-            stage = torch.maximum(torch.tensor(rows)[:, None], torch.tensor(columns)[None, :])
-            stage = stage[0] if w.dim() == 1 else stage.view(*stage.shape, *[1] * (w.dim() - 2))
-            newborn = (stage == 2).expand_as(w)
-            if step == newborn_at:
-                m[name][newborn] = 0.0
-                v[name][newborn] = 0.0
-            start = torch.where(newborn & (step >= newborn_at), newborn_at, 0)
-            age = (step + 1 - start).double()
-            grad = fake[name].grad
-            if decoupled:
-                w = w * (1 - 0.02 * decay)
-            else:
-                grad = grad + decay * w
-            m[name] = 0.9 * m[name] + 0.1 * grad
-            v[name] = 0.99 * v[name] + 0.01 * grad**2
-            unbiased = m[name] / (1 - 0.9**age), v[name] / (1 - 0.99**age)
-            weights[name] = w - 0.02 * unbiased[0] / (unbiased[1].sqrt() + eps)
-    return weights
+        if step == newborn_at:
+            m[newborn] = 0.0
+            v[newborn] = 0.0
+        age = (step + 1 - torch.where(newborn & (step >= newborn_at), newborn_at, 0)).double()
+        grad = gradients(step)[name]
+        if decoupled:
+            w = w * (1 - 0.02 * decay)
+        else:
+            grad = grad + decay * w
+        m = 0.9 * m + 0.1 * grad
+        v = 0.99 * v + 0.01 * grad**2
+        w = w - 0.02 * m / (1 - 0.9**age) / ((v / (1 - 0.99**age)).sqrt() + eps)
+    return w
 
 
 @pytest.mark.parametrize("make, decoupled", [(Adam, False), (AdamW, True)])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_adam_corrects_bias_at_each_regions_age(make, decoupled, channels_last):
     """Stage 2 is announced after three steps, with empty moments, as after growth with zeros at new entries."""
-    full = {**BIRTHS, "bias": ([0], [0, 0, 0, 1, 1, 2, 2])}
-    young = {name: ([min(1, r) for r in rows], [min(1, c) for c in columns]) for name, (rows, columns) in full.items()}
+    young = {name: ([min(1, r) for r in rows], [min(1, c) for c in columns]) for name, (rows, columns) in FULL.items()}
 
     def announce(step, optimizer, params):
         if step == 0:
             optimizer.set_regions({params[name]: r for name, r in regions(young, vector=False).items()})
         if step == 3:
-            for name, region in regions(full, vector=False).items():
+            for name, region in regions(FULL, vector=False).items():
                 mask = region.spread((region.stages == 2).double(), params[name].dim()).expand_as(params[name]) > 0
                 for key in ("exp_avg", "exp_avg_sq"):
                     optimizer.state[params[name]][key][mask] = 0.0
-            optimizer.set_regions({params[name]: r for name, r in regions(full, vector=False).items()})
+            optimizer.set_regions({params[name]: r for name, r in regions(FULL, vector=False).items()})
             assert optimizer.region_ages(params["linear"]).tolist() == [3, 3, 0]
 
     # BaseRate: while stage 2 was unknown, its elements would have shared stage 1's norm.
@@ -168,19 +166,17 @@ def test_adam_corrects_bias_at_each_regions_age(make, decoupled, channels_last):
         before_step=announce,
     )
     assert optimizer.region_ages(mine["bias"]).tolist() == [6, 6, 3]
-    for name, weight in adam_reference(full, 0.1, decoupled, newborn_at=3).items():
-        torch.testing.assert_close(mine[name].data, weight, rtol=1e-11, atol=1e-12)
+    for name in SHAPES:
+        torch.testing.assert_close(mine[name].data, adam_reference(name, decoupled), rtol=1e-11, atol=1e-12)
 
 
 def avagrad_reference(stage_of, steps=5, per_tensor=False):
     weights = {name: p.detach().clone() for name, p in parameters().items()}
     m, v = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     for step in range(steps):
-        fake = {name: nn.Parameter(w) for name, w in weights.items()}
-        set_gradients(fake, step)
         eta = {name: 1 / (v[name].sqrt() + 0.1) for name in weights}
         for name, w in weights.items():
-            grad = fake[name].grad + 0.01 * w
+            grad = gradients(step)[name] + 0.01 * w
             m[name] = 0.9 * m[name] + 0.1 * grad
             normalised = torch.empty_like(w)
             for k in stage_of[name].unique():
@@ -196,12 +192,7 @@ def avagrad_reference(stage_of, steps=5, per_tensor=False):
 @pytest.mark.parametrize("rule", [BaseRate(), NormRatio(), None], ids=["stages", "one stage", "plain"])
 @pytest.mark.parametrize("per_tensor", [False, True])
 def test_avagrad_normalises_each_stage_by_itself(per_tensor, rule):
-    births = {**BIRTHS, "bias": ([0], [0, 0, 0, 1, 1, 2, 2])}
-    stage_of = {}
-    for name, param in parameters().items():
-        stage = torch.maximum(torch.tensor(births[name][0])[:, None], torch.tensor(births[name][1])[None, :])
-        stage = stage[0] if param.dim() == 1 else stage.view(*stage.shape, *[1] * (param.dim() - 2))
-        stage_of[name] = stage.expand(param.shape) if isinstance(rule, BaseRate) else torch.zeros(param.shape)
+    stage_of = {name: stages(name, FULL) * isinstance(rule, BaseRate) for name in SHAPES}
     options = {"betas": (0.9, 0.99), "weight_decay": 0.01, "normaliser": "region" if per_tensor else "stage"}
     known = one_region() if isinstance(rule, NormRatio) else regions()
     mine, _ = run(lambda p: AvaGrad(p, 0.3, rule=rule, **options), known)
@@ -212,19 +203,15 @@ def test_avagrad_normalises_each_stage_by_itself(per_tensor, rule):
 @pytest.mark.parametrize("rule", [None, NormRatio()], ids=["plain", "regional"])
 def test_lars_follows_the_direct_formula(rule):
     mine, _ = run(lambda p: LARS(p, 0.2, 0.9, 0.05, trust_coefficient=0.02, rule=rule), regions())
-    weights = {name: p.detach().clone() for name, p in parameters().items()}
-    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for step in range(5):
-        fake = {name: nn.Parameter(w) for name, w in weights.items()}
-        set_gradients(fake, step)
-        for name, w in weights.items():
-            g = fake[name].grad
+    for name, param in parameters().items():
+        w, velocity = param.detach().clone(), torch.zeros_like(param)
+        for step in range(5):
+            g = gradients(step)[name]
             trust = 0.02 * w.norm() / (g.norm() + 0.05 * w.norm()) if w.dim() > 1 else 1.0
-            velocity[name] = 0.9 * velocity[name] + 0.2 * trust * (g + 0.05 * w)
-            factor = ratio_factors(w, *BIRTHS[name]) if rule is not None and name in BIRTHS else 1.0
-            weights[name] = w - factor * velocity[name]
-    for name, weight in weights.items():
-        torch.testing.assert_close(mine[name].data, weight, rtol=1e-11, atol=1e-12)
+            velocity = 0.9 * velocity + 0.2 * trust * (g + 0.05 * w)
+            factor = ratio_factors(w, stages(name, BIRTHS)) if rule is not None and name in BIRTHS else 1.0
+            w = w - factor * velocity
+        torch.testing.assert_close(mine[name].data, w, rtol=1e-11, atol=1e-12)
 
 
 # Drop-in ---------------------------------------------------------------------------------------------------
@@ -251,7 +238,7 @@ def test_factors_scale_the_whole_step_of_their_region(name):
     optimizer.step()
     plain, _ = run(lambda p: MAKERS[name](p, None), steps=1)
     for key, region in known.items():
-        young = region.spread(region.stages, start[key].dim()).expand(start[key].shape) > 0
+        young = stages(key, BIRTHS) > 0
         assert torch.equal(frozen[key][young], start[key][young])
         assert (frozen[key][~young] != start[key][~young]).all()
         # AvaGrad normalises each stage by itself.
@@ -348,11 +335,9 @@ def test_large_weights_are_cut_into_blocks_that_fit_in_cache():
 def test_diagnostics_give_norms_of_weights():
     params, optimizer = run(MAKERS["sgd"], regions(), steps=2)
     set_gradients(params, 2)
-    rows, columns = BIRTHS["conv"]
-    stage = torch.maximum(torch.tensor(rows)[:, None], torch.tensor(columns)[None, :])
-    stages, norms = optimizer.region_norms(params["conv"])
-    for k, norm in zip(stages, norms, strict=True):
-        torch.testing.assert_close(norm, params["conv"][stage == k].detach().norm())
+    known, norms = optimizer.region_norms(params["conv"])
+    for k, norm in zip(known, norms, strict=True):
+        torch.testing.assert_close(norm, params["conv"][stages("conv", BIRTHS) == k].detach().norm())
     torch.testing.assert_close(optimizer.factors(params["conv"]), norms / norms[0])
     assert optimizer.factors(params["bias"]) is None
 
