@@ -60,10 +60,7 @@ def started(
             reset()
     source = torch.Generator().manual_seed(1)
     batches = [
-        (
-            torch.randn(size, *shape, generator=source, dtype=torch.float64),
-            torch.randint(3, (size,), generator=source),
-        )
+        (torch.randn(size, *shape, generator=source, dtype=torch.float64), torch.randint(3, (size,), generator=source))
         for _ in range(num_batches)
     ]
     run = Started(network.double(), batches[0][0], method, part, seed=5)

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 from growlab.base.errors import UserError
 from growlab.grower import Grower
 from growlab.grower.triggers import OnDemand, Plateau, Trigger
-from growlab.growth import (
-    FireFly,
-    GradMax,
-    GrowthEvent,
-    GrowthMethod,
-    Schedule,
-    Splitting,
-    Tiny,
-)
+from growlab.growth import FireFly, GradMax, GrowthEvent, GrowthMethod, Schedule, Splitting, Tiny
 from growlab.lab.training.run import _HALF, _USUAL
 from growlab.optim import follow
 from growlab.parts import Part

@@ -206,10 +206,7 @@ def growing(name: str, method: GrowthMethod, part: float = 0.7) -> Growing:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        ("channel norms", PairGrowth()),
-        *((name, VarianceTransfer()) for name in ("mlp", "transformer", "attention")),
-    ],
+    [("channel norms", PairGrowth()), *((name, VarianceTransfer()) for name in ("mlp", "transformer", "attention"))],
 )
 def test_copies_states_and_tensors_bring_weights_and_multipliers(name: str, method: GrowthMethod) -> None:
     """As a resumed run does: shapes, then tensors, then what the state says beyond them."""
