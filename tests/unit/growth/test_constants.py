@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,43 +12,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import growlab
-from growlab.growth import (
-    Bert2Bert,
-    FireFly,
-    GradMax,
-    HyperCloning,
-    Lemon,
-    Net2Net,
-    PairGrowth,
-    RandomGrowth,
-    Splitting,
-    Tiny,
-    VarianceTransfer,
-)
+from growlab.growth import FireFly, GradMax, HyperCloning, Splitting, Tiny
 from growlab.growth.parity import relative_error
 from growlab.widths import trace
 from growlab.widths.places import plain_tensors
+from tests import cases
 from tests.cases import Around, outputs
 
 ROWS, WIDTH, ROUNDING = 5, 16, 1e-10
 METHODS = {
-    "pairs": PairGrowth,
-    "ours": VarianceTransfer,
-    "ours, all rescaled": lambda: VarianceTransfer(rescale_layers_without_batch_norm=True, layer_multipliers=False),
-    "ours, by weights": lambda: VarianceTransfer(rule="constraint"),
-    "net2net": Net2Net,
-    "hypercloning": HyperCloning,
+    **{name: partial(case.make, 0.0) for name, case in cases.METHODS.items()},
     "hypercloning with noise": lambda: HyperCloning(noise_std=0.1),
     "diagonal": lambda: HyperCloning("diagonal"),
-    "lemon": Lemon,
-    "bert2bert": Bert2Bert,
-    "random": RandomGrowth,
-    "gradmax": lambda: GradMax(fallback="pairs"),
-    "tiny": lambda: Tiny(fallback="pairs"),
-    "splitting": lambda: Splitting(fallback="pairs"),
-    "firefly": lambda: FireFly(fallback="pairs"),
+    **{cls.__name__: partial(cls, fallback="pairs") for cls in (GradMax, Tiny, Splitting, FireFly)},
 }
-INEXACT = ("bert2bert", "random", "tiny", "splitting", "firefly")
+INEXACT = ("bert2bert", "random", "Tiny", "Splitting", "FireFly")
 
 
 def sinusoids(rows: int = ROWS, width: int = WIDTH) -> Tensor:
@@ -203,10 +182,10 @@ def trained(network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 # Every spelling with one method, every method with one spelling: they do not interact.
 WITH = {
-    "convolved": ("ours, all rescaled", "hypercloning with noise", "random", "gradmax", "firefly"),
-    "longer": ("pairs", "lemon", "tiny"),
-    "vector": ("net2net", "bert2bert", "splitting"),
-    "plain": ("ours, by weights", "hypercloning", "diagonal"),
+    "convolved": ("ours rescaled", "hypercloning with noise", "random", "GradMax", "FireFly"),
+    "longer": ("pairs", "lemon", "Tiny"),
+    "vector": ("net2net", "bert2bert", "Splitting"),
+    "plain": ("ours constraint", "ours without multipliers", "hypercloning", "diagonal"),
 }
 PAIRS = [
     *(("ours", spelling) for spelling in SPELLINGS),

@@ -1,7 +1,6 @@
 """Methods that copy channels (Net2Net, HyperCloning, LEMON, bert2BERT) against formulas and plain matrices."""
 
 import copy
-import math
 from collections.abc import Mapping
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from growlab.growth import Bert2Bert, GrowthEvent, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
+from growlab.growth import Bert2Bert, GrowthMethod, HyperCloning, Lemon, Net2Net, grow, make_seed
 from growlab.widths import WidthGraph, resize, trace
 from tests.cases import NETWORKS, Growing, graph_of, planted
 
@@ -113,48 +112,28 @@ def whole() -> tuple[nn.Module, WidthGraph]:
     return network, trace(network, X[:2])
 
 
-def grown(
-    method: GrowthMethod, equal_blocks: bool = False
-) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module, GrowthEvent, WidthGraph]:
-    """Tensors of the network at half its widths and at full width, the network, the event and the width graph."""
-    network, graph = whole()
-    if equal_blocks:
-        network.blocks[0].load_state_dict(network.blocks[1].state_dict())
-    state = make_seed(network, graph, method, graph.full_widths, seed=0)
-    widths = {name: group.full_width // 2 for name, group in graph.groups.items()}
-    resize(network, graph, graph.full_widths, widths)
-    state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}
-    old = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
-    event = grow(network, graph, method, state, graph.full_widths, 3, (X[:2],))
-    new = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    return old, new, network, event, graph
+class Grown:
+    """The network grown from half its widths: tensors and outputs before and after, the event and the width graph."""
+
+    def __init__(self, method: GrowthMethod, equal_blocks: bool = False) -> None:
+        network, self.graph = whole()
+        if equal_blocks:
+            network.blocks[0].load_state_dict(network.blocks[1].state_dict())
+        full = self.graph.full_widths
+        state = make_seed(network, self.graph, method, full, seed=0)
+        widths = {name: width // 2 for name, width in full.items()}
+        resize(network, self.graph, full, widths)
+        state.widths, state.births = widths, {group: [0] * width for group, width in widths.items()}
+        self.old, self.before = {n: p.detach().clone() for n, p in network.named_parameters()}, network(X)
+        self.event = grow(network, self.graph, method, state, full, 3, (X[:2],))
+        self.new, self.after = {n: p.detach() for n, p in network.named_parameters()}, network(X)
 
 
-def computed(w: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The whole network by matrices: what its tensors `w` make of one sample x, [6, 5] to [6, 3]."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        mean = x.sum(1, keepdim=True) / x.shape[1]
-        variance = ((x - mean) ** 2).sum(1, keepdim=True) / x.shape[1]
-        return (x - mean) / (variance + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def affine(x: Tensor, name: str) -> Tensor:
-        y = x @ w[f"{name}.weight"].T
-        return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
-
-    x = affine(x, "embed")
-    for block in ("blocks.0", "blocks.1"):
-        read = norm(x, f"{block}.norm1")
-        q, k, v = (affine(read, f"{block}.{name}") for name in "qkv")
-        heads = []
-        for start in range(0, q.shape[1], HEAD):
-            mine = slice(start, start + HEAD)
-            scores = (q[:, mine] @ k[:, mine].T / math.sqrt(HEAD)).exp()
-            heads.append(scores / scores.sum(1, keepdim=True) @ v[:, mine])
-        x = x + affine(torch.cat(heads, 1), f"{block}.out")
-        hidden = affine(norm(x, f"{block}.norm2"), f"{block}.fc1")
-        x = x + affine(hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2, f"{block}.fc2")
-    return affine(x, "head")
+def plain(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Outputs of an ordinary network of these tensors, whose normalisations weight no channels."""
+    network, _ = whole()
+    network.load_state_dict(tensors)
+    return network(X)
 
 
 def doubled(name: str, old: Tensor, diagonal: bool) -> Tensor:
@@ -174,13 +153,13 @@ def doubled(name: str, old: Tensor, diagonal: bool) -> Tensor:
 
 @pytest.mark.parametrize("form", ["symmetric", "diagonal"])
 def test_hypercloning_doubles_by_blocks(form: str) -> None:
-    old, new, large, event, _ = grown(HyperCloning(form))
-    for name, tensor in old.items():
-        torch.testing.assert_close(new[name], doubled(name, tensor, form == "diagonal"), rtol=1e-15, atol=0, msg=name)
-    for x in X:
-        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
-    assert event.weighted_norms == []  # statistics are plain ones already
+    run = Grown(HyperCloning(form))
+    for name, tensor in run.old.items():
+        expected = doubled(name, tensor, form == "diagonal")
+        torch.testing.assert_close(run.new[name], expected, rtol=1e-15, atol=0, msg=name)
+    for outputs in (run.after, plain(run.new)):
+        torch.testing.assert_close(outputs, run.before, rtol=1e-12, atol=1e-12)
+    assert run.event.weighted_norms == []  # statistics are plain ones already
 
 
 @pytest.mark.parametrize("network", ["shared", "grouped", "gated", "transformer", "channel norms", "decoder"])
@@ -195,18 +174,18 @@ def test_the_diagonal_form_is_exact_on_other_networks_and_at_odd_widths(network:
 
 
 def test_the_noise_of_hypercloning_parts_clones_and_changes_no_output() -> None:
-    old, new, _, event, _ = grown(HyperCloning(noise_std=0.3))
-    weight, width = new["blocks.1.fc1.weight"], 4
+    run = Grown(HyperCloning(noise_std=0.3))
+    weight, width = run.new["blocks.1.fc1.weight"], 4
     first, second = weight[:, :width], weight[:, width:]
-    torch.testing.assert_close(first + second, torch.cat([old["blocks.1.fc1.weight"]] * 2))
+    torch.testing.assert_close(first + second, torch.cat([run.old["blocks.1.fc1.weight"]] * 2))
     assert float((first - second).norm() / first.norm()) > 0.05
-    for x in X:
-        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-11, atol=1e-11)
-    assert event.noise_error_eval < 1e-12
+    torch.testing.assert_close(plain(run.new), run.before, rtol=1e-11, atol=1e-11)
+    assert run.event.noise_error_eval < 1e-12
 
 
 def test_lemon_splits_columns_unevenly() -> None:
-    old, new, large, event, graph = grown(Lemon(spread=0.6))
+    run = Grown(Lemon(spread=0.6))
+    old, new, event, graph = run.old, run.new, run.event, run.graph
     (group,) = graph.axes["head.weight"][1].groups
     shares = event.carry.rows[group]
     assert ((shares[:4] + shares[4:]) - 1).abs().max() < 1e-14
@@ -215,14 +194,14 @@ def test_lemon_splits_columns_unevenly() -> None:
     inner = new["blocks.0.fc2.weight"]
     torch.testing.assert_close(inner[:4], inner[4:])
     torch.testing.assert_close(inner[:, :5] + inner[:, 5:], torch.cat([old["blocks.0.fc2.weight"]] * 2))
-    for x in X:
-        # The network weights its statistics by the shares at first; plain ones are the same, as copies are.
-        torch.testing.assert_close(computed(new, x), computed(old, x), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(large(x[None])[0], computed(old, x), rtol=1e-12, atol=1e-12)
+    # The network weights its statistics by the shares at first; plain ones are the same, as copies are.
+    for outputs in (run.after, plain(new)):
+        torch.testing.assert_close(outputs, run.before, rtol=1e-12, atol=1e-12)
 
 
 def test_new_rows_of_bert2bert_are_those_of_the_next_block() -> None:
-    old, new, _, event, graph = grown(Bert2Bert())
+    run = Grown(Bert2Bert())
+    old, new, event, graph = run.old, run.new, run.event, run.graph
     stream, hidden = event.carry.sources["embed"], event.carry.sources["blocks.0.fc1"]
     assert stream.bincount().tolist() == [2] * 4
 
@@ -271,5 +250,5 @@ def test_without_a_like_in_a_next_block_bert2bert_is_net2net(layers: tuple[nn.Mo
 
 def test_equal_blocks_make_bert2bert_exact() -> None:
     """AKI's new units are those that FPI would copy, where the next block has the same weights."""
-    _, _, _, event, _ = grown(Bert2Bert(), equal_blocks=True)
+    event = Grown(Bert2Bert(), equal_blocks=True).event
     assert event.report["rows_of_the_next_block"] and event.parity_error_eval < 1e-12

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from growlab import Grower
 from growlab.base.errors import UserError
@@ -18,8 +17,6 @@ from growlab.growth import (
     FireFly,
     GradMax,
     GrowthMethod,
-    HyperCloning,
-    Lemon,
     Net2Net,
     PairGrowth,
     Splitting,
@@ -28,7 +25,6 @@ from growlab.growth import (
 )
 from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
-from growlab.optim import follow
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, Growing, outputs, roughen
 from tests.unit.growth.measured import Started
@@ -145,54 +141,6 @@ def sequences(
     run = Started(network, x, method, part, 5)
     run.batches = [(x, torch.arange(7) % 4)]
     return run
-
-
-def carried(method: GrowthMethod, kind: str, make: Callable[..., torch.optim.Optimizer]):
-    """State of each parameter after an event, and the gradient of the grown network that it should be of."""
-    run, y = sequences(kind, method, bidirectional=True), torch.arange(7) % 4
-    network, graph, before = run.network, run.graph, dict(run.state.widths)
-    optimizer = make(network.parameters(), lr=0.0)
-
-    def backward() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(network(*run.x) * run.state.output_factor, y).backward()
-
-    backward()
-    optimizer.step()
-    event = run.grow(seed=5)
-    follow(optimizer, event.replaced, graph, before, graph.full_widths, "inherit", event.carry)
-    backward()
-    for key, parameter in network.named_parameters():
-        old = torch.ones_like(parameter, dtype=torch.bool)
-        if key in graph.axes:
-            kept = [axis.kept(before, graph.full_widths) for axis in graph.axes[key]]
-            old.zero_()[torch.meshgrid(*kept, indexing="ij")] = True
-        yield optimizer.state[parameter], parameter.grad, old
-
-
-MOMENTS = {
-    "SGD": (partial(torch.optim.SGD, momentum=0.9), {"momentum_buffer": 1}),
-    "AdamW": (partial(torch.optim.AdamW, betas=(0.0, 0.0)), {"exp_avg": 1, "exp_avg_sq": 2}),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "kind", "optimizer"),
-    [
-        *((Net2Net, "LSTM", "SGD"), (Lemon, "GRU", "AdamW"), (HyperCloning, "ReLU", "SGD")),
-        *((PairGrowth, "GRU", "SGD"), (VarianceTransfer, "LSTM", "AdamW")),
-    ],
-)
-def test_moments_become_those_of_the_grown_network(method, kind, optimizer) -> None:
-    """After one step at rate 0 they are the gradient, and its square; the grown network's is computed again."""
-    (make, powers), copies, seen = MOMENTS[optimizer], method in (Net2Net, Lemon, HyperCloning), 0
-    for state, gradient, old in carried(method(), kind, make):
-        # Copies of channels share a gradient; of drawn ones, none is known: old entries keep theirs.
-        chosen = torch.ones_like(old) if copies else old
-        for name, power in powers.items():
-            torch.testing.assert_close(state[name][chosen], gradient[chosen] ** power, rtol=1e-8, atol=1e-14)
-        seen += int(chosen.sum())
-    assert seen > 200
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "tanh"])

@@ -188,40 +188,6 @@ def test_optimizers_in_an_optimizers_list_follow_with_their_state(by_name: bool)
     assert torch.equal(weights(one), weights(other))
 
 
-class ByParameter(torch.optim.SGD):
-    """Velocities in a dictionary of its own, or in a named entry of the state."""
-
-    def __init__(self, params: Any, where: str) -> None:
-        super().__init__(params, lr=0.01)
-        self.velocity: dict[Any, Any] = {}
-        if where == "state":
-            self.state["velocity"] = self.velocity
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        velocity = self.state.get("velocity", self.velocity)
-        for p in self.param_groups[0]["params"]:
-            own = velocity.setdefault(p, torch.zeros_like(p))
-            p.sub_(own.mul_(0.9).add_(p.grad), alpha=0.01)
-
-
-class InState(torch.optim.SGD):
-    """The same where torch keeps it."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            own = self.state[p].setdefault("velocity", torch.zeros_like(p))
-            p.sub_(own.mul_(0.9).add_(p.grad), alpha=0.01)
-
-
-@pytest.mark.parametrize("where", ["attribute", "state"])
-def test_dictionaries_by_parameter_are_carried_as_state_is(where: str) -> None:
-    found, _, _ = train(lambda p: ByParameter(p, where), "zero_new")
-    expected, _, _ = train(lambda p: InState(p, lr=0.01), "zero_new")
-    assert torch.equal(weights(found), weights(expected))
-
-
 class Entries(torch.optim.Adam):
     """Counts and tensors of the optimizer as a whole in its state, as SPAM, MADGRAD and TRAC have them."""
 
@@ -267,14 +233,18 @@ class Slotted:
 class Kept(torch.optim.Optimizer):
     """A running mean of gradients, kept in one way or another."""
 
-    def __init__(self, params: Any, begin: Callable[[Any], Any], mean: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(self, params: Any, begin: Any, mean: Callable[[Any], torch.Tensor], where: str = "") -> None:
         super().__init__(params, {})
-        self.begin, self.mean = begin, mean
+        self.begin, self.mean, self.where = begin, mean, where
+        self.own: dict[Any, Any] = {}
+        if where == "state":
+            self.state["own"] = self.own
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in self.param_groups[0]["params"]:
-            mean = self.mean(self.state[p].setdefault("memory", self.begin(p))).view_as(p)
+            kept, key = (self.state.get("own", self.own), p) if self.where else (self.state[p], "memory")
+            mean = self.mean(kept.setdefault(key, self.begin(p))).view_as(p)
             p.sub_(mean.lerp_(p.grad, 0.1), alpha=0.01)
 
 
@@ -295,6 +265,14 @@ OBJECTS: dict[str, Any] = {
     "array": (lambda p: p.detach().numpy() * 0, torch.from_numpy),
     "flat": (lambda p: torch.zeros_like(p).flatten(), lambda kept: kept),
 }
+
+
+@pytest.mark.parametrize("where", ["attribute", "state"])
+def test_dictionaries_by_parameter_are_carried_as_state_is(where: str) -> None:
+    """A dictionary of its own, or in a named entry of the state."""
+    found, _, _ = train(lambda p: Kept(p, *PLAIN, where), "zero_new")
+    expected, _, _ = train(lambda p: Kept(p, *PLAIN), "zero_new")
+    assert torch.equal(weights(found), weights(expected))
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
@@ -387,7 +365,8 @@ def test_containers_that_would_not_fit_are_refused_before_the_network_grows(
 ) -> None:
     model = network()
     grower = Grower(model, X, method=Net2Net(), trigger={0: 0.5, 1: 1.0})
-    grower.follow(Own(model.parameters(), hold))
+    optimizer = Own(model.parameters(), hold)
+    grower.follow(optimizer)
     grower.step(epoch=0)
     with pytest.raises(UserError, match="'held', which growlab cannot carry through growth"):
         grower.step(epoch=1)

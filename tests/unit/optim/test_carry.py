@@ -17,79 +17,60 @@ from growlab.growth.methods.variance_transfer import Treatment
 from growlab.growth.multipliers import multiplied_weights, row_multipliers
 from growlab.optim import LARS, follow
 from growlab.optim.carry import normalises
-from growlab.widths import Carry, trace
-from tests.cases import Around, Growing
+from growlab.widths import Carry
+from tests.cases import NETWORKS, Around, graph_of, planted, widths_at
 from tests.unit.optim.test_around import Shell
 
-
-class Everything(nn.Module):
-    """Convolution, depthwise convolution, batch norm, a residual stream, flattening, linear layers with biases."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.depthwise, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8)
-        self.pointwise, self.norm3 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
-        self.hidden, self.classifier = nn.Linear(32, 10), nn.Linear(10, 4)
-
-    def forward(self, x):
-        x = F.relu(self.norm1(self.stem(x)))
-        y = F.relu(self.norm2(self.depthwise(x)))
-        x = F.relu(x + self.norm3(self.pointwise(y)))
-        return self.classifier(F.relu(self.hidden(F.max_pool2d(x, 2).flatten(1))))
-
-
-GRAPH = trace(Everything(), torch.randn(2, 3, 4, 4))
-BEFORE = {name: group.full_width // 2 for name, group in GRAPH.groups.items()}
-AFTER = {name: group.full_width for name, group in GRAPH.groups.items()}
 BETAS = (0.9, 0.99)
+# Networks of the table, and whether train mode draws nothing: depthwise filters, flattening, residual streams, gates.
+DRAWLESS = {"depthwise": False, "flatten": True, "resnet B": True, "lstm": False, "gru": True}
+CASES = [(name, training) for name, drawless in DRAWLESS.items() for training in (False, True)[: 1 + drawless]]
 
 
-def grown(method):
-    """The network before, after, and the event."""
-    torch.manual_seed(0)
-    run = Growing(Everything(), torch.randn(8, 3, 4, 4).double(), method, BEFORE, 1, GRAPH, rough=False)
-    network = run.network.double()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-        for _ in range(20):
-            network(torch.randn(16, 3, 4, 4).double())
-    return copy.deepcopy(network), network, run.grow()
+class Grown:
+    """A network of the table before and after an event from half of its widths."""
 
+    def __init__(self, method, name):
+        run = planted(name, method)
+        self.graph, self.network, self.before = run.graph, run.network, dict(run.state.widths)
+        self.small, self.event = copy.deepcopy(run.network), run.grow()
+        case = NETWORKS[name]
+        self.batches = [(case.inputs(seed=seed), torch.arange(8) % run.outputs().shape[1]) for seed in range(3, 7)]
 
-def some_gradients(network, training=False, loss=F.cross_entropy):
-    """Gradients of batches, one after the other, by parameter name."""
-    network.train(training)
-    source = torch.Generator().manual_seed(3)
-    while True:
-        x, y = torch.randn(8, 3, 4, 4, generator=source).double(), torch.randint(4, (8,), generator=source)
-        network.zero_grad()
-        loss(network(x), y).backward()
-        yield {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+    def gradients(self, network, training=False, loss=F.cross_entropy):
+        """Gradients of batches, one after the other, by parameter name."""
+        network.train(training)
+        for x, y in self.batches:
+            network.zero_grad()
+            loss(network(x), y).backward()
+            yield {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
 
+    def moments(self, network, training=False):
+        """Gradient of the last batch, momentum, and Adam's moments of a few batches, by name, at fixed weights."""
+        gradient = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
+        momentum, mean, square = (copy.deepcopy(gradient) for _ in range(3))
+        for found in self.gradients(network, training):
+            for name, now in found.items():
+                gradient[name] = now
+                momentum[name].mul_(0.9).add_(now)
+                mean[name].lerp_(now, 1 - BETAS[0])
+                square[name].mul_(BETAS[1]).addcmul_(now, now, value=1 - BETAS[1])
+        return {"gradient": (gradient, 1), "momentum": (momentum, 1), "mean": (mean, 1), "square": (square, 2)}
 
-def moments(network, training=False):
-    """Gradient of the last batch, momentum, and Adam's moments of a few batches, by name, at fixed weights."""
-    gradient = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
-    momentum, mean, square = (copy.deepcopy(gradient) for _ in range(3))
-    for _, found in zip(range(4), some_gradients(network, training), strict=False):
-        for name, now in found.items():
-            gradient[name] = now
-            momentum[name].mul_(0.9).add_(now)
-            mean[name].lerp_(now, 1 - BETAS[0])
-            square[name].mul_(BETAS[1]).addcmul_(now, now, value=1 - BETAS[1])
-    return {"gradient": (gradient, 1), "momentum": (momentum, 1), "mean": (mean, 1), "square": (square, 2)}
+    def compared(self, training=False):
+        """Name of state, its value as carried and in the grown network, and which entries are old."""
+        before, after = self.moments(self.small, training), self.moments(self.network, training)
+        for what, (tensors, power) in before.items():
+            for name, tensor in tensors.items():
+                yield f"{what} of {name}", self.carried(name, tensor, power), after[what][0][name], self.old(name)
 
+    def carried(self, name, tensor, power, carry=None):
+        widths = self.before, self.event.widths_after
+        return (carry or self.event.carry).carried(tensor, name, self.graph, *widths, power)
 
-def carried(event, name, tensor, power):
-    return event.carry.carried(tensor, name, GRAPH, BEFORE, AFTER, power)
-
-
-def old_entries(name):
-    """Mask of the entries that were there before."""
-    ones = torch.ones(GRAPH.shape(name, BEFORE))
-    return Carry().carried(ones, name, GRAPH, BEFORE, AFTER, 0).bool()
+    def old(self, name):
+        """Mask of the entries that were there before."""
+        return self.carried(name, torch.ones_like(self.small.get_parameter(name)), 0, Carry()).bool()
 
 
 class Halving(PairGrowth):
@@ -109,81 +90,70 @@ class Halving(PairGrowth):
 COPIES = [Net2Net(), HyperCloning(), HyperCloning("diagonal"), Lemon()]
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("name", "training"), CASES)
 @pytest.mark.parametrize("method", [*COPIES, PairGrowth(noise_std=0.0)], ids=lambda m: m.name)
-def test_gradient_and_moments_follow_exactly(method, training):
+def test_gradient_and_moments_follow_exactly(method, name, training):
     """Those of copies at every entry; those of pairs at old entries, new ones start at zero."""
-    small, large, event = grown(method)
-    before, after = moments(small, training), moments(large, training)
-    for what, (tensors, power) in before.items():
-        for name, tensor in tensors.items():
-            got, expected = carried(event, name, tensor, power), after[what][0][name]
-            known = old_entries(name) if method not in COPIES else torch.ones_like(got, dtype=torch.bool)
-            torch.testing.assert_close(got[known], expected[known], rtol=1e-8, atol=1e-12, msg=f"{what} of {name}")
-            assert (got[~known] == 0).all(), f"{what} of {name}"
+    for what, got, expected, old in Grown(method, name).compared(training):
+        known = old | (method in COPIES)
+        torch.testing.assert_close(got[known], expected[known], rtol=1e-8, atol=1e-12, msg=what)
+        assert (got[~known] == 0).all(), what
 
 
-def larss_momentum(network, batches):
-    """V of LARS after so many batches, at weights that hardly move."""
-    optimizer = LARS(network.parameters(), lr=1e-14, momentum=0.9)
-    for _, gradient in zip(range(batches), some_gradients(network), strict=False):
-        for name, parameter in network.named_parameters():
-            parameter.grad = gradient[name]
-        optimizer.step()
-    return optimizer
-
-
+@pytest.mark.parametrize("name", ["flatten", "resnet B"])
 @pytest.mark.parametrize(
     "method, batches", [(Net2Net(), 1), (HyperCloning(), 4), (HyperCloning("diagonal"), 4), (Lemon(), 1)]
 )
-def test_larss_momentum_is_as_long_as_the_grown_weights_make_it(method, batches):
+def test_larss_momentum_is_as_long_as_the_grown_weights_make_it(method, batches, name):
     """Beside gradients it holds the rates of its layers, which are their weights' norms over their gradients'."""
-    small, large, event = grown(method)
-    optimizer, expected = larss_momentum(small, batches), larss_momentum(large, batches)
-    named = dict(small.named_parameters())
-    pairs = {name: (p, event.replaced[name][1]) for name, p in named.items() if name in event.replaced}
-    follow(optimizer, pairs, GRAPH, BEFORE, AFTER, "inherit", event.carry)
-    for name, parameter in large.named_parameters():
-        followed = parameter if name in pairs else named[name]
-        torch.testing.assert_close(
-            optimizer.state[followed]["momentum_buffer"],
-            expected.state[parameter]["momentum_buffer"],
-            rtol=1e-7,
-            atol=1e-24,
-            msg=lambda told, name=name: f"{name}: {told}",
-        )
+    run, optimizers = Grown(method, name), []
+    for network in (run.small, run.network):
+        # Weights hardly move.
+        optimizers.append(LARS(network.parameters(), lr=1e-14, momentum=0.9))
+        for _, gradient in zip(range(batches), run.gradients(network), strict=False):
+            for key, parameter in network.named_parameters():
+                parameter.grad = gradient[key]
+            optimizers[-1].step()
+    optimizer, expected = optimizers
+    named = dict(run.small.named_parameters())
+    pairs = {key: (p, run.event.replaced[key][1]) for key, p in named.items() if key in run.event.replaced}
+    follow(optimizer, pairs, run.graph, run.before, run.event.widths_after, "inherit", run.event.carry)
+    for key, parameter in run.network.named_parameters():
+        got = optimizer.state[parameter if key in pairs else named[key]]["momentum_buffer"]
+        wanted = expected.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-24, msg=lambda told, key=key: f"{key}: {told}")
 
 
-@pytest.mark.parametrize("training", [False, True])
+def error(got, expected):
+    return float((got - expected).norm() / (expected.norm() + 1e-9))
+
+
+@pytest.mark.parametrize(("name", "training"), CASES)
 @pytest.mark.parametrize("rule", ["fan_in_ratio", "constraint"])
-def test_variance_transfer_divides_gradients_by_the_scale_of_the_weights(rule, training):
+def test_variance_transfer_divides_gradients_by_the_scale_of_the_weights(rule, name, training):
     """Exact in eval mode; in train mode up to batch normalisation's eps."""
-    small, large, event = grown(VarianceTransfer(rule, noise_std=0.0))
-    assert row_multipliers(large)
-    scaled = {name for name in event.carry.scales if not torch.as_tensor(event.carry.scales[name] == 1).all()}
-    assert {"depthwise.weight", "pointwise.weight", "hidden.weight", "classifier.weight"} & scaled
-    before, after = moments(small, training), moments(large, training)
-    for what, (tensors, power) in before.items():
-        for name, tensor in tensors.items():
-            got, expected, old = carried(event, name, tensor, power), after[what][0][name], old_entries(name)
-            error = (got[old] - expected[old]).norm() / (expected[old].norm() + 1e-9)
-            assert error < (1e-3 if training else 1e-8), f"{what} of {name}: {error:.1e}"
+    run = Grown(VarianceTransfer(rule, noise_std=0.0), name)
+    assert row_multipliers(run.network)
+    assert any(not torch.as_tensor(scale == 1).all() for scale in run.event.carry.scales.values())
+    for what, got, expected, old in run.compared(training):
+        assert error(got[old], expected[old]) < (1e-3 if training else 1e-8), what
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("name", "training"), [("resnet B", True), ("depthwise", False), ("flatten", True)])
 @pytest.mark.parametrize("method", [VarianceTransfer, Halving], ids=lambda m: m.__name__)
-def test_without_the_multiplier_all_state_follows_the_logits_that_shrink(method, training):
+def test_without_the_multiplier_all_state_follows_the_logits_that_shrink(method, name, training):
     """Exact where the loss is linear in the logits, for parameters too that the event leaves alone."""
-    small, large, event = grown(method(output_multiplier=False))
-    assert event.output_factor != 1.0
-    weight = torch.randn(4, generator=torch.Generator().manual_seed(5)).double()
-    before, after = (next(some_gradients(one, training, lambda z, _: (z * weight).sum())) for one in (small, large))
-    for name, gradient in before.items():
-        old = old_entries(name)
+    run = Grown(method(output_multiplier=False), name)
+    assert run.event.output_factor != 1.0
+    weight = torch.randn(run.batches[0][1].max() + 1, generator=torch.Generator().manual_seed(5)).double()
+    before, after = (
+        next(run.gradients(one, training, lambda z, _: (z * weight).sum())) for one in (run.small, run.network)
+    )
+    for key, gradient in before.items():
+        old = run.old(key)
         for power in (1, 2):
-            got, expected = carried(event, name, gradient**power, power)[old], after[name][old] ** power
-            error = (got - expected).norm() / (expected.norm() + 1e-9)
-            assert error < (1e-3 if training else 1e-9), f"{name}, power {power}: {error:.1e}"
+            got = run.carried(key, gradient**power, power)
+            assert error(got[old], after[key][old] ** power) < (1e-3 if training else 1e-9), (key, power)
 
 
 def test_channels_that_come_behind_an_event_have_no_gradient() -> None:
@@ -197,14 +167,16 @@ def test_channels_that_come_behind_an_event_have_no_gradient() -> None:
 @pytest.mark.parametrize("power", [0, 1, 2])
 def test_channels_without_sources_are_carried_as_those_that_name_their_own(power: int) -> None:
     """Blocks are copied at once where no channel takes over another's gradient; several parts of an axis too."""
-    rows = {name: 1.0 + torch.rand(width) for name, width in AFTER.items()}
-    kept = {name: torch.arange(width) for name, width in AFTER.items()}
-    named = {name: torch.where(kept[name] < BEFORE[name], kept[name], -1) for name in kept}
-    for name, axes in GRAPH.axes.items():
-        old = torch.randn([axis.length(BEFORE) for axis in axes], dtype=torch.float64)
+    graph = graph_of("dense")
+    before, after = widths_at(graph, 0.5), graph.full_widths
+    rows = {name: 1.0 + torch.rand(width) for name, width in after.items()}
+    kept = {name: torch.arange(width) for name, width in after.items()}
+    named = {name: torch.where(kept[name] < before[name], kept[name], -1) for name in kept}
+    for name, axes in graph.axes.items():
+        old = torch.randn([axis.length(before) for axis in axes], dtype=torch.float64)
         scales = {name: 0.5}
-        ours = Carry(rows=rows, scales=scales, every=3.0).carried(old, name, GRAPH, BEFORE, AFTER, power)
-        theirs = Carry(named, rows, scales, every=3.0).carried(old, name, GRAPH, BEFORE, AFTER, power)
+        ours = Carry(rows=rows, scales=scales, every=3.0).carried(old, name, graph, before, after, power)
+        theirs = Carry(named, rows, scales, every=3.0).carried(old, name, graph, before, after, power)
         assert torch.equal(ours, theirs) and ours.data_ptr() != old.data_ptr()
 
 

@@ -189,9 +189,10 @@ def avagrad_reference(stage_of, steps=5, per_tensor=False):
     return weights
 
 
-@pytest.mark.parametrize("rule", [BaseRate(), NormRatio(), None], ids=["stages", "one stage", "plain"])
-@pytest.mark.parametrize("per_tensor", [False, True])
-def test_avagrad_normalises_each_stage_by_itself(per_tensor, rule):
+@pytest.mark.parametrize(
+    ("rule", "per_tensor"), [(BaseRate(), False), (BaseRate(), True), (NormRatio(), False), (None, False)]
+)
+def test_avagrad_normalises_each_stage_by_itself(rule, per_tensor):
     stage_of = {name: stages(name, FULL) * isinstance(rule, BaseRate) for name in SHAPES}
     options = {"betas": (0.9, 0.99), "weight_decay": 0.01, "normaliser": "region" if per_tensor else "stage"}
     known = one_region() if isinstance(rule, NormRatio) else regions()
