@@ -81,23 +81,6 @@ def gradients_of_draws(run: Started, place: int, old: int, length: float) -> Ten
     return sum(g[:, old:].flatten(1).square().sum(1) for g in found.values()).sqrt()
 
 
-def test_the_matrix_is_the_mean_product_of_gradients_and_inputs() -> None:
-    """Against dL/dz h^T from the network's own gradients."""
-    run = started(mlp(nn.Tanh()), (5,), GradMax())
-    network, total = run.network, torch.zeros((), dtype=torch.float64)
-    for x, y in run.batches:
-        hidden = network[:4](x)
-        logits = network[4](hidden)
-        (slope,) = torch.autograd.grad(nn.functional.cross_entropy(logits, y), logits)
-        h = torch.cat([network[:2](x), torch.ones(len(x), 1, dtype=x.dtype)], 1)
-        total = total + slope.T @ h / len(run.batches)
-    event, _ = run.grow({"2": run.state.widths["2"] + 2})
-    values = torch.linalg.svdvals(total)[:2]
-    torch.testing.assert_close(
-        torch.tensor(event.report["groups"]["2"]["singular_values"], dtype=torch.float64), values
-    )
-
-
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.01), nn.GELU()])
 def test_the_gradient_is_the_network_s_own_through_convolutions_and_flattening(activation: nn.Module) -> None:
     """Also where torch's derivative at 0 is not 1, and the function stays."""
@@ -147,14 +130,6 @@ def test_a_network_without_gradients_is_refused() -> None:
         run.network[2].bias.fill_(-1e3)
     with pytest.raises(UserError, match=r"get no gradient either: the network no longer learns \(lower"):
         run.grow({"0": 6})
-
-
-def test_channels_that_no_gradient_reaches_are_refused() -> None:
-    """An activation that is flat around 0."""
-    late = Around(lambda net, x: net.last(nn.functional.softshrink(net.first(x))), first=[5, 6], last=[6, 3])
-    run = started(late, (5,), GradMax())
-    with pytest.raises(UserError, match="GradMax cannot grow first: the gradient"):
-        run.grow({"first": 5})
 
 
 def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() -> None:

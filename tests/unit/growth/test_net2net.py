@@ -38,17 +38,6 @@ def test_rows_are_copied_and_columns_divided(seed):
         previous = source
 
 
-def test_a_flattened_channel_is_divided_at_all_its_positions():
-    case, graph = NETWORKS["flatten"], graph_of("flatten")
-    run = Growing(case.make(), case.inputs(), Net2Net(), {"conv": 2, "hidden": 7}, graph=graph)
-    old = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
-    run.grow(seed=1)
-    source = replicated_from(old["conv.bias"], run.network.conv.bias.detach())
-    before, after = old["hidden.weight"].view(7, 2, 6), run.network.hidden.weight.detach().view(7, 5, 6)
-    for j, c in enumerate(source):
-        assert torch.equal(after[:, j], before[:, c] / source.count(c))
-
-
 def test_replicas_are_drawn_from_all_channels():
     drawn = set()
     for seed in range(40):

@@ -17,7 +17,6 @@ from growlab.base.errors import UserError
 from growlab.growth import (
     FixedSize,
     GrowthContext,
-    Net2Net,
     NewWeights,
     PairGrowth,
     RandomGrowth,
@@ -117,14 +116,6 @@ def test_new_channels_of_instance_normalisation_begin_with_statistics_of_samples
         torch.testing.assert_close(getattr(norm, kind)[4:], getattr(seen, kind)[4:])
     assert torch.equal(norm.running_var[:4], before) and not torch.equal(norm.running_var[4:], before)
     assert torch.equal(norm.running_mean[:4], torch.zeros_like(before))
-
-
-def test_copies_keep_the_statistics_of_their_sources():
-    run = found(method=Net2Net())
-    before = run.network.norm.running_var.clone()
-    event = run.grow()
-    (group,) = run.graph.axes["norm.running_var"][0].groups
-    assert torch.equal(run.network.norm.running_var, before[event.carry.sources[group]])
 
 
 def test_a_deep_network_of_products_grows_in_float32():

@@ -305,18 +305,6 @@ def test_train_mode_decides_if_eval_mode_outputs_only_rounding():
         lagging(Broken(lambda w: w * 1.02)).grow()
 
 
-@pytest.mark.parametrize(("wrong", "kept"), [(1.0, True), (1.001, False)])
-def test_where_a_mode_outputs_only_rounding_the_other_decides(wrong: float, kept: bool) -> None:
-    """Rounding of its input changes its output in eval mode by orders of magnitude, as lagging statistics may."""
-    torch.manual_seed(0)
-    chaotic_in_eval = Around(lambda net, x: x if net.training else (20 * (1e8 * x).sin()).exp())
-    network = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4), chaotic_in_eval)
-    after = observe(network, X)
-    before = replace(after, eval=after.eval / 100, train=after.train * wrong)
-    parity = compare(network, (X,), before, after, list)
-    assert parity.errors[0] == pytest.approx(99) and parity.kept is kept
-
-
 class Counting(nn.Module):
     """Its output depends on the number of calls."""
 
@@ -398,15 +386,6 @@ def test_layers_keep_their_types(method: GrowthMethod, types: tuple[torch.dtype,
     if method.preserves:
         assert event.parity_error_eval <= ROUNDING[torch.bfloat16]
     loss(network(x), Y).backward()
-
-
-@pytest.mark.parametrize("given", [torch.float64, torch.float16])
-def test_an_example_of_another_type_becomes_the_networks(given: torch.dtype) -> None:
-    network = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5))
-    grower = Grower(network, SAMPLES.to(given), trigger={0: 0.5, 1: 1.0})
-    grower.step(epoch=0)
-    (event,) = grower.step(epoch=1)
-    assert event.parity_error_eval <= ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(

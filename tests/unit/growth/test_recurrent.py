@@ -23,7 +23,6 @@ from growlab.growth import (
     Tiny,
     VarianceTransfer,
 )
-from growlab.growth.outputs import observe
 from growlab.growth.parity import relative_error
 from growlab.widths import WidthGraph, trace
 from tests.cases import METHODS, PRESERVING, Growing, outputs, roughen
@@ -181,12 +180,6 @@ def test_new_weights_of_gates_vary_as_torchs_own() -> None:
     event = run.grow()
     new = event.replaced["rnn.weight_hh_l0"][1].view(4, 128, 128)[:, 64:96]
     assert float(new.detach().var()) == pytest.approx(1 / (3 * 128), rel=0.05)
-
-
-def test_the_check_of_an_event_leaves_out_dropout_between_layers() -> None:
-    network = nn.LSTM(3, 8, 3, dropout=0.9)
-    seen = [observe(network, torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))) for _ in "ab"]
-    assert torch.equal(seen[0].train, seen[1].train) and torch.equal(seen[0].train, seen[0].eval)
 
 
 class States(nn.Module):

@@ -93,12 +93,6 @@ def test_the_loss_falls_as_predicted_over_streams_norms_and_depthwise_filters(bu
         assert event.carry.sources[group].tolist() == [*range(len(values)), int(values.argmin())]
 
 
-def test_more_copies_than_originals_are_refused() -> None:
-    run = started(tanhs(), (3,), Splitting())
-    with pytest.raises(UserError, match="Splitting cannot grow 0: splitting makes at most twice as many channels"):
-        run.grow({"0": 9})
-
-
 def step(run: Started, rate: float = 0.05) -> float:
     """Loss after a step of gradient descent, by plain autograd."""
     parameters = list(run.network.parameters())

@@ -160,27 +160,22 @@ def test_a_small_amplitude_goes_downhill_at_the_rate_that_the_moments_say() -> N
     assert float(run.loss().detach()) - before == pytest.approx(predicted, rel=1e-3)
 
 
-def test_a_norm_lets_new_channels_pass_on_the_batches() -> None:
-    run = started(normed(), (2, 6, 6), Tiny(amplitudes=[1.0]), num_batches=1)
-    run.grow({"0": 5})
-    x = run.batches[0][0]
-    # Eval first: a forward in train mode moves the statistics.
-    for training in (False, True):
-        run.network.train(training)
-        before = run.network[0](x)
-        torch.testing.assert_close(run.network[1](before)[:, 3:], before[:, 3:])
-
-
-def test_an_instance_norm_lets_new_channels_pass_by_the_means_over_the_samples() -> None:
-    norm = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d(6), nn.InstanceNorm2d(6, affine=True, track_running_stats=True)], ids=["batch", "instance"]
+)
+def test_a_norm_lets_new_channels_pass_on_the_batches(norm: nn.Module) -> None:
+    """By the means over the samples where each has its own statistics."""
     run = started(normed(norm), (2, 6, 6), Tiny(amplitudes=[1.0]), num_batches=1)
     run.grow({"0": 5})
-    before = run.network[0](run.batches[0][0])
-    torch.testing.assert_close(run.network[1].eval()(before)[:, 3:], before[:, 3:])
-    before = before[:, 3:]
-    weight, bias = run.network[1].weight[3:], run.network[1].bias[3:]
-    torch.testing.assert_close(weight**2, before.var((2, 3), correction=0).mean(0) + norm.eps)
-    torch.testing.assert_close(bias, before.mean((0, 2, 3)))
+    # Eval first: a forward in train mode moves the statistics.
+    for training in (False, True)[: 1 + isinstance(norm, nn.BatchNorm2d)]:
+        run.network.train(training)
+        before = run.network[0](*run.x)
+        torch.testing.assert_close(run.network[1](before)[:, 3:], before[:, 3:])
+    before, dims = before[:, 3:], (0, 2, 3) if isinstance(norm, nn.BatchNorm2d) else (2, 3)
+    variance = before.var(dims, correction=0).view(-1, 3).mean(0)
+    torch.testing.assert_close(run.network[1].weight[3:] ** 2, variance + norm.eps)
+    torch.testing.assert_close(run.network[1].bias[3:], before.mean((0, 2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -379,9 +374,6 @@ def test_out_of_reach_does_not_depend_on_the_unit_of_the_loss(part, wanted, unit
     """If every layer lacks the same part, so does the network."""
     found = {str(i): Bottleneck(unit * one, unit * one * part) for i, one in enumerate(wanted)}
     assert out_of_reach(found) == pytest.approx(part, rel=1e-9, abs=1e-12)
-
-
-def test_nothing_wanted_is_out_of_reach() -> None:
     assert out_of_reach({}) == 1.0
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from growlab.growth import PairGrowth, VarianceTransfer
 from growlab.growth.constants import as_applied, as_stored
 from growlab.growth.rescale import eps_ratio, rescale
-from growlab.lab.networks import MLP, convnet
+from growlab.lab.networks import MLP
 from growlab.widths import tensors_of, trace
 from tests.cases import NETWORKS, Growing, graph_of, outputs, roughen
 
@@ -87,36 +87,6 @@ def test_an_odd_channel_is_not_listened_to():
     assert new["hidden.2.weight"][:4, 6].count_nonzero() == 0
     assert new["hidden.2.weight"][4:, 6].count_nonzero() == 3
     assert new["classifier.weight"][:, 6].count_nonzero() == 0
-
-
-def test_fan_in_counts_the_receptive_field():
-    torch.manual_seed(0)
-    network = convnet((3, 8, 8), 40, [40, 40], [2, 2])
-    grown = Grown(network, torch.randn(8, 3, 8, 8), 16, 32, VarianceTransfer())
-    new = grown.new["features.4.weight"][:16, 16:24]
-    assert variance(new) == pytest.approx(2 / (32 * 9), rel=5 * sqrt(2 / new.numel()))
-    torch.testing.assert_close(grown.new["features.4.weight"][:16, :16], grown.old["features.4.weight"] / sqrt(2))
-    # 2x2 positions a channel are flattened into the classifier.
-    new = grown.new["classifier.weight"][:, 64:96]
-    assert variance(new) == pytest.approx(1 / (32 * 4) ** 2, rel=5 * sqrt(2 / new.numel()))
-    assert grown.event.report["multipliers"] == pytest.approx({"classifier.weight": 2.0})
-
-
-def test_norm_statistics_follow_and_eval_mode_is_exact():
-    grown = narrow(VarianceTransfer(), batch_norm=True)
-    c, eps = sqrt(4 / 6), 1e-5
-    mean, var = grown.old["hidden.4.running_mean"], grown.old["hidden.4.running_var"]
-    torch.testing.assert_close(grown.new["hidden.4.running_mean"][:4], c * mean)
-    torch.testing.assert_close(grown.new["hidden.4.running_var"][:4], c**2 * var)
-    # On any input: w (c x - c mu) / sqrt(c^2 v + eps) = w (x - mu) / sqrt(v + eps).
-    x = torch.randn(5, 4, dtype=torch.float64)
-    before = grown.old["hidden.4.weight"] * (x - mean) / torch.sqrt(var + eps)
-    after = grown.new["hidden.4.weight"][:4] * c * (x - mean) / torch.sqrt(c**2 * var + eps)
-    torch.testing.assert_close(after, before, rtol=1e-13, atol=0)
-    # The first norm's input keeps its scale, the last layer's factor is what the logits lose.
-    assert torch.equal(grown.new["hidden.1.running_var"][:4], grown.old["hidden.1.running_var"])
-    assert grown.event.report["multipliers"] == pytest.approx({"classifier.weight": 6 / 4})
-    torch.testing.assert_close(grown.output_after, grown.output_before)
 
 
 @given(st.floats(0.05, 100), st.floats(0.3, 1))

@@ -346,15 +346,6 @@ def test_state_dicts_are_interchangeable_with_torchs(twin):
     assert_same(results[1:])
 
 
-def test_options_that_exclude_each_other_are_refused_as_by_torch():
-    weight = [nn.Parameter(torch.ones(2, 2))]
-    for cls in (SGD, Adam, AdamW):
-        with pytest.raises(RuntimeError, match="cannot be `True` together"):
-            cls(weight, foreach=True, fused=True)
-        with pytest.raises(RuntimeError, match="does not support `differentiable`"):
-            cls(weight, differentiable=True, fused=True)
-
-
 @pytest.mark.parametrize("cls", [Adam, AdamW])
 def test_regions_are_not_captured_in_a_cuda_graph(cls):
     model = network()

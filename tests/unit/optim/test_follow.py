@@ -93,20 +93,6 @@ def test_defaults_are_the_papers():
     assert default_inheritance(Adam(weight)) == default_inheritance(torch.optim.RMSprop(weight)) == "inherit"
 
 
-@pytest.mark.parametrize("inheritance", ["reset", "zero_new", "inherit"])
-def test_every_parameter_is_tracked_once_and_none_is_stale(inheritance):
-    run = Run(lambda p: Adam(p, 0.01, rule=NormRatio()), PairGrowth(), inheritance).steps(2)
-    groups = run.optimizer.param_groups
-    run.grow()
-    assert run.optimizer.param_groups is groups
-    tracked = [id(p) for group in groups for p in group["params"]]
-    assert tracked == [id(p) for p in run.network.parameters()]
-    assert {id(p) for p in run.optimizer.state} <= set(tracked)
-    before = [p.detach().clone() for p in run.network.parameters()]
-    run.steps(1)
-    assert all(not torch.equal(a, b) for a, b in zip(before, run.network.parameters(), strict=True))
-
-
 def test_running_means_of_gradients_are_first_moments_alone():
     run = Run(lambda p: Adam(p, 0.01), PairGrowth()).steps(2)
     found = running_gradients(run.optimizer)
@@ -115,15 +101,17 @@ def test_running_means_of_gradients_are_first_moments_alone():
     assert running_gradients(Run(lambda p: torch.optim.SGD(p, 0.01), PairGrowth()).optimizer) == {}
 
 
-def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
-    name = "4.weight"
-    for inheritance, method in (("zero_new", Net2Net()), ("inherit", Net2Net()), ("reset", Net2Net())):
-        run = Run(lambda p: Adam(p, 0.01), method, inheritance).steps(3)
-        old = {key: value.clone() for key, value in run.state_of(name).items()}
-        event = run.grow()
-        if inheritance == "reset":
-            assert not run.optimizer.state
-            continue
+@pytest.mark.parametrize("inheritance", ["reset", "zero_new", "inherit"])
+def test_parameters_are_tracked_once_and_state_follows_as_asked(inheritance):
+    """`zero_new` keeps old entries, `inherit` follows the method, `reset` leaves nothing."""
+    name, run = "4.weight", Run(lambda p: Adam(p, 0.01, rule=NormRatio()), Net2Net(1e-3), inheritance).steps(3)
+    groups, old = run.optimizer.param_groups, {key: value.clone() for key, value in run.state_of(name).items()}
+    event = run.grow()
+    assert run.optimizer.param_groups is groups
+    tracked = [id(p) for group in groups for p in group["params"]]
+    assert tracked == [id(p) for p in run.network.parameters()]
+    assert {id(p) for p in run.optimizer.state} == (set() if inheritance == "reset" else set(tracked))
+    if inheritance != "reset":
         new = run.state_of(name)
         assert new["step"] == 3
         for key, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
@@ -131,8 +119,11 @@ def test_zero_new_keeps_old_entries_and_inherit_follows_the_method():
             if inheritance == "inherit":
                 assert torch.equal(new[key], carried) and (new[key] != 0).float().mean() > 0.4
             else:
-                assert torch.equal(new[key].flatten()[new[key].flatten() != 0].sort().values,
-                                   old[key].flatten()[old[key].flatten() != 0].sort().values)  # fmt: skip
+                kept, was = (state[state != 0].sort().values for state in (new[key], old[key]))
+                assert torch.equal(kept, was)
+    before = [p.detach().clone() for p in run.network.parameters()]
+    run.steps(1)
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.network.parameters(), strict=True))
 
 
 def test_ages_start_at_birth_for_zeros_and_are_inherited_with_copies():

@@ -12,47 +12,33 @@ from growlab.widths import layouts
 
 
 class Embedded(nn.Module):
-    """A stream that begins with embeddings times a number of the code's, as Gemma's does."""
+    """A stream that begins with embeddings times a number of the code's, as Gemma's does; the head may be the table."""
 
-    def __init__(self, width: int, times: float) -> None:
+    def __init__(self, width: int, times: float, tied: bool) -> None:
         super().__init__()
         self.times = times
-        self.embed, self.norm = nn.Embedding(11, width), nn.RMSNorm(width)
-        self.inside, self.last, self.head = (
-            nn.Linear(width, width, bias=False),
-            nn.RMSNorm(width),
-            nn.Linear(width, 5),
-        )
+        self.embed, self.norm, self.last = nn.Embedding(11, width), nn.RMSNorm(width), nn.RMSNorm(width)
+        self.inside = nn.Linear(width, width, bias=False)
+        self.head = nn.Linear(width, 5) if not tied else None
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) * self.times
-        return self.head(self.last(x + self.inside(self.norm(x)))).mean(1)
-
-
-class Tied(Embedded):
-    """The same, with the table for its head."""
-
-    def __init__(self, width: int, times: float) -> None:
-        super().__init__(width, times)
-        del self.head
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) * self.times
-        return nn.functional.linear(self.last(x + self.inside(self.norm(x))), self.embed.weight).mean(1)
+        x = self.last(x + self.inside(self.norm(x)))
+        return (self.head(x) if self.head else nn.functional.linear(x, self.embed.weight)).mean(1)
 
 
 @pytest.mark.parametrize("by_code", [2.0, 0.7])
-@pytest.mark.parametrize("kind", [Embedded, Tied])
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("width", [12, 16])
-def test_a_number_of_the_codes_own_is_taken_off_the_table(kind: type, by_code: float, width: int) -> None:
+def test_a_number_of_the_codes_own_is_taken_off_the_table(tied: bool, by_code: float, width: int) -> None:
     """Embeddings may be multiplied by more, or less, than the stream that they begin grows by."""
     torch.manual_seed(0)
-    narrow = kind(8, 3.0).double().eval()
+    narrow = Embedded(8, 3.0, tied).double().eval()
     ids = torch.randint(0, 11, (4, 6))
     with torch.no_grad():
         for parameter in narrow.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-    wide = kind(width, 3.0 * by_code).double().eval()
+    wide = Embedded(width, 3.0 * by_code, tied).double().eval()
     graph = layouts(wide, (ids,))
     widths = {group: 8 for group in graph.groups}
     exact, inexact = set[tuple[str, float | None]](), 0
