@@ -100,9 +100,13 @@ def test_gradient_and_moments_follow_exactly(method, name, training):
         assert (got[~known] == 0).all(), what
 
 
-@pytest.mark.parametrize("name", ["flatten", "resnet B"])
+# Over several batches where all gradients become of one other length: where every channel has as many copies.
 @pytest.mark.parametrize(
-    "method, batches", [(Net2Net(), 1), (HyperCloning(), 4), (HyperCloning("diagonal"), 4), (Lemon(), 1)]
+    ("method", "batches", "name"),
+    [
+        *((Net2Net(), 1, "resnet B"), (Lemon(), 1, "flatten")),
+        *((HyperCloning(form), 4, "wrn no norm") for form in ("symmetric", "diagonal")),
+    ],
 )
 def test_larss_momentum_is_as_long_as_the_grown_weights_make_it(method, batches, name):
     """Beside gradients it holds the rates of its layers, which are their weights' norms over their gradients'."""
