@@ -237,16 +237,21 @@ def test_factors_scale_the_whole_step_of_their_region(name):
     factors = {key: optimizer.factors(moved[key]) for key in known}
     assert optimizer.factors(moved["bias"]) is None
     set_gradients(moved, 0)
+    rates = {key: optimizer.factors(moved[key]) for key in known}
     optimizer.step()
     plain, _ = run(lambda p: MAKERS[name](p, None), steps=1)
     for key, region in known.items():
-        young = stages(key, BIRTHS) > 0
+        young, dims = stages(key, BIRTHS) > 0, start[key].dim()
         assert torch.equal(frozen[key][young], start[key][young])
         assert (frozen[key][~young] != start[key][~young]).all()
         # AvaGrad normalises each stage by itself.
         if name != "avagrad":
-            expected = region.spread(factors[key], start[key].dim()) * (plain[key] - start[key])
+            expected = region.spread(factors[key], dims) * (plain[key] - start[key])
             torch.testing.assert_close(moved[key] - start[key], expected)
+        # With a gradient, LARS's factors have the layer's rate in them.
+        if name in ("sgd", "lars"):
+            update = 0.1 * (gradients(0)[key] + 0.1 * start[key])
+            torch.testing.assert_close(start[key] - moved[key], region.spread(rates[key], dims) * update)
 
 
 @pytest.mark.parametrize("name", MAKERS)
