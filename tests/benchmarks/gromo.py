@@ -13,7 +13,6 @@ import torch
 
 from growlab.growth import GradMax, Tiny
 from tests.benchmarks.ratios import Ratio, Setting, timed
-from tests.unit.growth.measured import Started
 from tests.unit.growth.test_gromo import STATISTICS, conv_ours, conv_theirs, grown, ours, theirs
 
 # Small: 40 inputs and 4 neurons, so that what surrounds the computation counts; else what a layer may have.
@@ -48,7 +47,8 @@ def _ratio(setting: Setting, name: str, kind: str) -> Ratio:
     shown, held_out = (run.batches[:1], run.batches[1:]) if name == "tiny" else (run.batches, [])
     options = {**STATISTICS[name], "count": count, "held_out": held_out}
     for _ in range(setting.repeats + 1):
-        made = Started(copy.deepcopy(run.network), run.graph, copy.deepcopy(run.state), method, run.batches)
+        made = copy.copy(run)
+        made.network, made.state = copy.deepcopy(run.network), copy.deepcopy(run.state)
         other = copy.deepcopy(start)
         times[0].append(timed("cpu", functools.partial(made.grow, {"0": old + count})))
         times[1].append(timed("cpu", functools.partial(grown, other, shown, 1.0, **options)))

@@ -53,17 +53,25 @@ def everything(network: nn.Module) -> list:
     return [*network.named_parameters(), *network.named_buffers()]
 
 
+class Noisy(PairGrowth):
+    """Adds noise of a wrong shape."""
+
+    def noise(self, context):
+        return {"pointwise.weight": torch.zeros(1, 2, 3)}
+
+
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("method", "error"),
     [
-        pytest.param(lambda w: w * 1.01, "growth to stage 1 with Broken changed the output by", id="off"),
-        pytest.param(lambda w: w * math.nan, "changed the output", id="not a number"),
-        pytest.param(lambda w: w * math.inf, "changed the output", id="infinite"),
-        pytest.param(lambda w: w[:, :-1], "shape", id="of a wrong shape"),
+        pytest.param(Broken(lambda w: w * 1.01), "growth to stage 1 with Broken changed the output by", id="off"),
+        pytest.param(Broken(lambda w: w * math.nan), "changed the output", id="not a number"),
+        pytest.param(Broken(lambda w: w * math.inf), "changed the output", id="infinite"),
+        pytest.param(Broken(lambda w: w[:, :-1]), "shape", id="of a wrong shape"),
+        pytest.param(Noisy(), "broadcast shape", id="noise"),
     ],
 )
-def test_an_event_that_breaks_its_promise_is_undone(change, error):
-    run = depthwise(Broken(change))
+def test_an_event_that_breaks_its_promise_is_undone(method, error):
+    run = depthwise(method)
     before, shown, was = everything(run.network), repr(run.network), run.state.as_dict()
     content = {name: tensor.clone() for name, tensor in run.network.state_dict().items()}
     output = run.outputs()
