@@ -132,6 +132,13 @@ def test_a_network_without_gradients_is_refused() -> None:
         run.grow({"0": 6})
 
 
+def test_channels_that_no_gradient_reaches_are_refused() -> None:
+    """An activation that is flat around 0."""
+    late = Around(lambda net, x: net.last(nn.functional.softshrink(net.first(x))), first=[5, 6], last=[6, 3])
+    with pytest.raises(UserError, match="GradMax cannot grow first: the gradient"):
+        started(late, (5,), GradMax()).grow({"first": 5})
+
+
 def test_behind_batch_norm_ascent_beats_random_draws_and_the_function_stays() -> None:
     run = started(normed(), (2, 6, 6), GradMax(steps=15))
     event, _ = run.grow({"0": 5})
