@@ -29,6 +29,20 @@ def test_it_is_drawn_with_torchs_generator() -> None:
     assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
 
 
+def test_without_sharing_it_is_the_classical_network_drawn_by_the_initialisation() -> None:
+    """Chang et al. 2020, Section 5.1: Xavier's, uniform, in the last layer too."""
+    plain, made = mlp5([1, 4, 4], 3, width=60).state_dict(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        net = hypernetwork([1, 4, 4], 3, partial(mlp5, width=60), sharing="none", initialisation="xavier_in")
+        made.append(net.state_dict())
+    assert [(n, v.shape) for n, v in made[0].items()] == [(n, v.shape) for n, v in plain.items()]
+    assert torch.equal(made[0]["classifier.weight"], made[1]["classifier.weight"])
+    assert not torch.equal(made[0]["classifier.weight"], made[2]["classifier.weight"])
+    bound = (3 / 60) ** 0.5
+    assert 0.95 * bound < float(made[0]["classifier.weight"].abs().max()) <= bound
+
+
 def test_monte_carlo_averages_probabilities_in_eval_mode_alone() -> None:
     torch.manual_seed(0)
     factory = partial(mlp5, width=6)

@@ -16,8 +16,6 @@ from growlab.lab.analysis.style import FIXED_SIZE, MARKERS, PALETTE, line_styles
 
 from .fake_runs import FIXED, write_run
 
-EVENTS = [1, 2, 3, 4, 5, 6, 8, 10]
-
 
 def event_positions(axes):
     return [line.get_xdata()[0] for line in axes.lines if line.get_gid() == style.EVENT]
@@ -75,8 +73,6 @@ def test_a_run_gets_the_figures_it_has_data_for(tmp_path, monkeypatch):
 
 
 # Resources -------------------------------------------------------------------------------------------------
-
-GIB = 2**30
 
 
 def stages(memory=(None, None, None), batch=(96, 64, 32)):

@@ -151,6 +151,18 @@ def test_seeds_on_two_machines_are_each_compared_with_their_own_machine(tmp_path
     assert by_method(tmp_path)["ours + stagewise_norm"].speedup == pytest.approx(1.75)
 
 
+def test_overrides_make_rows_and_seeds_do_not(tmp_path):
+    write_run(tmp_path / "a", seed=0, overrides=["data.root=/here", "trainer.accelerator=cpu"])
+    write_run(tmp_path / "b", seed=1, overrides=["data.root=/there", "logger=wandb"])
+    write_run(tmp_path / "c", seed=0, overrides=["growth.output_multiplier=False"])
+    write_run(tmp_path / "d", seed=0, overrides=["trainer.gradient_clip_val=0.01"])
+    assert {method: row.n for method, row in by_method(tmp_path).items()} == {
+        "ours + stagewise_norm": 2,
+        "ours + stagewise_norm, growth.output_multiplier=false": 1,
+        "ours + stagewise_norm, trainer.gradient_clip_val=0.01": 1,
+    }
+
+
 def test_a_seed_run_twice_counts_once_with_the_newest(tmp_path):
     old = write_run(tmp_path / "z_old", seed=0, test_accuracy=0.5)
     new = write_run(tmp_path / "a_new", seed=0, test_accuracy=0.9)

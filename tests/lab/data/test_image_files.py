@@ -243,6 +243,13 @@ def test_every_layout_has_its_parts(pictures, tmp_path, layout, validation, expe
 # Images of many kinds.
 
 
+@pytest.mark.parametrize(("validation", "held_out"), [("split", 39), ("test", 12), ("none", 0)])
+def test_a_validation_set_of_parquet_files_is_validated_on(pictures, tmp_path, validation, held_out):
+    root = pictures.as_parquet(tmp_path / "data", "{}-00000.parquet".format)
+    pq.write_table(pq.read_table(root / "train-00000.parquet").slice(1), root / "validation-00000.parquet")
+    assert numbers(opened(root, validation=validation)) == (40, held_out, 12)
+
+
 @pytest.mark.filterwarnings("error")
 def test_images_of_every_mode_become_coloured(pictures, tmp_path):
     """White in every mode, among coloured images."""
