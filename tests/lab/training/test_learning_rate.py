@@ -82,7 +82,7 @@ FORMULAS: list[tuple[dict[str, Any], Callable[[At], float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "formula"), FORMULAS, ids=str)
+@pytest.mark.parametrize(("settings", "formula"), FORMULAS, ids=lambda value: "" if callable(value) else str(value))
 def test_factors_are_the_formulas(settings: dict[str, Any], formula: Callable[[At], float]) -> None:
     assert factors(LearningRate(**settings)) == pytest.approx([formula(at) for at in moments()], abs=1e-7)
 
