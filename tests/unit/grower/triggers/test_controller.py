@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], Controller], message: str)
 def test_where_nothing_is_compared_the_smaller_network_trains_on_at_no_cost(setting: Any, steps: int) -> None:
     loop = Loop(True)
     vars(loop.trigger).update(setting)
-    decision = loop.train().trigger.decision
+    decision = loop.train(MOMENT + 20).trigger.decision
     assert decision is not None and not decision["grown"] and decision["gap"] is None
     assert decision["steps"] == [steps, 0] and decision["paid"] == steps / STEPS
     assert loop.network[0].out_features == 4 and not loop.grower.events
@@ -213,7 +213,7 @@ def test_where_nothing_is_compared_the_smaller_network_trains_on_at_no_cost(sett
         stays.optimizer.zero_grad()
         F.mse_loss(stays.network(x), y).backward()
         stays.optimizer.step()
-    assert same(stays.train(), loop)
+    assert same(stays.train(MOMENT + 20), loop)
 
 
 def count(network: nn.Module) -> int:
