@@ -263,14 +263,16 @@ EQUAL_COST: dict[str, dict[str, Numbers]] = {
         ),
         "the full network ends at {} %, the smaller one at {}, the network grown in depth at 20, 30 and 40 % of the "
         "cost at {}, {} and {}: {} ({}), {} ({}) and {} ({}) points below the full network.": lambda: in_between(),
-        "Within 3 % of a pass, growth gains over the full network: {} bits ({}) with windows, {} ({}) with batches, and {} ({}) with shared "
-        "layers; and it is behind what never grows, by {} ({}), {} ({}) and {} ({}).": lambda: tuple(
-            number
-            for pair in (
-                *(("grown_context", "full"), ("grown_batch", "full"), ("grown_repeats", "repeats_4")),
-                *(("context_32", "grown_context"), ("batch_4", "grown_batch"), ("repeats_2", "grown_repeats")),
+        "Within 3 % of a pass, growth gains over the full network: {} bits ({}) with windows, {} ({}) with batches, and "
+        "{} ({}) with shared layers; and it is behind what never grows, by {} ({}), {} ({}) and {} ({}).": lambda: (
+            tuple(
+                number
+                for pair in (
+                    *(("grown_context", "full"), ("grown_batch", "full"), ("grown_repeats", "repeats_4")),
+                    *(("context_32", "grown_context"), ("batch_4", "grown_batch"), ("repeats_2", "grown_repeats")),
+                )
+                for number in fewer_bits(*pair)
             )
-            for number in fewer_bits(*pair)
         ),
         "whose windows grow is best of all, {} bits ahead of the same with whole windows within 3 % of a pass ({}) and "
         "{} within 10 % ({}).": lambda: (
