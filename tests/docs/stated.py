@@ -263,8 +263,8 @@ EQUAL_COST: dict[str, dict[str, Numbers]] = {
         ),
         "the full network ends at {} %, the smaller one at {}, the network grown in depth at 20, 30 and 40 % of the "
         "cost at {}, {} and {}: {} ({}), {} ({}) and {} ({}) points below the full network.": lambda: in_between(),
-        "Within 3 % of a pass, growth gains over the full network: {} bits ({}) with windows, {} ({}) with batches, and "
-        "{} ({}) with shared layers; and it is behind what never grows, by {} ({}), {} ({}) and {} ({}).": lambda: (
+        "Within 3 % of a pass, growth gains over the full network: {} bits ({}) with windows, {} ({}) with batches, "
+        "and {} ({}) with shared layers; and it is behind what never grows, by {} ({}), {} ({}) and {} ({}).": lambda: (
             tuple(
                 number
                 for pair in (
