@@ -178,6 +178,7 @@ def main() -> None:
     if given.device == "cpu":
         # One of each folder.
         names = list({name.partition("/")[0]: (name, seed) for name, seed in reversed(names)}.values())
+        texts = texts[:1]
     elif shutil.which("nvidia-cuda-mps-control"):
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=False)
     until = time.monotonic() + given.seconds
