@@ -156,7 +156,9 @@ class Controller(Trigger):
         grown_steps = round(steps * small / flops)
         processes, event = torch.distributed.get_world_size() if ranks.several() else 1, grower.events[-1]
         samples, tokens = (processes * count for count in _samples(batches[0]))
-        odds = _odds(grower.network, event.num_params_before, total * small / flops, samples, tokens)
+        embeds = any(isinstance(module, nn.Embedding) for module in grower.network.modules())
+        seen = total * small / flops * ((embeds and tokens) or samples)
+        odds = _odds(event.num_params, event.num_params_before, seen)
         entries = {"stage": grower.state.stage - 1, "epoch": grower.clock.epoch}
         if grown_steps < _LEAST_STEPS or (odds is not None and odds < self.min_odds):
             entries |= {"auxiliary_flops": samples * steps * small, "auxiliary_samples": samples * steps}
@@ -277,11 +279,9 @@ def _samples(batch: Any) -> tuple[int, int]:
     return (len(tensors[0]) if tensors else 1), max(tokens, default=0)
 
 
-def _odds(network: nn.Module, smaller: int, steps: float, samples: int, tokens: int) -> float | None:
+def _odds(params: int, smaller: int, samples: float) -> float | None:
     """Probability that the full network ends better than the smaller one, before anything was measured."""
-    params = sum(parameter.numel() for parameter in network.parameters())
     if not 0 < smaller < params:
         return None
-    embeds = any(isinstance(module, nn.Embedding) for module in network.modules())
-    advice = advise(params, steps * ((embeds and tokens) or samples), smaller=smaller)
+    advice = advise(params, samples, smaller=smaller)
     return advice.odds if advice.choice == "full" else 1 - advice.odds

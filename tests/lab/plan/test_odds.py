@@ -30,8 +30,11 @@ def test_the_packages_cases_favour_small_networks_for_few_samples_and_full_ones_
     assert chosen == ["smaller", "smaller", "full", "full"]
     odds = [advise(10**6, samples=ratio * 10**6, smaller=0.3).odds for ratio in (0.05, 0.3, 1.0)]
     assert odds[0] >= odds[1] > odds[2] > 0.5
-    families = check(read_cases())
-    assert families.cases == 73 and families.right >= 58 and families.brier < 0.14
+    known = read_cases()
+    families = check([case for case in known if not case.case.startswith("blind_fourth")])
+    assert families.cases == 61 and families.right >= 52 and families.brier < 0.13
+    families = check(known)
+    assert (families.cases, families.right, round(families.brier, 4)) == (73, 58, 0.1356)
 
 
 def test_odds_and_costs_are_those_that_made_the_cases() -> None:

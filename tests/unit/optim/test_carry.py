@@ -32,7 +32,7 @@ class Grown:
 
     def __init__(self, method, name):
         run = planted(name, method)
-        self.graph, self.network, self.before = run.graph, run.network, dict(run.state.widths)
+        self.graph, self.network, self.before, self.state = run.graph, run.network, dict(run.state.widths), run.state
         self.small, self.event = copy.deepcopy(run.network), run.grow()
         case = NETWORKS[name]
         self.batches = [(case.inputs(seed=seed), torch.arange(8) % run.outputs().shape[1]) for seed in range(3, 7)]
@@ -148,7 +148,7 @@ def test_variance_transfer_divides_gradients_by_the_scale_of_the_weights(rule, n
 def test_without_the_multiplier_all_state_follows_the_logits_that_shrink(method, name, training):
     """Exact where the loss is linear in the logits, for parameters too that the event leaves alone."""
     run = Grown(method(output_multiplier=False), name)
-    assert run.event.output_factor != 1.0
+    assert run.state.output_factor == 1.0 != run.event.output_factor
     weight = torch.randn(run.batches[0][1].max() + 1, generator=torch.Generator().manual_seed(5)).double()
     before, after = (
         next(run.gradients(one, training, lambda z, _: (z * weight).sum())) for one in (run.small, run.network)
