@@ -14,9 +14,9 @@ from growlab.growth.outputs import evaluate
 class Residual(nn.Module):
     """A Transformer layer without attention: a norm and two layers around which the input is passed on."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, normalise: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.norm, self.up, self.down = normalise(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
