@@ -1,8 +1,9 @@
 """Odds before training: is a smaller network better for a budget, and does growing pay for a full one?
 
 With r = training samples (tokens of text) for each parameter of the full network, as many as it would see for the whole
-budget, and f = its parameters over the smaller network's, the logarithm of the odds that another network ends better
-than the full one is taken to be `a + b ln r + c ln f`, fitted to finished runs: `cases.csv`, and the user's own.
+budget, and f = its parameters over the smaller network's, the log-odds that another network ends better than the full
+one are modelled as `a + b ln r + c ln f`, plus `d` for language, whose samples are tokens. The model is fitted to
+finished runs: `cases.csv`, and the user's own.
 """
 
 import csv
@@ -27,7 +28,7 @@ Odds = Callable[["Case"], float]
 # Parameters of the smaller network relative to the full one's where nothing else is known: half the width.
 _SMALLER = 0.25
 # Squared weights are worth so many logarithms of likelihood: with some twenty cases a fit without it is too sure.
-_RIDGE = (0.0, 0.3, 1.0)
+_RIDGE = (0.0, 0.3, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,8 @@ def _gain(case: Case, arm: str) -> float:
 
 
 def _features(case: Case) -> np.ndarray:
-    return np.array([1.0, log(case.ratio), log(case.params / case.smaller_params / 4)])
+    language = float(case.kind == "language")
+    return np.array([1.0, log(case.ratio), log(case.params / case.smaller_params / 4), language])
 
 
 def _fitted(cases: Sequence[Case], arm: str) -> Odds:

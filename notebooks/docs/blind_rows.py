@@ -1,4 +1,4 @@
-"""Train pairs of a network and a budget that were written down before any of them was trained, in four rounds.
+"""Train pairs of a network and a budget that were written down before any of them was trained, in five rounds.
 
 `python notebooks/docs/blind_rows.py fourth --write` writes `notebooks/results/blind_fourth/pairs.csv`: networks,
 budgets, and the odds of `growlab.plan`. With `--data ../shared/data` in the place of `--write` it trains all runs
@@ -25,9 +25,10 @@ import datasets
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from timm.layers import SEModule
+from timm.layers import GatedMlp, SEModule
 from timm.models import MlpMixer, VisionTransformer
 from timm.models.convmixer import ConvMixer
+from timm.models.mlp_mixer import SpatialGatingBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,13 +43,15 @@ from growlab.parts import Depth, Resolution
 from growlab.plan import advise
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-FOLDERS = {"first": RESULTS / "blind"} | {name: RESULTS / f"blind_{name}" for name in ("second", "third", "fourth")}
+FOLDERS = {"first": RESULTS / "blind"} | {
+    name: RESULTS / f"blind_{name}" for name in ("second", "third", "fourth", "fifth")
+}
 SIZES = ("full", "smaller", "grown")
 ARMS = ("full", "smaller", "eighth", "grown", "small_input", "grown_input", "controller", "stays", "shallow", "drawn")
 # The last rate is tried if the first is better than the second.
 RATES, RATE_SEED = (0.005, 0.015, 0.0015), 100
 # Seeds of each round; more for what the controller is compared with, since the two differ little.
-SEEDS = {"first": 2, "second": 2, "third": 3, "fourth": 3}
+SEEDS = {"first": 2, "second": 2, "third": 3, "fourth": 3, "fifth": 5}
 COMPARED = {name: {"controller": 8, "stays": 8} for name in ("third", "fourth")}
 # Runs at another one's rate; the controller, and its trunk that never grows, at that of the smaller network.
 RATE_OF = {
@@ -312,6 +315,80 @@ class Strips(nn.Module):
         return self.layers(images_BCHW[:, 0])
 
 
+class Joined(nn.Module):
+    """Layers that see the same input, their features one after the other; with `skip`, behind the input (DenseNet)."""
+
+    def __init__(self, *layers: nn.Module, skip: bool = False) -> None:
+        super().__init__()
+        self.layers, self.skip = nn.ModuleList(layers), skip
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Features of all layers along the channels."""
+        return torch.cat([*([x_BCHW] if self.skip else []), *(layer(x_BCHW) for layer in self.layers)], 1)
+
+
+def conv(into: int, out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """Convolution, batch normalisation and ReLU."""
+    layer = nn.Conv2d(into, out, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(out), nn.ReLU())
+
+
+def classified(channels: int, *layers: nn.Module) -> nn.Module:
+    """Convolutional layers, and classes from the mean over the image."""
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, CLASSES))
+
+
+def dense(width: int, channels: int) -> nn.Module:
+    """DenseNet of four convolutions on half of the image's side."""
+    layers = [Joined(conv(into * width, width), skip=True) for into in (1, 2, 3, 4)]
+    return classified(5 * width, conv(channels, width, stride=2), *layers)
+
+
+def inception(width: int, channels: int) -> nn.Module:
+    """Three times convolutions of 1x1, 3x3 and 5x5 beside each other."""
+    C = width
+    mixed = [Joined(conv(into, C, 1), conv(into, C), conv(into, C, 5)) for into in (2 * C, 3 * C, 3 * C)]
+    return classified(3 * C, conv(channels, 2 * C, stride=2), mixed[0], nn.MaxPool2d(2), *mixed[1:])
+
+
+def grouped(width: int, channels: int) -> nn.Module:
+    """Four residual blocks with a convolution in four groups within (ResNeXt)."""
+    C = width
+    blocks = [
+        Branch(conv(C, C, 1), conv(C, C, groups=4), nn.Conv2d(C, C, 1, bias=False), nn.BatchNorm2d(C)) for _ in range(4)
+    ]
+    return classified(C, conv(channels, C, stride=2), *blocks)
+
+
+def nin(width: int, channels: int) -> nn.Module:
+    """Network in network: two convolutions of 5x5 and 3x3, each followed by two of 1x1."""
+    C, D = width, 2 * width
+    first = conv(channels, C, 5), conv(C, C, 1), conv(C, C, 1)
+    return classified(D, *first, nn.MaxPool2d(2), conv(C, D), conv(D, D, 1), conv(D, D, 1))
+
+
+def pool(width: int, channels: int) -> nn.Module:
+    """PoolFormer: means over neighbours in the place of attention, four layers on patches of 2x2."""
+    C, blocks = width, list[nn.Module]()
+    for _ in range(4):
+        blocks += [Branch(nn.GroupNorm(1, C), nn.AvgPool2d(3, 1, 1, count_include_pad=False))]
+        blocks += [Branch(nn.GroupNorm(1, C), nn.Conv2d(C, 2 * C, 1), nn.GELU(), nn.Conv2d(2 * C, C, 1))]
+    return classified(C, nn.Conv2d(channels, C, 2, 2), *blocks)
+
+
+def gmlp(width: int, channels: int, size: int) -> nn.Module:
+    """Four gated MLPs of timm on patches of 4x4."""
+    return MlpMixer(
+        CLASSES, size, channels, patch_size=4, num_blocks=4, embed_dim=width, mlp_ratio=2.0,
+        block_layer=SpatialGatingBlock, mlp_layer=GatedMlp,
+    )  # fmt: skip
+
+
+def hub(width: int, kind: str) -> nn.Module:
+    """Decoder of transformers: four layers, two heads."""
+    return CausalModel(CHARACTERS, LENGTH, kind, hidden_size=width, num_attention_heads=2)
+
+
 @dataclass(frozen=True)
 class Pair:
     """A network and a budget.
@@ -387,10 +464,13 @@ _OF = {
     "convnext": convnext,
     "preact": preact, "rnn": partial(Recurrent, nn.RNN), "inverted": inverted, "encoder": Encoder, "layered": layered,
     "wavenet": WaveNet, "convmixer": convmixer, "gpt2": gpt2, "excited": excited, "strips": Strips,
+    "dense": dense, "inception": inception, "grouped": grouped, "nin": nin, "pool": pool, "gmlp": gmlp,
+    "neox": partial(hub, kind="gpt_neox"), "opt": partial(hub, kind="opt"),
 }  # fmt: skip
 _IN_DEPTH = (
     *("resnet14", "vit", "decoder", "resmlp", "mixer", "convnext"),
     *("preact", "inverted", "encoder", "wavenet", "gpt2"),
+    *("grouped", "gmlp", "neox", "opt"),
 )
 
 
@@ -468,7 +548,33 @@ FOURTH = [
     _pair(51, 8.1, "gru", PYTHON, (32, 21), None, 16),
     _pair(52, 10.0, "causal", GERMAN, (24, 16), None, 16),
 ]
-PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD, "fourth": FOURTH}
+FIFTH = [
+    _pair(53, 1.0, "vgg", CIFAR, (12, 8), None, channels=3),
+    _pair(54, 1.0, "causal", PYTHON, (32, 21), None, 8),
+    _pair(55, 1.2, "dense", MNIST, (14, 10), None, channels=1),
+    _pair(56, 1.2, "gmlp", CIFAR, (24, 16), None, channels=3, size=16),
+    _pair(57, 1.5, "neox", ENGLISH, (24, 16), None, 8),
+    _pair(58, 1.5, "inception", CIFAR, (8, 5), None, channels=3),
+    _pair(59, 1.9, "nin", MNIST, (16, 11), None, channels=1),
+    _pair(60, 1.9, "wavenet", GERMAN, (32, 22), None, 8),
+    _pair(61, 2.3, "convnext", CIFAR, (16, 11), None, channels=3),
+    _pair(62, 2.3, "separable", MNIST, (16, 11), None, channels=1),
+    _pair(63, 2.9, "rnn", ENGLISH, (64, 43), None, 8),
+    _pair(64, 2.9, "pool", CIFAR, (24, 16), None, channels=3),
+    _pair(65, 3.5, "grouped", MNIST, (24, 16), None, channels=1),
+    _pair(66, 3.5, "opt", PYTHON, (24, 16), None, 8),
+    _pair(67, 4.3, "dense", CIFAR, (14, 10), None, channels=3),
+    _pair(68, 4.3, "gmlp", MNIST, (24, 16), None, channels=1, size=20),
+    _pair(69, 5.3, "gpt2", GERMAN, (24, 16), None, 16),
+    _pair(70, 5.3, "nin", CIFAR, (16, 11), None, channels=3),
+    _pair(71, 6.6, "inception", MNIST, (8, 5), None, channels=1),
+    _pair(72, 6.6, "neox", GERMAN, (24, 16), None, 16),
+    _pair(73, 8.1, "grouped", CIFAR, (24, 16), None, channels=3),
+    _pair(74, 8.1, "pool", SMALL_MNIST, (24, 16), None, channels=1),
+    _pair(75, 10.0, "opt", ENGLISH, (24, 16), None, 16),
+    _pair(76, 10.0, "preact", DIGITS, (12, 8), None, channels=1),
+]
+PAIRS = {"first": FIRST, "second": SECOND, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH}
 
 
 # Data --------------------------------------------------------------------------------------------------------
