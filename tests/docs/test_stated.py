@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import ROOT
-from tests.docs import blind, blind_fourth, blind_second, blind_third
+from tests.docs import blind, blind_fifth, blind_fourth, blind_second, blind_third
 from tests.docs.stated import ISOTROPIC, MEASURED, README, ROWS, Stated, plain, stated
 from tests.docs.stated_rows import more
 from tests.docs.test_numbers import COSTS, PAGES, prose
 
-STATED = [*stated(), *more(), *blind.stated(), *blind_second.stated(), *blind_third.stated(), *blind_fourth.stated()]
+ROUNDS = (blind, blind_second, blind_third, blind_fourth, blind_fifth)
+STATED = [*stated(), *more(), *(one for of_round in ROUNDS for one in of_round.stated())]
 
 
 def text_of(page: str) -> str:

@@ -31,10 +31,10 @@ def test_the_packages_cases_favour_small_networks_for_few_samples_and_full_ones_
     odds = [advise(10**6, samples=ratio * 10**6, smaller=0.3).odds for ratio in (0.05, 0.3, 1.0)]
     assert odds[0] >= odds[1] > odds[2] > 0.5
     known = read_cases()
-    families = check([case for case in known if not case.case.startswith("blind_fourth")])
+    families = check([case for case in known if not case.case.startswith(("blind_fourth", "blind_fifth"))])
     assert families.cases == 61 and families.right >= 52 and families.brier < 0.11
     families = check(known)
-    assert (families.cases, families.right, round(families.brier, 4)) == (73, 63, 0.1039)
+    assert (families.cases, families.right, round(families.brier, 4)) == (97, 83, 0.1056)
 
 
 def test_networks_on_text_are_full_at_more_tokens_than_images_are() -> None:
