@@ -162,8 +162,8 @@ class SamplePart:
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
         """Return (inputs..., target): floats as float32, uint8 images [B, C, H, W] in 0..1, integer targets int64."""
         if isinstance(batch, Mapping):
-            inputs, target = self.columns.of(list(batch))
-            batch = [batch[name] for name in (*inputs, target)]
+            input_names, target_name = self.columns.of(list(batch))
+            batch = [batch[name] for name in (*input_names, target_name)]
         entries = batch if isinstance(batch, (tuple, list)) else [batch]
         if len(entries) < 2 or not all(isinstance(entry, Tensor) for entry in entries):
             kinds = ", ".join(type(entry).__name__ for entry in entries)
