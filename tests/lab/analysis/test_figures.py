@@ -175,7 +175,7 @@ def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"all runs have optimizer.lr=0.1: name runs of several rates"):
         learning_rates(load_runs(tmp_path))
     at_rate(tmp_path / "c", 0.2, data="digits")
-    with pytest.raises(UserError, match="is of one network and data set"):
+    with pytest.raises(UserError, match="needs one network and data set"):
         learning_rates(load_runs(tmp_path))
 
 
