@@ -138,10 +138,11 @@ def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyP
     [
         (lambda: nn.BatchNorm2d(3), (5, 3, 4, 2)),
         (lambda: nn.BatchNorm1d(3, momentum=None), (6, 3)),
+        (lambda: nn.BatchNorm1d(3, momentum=0.0), (6, 3)),
         (lambda: nn.BatchNorm3d(3, affine=False), (4, 3, 2, 2, 2)),
         (lambda: nn.BatchNorm2d(3, track_running_stats=False), (5, 3, 4, 2)),
     ],
-    ids=["2d", "cumulative", "no_weight", "no_statistics"],
+    ids=["2d", "cumulative", "frozen", "no_weight", "no_statistics"],
 )
 def test_alone_it_is_batch_normalisation(group: None, make: Any, shape: tuple[int, ...]) -> None:
     """Outputs, gradients and statistics of torch's own; two processes are compared in tests/runs/test_processes.py."""

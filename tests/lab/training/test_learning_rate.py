@@ -161,6 +161,12 @@ def test_impossible_schedules_are_refused(wrong: dict) -> None:
         LearningRate(**wrong)
 
 
+@pytest.mark.parametrize("warmup", [{"warmup_epochs": 4}, {"warmup_steps": 12}])
+def test_warm_up_may_take_the_whole_run(warmup: dict) -> None:
+    factor = LearningRate(**warmup).factor_at_step(make_schedule(4, 8, num_stages=1), [3] * 4)
+    assert [factor(step) for step in (6, 12)] == [0.5, 1.0]
+
+
 def test_a_clock_without_flops_is_refused() -> None:
     with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
         LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)

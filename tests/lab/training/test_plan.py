@@ -160,6 +160,12 @@ def test_a_plan_that_cannot_be_is_refused(data: ImageData, changes, growth, dema
         plan(data, growth, demand, **changes)
 
 
+def test_a_network_without_multiply_adds_has_no_cost(data: ImageData) -> None:
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(64))
+    with pytest.raises(UserError, match="no multiply-adds to count"):
+        planned(network, SETTINGS | {"epochs": None, "widths": None, "batch_sizes": None}, FixedSize(), data)
+
+
 def test_a_part_is_left_out_by_its_first_argument() -> None:
     target = "growlab.parts.Own"
     assert left_out(None) and left_out({"_target_": target, "first": None, "second": 1})
