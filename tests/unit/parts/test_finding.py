@@ -421,7 +421,7 @@ def test_the_part_tells_what_it_finds_and_why_others_stay() -> None:
     ]
     (line,) = Depth.examine(post_norm(), (SAMPLES,))
     assert line.startswith("layers.1, layers.2 cannot be left out: no sum at its end hands its input on")
-    assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind behind one another"]
+    assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind in a row"]
     lines = Depth.examine(torchvision("resnet18")(), (IMAGES,))
     assert lines[0] == "1 of 2 BasicBlock (layer1.1) may come in later, exactly with start=zero or stack"
     assert lines[1] == "1 of 2 BasicBlock (layer2.1) may come in later, exactly with start=zero or stack"

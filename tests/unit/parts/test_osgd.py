@@ -131,7 +131,7 @@ def test_the_strength_falls_evenly_from_1_after_an_event_to_0(
     ("anneal", "end", "training", "message"),
     [
         ("stage", None, {"steps": [3, 3], "epoch_batches": list}, "needs stages whose ends"),
-        ("run", None, {"steps": [3, 3]}, "need data whose epochs can be gone through again"),
+        ("run", None, {"steps": [3, 3]}, "need data whose epochs can be iterated again"),
         ("run", None, {"epoch_batches": list}, "the number of steps in every epoch, .* give provide steps="),
         ("stage", 3, {"steps": [3, 3], "epoch_batches": list}, None),
     ],

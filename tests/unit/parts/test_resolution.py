@@ -20,6 +20,7 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.lab.networks import CausalTransformer, CifarResNet
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Resolution
+from growlab.parts.resolution import Cut
 from growlab.widths import trace
 from tests.unit.frontends.lightning_runs import Plain, trainer_of
 from tests.unit.grower.test_sharded import gpt2
@@ -242,3 +243,10 @@ def test_a_finished_network_that_loads_an_early_checkpoint_trains_at_its_size_ag
     growing.load_state_dict(early[1])
     growing.network.train()(IMAGES)
     assert growing.network.seen[0].shape[2] == 8
+
+
+def test_images_in_half_precision_are_resized_on_a_cpu() -> None:
+    cut, images = Cut((16, 24), (8, 12)), IMAGES.bfloat16()
+    small = cut.apply(images)
+    assert small.dtype == torch.bfloat16
+    assert torch.equal(small, cut.apply(images.float()).bfloat16())

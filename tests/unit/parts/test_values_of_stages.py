@@ -148,6 +148,16 @@ def test_a_table_of_positions_keeps_what_stands_in_front_and_constants() -> None
     torch.testing.assert_close(resize_positions(image, None, (2, 3), (4, 6)), torch.full((1, 1, 4, 6), 2.0))
 
 
+def test_patches_of_half_precision_and_with_padding_by_name() -> None:
+    """As in SigLIP; CPUs do not interpolate in half precision."""
+    network = of_timm().bfloat16()
+    network.patch_embed.proj.padding = "valid"
+    images, part = IMAGES.bfloat16(), PatchSize([8, 4])
+    Grower(network, images, method=PairGrowth(), trigger=STAGES[True], parts=[part])
+    assert network.patch_embed.proj.kernel_size == (8, 8)
+    assert network.pos_embed.dtype == network(images).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", VITS)
 def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
     growing = grower(name)
