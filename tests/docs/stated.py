@@ -537,7 +537,7 @@ OTHERS: dict[str, dict[str, Numbers]] = {
         "3.6 epochs of CIFAR-10: {} % smaller, {} grown in depth, {} full": lambda: tuple(
             by_budget(TEST, arm, "3.6")[0] for arm in ("smaller", "grown_depth", "fixed_size")
         ),
-        "at that budget, {} points above the full network (95 % interval {})": lambda: over(TEST, "3.6", "grown_depth"),
+        "at 3.6 epochs, {} points above the full network (95 % interval {})": lambda: over(TEST, "3.6", "grown_depth"),
         "30 epochs: {} % full, {} grown; 80 epochs by the paper's schedule (ResNet-14): {} % grown, {} points below "
         "the full network stopped at that cost (95 % interval "
         "{}), {} if the rate follows the cost ({})": lambda: (
