@@ -795,8 +795,8 @@ MORE: dict[str, dict[str, Numbers]] = {
     },
     OPTIMIZERS: {
         "{} is the largest in the runs on digits and CIFAR-10.": largest_factor,
-        "take {} (SGD) and {} (AdamW) times as long as torch's fused ones on ResNet-18. Training steps after one growth "
-        "event take {} times as long as with torch's SGD on ResNet-18, and {} times on a Llama of 120 million "
+        "take {} (SGD) and {} (AdamW) times as long as torch's fused ones on ResNet-18. Training steps after one "
+        "growth event take {} times as long as with torch's SGD on ResNet-18, and {} times on a Llama of 120 million "
         "parameters.": regional_on_gpu,
         "by {} points (ten seeds, paired 95 % interval {}).": lambda: gain(
             "digits_output_rate/ours_s*", "digits_output_rate/growing_vt_s*", 2
