@@ -203,9 +203,8 @@ class TranslationData(RunData):
         whole(1, eval_batch_tokens=eval_batch_tokens, max_length=max_length, **not_none(**budgets))
         whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
         self.name, self.root = name, root
-        self.preparation = Preparation(
-            source, target, subwords, subword_size, lowercase, joined_dictionary, least_count
-        )
+        word_options = (subwords, subword_size, lowercase, joined_dictionary, least_count)
+        self.preparation = Preparation(source, target, *word_options)
         self.max_length, self.limit_train, self.limit_test = max_length, limit_train, limit_test
         self.validates = validation in (True, "split")
         # `batch_size` is the budget of a training batch, in either unit.

@@ -24,12 +24,8 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) ->
         return [moses.tokenize(sentence, return_str=True, escape=False) for sentence in sentences]
 
     tokenised, tokenised_signature = _scored(words(hypotheses), words(references), "none")
-    return {
-        "bleu": score,
-        "tokenised_bleu": tokenised,
-        "bleu_signature": signature,
-        "tokenised_bleu_signature": tokenised_signature,
-    }
+    scores = {"bleu": score, "tokenised_bleu": tokenised, "bleu_signature": signature}
+    return {**scores, "tokenised_bleu_signature": tokenised_signature}
 
 
 def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str) -> tuple[float, str]:
