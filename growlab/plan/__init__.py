@@ -1,9 +1,8 @@
 """Odds before training: is a smaller network better for a budget, and does growing pay for a full one?
 
-The log-odds that another network ends better than the full one are modelled as `a + b ln r + c ln f`. Here r is the
-number of training samples (for text, tokens) per parameter of the full network, if it were trained for the whole
-budget, and f its parameters over the smaller network's. The model is fitted to finished runs: `cases.csv`, and the
-user's own.
+The log-odds that another network ends better than the full one are `a + b ln r + c ln f`, fitted to finished runs:
+`cases.csv` and the user's own. Here r is the number of training samples (for text, tokens) per parameter of the full
+network in the whole budget, and f its parameters over the smaller network's.
 """
 
 import csv

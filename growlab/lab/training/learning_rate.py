@@ -124,7 +124,8 @@ class LearningRate:
                 "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
                 "warmup_steps."
             )
-        return replace(self, progress_unit="steps") if self.progress_unit == "epochs" else self
+        in_epochs = self.progress_unit == "epochs" or (self.progress_unit == "auto" and self.shape in _OWN_UNIT)
+        return replace(self, progress_unit="steps") if in_epochs else self
 
     def factor_at_step(
         self, schedule: Schedule, steps_in_epoch: Sequence[int], flops_in_epoch: Sequence[float] | None = None

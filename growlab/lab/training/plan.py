@@ -185,6 +185,8 @@ class Planning:
                     "schedule.total_steps."
                 )
             tokens_per_step = data.tokens_per_sample * self._batch_size * self.loop.accumulate
+            if tokens < tokens_per_step:
+                raise UserError(f"schedule.total_tokens={tokens} must be at least one step's {tokens_per_step} tokens.")
             settings["total_steps"] = tokens // tokens_per_step
         if settings["steps"] is not None:
             settings["total_steps"] = sum(settings["steps"])

@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +431,7 @@ class LayerStatistics(Callback):
         # Values outside the range are not counted, so that the bins resolve the middle despite heavy tails.
         mean, reach = float(values.mean()), _REACH * float(values.std())
         low, high = max(float(values.min()), mean - reach), min(float(values.max()), mean + reach)
-        counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if low < high else []
+        # Without a histogram if training diverges, which is reported elsewhere.
+        counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if -inf < low < high < inf else []
         numbers = ",".join(f"{number:.6g}" for number in (mean, float(values.std()), low, high))
         self._rows.append(f"{step},{name},{quantity},{numbers},{'|'.join(map(str, counts))}")

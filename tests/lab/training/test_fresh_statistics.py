@@ -1,4 +1,4 @@
-"""Held-out evaluation normalises by statistics at the weights as they are, and training does not notice."""
+"""Held-out evaluation normalises by statistics of the current weights, without an effect on training."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.whole_runs import MLP, mlp3
 
 
 class Centred(nn.Module):
-    """A custom normalisation, with running statistics as torch's have them."""
+    """A custom normalisation with running statistics like torch's."""
 
     def __init__(self, num_features: int, momentum: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Centred(nn.Module):
 
 
 class Twice(nn.Module):
-    """A norm that is called twice, one with a cumulative average, dropout between them, and a custom one."""
+    """A norm that is called twice, a norm with cumulative averages and a custom norm, with dropout between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Twice(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A norm behind a buffer that is no statistic."""
+    """A norm after a buffer that is not a statistic."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_norms_whose_statistics_cannot_be_renewed_keep_theirs(keeps: nn.Module) 
     torch.testing.assert_close(fresh["2.running_mean"], network[:2].eval()(x).mean((0, 2)))
 
 
-def test_nothing_drops_out_while_statistics_are_taken():
+def test_dropout_is_off_while_statistics_are_computed():
     network, found = Twice().double(), []
     batches = [(torch.randn(8, 3, 4, 4, dtype=torch.float64),)]
     for training in (True, False):

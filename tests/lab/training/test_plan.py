@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from omegaconf import DictConfig
@@ -164,6 +167,13 @@ def test_a_network_without_multiply_adds_has_no_cost(data: ImageData) -> None:
     network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(64))
     with pytest.raises(UserError, match="no multiply-adds to count"):
         planned(network, SETTINGS | {"epochs": None, "widths": None, "batch_sizes": None}, FixedSize(), data)
+
+
+def test_tokens_of_less_than_a_step_are_refused() -> None:
+    text: Any = SimpleNamespace(tokens_per_sample=16, batch_size=4)
+    settings = {"total_tokens": 63, "batch_growth_rate": 0.0, "batch_sizes": None}
+    with pytest.raises(UserError, match="total_tokens=63 must be at least one step's 64 tokens"):
+        Planning(settings, PairGrowth(), None, text)
 
 
 def test_a_part_is_left_out_by_its_first_argument() -> None:

@@ -100,3 +100,10 @@ def test_images_take_the_precision_of_real_parameters(tmp_path: Path) -> None:
     statistics._measure(Turned(), 0)
     rows = statistics.state_dict()["rows"].splitlines()
     assert [row.split(",")[2] for row in rows[:4]] == ["loss", "accuracy", "activation", "gradient"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_layers_of_a_training_that_diverges_have_no_histogram(tmp_path: Path, value: float) -> None:
+    statistics = LayerStatistics(tmp_path, torch.zeros(1), torch.zeros(1), 1)
+    statistics._add(0, "0", "activation", torch.tensor([1.0, value]))
+    assert statistics._rows[0].startswith("0,0,activation,") and statistics._rows[0].endswith(",")

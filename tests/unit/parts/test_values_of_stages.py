@@ -149,7 +149,7 @@ def test_a_table_of_positions_keeps_what_stands_in_front_and_constants() -> None
 
 
 def test_patches_of_half_precision_and_with_padding_by_name() -> None:
-    """As in SigLIP; CPUs do not interpolate in half precision."""
+    """CPUs do not interpolate in half precision; "valid" means no padding."""
     network = of_timm().bfloat16()
     network.patch_embed.proj.padding = "valid"
     images, part = IMAGES.bfloat16(), PatchSize([8, 4])
