@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from growlab.base.devices import as_given
 from growlab.widths.program import UnsupportedOperation
+from growlab.widths.unchanged import draws_restored
 
 #: An input, the tuple of positional inputs, or inputs by name.
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -152,7 +153,7 @@ def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> t
     handle = network.register_forward_pre_hook(note, with_kwargs=True)
     try:
         whole.eval()
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), draws_restored(whole):
             call()
     except _Called:
         pass

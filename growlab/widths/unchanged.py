@@ -402,7 +402,7 @@ def unchanged(
         snapshot: a snapshot of the network's present state, taken with the same `copied`; None: one is taken.
     """
     snapshot = snapshot or Snapshot(network, copied)
-    with _draws_kept(network, seed):
+    with draws_restored(network, seed):
         try:
             if copied != "buffers":
                 yield snapshot
@@ -415,8 +415,8 @@ def unchanged(
 
 
 @contextmanager
-def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
-    """Restore the global generators of torch, Python and numpy at the end; seed them before if asked."""
+def draws_restored(network: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Context that restores the global generators of torch, CUDA, Python and numpy; seeds them first unless None."""
     put_back = states_of_draws(network)
     try:
         if seed is not None:
