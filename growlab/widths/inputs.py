@@ -61,7 +61,7 @@ def arguments(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any
     return Inputs(tuple(values), left) if left else tuple(values)
 
 
-def by_name_alone(network: nn.Module) -> list[str]:
+def keyword_only(network: nn.Module) -> list[str]:
     """Return the names of a forward's required keyword-only arguments."""
     return [
         parameter.name

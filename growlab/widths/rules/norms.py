@@ -43,7 +43,7 @@ def weight_norm(record: Record, node: Any, args: Arguments) -> Any:
     alone = all(operation_of(user) == "_weight_norm" for each in node.args[:2] for user in each.users)
     if not (record.is_weight(v) and record.is_weight(g) and alone):
         return keep_full_width(record, node, args, "weight_norm divides by a length over them")
-    if {v.name, g.name} & record.still:
+    if {v.name, g.name} & record.untrained:
         return keep_full_width(record, node, args, "weight_norm of a weight whose length or direction is frozen")
     dim = args.get("dim", 0)
     if dim >= 0:

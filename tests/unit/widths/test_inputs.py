@@ -200,7 +200,7 @@ def test_packed_sequences_are_refused_in_a_sentence(where: str, example: Any) ->
 
 
 def test_positional_inputs_for_keyword_only_arguments_are_refused() -> None:
-    with pytest.raises(UserError, match="ByName takes mask by name alone: give the example as a dictionary"):
+    with pytest.raises(UserError, match="ByName takes mask by keyword only: give the example as a dictionary"):
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):
         trace(ByName(), {"x": X[:, :4], "mask": MASK})
