@@ -66,7 +66,7 @@ def test_attention_is_torchs() -> None:
 @pytest.mark.parametrize(
     ("type", "settings", "message"),
     [
-        ("llamma", {}, "no model type 'llamma'; near it are llama"),
+        ("llamma", {}, "no model type 'llamma'; nearest are llama"),
         ("vit", {}, "model.type=vit is no causal language model"),
         ("llama", {"config": {"rope_tetha": 1.0}}, "llama has no entry rope_tetha"),
         ("bloom", {}, "bloom has no intermediate_size to choose: set model.intermediate_size=null"),
