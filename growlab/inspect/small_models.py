@@ -210,7 +210,7 @@ def _class_of(auto: Any, model_type: str, config: type) -> Any:
     tasks = (first, *_TASKS) if first else _TASKS
     mappings = (getattr(auto.modeling_auto, f"MODEL_FOR_{task}_MAPPING") for task in tasks)
     classes = next((mapping[config] for mapping in mappings if config in mapping), None)
-    classes = classes or auto.modeling_auto.MODEL_MAPPING.get(config)
+    classes = classes or auto.modeling_auto.MODEL_MAPPING.get(config, None)
     if classes is None:
         raise UserError(f"transformers has no network for the model type {model_type!r}.")
     return classes[0] if isinstance(classes, (tuple, list)) else classes
