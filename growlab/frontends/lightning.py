@@ -1,7 +1,8 @@
 """Lightning callback that grows the network of any LightningModule.
 
-It relies on undocumented parts of Lightning: `strategy.configure_ddp()` wraps `strategy.model` again, and loops keep
-their data in `_data_source`. Tests fail if a version changes them.
+It relies on undocumented parts of Lightning: `strategy.configure_ddp()` wraps `strategy.model` again, loops keep their
+data in `_data_source`, and modules have methods that call the batch transfer hooks. Tests fail if a version changes
+them.
 """
 
 import inspect
@@ -397,7 +398,7 @@ class Growth(GrowthCallback, Callback):
         loop = getattr(trainer, f"{stage}_loop")
         kind = f"{_STEPS[stage]}_step"
         with draws_restored(module):
-            batch = few_samples(loop._data_source.dataloader())
+            batch = _transferred(module, few_samples(loop._data_source.dataloader()))
         step = getattr(module, kind)
         arguments = (batch, 0)[: len(inspect.signature(step).parameters)]
         try:
@@ -412,6 +413,12 @@ class Growth(GrowthCallback, Callback):
         return example
 
 
+def _transferred(module: LightningModule, batch: Any) -> Any:
+    """Move a batch to the module's device, with the hooks for it of the module or data module."""
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=module.device, dataloader_idx=0)
+
+
 def _as_tuple(example: Any) -> tuple[Any, ...]:
     return tuple(example) if isinstance(example, (tuple, list)) else (example,)
 
@@ -423,7 +430,7 @@ def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
             "a module with manual optimization returns no loss to train extra steps with: give the callback's grower "
             "one by grower.provide(step_loss=...)."
         )
-    arguments = (batch, 0)[: len(inspect.signature(module.training_step).parameters)]
+    arguments = (_transferred(module, batch), 0)[: len(inspect.signature(module.training_step).parameters)]
     silenced = {name: vars(module).get(name) for name in ("log", "log_dict")}
     try:
         for name in silenced:

@@ -22,7 +22,7 @@ from growlab.grower.cost import forward_flops
 from growlab.growth import GradMax, VarianceTransfer
 from growlab.widths import trace
 from growlab.widths.inputs import Inputs, arguments, inputs_of, inputs_to
-from tests.unit.frontends.lightning_runs import Loader, Plain, trainer_of
+from tests.unit.frontends.lightning_runs import IMAGES, LABELS, Loader, Plain, trainer_of
 
 X, MASK, TARGETS = torch.randn(6, 5), torch.ones(6, 1), torch.randint(3, (6,))
 
@@ -143,6 +143,17 @@ def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
     growth = Growth("network", method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     trainer = trainer_of(tmp_path, growth, max_epochs=2)
     trainer.fit(Module(), DataLoader(TensorDataset(X, MASK, TARGETS), batch_size=len(X)))
+    assert [event.stage for event in growth.grower.events] == [1]
+
+
+def test_lightning_sees_batches_as_transfer_hooks_return_them(tmp_path: Path) -> None:
+    class Module(Plain):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch[0].flatten(1), batch[1]
+
+    growth = Growth(method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    data = DataLoader(TensorDataset(IMAGES.view(-1, 2, 3), LABELS), 16)
+    trainer_of(tmp_path, growth, max_epochs=2).fit(Module(), data)
     assert [event.stage for event in growth.grower.events] == [1]
 
 
