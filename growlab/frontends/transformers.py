@@ -313,7 +313,7 @@ def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:
 
 
 def _extra(folder: Path) -> dict[str, Any]:
-    """Load the file that `on_save` wrote into a checkpoint; {} if there is none."""
+    """Load the file that `on_save` wrote into a checkpoint; {} if it does not exist."""
     path = folder / _FILE
     return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
 

@@ -182,7 +182,7 @@ def _not_downloaded(name: str, error: Exception) -> UserError:
 
 
 def _library_name(name: str) -> str:
-    """Return LIBRARY/NAME of the library that has such a network, or of the most similar name; "" if there is none."""
+    """Return LIBRARY/NAME of the library that has such a network, or of the most similar name; "" if all differ."""
     models = {"growlab": importlib.import_module("growlab.lab.networks").__all__}
     with contextlib.suppress(ImportError):
         models["torchvision"] = importlib.import_module("torchvision.models").list_models()

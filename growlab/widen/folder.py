@@ -185,7 +185,7 @@ def load(folder: Path) -> tuple[Any, Any]:
 
 def _message(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return "it needs its own code (trust_remote_code), which growlab never runs"
+        return "it needs code from the folder, which growlab never runs"
     return first_line(error)
 
 

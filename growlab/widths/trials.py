@@ -380,7 +380,7 @@ def _attributes_that_work(
     groups: Sequence[str],
     others: Mapping[HardcodedSize, Axis],
 ) -> dict[HardcodedSize, Axis] | None:
-    """Find the largest set of attributes that lets these groups be narrowed by following them; None if there is none.
+    """Find the largest set of attributes that lets these groups be narrowed by following them; None if no set does.
 
     An attribute that equals a width by chance (a stride of 4 in a network of 4 heads) must not follow it.
     """
