@@ -83,8 +83,8 @@ class Resolution(Part):
                 images nor sequences.
         """
         if self._relative:
-            whole = size_of(values_of(example))
-            self._sizes = tuple(_fraction_of(whole, fraction) for fraction in self._given)
+            full_size = size_of(values_of(example))
+            self._sizes = tuple(_fraction_of(full_size, fraction) for fraction in self._given)
             self.resizer.size = self._sizes[-1]
         if resized(tuple(example), named_in(example), self._sizes[0])[2] is None:
             raise UserError(
@@ -173,11 +173,11 @@ class Cut:
         if x.dim() < 3 or tuple(x.shape[-2:]) != self.before:
             return x
         # CPUs do not interpolate in half precision. Class indices take their neighbour's: float32 has all below 2^24.
-        whole = (x if x.dim() == 4 else x.unsqueeze(1)).to(torch.promote_types(x.dtype, torch.float32))
+        x_BCHW = (x if x.dim() == 4 else x.unsqueeze(1)).to(torch.promote_types(x.dtype, torch.float32))
         if x.is_floating_point():
-            small = F.interpolate(whole, self.after, mode="bilinear", antialias=True).to(x.dtype)
+            small = F.interpolate(x_BCHW, self.after, mode="bilinear", antialias=True).to(x.dtype)
         else:
-            small = F.interpolate(whole, self.after, mode="nearest-exact").to(x.dtype)
+            small = F.interpolate(x_BCHW, self.after, mode="nearest-exact").to(x.dtype)
         return small if x.dim() == 4 else small.squeeze(1)
 
 
@@ -229,10 +229,10 @@ def size_of(inputs: Iterable[Any]) -> int:
     return 1 if cut is None else min(cut.before)
 
 
-def _fraction_of(whole: int, fraction: float) -> int:
+def _fraction_of(size: int, fraction: float) -> int:
     """Return a fraction of a size, rounded to a multiple of 8 if the size is at least 16."""
-    unit = 8 if whole >= 16 else 1
-    return whole if fraction == 1 else min(whole, max(unit, unit * round(fraction * whole / unit)))
+    unit = 8 if size >= 16 else 1
+    return size if fraction == 1 else min(size, max(unit, unit * round(fraction * size / unit)))
 
 
 def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:

@@ -17,15 +17,13 @@ import numpy as np
 from torch import nn
 
 from growlab.base.errors import UserError
+from growlab.base.settings import at_least
 
 __all__ = ["Advice", "Case", "Check", "advise", "check", "read_cases"]
 
-Size = Literal["any", "full"]
 Arm = Literal["smaller", "grown"]
 # Maps a case to its log-odds.
 Odds = Callable[["Case"], float]
-# Default parameters of the smaller network relative to the full one's: half the width.
-_SMALLER = 0.25
 # Ridge penalties of a, b and c: without them a fit to some twenty cases is overconfident.
 _RIDGE = (0.0, 0.3, 1.0)
 
@@ -55,6 +53,9 @@ class Case:
     full: float
     smaller: float
     grown: float | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, params=self.params, smaller_params=self.smaller_params, samples=self.samples)
 
     @property
     def ratio(self) -> float:
@@ -194,8 +195,8 @@ def advise(
     network: nn.Module | int,
     samples: float,
     *,
-    smaller: nn.Module | int | float = _SMALLER,
-    size: Size = "any",
+    smaller: nn.Module | int | float = 0.25,
+    size: Literal["any", "full"] = "any",
     kind: str | None = None,
     cases: Sequence[Case] | None = None,
 ) -> Advice:
@@ -204,7 +205,7 @@ def advise(
     Args:
         network: the network at full size, or its number of parameters.
         samples: training samples (for text, tokens) of the full network in the whole budget.
-        smaller: the network to compare with, its number of parameters, or a fraction of the full network's.
+        smaller: the network to compare with, its number of parameters, or a fraction of the full one's.
         size: "any": compare with a smaller network; "full": compare growing with training at full size.
         kind: "classes" or "language"; None: language if the network has an embedding.
         cases: cases to fit; None: those of the package, see `read_cases`.
@@ -224,9 +225,8 @@ def advise(
         raise UserError(f"samples={samples} must be a number above 0.")
     if not 0 < smaller_params < params:
         raise UserError(f"the smaller network has {smaller_params:,} parameters, the full one {params:,}.")
-    if kind is None:
-        embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
-        kind = "language" if embeds else "classes"
+    modules = network.modules() if isinstance(network, nn.Module) else ()
+    kind = kind or ("language" if any(isinstance(m, nn.Embedding) for m in modules) else "classes")
     arm: Arm = "grown" if size == "full" else "smaller"
     cases = [case for case in (read_cases() if cases is None else cases) if case.gain(arm) is not None]
     if len(cases) < 2:

@@ -51,12 +51,12 @@ TABLE = {
     "objective._target_=fractions.Fraction": "is no growlab.lab.training.Objective",
     "model=gpt": "got an unexpected keyword argument 'image_shape'",
     "schedule=plateau data.validation=none": "metric='val_loss' is not recorded",
-    "schedule=plateau schedule.epochs=[2,2,2]": "schedule.epochs is about stages",
-    "schedule=plateau method=equal_flops": "schedule.total_epochs in place of",
+    "schedule=plateau schedule.epochs=[2,2,2]": "schedule.epochs is for stages",
+    "schedule=plateau method=equal_flops": "schedule.total_epochs instead of",
     "schedule.batch_size=auto": "set schedule.max_memory_gib_per_device",
     "model=mlp5 schedule.batch_size=auto schedule.max_memory_gib_per_device=1e-5": "not even 2 images on each device",
     "model=isotropic_mlp growth=isotropic lr_adapt=none schedule.batch_size=auto "
-    "schedule.max_memory_gib_per_device=1": "schedule.batch_size=auto needs to know how wide",
+    "schedule.max_memory_gib_per_device=1": "schedule.batch_size=auto needs the widths of all epochs",
     "plan.size=full": "there is no setting 'plan.size'.",
     "plan=default": "a run has no plan: leave plan=... out, or ask `growlab plan`.",
     "callbacks=early_stopping data.validation=test callbacks.early_stopping.monitor=test_loss": (

@@ -205,8 +205,8 @@ def _run_study(cfg: DictConfig, folder: Path) -> None:
 
 def make_data(settings: DictConfig, seed: int) -> RunData:
     """Make the data module; anything but a growlab data module becomes the source of a `CustomData`."""
-    made = instantiate(settings)
-    return made if isinstance(made, RunData) else CustomData(made, seed=seed)
+    data = instantiate(settings)
+    return data if isinstance(data, RunData) else CustomData(data, seed=seed)
 
 
 def make_network(model: DictConfig, data: RunData) -> nn.Module:
@@ -229,16 +229,16 @@ def make_objective(objective: DictConfig, data: RunData) -> Objective:
     if "label_smoothing" in objective and "label_smoothing" not in _parameters(objective._target_):
         # Left over from the default file if only `_target_` was overridden.
         objective = OmegaConf.masked_copy(objective, [str(key) for key in objective if key != "label_smoothing"])
-    made = instantiate(objective)
-    if isinstance(made, nn.Module) and not isinstance(made, Objective):
-        made = CustomObjective(made)
-    if not isinstance(made, Objective):
+    loss = instantiate(objective)
+    if isinstance(loss, nn.Module) and not isinstance(loss, Objective):
+        loss = CustomObjective(loss)
+    if not isinstance(loss, Objective):
         raise UserError(
             f"objective._target_={objective._target_} is no growlab.lab.training.Objective and no "
-            "loss of torch.nn; any other loss goes into objective=custom."
+            "loss of torch.nn; for any other loss use objective=custom."
         )
-    made.bind(data)
-    return made
+    loss.bind(data)
+    return loss
 
 
 def _parameters(target: str) -> Collection[str]:
@@ -272,8 +272,8 @@ def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
     rate = rate.by_steps() if in_steps and isinstance(rate, LearningRate) else rate
     if isinstance(rate, LearningRate) and rate.needs_stages and not knows_stages:
         raise UserError(
-            f"schedule.learning_rate.{rate.needs_stages} needs to know before the run how wide the network is at which "
-            "epoch, and this run decides that while it trains: leave it out, or take schedule=exponential."
+            f"schedule.learning_rate.{rate.needs_stages} needs the widths of all epochs before the run, but this run "
+            "decides them while it trains: leave it out, or take schedule=exponential."
         )
     return rate
 
@@ -329,8 +329,8 @@ def _graph(
     if any(map(is_parametrized, network.modules())):
         if trigger.resizes:
             raise UserError(
-                "a network whose weights are computed from others does not grow as it is: take the plain network as "
-                "model with growth=hyperfan, or train this one with growth=none."
+                "a network with parametrized weights cannot grow: take the plain network as model with "
+                "growth=hyperfan, or train this one with growth=none."
             )
         return no_widths()
     if trigger.resizes:
@@ -352,8 +352,8 @@ def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Pa
             made.name = made.name or str(name)
     if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in configured):
         raise UserError(
-            f"growth.depth_multiple={trigger.depth:g} is a part of the blocks that come in as a network "
-            "grows, and there are none: choose them, as method=smaller does."
+            f"growth.depth_multiple={trigger.depth:g} is a fraction of the blocks that growth inserts, but no part "
+            "inserts blocks: choose one, as method=smaller does."
         )
     return [part for part in (*configured, *data.parts()) if part.applies(trigger)]
 
@@ -394,7 +394,7 @@ def _fitting_sizes(
 ) -> list[dict[str, int]]:
     """Find the batch size of each stage by trial."""
     if not isinstance(data, ImageData):
-        raise UserError("schedule.batch_size=auto tries batches of images, which this data has none of: leave it out.")
+        raise UserError("schedule.batch_size=auto is for image data only: leave it out.")
     # Provides the device, the precision and the process group, which the run's trainer will reuse.
     bare: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
     bare["plugins"] = cluster_environment(not processes.started_elsewhere())

@@ -128,10 +128,10 @@ def read_header(path: Path) -> dict[str, Any]:
             raise ValueError(reason)
         checkpoint = torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        # torch's message would advise loading with weights_only=False.
+        # torch's message would advise loading the objects, which may run code.
         raise UserError(
-            f"ckpt_path={path} contains objects other than tensors, numbers and text, which growlab does not load: "
-            "loading them could run code; give a checkpoint that growlab has written."
+            f"ckpt_path={path} contains objects other than tensors, numbers and text, which growlab does not load, "
+            "since they could run code; give a checkpoint that growlab has written."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise UserError(f"ckpt_path={path} is not a checkpoint that growlab can read ({error}).") from error

@@ -48,12 +48,13 @@ _PLUGINS: dict[str, dict[str, Any]] = {
 def config_dir(package: Path | None = None) -> Path:
     """Absolute path of `conf/`: inside the package in a wheel, next to it in a checkout or editable install."""
     package = Path(__file__).resolve().parents[2] if package is None else package.resolve()
-    places = (package / "conf", package.parent / "conf")
-    for place in places:
-        if (place / f"{PRIMARY}.yaml").is_file():
-            return place
+    folders = (package / "conf", package.parent / "conf")
+    for folder in folders:
+        if (folder / f"{PRIMARY}.yaml").is_file():
+            return folder
     raise UserError(
-        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab again, in a checkout with `pip install -e .`"
+        f"no {PRIMARY}.yaml in {folders[0]} or {folders[1]}: install growlab again, in a checkout with "
+        "`pip install -e .`"
     )
 
 
@@ -92,19 +93,19 @@ def experiment_name(choices: Mapping[str, str | None], overrides: Sequence[str],
         >>> experiment_name({**choices, "experiment": "papers/table6"}, ["experiment=papers/table6", "model=vgg11"])
         'table6_with_vgg11'
     """
-    given = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    values = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
     named: dict[str, str] = {}
     for group in _WORDS:
-        if group in given and group not in swept:
-            named[group] = _plain(given[group])
-        if f"{group}.name" in given:
-            named[group] = _plain(given[f"{group}.name"])
-        if f"{group}._target_" in given:
-            named[group] = _plain(given[f"{group}._target_"].rpartition(".")[2])
+        if group in values and group not in swept:
+            named[group] = _plain(values[group])
+        if f"{group}.name" in values:
+            named[group] = _plain(values[f"{group}.name"])
+        if f"{group}._target_" in values:
+            named[group] = _plain(values[f"{group}._target_"].rpartition(".")[2])
     experiment = (choices.get("experiment") or "").rpartition("/")[2]
     if experiment and not named:
         return experiment
-    if experiment and "experiment" in given:
+    if experiment and "experiment" in values:
         return "_".join([experiment, *(f"{word}_{named[g]}" for g, word in _WORDS.items() if g in named)])
     model, data = (named.get(group) or _plain(choices.get(group) or group) for group in _WORDS)
     return f"{model}_on_{data}"

@@ -170,8 +170,8 @@ def spectra(network: nn.Module) -> list[list[Any]]:
     for name, parameter in network.named_parameters():
         if parameter.dim() < 2:
             continue
-        values = torch.linalg.svdvals(parameter.detach().flatten(1).float())
-        ranks = torch.linspace(0, 1, _RANKS)
+        matrix, ranks = parameter.detach().flatten(1), torch.linspace(0, 1, _RANKS)
+        values = torch.linalg.svdvals(matrix if matrix.is_complex() else matrix.float()).float()
         quantiles = torch.quantile(values.cpu(), 1 - ranks)
         rows += [[name, rank, value] for rank, value in zip(ranks.tolist(), quantiles.tolist(), strict=True)]
     return rows

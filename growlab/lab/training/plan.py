@@ -164,14 +164,12 @@ class Planning:
                 raise UserError(f"schedule.budget and schedule.{name} both set the length: leave one out.")
         if self.demand is not None or decides:
             raise UserError(
-                "schedule.budget needs to know before the run how wide the network is at which epoch, and this run "
-                "decides that while it trains: take schedule=budget, which grows on demand within a part of the cost, "
-                "or schedule=exponential with another growth method."
+                "schedule.budget needs the widths of all epochs before the run, but this run decides them while it "
+                "trains: take schedule=budget, which grows on demand within a fraction of the cost, or "
+                "schedule=exponential with another growth method."
             )
         if self.data.incremental is not None:
-            raise UserError(
-                "schedule.budget goes with data that is all there from the start: set schedule.total_epochs."
-            )
+            raise UserError("schedule.budget needs data that is complete from the start: set schedule.total_epochs.")
         # Enough for any stages; replaced once their cost is known.
         self.settings["total_epochs"] = _MANY_EPOCHS
 
@@ -219,16 +217,16 @@ class Planning:
         if isinstance(method, FixedSize):
             if settings["equal_flops"] and self.demand is not None:
                 raise UserError(
-                    "what growth on demand costs is not known before: set schedule.total_epochs in place of "
+                    "the cost of growth on demand is not known before the run: set schedule.total_epochs instead of "
                     "schedule.equal_flops."
                 )
             return triggers.Never(method.width_multiple, method.depth_multiple)
         if self.demand is not None:
-            given = [name for name in ("epochs", "steps", "batch_sizes") if settings[name] is not None]
-            given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
-            if given:
+            invalid = [name for name in ("epochs", "steps", "batch_sizes") if settings[name] is not None]
+            invalid += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
+            if invalid:
                 raise UserError(
-                    f"schedule.{given[0]} is about stages whose ends are known before; growth on demand "
+                    f"schedule.{invalid[0]} is for stages whose ends are known before the run; growth on demand "
                     "(schedule.grow_when) has none: leave it out."
                 )
             if isinstance(method, WidthDecision):
@@ -240,11 +238,11 @@ class Planning:
             schedule, _ = self._cut(_one_stage(self._length, self._batch_size, self.loop))
             return triggers.OnDemand(self.demand, stages, schedule.total_epochs)
         if isinstance(method, WidthDecision):
-            given = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
-            if given:
+            invalid = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
+            if invalid:
                 raise UserError(
-                    f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them "
-                    "itself: set schedule.total_epochs alone."
+                    f"schedule.{invalid[0]} is for runs whose schedule sets the widths; this growth method decides "
+                    "them itself: set only schedule.total_epochs."
                 )
             return triggers.ByMethod()
         if settings["equal_flops"]:
@@ -283,17 +281,18 @@ class Planning:
             worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
             length = max(1, round(worth / flops[0]))
         scheduled = isinstance(trigger, triggers.Scheduled)
-        made = _schedule(settings, base, loop) if scheduled else _one_stage(length, base, loop)
-        schedule, data.steps = self._cut(made)
+        schedule, data.steps = self._cut(
+            _schedule(settings, base, loop) if scheduled else _one_stage(length, base, loop)
+        )
         reference_epochs: float = schedule.total_epochs if scheduled else total
         if settings["budget"] is not None:
-            whole = settings["budget"] * data.epochs_per_pass
-            reference_epochs = int(whole) if whole == int(whole) else whole
+            reference_epochs = settings["budget"] * data.epochs_per_pass
+            reference_epochs = int(reference_epochs) if reference_epochs == int(reference_epochs) else reference_epochs
         if self.fit is not None:
             if not forecast.known:
                 raise UserError(
-                    "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run "
-                    "decides that while it trains: leave it out."
+                    "schedule.batch_size=auto needs the widths of all epochs before the run, but this run decides them "
+                    "while it trains: leave it out."
                 )
             schedule = replace(schedule, batch_sizes=tuple(self.fit(widths)))
         reference_samples, in_steps = None, settings["total_steps"] is not None

@@ -206,8 +206,8 @@ def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
     stage = plan.schedule.stage_at(done - 1) if done else -1
     if not grown or stage < plan.schedule.num_stages - 1:
         raise UserError(
-            f"{stopped}, before the network has grown to its end, so there is no result: let the callback that stops "
-            "it wait for longer."
+            f"{stopped}, before the network was fully grown, so there is no result: let the callback that stops it "
+            "wait longer."
         )
     epochs = (*plan.schedule.epochs[:-1], done - sum(plan.schedule.epochs[:-1]))
     parts = {name: getattr(plan, name)[:done] for name in ("batches", "steps", "samples")}

@@ -211,8 +211,8 @@ class Forward:
         names: dict[int, list[str]] = {}
         for name, parameter in self.network.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        self.names = {key: known[0] for key, known in names.items()}
-        self.shared = [known for known in names.values() if len(known) > 1]
+        self.names = {key: aliases[0] for key, aliases in names.items()}
+        self.shared = [aliases for aliases in names.values() if len(aliases) > 1]
 
     def call(self, path: str) -> _Call | str:
         """Return the only call of a module, or the reason why there is not exactly one."""
@@ -445,8 +445,8 @@ def _may_be_block(module: nn.Module, bare: bool) -> bool:
 
 
 def _same_structure(
-    network: nn.Module, paths: tuple[tuple[str, ...], tuple[str, ...]], one: nn.Module, other: nn.Module
+    network: nn.Module, paths: tuple[tuple[str, ...], tuple[str, ...]], first: nn.Module, second: nn.Module
 ) -> bool:
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    return not isinstance(one, _CONTAINERS) or signature(network, paths[0]) == signature(network, paths[1])
+    return not isinstance(first, _CONTAINERS) or signature(network, paths[0]) == signature(network, paths[1])

@@ -466,9 +466,9 @@ def hypernetwork(
     """
     if monte_carlo_samples < 1:
         raise UserError(f"monte_carlo_samples must be at least 1, not {monte_carlo_samples}.")
-    made = network(image_shape=image_shape, num_classes=num_classes)
+    main = network(image_shape=image_shape, num_classes=num_classes)
     seed = int(torch.randint(2**31, ()))
     if hypernet.get("sharing") == "none":
-        return initialise(made, Hypernet(**{**hypernet, "sharing": "layer"}), seed)
-    parametrise(made, Hypernet(**hypernet), seed)
-    return made if monte_carlo_samples == 1 else MonteCarlo(made, monte_carlo_samples)
+        return initialise(main, Hypernet(**{**hypernet, "sharing": "layer"}), seed)
+    parametrise(main, Hypernet(**hypernet), seed)
+    return main if monte_carlo_samples == 1 else MonteCarlo(main, monte_carlo_samples)

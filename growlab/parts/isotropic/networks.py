@@ -210,11 +210,11 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
     layers.append(network.classifier)
     widths = [layer.out_features for layer in layers]
     reference = layers[0].weight
-    made = NestedNetwork(layers[0].in_features, widths[:-1], widths[-1], products="last").to(reference)
-    made.activations = nn.ModuleList(activations)
+    converted = NestedNetwork(layers[0].in_features, widths[:-1], widths[-1], products="last").to(reference)
+    converted.activations = nn.ModuleList(activations)
     with torch.no_grad():
-        made.affine.weight.zero_()
-        rows, biases = (iter(t.split(made.terms)) for t in (made.affine.weight, made.affine.bias))
+        converted.affine.weight.zero_()
+        rows, biases = (iter(t.split(converted.terms)) for t in (converted.affine.weight, converted.affine.bias))
         # x_l = b_l + g_{l-1} (W_l b_{l-1} + g_{l-2} (W_l W_{l-1} b_{l-2} + ...)): one bias per term; the last term also
         # has the product of the weights.
         for level in range(len(layers)):
@@ -225,7 +225,7 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
                 product = product @ layers[index].weight
                 if index == 0:
                     term.copy_(product)
-    return made
+    return converted
 
 
 def orthogonal_weights(network: nn.Module) -> None:

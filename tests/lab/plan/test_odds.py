@@ -100,9 +100,13 @@ def test_a_users_cases_are_used(tmp_path) -> None:
     cases = read_cases(file)
     assert cases[len(read_cases()) :] == more
     assert advise(10**6, 2e7, cases=cases).choice == "smaller" != advise(10**6, 2e7).choice
-    file.write_text("case,family\na,b\n")
-    with pytest.raises(UserError, match=r"mine\.csv has no cases"):
-        read_cases(file)
+    for content, reason in (
+        ("case,family\na,b\n", "kind"),
+        ("\n".join(lines).replace(",250000,", ",0,"), "at least 1"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=rf"mine\.csv has no cases \(.*{reason}"):
+            read_cases(file)
     with pytest.raises(UserError, match="cannot read"):
         read_cases(tmp_path / "none.csv")
     file.write_bytes("case,famille\nété,b\n".encode("latin-1"))

@@ -153,7 +153,7 @@ BUDGET = {"epochs": None, "budget": 5.0}
         ({"equal_flops": True}, PairGrowth(), None, "growth=none"),
         ({**BUDGET, "epochs": [1, 2]}, PairGrowth(), None, r"schedule.epochs both set the length"),
         ({**BUDGET, "equal_flops": True}, FixedSize(), None, "schedule.equal_flops both set the length"),
-        (BUDGET, PairGrowth(), Plateau(), "decides that while it trains"),
+        (BUDGET, PairGrowth(), Plateau(), "decides them while it trains"),
         # An epoch of each stage: 1 + mlp_flops(4) / mlp_flops(8).
         ({**BUDGET, "budget": 0.9}, PairGrowth(), None, "shortest run of 2 stages, which costs 1.39 epochs of"),
     ],
