@@ -1,1 +1,1 @@
-"""Checks, errors and files that everything else uses."""
+"""Checks, errors, files and ranks, for all other packages."""

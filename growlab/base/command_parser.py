@@ -14,15 +14,13 @@ from typing import Any, NoReturn
 from growlab.base.errors import UserError
 
 _DIGITS = 10
-# Numbers of a sample, 1 GiB of them.
+# Most entries of a sample: 1 GiB in float32.
 _LARGEST = 2**28
-
-
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 class _Paragraphs(argparse.HelpFormatter):
-    """Help whose paragraphs are wrapped at spaces alone."""
+    """Keeps paragraphs, and wraps them only at spaces."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, **_WHOLE_WORDS)
@@ -39,12 +37,12 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Paragraphs, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with argparse's message and where help is."""
+        """Raise `UserError` with argparse's message and a pointer to the help."""
         raise UserError(f"{message}; see {self.prog} --help.")
 
 
 def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
-    """Turn a function of command-line arguments into a command: a `UserError` is printed and gives exit code 2."""
+    """Decorator: turn a function of command-line arguments into a command that exits with code 2 on a `UserError`."""
 
     @wraps(run)
     def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +58,7 @@ def command(run: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
 
 
 def in_columns(text: str, columns: int = 79, hanging: int = 4) -> str:
-    """Wrap the lines of a text at spaces, each with its indent, for a terminal.
+    """Wrap the lines of a text at spaces for a terminal, keeping their indents.
 
     Examples:
         >>> print(in_columns("  width: 12 to 24", 12))
@@ -75,7 +73,7 @@ def in_columns(text: str, columns: int = 79, hanging: int = 4) -> str:
 
 
 def shell_lines(words: Sequence[str], columns: int = 79, first: str = "") -> str:
-    r"""Quote a command's words, and break it between them with a backslash: it can be copied from a terminal.
+    r"""Quote a command's words, and break lines with backslashes, so that it can be copied from a terminal.
 
     Examples:
         >>> print(shell_lines(["growlab", "method=ours", "seed=1"], 24))
@@ -91,7 +89,7 @@ def shell_lines(words: Sequence[str], columns: int = 79, first: str = "") -> str
 
 
 def columns_of(stream: Any) -> int | None:
-    """Columns of the terminal that a stream writes to; None for a pipe or a file."""
+    """Number of columns of the terminal that a stream writes to; None for a pipe or a file."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (AttributeError, OSError, ValueError):
@@ -99,7 +97,7 @@ def columns_of(stream: Any) -> int | None:
 
 
 class _Wrapped:
-    """A terminal's stream that breaks long lines at spaces, where the terminal would break words."""
+    """A terminal's stream that wraps long lines at spaces, where the terminal would break words."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -109,7 +107,7 @@ class _Wrapped:
 
     def write(self, text: str) -> int:
         columns = columns_of(self._stream)
-        # Lines with a terminal's codes are those of programs that wrap by themselves.
+        # Text with escape codes comes from code that wraps by itself.
         if columns and "\x1b" not in text and max(map(len, text.splitlines()), default=0) > columns:
             text = in_columns(text, columns, hanging=0) + "\n" * text.endswith("\n")
         self._stream.write(text)
@@ -118,13 +116,13 @@ class _Wrapped:
 
 @contextlib.contextmanager
 def whole_words() -> Iterator[None]:
-    """Within the context, lines that are printed on a terminal break between words."""
+    """Context in which lines printed to a terminal are wrapped between words."""
     with contextlib.redirect_stdout(_Wrapped(sys.stdout)), contextlib.redirect_stderr(_Wrapped(sys.stderr)):
         yield
 
 
 def sizes(text: str) -> list[int]:
-    """Whole numbers with commas between them, as the type of an argument.
+    """Argument type: whole numbers separated by commas.
 
     Examples:
         >>> sizes("3,32,32")
@@ -140,14 +138,14 @@ def sizes(text: str) -> list[int]:
 
 
 def count(text: str) -> int:
-    """A number from 1, as the type of an argument."""
+    """Argument type: a whole number above 0."""
     if not (text.isascii() and text.isdecimal() and len(text) < _DIGITS and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
 
 
 def amount(text: str, zero: bool = False) -> float:
-    """A finite number above 0, or with `zero` from 0 on, as the type of an argument."""
+    """Argument type: a finite number above 0, or at least 0 if `zero`."""
     try:
         value = float(text)
     except ValueError:

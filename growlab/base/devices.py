@@ -1,4 +1,4 @@
-"""growlab creates its tensors on the CPU, whatever torch's default device is; networks run with the user's."""
+"""Create growlab's tensors on the CPU for any default device of torch, and run networks with the user's default."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _Class = TypeVar("_Class", bound=type)
 
-# Default device that the user has set, inside of growlab's functions; None outside, and where it is the CPU.
+# The user's default device, within growlab's functions; None outside of them, and if it is the CPU.
 _users: ContextVar[torch.device | None] = ContextVar("_users", default=None)
 
 
@@ -27,24 +27,24 @@ def _default(device: torch.device, users: torch.device | None) -> Iterator[None]
 
 
 def on_cpu(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorator: tensors that a function creates without a device are on the CPU, where its generators are.
+    """Decorator: a function creates tensors without a device on the CPU, where its generators are.
 
     It hides `torch.set_default_device` and `with torch.device(...)` from the function.
     """
 
     @wraps(function)
-    def called(*args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
-        given = torch.get_default_device()
-        if given.type == "cpu":
+    def wrapper(*args: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        users = torch.get_default_device()
+        if users.type == "cpu":
             return function(*args, **named)
-        with _default(torch.device("cpu"), given):
+        with _default(torch.device("cpu"), users):
             return function(*args, **named)
 
-    return called
+    return wrapper
 
 
 def methods_on_cpu(*names: str) -> Callable[[_Class], _Class]:
-    """Class decorator: `on_cpu` for the methods of these names."""
+    """Class decorator: `on_cpu` for the named methods."""
 
     def decorated(kind: _Class) -> _Class:
         for name in names:
@@ -55,6 +55,6 @@ def methods_on_cpu(*names: str) -> Callable[[_Class], _Class]:
 
 
 def as_given() -> contextlib.AbstractContextManager[None]:
-    """Context for the user's code that growlab's functions call: the default device is the user's own again."""
-    given = _users.get()
-    return contextlib.nullcontext() if given is None else _default(given, None)
+    """Context that restores the user's default device, for the user's code called from growlab's functions."""
+    users = _users.get()
+    return contextlib.nullcontext() if users is None else _default(users, None)

@@ -59,15 +59,14 @@ class Stopped(BaseException):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message, its class where it has none."""
+    """First line of an error's message, or its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def how_to_install(extra: str) -> str:
     """Return the command that installs the packages of an extra of growlab.
 
-    It names the packages themselves: growlab may come from a checkout, and then there is no `growlab[EXTRA]` to install
-    from.
+    It names the packages, since `growlab[EXTRA]` cannot be installed if growlab comes from a checkout.
 
     Examples:
         >>> how_to_install("no such extra")
@@ -77,15 +76,15 @@ def how_to_install(extra: str) -> str:
         requirements = importlib.metadata.requires("growlab") or []
     except importlib.metadata.PackageNotFoundError:
         requirements = []
-    wanted = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
-    packages = [line.partition(";")[0].strip() for line in requirements if wanted.search(line)]
+    of_extra = re.compile(rf"""extra == ['"]{re.escape(extra)}['"]$""")
+    packages = [line.partition(";")[0].strip() for line in requirements if of_extra.search(line)]
     if not packages:
         return f"pip install -e '.[{extra}]' in growlab's checkout"
     return "pip install " + " ".join(f"'{package}'" for package in packages) + f" (growlab's extra [{extra}])"
 
 
 def imported(name: str, extra: str) -> Any:
-    """Import a module of an extra; raise a UserError with the command that installs it if it is missing."""
+    """Import a module of an extra; if it is missing, raise a UserError with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -94,14 +93,14 @@ def imported(name: str, extra: str) -> Any:
 
 @contextlib.contextmanager
 def needs(what: str, command: str) -> Iterator[None]:
-    """Add the installing command to the error of a failed import in this context.
+    """Add the command that installs a package to the error of a failed import in this context.
 
     Args:
         what: beginning of the message: who needs the package.
-        command: that installs it.
+        command: command that installs the package.
 
     Raises:
-        ModuleNotFoundError: with that sentence.
+        ModuleNotFoundError: with that message.
 
     Examples:
         >>> with needs("A bird", "pip install feathers"):

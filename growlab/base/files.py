@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees either the old content or the new one, never a torn file."""
+"""Atomic writes: a reader sees either a file's old content or its new content, never a part."""
 
 import contextlib
 import json
@@ -10,14 +10,14 @@ from typing import IO, Any
 
 from growlab.base.errors import WriteError
 
-# End of the names of files that are being written.
+# Suffix of files that are being written.
 _UNFINISHED = ".unfinished"
 
 CHECKPOINT_FOLDER = "checkpoints"
-"""In a run's folder: its newest states."""
+"""Folder of a run's checkpoints, within the run's folder."""
 
 FAILURE = "failure.json"
-"""In the folder of a sweep's job that failed: the reason."""
+"""File with the reason of a failure, in the folder of a sweep's job."""
 
 
 def write_atomically(
@@ -26,12 +26,12 @@ def write_atomically(
     """Call `write(file)` on a temporary file in the same folder, then rename it to `path`.
 
     Args:
-        path: where the content goes; its folder is made if need be.
-        write: writes the bytes to the open binary file it is given.
-        previous: where the old content of `path` goes, in the same folder; None: nowhere.
+        path: file to write; its folder is created if necessary.
+        write: writes the content to an open binary file.
+        previous: path in the same folder to which the old file is moved; None: it is replaced.
 
     Raises:
-        WriteError: the disk is full or the folder cannot be written; what was at `path` is left as it was.
+        WriteError: the disk is full or the folder cannot be written; `path` is unchanged.
     """
     path = Path(path)
     temporary = None
@@ -44,7 +44,7 @@ def write_atomically(
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        # A temporary file is private to its owner; results are as readable as any other file.
+        # Temporary files are private to their owner; results get the usual permissions.
         os.chmod(temporary, 0o666 & ~_umask())
         if previous is not None and path.exists():
             os.replace(path, previous)
@@ -76,10 +76,10 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make renamed files stay renamed after a power failure."""
+    """Make renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # Some network file systems cannot, and need not.
+        # Some network file systems do not support this.
         with contextlib.suppress(OSError):
             os.fsync(descriptor)
     finally:
@@ -87,7 +87,7 @@ def _sync(folder: Path) -> None:
 
 
 def _umask() -> int:
-    # The only portable way to read the mask is to set it and set it back.
+    # The mask can only be read portably by setting it.
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

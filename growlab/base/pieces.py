@@ -1,4 +1,4 @@
-"""Tensors that processes share out in pieces (torch's DTensor), and tensors that are computed one at a time."""
+"""Sharded tensors (torch's DTensor), and tensors that are computed one at a time."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def is_piece(tensor: Any) -> bool:
-    """Return True for a DTensor, of which each process has a piece."""
+    """Return True for a DTensor, which has a shard on each process."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -21,35 +21,35 @@ def nobody_else_has(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, without gradient; the processes that share it out call this together."""
+    """Return the full tensor, without gradient; a collective operation for sharded tensors."""
     if not is_piece(tensor):
         return tensor
     piece = _local(tensor).untyped_storage()
-    away = _aside is not None and _aside.bring_back(piece)
+    restored = _aside is not None and _aside.bring_back(piece)
     full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
-    if away:
-        # A process that has all of a tensor returns its own.
+    if restored:
+        # Without shards elsewhere, torch returns the local tensor itself.
         full = full.clone() if full.untyped_storage() is piece else full
         set_aside(tensor)
     return full
 
 
 def device_of_pieces(network: nn.Module) -> torch.device | None:
-    """Device on which this process has its pieces of a network's tensors, also if they are on meta; None without."""
+    """Device of a network's shards on this process, even if they are on meta; None without shards."""
     pieces: Iterator[Any] = filter(is_piece, network.parameters())
     return next((torch.device(piece.device_mesh.device_type) for piece in pieces), None)
 
 
 def reshard(network: nn.Module) -> None:
-    """Let modules of FSDP2 have pieces again where a forward has left them whole parameters."""
+    """Reshard the parameters of FSDP2's modules that a forward pass has left unsharded."""
     for module in network.modules():
         if hasattr(type(module), "reshard"):
             module.reshard()  # type: ignore[operator]
 
 
 def placed(content: Tensor, like: Tensor) -> Tensor:
-    """Share out a tensor that every process has in full as another one is, in its dtype; nothing is sent."""
-    content = _beside(content, like)
+    """Shard a tensor that every process has in full like another one, in its dtype, without communication."""
+    content = _to_device_of(content, like)
     if not is_piece(like):
         return content
     from torch.distributed.tensor import DTensor
@@ -57,15 +57,15 @@ def placed(content: Tensor, like: Tensor) -> Tensor:
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     piece = replicated(content, like).redistribute(mesh, placements).to_local()  # type: ignore[attr-defined]
     if piece.untyped_storage().nbytes() > piece.nbytes or piece.data_ptr() == content.data_ptr():
-        # Else it would keep the whole tensor.
+        # Otherwise the shard would keep the whole tensor alive.
         piece = piece.contiguous().clone()
     shape, stride = content.shape, content.stride()
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def replicated(content: Tensor, like: Tensor) -> Tensor:
-    """Bring a factor to where a tensor is, in its dtype; for a DTensor, in full to each process."""
-    content = _beside(content, like)
+    """Move a factor to a tensor's device and dtype; if that is a DTensor, replicate it on the same mesh."""
+    content = _to_device_of(content, like)
     if not is_piece(like):
         return content
     from torch.distributed.tensor import DTensor, Replicate
@@ -75,48 +75,48 @@ def replicated(content: Tensor, like: Tensor) -> Tensor:
 
 
 def laid_out(result: Tensor, like: Tensor) -> Tensor:
-    """Share out an operation's result as another tensor is; torch leaves it in full if processes outnumber the rows."""
+    """Shard an operation's result like another tensor; torch replicates it if processes outnumber the rows."""
     if not is_piece(like):
         return result
-    shared: Tensor = result.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
-    return shared
+    sharded: Tensor = result.redistribute(like.device_mesh, like.placements)  # type: ignore[attr-defined]
+    return sharded
 
 
-def _beside(content: Tensor, like: Tensor) -> Tensor:
-    """Bring a tensor to another one's device and dtype; next to one on meta it keeps its values."""
+def _to_device_of(content: Tensor, like: Tensor) -> Tensor:
+    """Convert a tensor to another one's device and dtype, but not to the meta device."""
     device = content.device if like.is_meta else like.device
     return content.detach().to(device=device, dtype=like.dtype)
 
 
 class _Aside:
-    """Bytes of old pieces: an accelerator's in the host's memory, the host's in a file."""
+    """Offloads the bytes of old shards: from an accelerator to the host's memory, from the host to a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        # Number of bytes, and a copy or a place in the file.
+        # Number of bytes, and a copy or an offset in the file.
         self._kept, self._file = dict[torch.UntypedStorage, tuple[int, Tensor | int]](), file
 
     def take(self, piece: torch.UntypedStorage) -> None:
         if piece not in self._kept:
-            # A copy also where it goes to the file: memory that numpy has seen cannot be resized.
-            copied = _bytes(piece).to("cpu", copy=True)
-            place: Tensor | int = copied
+            # A copy even for the file, since storage shared with numpy cannot be resized.
+            content = _bytes(piece).to("cpu", copy=True)
+            saved: Tensor | int = content
             if piece.device.type == "cpu":
                 self._file.seek(0, os.SEEK_END)
-                place = self._file.tell()
-                self._file.write(copied.numpy().data)
-            self._kept[piece] = piece.nbytes(), place
+                saved = self._file.tell()
+                self._file.write(content.numpy().data)
+            self._kept[piece] = piece.nbytes(), saved
         piece.resize_(0)
 
     def bring_back(self, piece: torch.UntypedStorage) -> bool:
-        """Return True if a piece's bytes were away, and are back now."""
+        """Restore a shard's bytes; return False if they were not offloaded."""
         if piece not in self._kept:
             return False
-        size, place = self._kept[piece]
+        size, saved = self._kept[piece]
         piece.resize_(size)
-        if isinstance(place, int):
-            self._file.seek(place)
-            place = torch.frombuffer(bytearray(self._file.read(size)), dtype=torch.uint8)
-        _bytes(piece).copy_(place)
+        if isinstance(saved, int):
+            self._file.seek(saved)
+            saved = torch.frombuffer(bytearray(self._file.read(size)), dtype=torch.uint8)
+        _bytes(piece).copy_(saved)
         return True
 
     def bring_all_back(self) -> None:
@@ -129,9 +129,9 @@ _aside: _Aside | None = None
 
 @contextmanager
 def old_pieces_aside() -> Iterator[None]:
-    """Context in which `set_aside` frees memory of old pieces; an error brings them back."""
+    """Context in which `set_aside` offloads old shards; they are restored after an error."""
     global _aside
-    # The file exists from the first piece on.
+    # The file is only created with the first shard.
     with tempfile.SpooledTemporaryFile(max_size=1) as file:
         aside = _aside = _Aside(file)
         try:
@@ -144,7 +144,7 @@ def old_pieces_aside() -> Iterator[None]:
 
 
 def set_aside(old: Tensor) -> None:
-    """Free a piece's memory during an event, if the piece can be brought back; until its end `whole` still reads it."""
+    """Offload a shard during an event, if it can be restored; `whole` can still read it."""
     if _aside is None or not is_piece(old):
         return
     local = _local(old)
@@ -164,14 +164,14 @@ def _bytes(memory: torch.UntypedStorage) -> Tensor:
 
 
 class OneByOne(Mapping[str, Tensor]):
-    """Tensors by name, each computed whenever it is asked for, so that few are in memory at a time.
+    """Tensors by name, each computed on lookup, so that few are in memory at a time.
 
-    Asked for the same name twice in a row it returns the same object.
+    The last tensor is cached: a second lookup of the same name returns the same object.
 
     Args:
-        names: of the tensors, in order.
+        names: names of the tensors, in order.
         compute: returns the tensor of a name, the same values each time.
-        like: a tensor of each one's dtype and device, by name, if that is wanted without computing them.
+        like: by name, a tensor with the same dtype and device, for lookups of these without computing tensors.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class OneByOne(Mapping[str, Tensor]):
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Whole tensors in the place of pieces; those of two and more dimensions one at a time, whenever asked for."""
+    """Replace shards by full tensors; those with two or more dimensions are gathered on lookup."""
     if not any(map(is_piece, tensors.values())):
         return tensors
     small = {name: whole(tensor) for name, tensor in tensors.items() if tensor.dim() < 2}
@@ -213,12 +213,11 @@ def gathered(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def scalars(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A single 1 of each tensor's dtype, on its device."""
+    """A scalar 1 of each tensor's dtype, on its device."""
     like = tensors if not isinstance(tensors, OneByOne) or tensors.like is None else tensors.like
     return {name: torch.ones((), dtype=like[name].dtype, device=like[name].device) for name in tensors}
 
 
 def same_placement(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are shared out in the same way, or both are not."""
-    about = [(getattr(each, "device_mesh", None), getattr(each, "placements", None)) for each in (one, other)]
-    return about[0] == about[1]
+    """Return True if two tensors are sharded in the same way, or neither is."""
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in ("device_mesh", "placements"))

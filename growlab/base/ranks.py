@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from growlab.base.errors import UserError
 from growlab.base.pieces import nobody_else_has, whole
 
-# Words of a block have different weights, which repeat from block to block; each block has another factor.
+# Words per block of a checksum: weights of words repeat in each block, which has a factor of its own.
 _BLOCK = 1 << 16
 _NAMED = 3
 
@@ -26,27 +26,26 @@ def several() -> bool:
 
 
 def gather(content: Any) -> list[Any]:
-    """Return every rank's picklable object, in the order of ranks."""
+    """Gather every rank's picklable object, in the order of ranks."""
     if not several():
         return [content]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, content)
-    return everyone
+    contents: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(contents, content)
+    return contents
 
 
 def stacked(tensor: Tensor) -> Tensor:
     """Stack every rank's tensor of the same shape: [ranks, ...]."""
     if not several():
         return tensor[None]
-    everyone = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(everyone, tensor)
-    return torch.stack(everyone)
+    tensors = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(tensors, tensor)
+    return torch.stack(tensors)
 
 
 def agreed(numbers: list[float]) -> list[float]:
-    """Element-wise maximum over all ranks, so that all decide the same; NaN if any rank's number is."""
-    everyone = gather(numbers)
-    return [nan if any(map(isnan, place)) else max(place) for place in zip(*everyone, strict=True)]
+    """Element-wise maximum over all ranks, so that all decide the same; NaN if any rank's number is NaN."""
+    return [nan if any(map(isnan, values)) else max(values) for values in zip(*gather(numbers), strict=True)]
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
@@ -75,8 +74,8 @@ def shared(tensor: Tensor) -> Tensor:
 def broadcast_buffers(module: nn.Module) -> None:
     """Broadcast rank 0's buffers, as DistributedDataParallel does before every forward pass in training.
 
-    Without SyncBatchNorm each rank's running statistics follow its own images until then. So what is compared,
-    validated and saved is what rank 0 trains on with.
+    Without SyncBatchNorm each rank's running statistics follow its own images until then. With this, ranks compare,
+    validate and save the buffers with which training continues.
     """
     if several():
         for buffer in module.buffers():
@@ -91,23 +90,23 @@ def network_state(network: nn.Module, optimizers: Iterable[torch.optim.Optimizer
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
-                # Not in the order of `state`, a dictionary that ranks may have filled in other orders.
+                # Sorted, since ranks may have filled the dictionary in different orders.
                 for key, value in sorted(getattr(optimizer, "state", {}).get(parameter, {}).items()):
                     name = f"{key} of {names.get(parameter, 'a parameter that is not in use')}"
                     plain = (Tensor, bool, int, float, str)
-                    yield from ((name, one) for one in tree_leaves(value) if isinstance(one, plain))
+                    yield from ((name, leaf) for leaf in tree_leaves(value) if isinstance(leaf, plain))
 
 
 def compare(content: Iterable[tuple[str, Any]], when: str, advice: str = "") -> None:
     """Raise if ranks have different values. They exchange one hash, and one checksum per tensor only if it differs.
 
     Args:
-        content: names and values that must be equal, tensors or plain ones.
+        content: names of tensors or plain values that must be equal, and the values.
         when: time in the run, for the message.
         advice: end of the message's last sentence.
 
     Raises:
-        UserError: they differ; it names the tensors.
+        UserError: values differ; the message names the tensors.
     """
     names, sums = checksums(content)
     # Not hash(): hashes of strings differ between processes.
@@ -134,25 +133,24 @@ def checksums(content: Iterable[tuple[str, Any]]) -> tuple[list[str], Tensor]:
             plain = (value.shape, value.dtype) if isinstance(value, Tensor) else value
             text = torch.frombuffer(bytearray(repr(plain), "utf-8"), dtype=torch.uint8)
             sums.append(_checksum(text))
-    # One transfer from each device.
-    devices = {one.device for one in sums}
-    found = torch.empty(len(sums), dtype=torch.int64)
-    for device in devices:
-        places = [place for place, one in enumerate(sums) if one.device == device]
-        found[places] = torch.stack([sums[place] for place in places]).cpu()
-    return names, found
+    # One transfer per device.
+    on_cpu = torch.empty(len(sums), dtype=torch.int64)
+    for device in {total.device for total in sums}:
+        indices = [index for index, total in enumerate(sums) if total.device == device]
+        on_cpu[indices] = torch.stack([sums[index] for index in indices]).cpu()
+    return names, on_cpu
 
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Sum the words of a tensor with an odd weight for each, modulo 2^64: a scalar int64.
 
-    It therefore always detects a change of a single word, and two swapped neighbours.
+    This always detects a change of a single word, and two swapped neighbours.
     """
     words = tensor.contiguous().reshape(-1).view(torch.uint8)
     size = next(size for size in (8, 4, 2, 1) if words.numel() % size == 0)
     words = words.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[size])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    # Odd multiples of the golden ratio's 64 bits (Knuth's multiplicative hash).
+    # Odd multiples of the golden ratio in 64 bits (Knuth's multiplicative hash).
     weights = 2 * torch.arange(min(len(words), _BLOCK), device=words.device) + 1
     weights = weights * -7046029254386353131
     for number, block in enumerate(words.split(_BLOCK)):

@@ -1,7 +1,7 @@
 """Checks and names of arguments, and a readable `repr`.
 
-A class names its dataclasses in `SETTINGS` and takes their fields as keyword arguments; `parameters` and
-`growlab.lab.training.checks` read them as if they were its own.
+A class that takes the fields of dataclasses as keyword arguments lists these dataclasses in `SETTINGS`; `parameters`
+and `growlab.lab.training.checks` treat the fields as the class's arguments.
 """
 
 import functools
@@ -16,15 +16,15 @@ from typing import Any
 
 
 def parameters(made: Callable[..., Any]) -> dict[str, Parameter]:
-    """Parameters of a callable by name; fields of a class's `SETTINGS` in place of its `**settings`."""
-    own = dict(signature(made).parameters)
+    """Parameters of a callable by name, with the fields of a class's `SETTINGS` instead of its `**settings`."""
+    result = dict(signature(made).parameters)
     if kinds := getattr(made, "SETTINGS", ()):
-        own = {name: one for name, one in own.items() if one.kind is not Parameter.VAR_KEYWORD}
-    return own | {name: one for kind in kinds for name, one in parameters(kind).items()}
+        result = {name: p for name, p in result.items() if p.kind is not Parameter.VAR_KEYWORD}
+    return result | {name: p for kind in kinds for name, p in parameters(kind).items()}
 
 
 def left_out(part: Any) -> bool:
-    """Return True if a part's settings leave it out: they are null, or the first argument is."""
+    """Return True if a part's settings are null, or its first argument is, which leaves the part out."""
     if not isinstance(part, Mapping):
         return part is None
     arguments = [value for key, value in part.items() if key != "_target_"]
@@ -32,7 +32,7 @@ def left_out(part: Any) -> bool:
 
 
 def finite(**given: float | Fraction) -> None:
-    """Raise a ValueError that names the first argument which is no finite number.
+    """Raise a ValueError that names the first argument that is not a finite number.
 
     Examples:
         >>> finite(initial_width="a quarter")
@@ -48,7 +48,7 @@ def not_none(**arguments: Any) -> dict[str, Any]:
 
 
 def at_least(least: float, **given: float | Fraction) -> None:
-    """Raise a ValueError that names the first argument which is below a number, or not finite.
+    """Raise a ValueError that names the first argument that is below `least`, or not finite.
 
     Examples:
         >>> at_least(1, batches=0)
@@ -62,7 +62,7 @@ def at_least(least: float, **given: float | Fraction) -> None:
 
 
 def above(bound: float, **given: float) -> None:
-    """Raise a ValueError that names the first argument which is not above a number, or not finite."""
+    """Raise a ValueError that names the first argument that is not above `bound`, or not finite."""
     finite(**given)
     for name, value in given.items():
         if value <= bound:
@@ -70,7 +70,7 @@ def above(bound: float, **given: float) -> None:
 
 
 def whole(least: int, **given: int) -> None:
-    """Raise a ValueError that names the first argument which is no integer, or below `least`.
+    """Raise a ValueError that names the first argument that is not an integer, or is below `least`.
 
     Examples:
         >>> whole(1, patience=2.5)
@@ -82,7 +82,7 @@ def whole(least: int, **given: int) -> None:
 
 
 def flag(**given: bool) -> None:
-    """Raise a ValueError that names the first argument which is not True or False: Python takes any text for true.
+    """Raise a ValueError that names the first argument that is not a bool, such as "false", which is true in Python.
 
     Examples:
         >>> flag(rotate="false")
@@ -93,7 +93,7 @@ def flag(**given: bool) -> None:
 
 
 def one_of(known: Iterable[str | None], **given: str | None) -> None:
-    """Raise a ValueError that names the first argument which is not among these words.
+    """Raise a ValueError that names the first argument that is not among the known words.
 
     Examples:
         >>> one_of(("ratio", "constraint"), rule="mean")
@@ -115,12 +115,12 @@ def _refuse(given: Mapping[str, Any], fits: Callable[[Any], bool], what: str) ->
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    # Not math.isfinite, which cannot take integers beyond the largest float.
+    # Not math.isfinite, which fails for integers beyond the largest float.
     return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < math.inf  # type: ignore[arg-type]
 
 
 class _Short(reprlib.Repr):
-    """Arguments as they are written, long ones shortened."""
+    """Arguments in Python's notation; long ones are shortened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ _SHORT = _Short()
 
 
 class Described:
-    """Mixin: `repr` is the call that makes such an object, with the arguments that it was given.
+    """Mixin whose `repr` is the constructor call, with the arguments that were passed.
 
     Examples:
         >>> class Bird(Described):
@@ -166,7 +166,7 @@ class Described:
 def _noting(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *positional: Any, **named: Any) -> None:
-        # Of a class's own call and those of its bases the first is the user's.
+        # The first call is the user's; later ones are those of base classes.
         vars(self).setdefault("_given", (positional, named))
         init(self, *positional, **named)
 

@@ -1,4 +1,4 @@
-"""Common base of the front ends: checks of arguments, warnings, metrics, and the end of training."""
+"""Common base of the front ends: argument checks, warnings, metrics, and the end of training."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ class GrowthCallback(Described):
         verbose: bool,
         start: nn.Module | Mapping[str, Tensor] | str | Path | None = None,
     ) -> None:
-        """Check and store the arguments of the Grower, which is made later from the network.
+        """Check and store the arguments of the Grower, which is created once there is a network.
 
         `loop` names the training loop in messages. `start` is a small trained network to start from, its state_dict, or
         the path of a checkpoint (from `save_pretrained` or the loop). See `growlab.Grower` for the others.
@@ -55,12 +55,12 @@ class GrowthCallback(Described):
         Raises:
             UserError: an argument is invalid, or the trigger's unit is "cost".
         """
-        self._start, self._begins = start, trigger
+        self._start, self._first_trigger = start, trigger
         if start is not None:
             if trigger is None:
                 trigger = Once({})
             elif isinstance(trigger, Mapping):
-                # The small network's widths are known once there is a network.
+                # Check the rest: the small network's widths are known later.
                 trigger = with_small(trigger, {})
         check_arguments(seed, anneal_steps)
         with as_user_errors():
@@ -84,15 +84,16 @@ class GrowthCallback(Described):
         trains: bool = True,
         shard: Shard | None = None,
     ) -> Grower:
-        """Make the Grower of a network; `prefix` precedes the network's names in its module's state_dict.
+        """Create the Grower of a network; `prefix` precedes the network's names in its module's state_dict.
 
-        Ignore `start` if the network is only evaluated (`trains` is False).
+        Ignores `start` if the network is only evaluated (`trains` is False).
         """
         settings = {**self._settings, "shard": shard}
         if self._start is None or not trains:
             return Grower(network, example, method=self._method, trigger=trigger, **settings)
         small, self._trained_optimizer = trained(self._start, network, prefix)
-        return Grower.from_trained(small, network, example, method=self._method, trigger=self._begins, **settings)
+        settings |= {"method": self._method, "trigger": self._first_trigger}
+        return Grower.from_trained(small, network, example, **settings)
 
     @property
     def events(self) -> list[GrowthEvent]:
@@ -100,10 +101,10 @@ class GrowthCallback(Described):
         return [] if self.grower is None else self.grower.events
 
     def _announce(self, grower: Grower, epochs: float, steps: float) -> None:
-        """Provide a grower with the numbers of epochs and steps (`inf` if unknown); warn of stages after the end."""
+        """Provide the total number of steps, and warn of stages after the last epoch or step; `inf`: unknown."""
         trigger = grower.trigger
         sizes = trigger.batch_sizes if isinstance(trigger, At) else None
-        # Other batches make other numbers of steps.
+        # Changing batch sizes change the number of steps.
         if isfinite(steps) and len(set(sizes or ())) <= 1:
             grower.provide(total_steps=int(steps))
         if not isinstance(trigger, At) or trigger.unit is None:
@@ -111,8 +112,8 @@ class GrowthCallback(Described):
         end = epochs if trigger.unit == "epoch" else steps
         if late := [start for start in trigger.starts if start >= end]:
             log.warning(
-                "growth is due at %s %g, and training ends after %g: the network will not come to its last stage's "
-                "width",
+                "growth is due at %s %g, but training ends after %g: the network will not reach the width of its last "
+                "stage",
                 trigger.unit,
                 late[0],
                 end,
@@ -127,7 +128,7 @@ class GrowthCallback(Described):
         try:
             grower.finish(at_any_stage)
         except UserError as error:
-            # Training is done and can be continued from its checkpoints with more epochs.
+            # Not raised: training is done, and can be continued from its checkpoints.
             log.warning("%s", error)
 
 
@@ -136,7 +137,7 @@ def trained(
 ) -> tuple[nn.Module | Mapping[str, Tensor], Mapping[str, Any] | None]:
     """Load the small network that training starts from, and its optimizer's state if it was saved.
 
-    `start` is a module, its state_dict, a folder written by `save_pretrained` or the Trainer, or a checkpoint file, in
+    `start` is a module, its state_dict, a folder written by `save_pretrained` or the Trainer, or a checkpoint file in
     which `prefix` precedes the network's names.
     """
     if isinstance(start, (nn.Module, Mapping)):
@@ -145,11 +146,11 @@ def trained(
     if path.is_dir():
         if not hasattr(type(network), "from_pretrained") or is_adapted(network):
             raise UserError(f"{type(network).__name__} cannot be loaded from {path} alone; give a network.")
-        small = type(network).from_pretrained(path)
-        saved = path / "optimizer.pt"
-        return small, torch.load(saved, "cpu", weights_only=True) if saved.is_file() else None
+        optimizer = path / "optimizer.pt"
+        state = torch.load(optimizer, "cpu", weights_only=True) if optimizer.is_file() else None
+        return type(network).from_pretrained(path), state
     if not path.is_file():
-        raise UserError(f"start={str(start)!r} is no file and no folder.")
+        raise UserError(f"start={str(start)!r} does not exist; give a checkpoint file or a folder.")
     content = torch.load(path, "cpu", weights_only=True)
     states = content.get("optimizer_states") or [None]
     tensors = {n.removeprefix(prefix): t for n, t in content.get("state_dict", content).items() if n.startswith(prefix)}
@@ -159,45 +160,42 @@ def trained(
 
 
 def continue_optimizer(optimizer: Optimizer, saved: Mapping[str, Any] | None, grower: Grower) -> None:
-    """Load the state of a small network's optimizer into one with the same groups, which keeps its settings.
+    """Load the state of a small network's optimizer into one with the same groups, which keeps its hyperparameters.
 
-    Moments follow factors that moved into the grower's weights as these were loaded.
+    Moments are rescaled by the factors that the grower moved into the weights as it loaded them.
     """
     if saved is None:
         return
     sizes = [[len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f"the saved optimizer has groups of {sizes[0]} parameters and this one of {sizes[1]}: its state cannot be "
-            "continued."
+            f"the saved optimizer has groups of {sizes[0]} parameters, but this one of {sizes[1]}: its state cannot be "
+            "loaded."
         )
-    own = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+    hyperparameters = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(saved))
     named = dict(grower.network.named_parameters())
     rescale_state(optimizer, {named[name]: factor for name, factor in grower.moved_factors.items()})
-    for group, settings in zip(optimizer.param_groups, own, strict=True):
+    for group, settings in zip(optimizer.param_groups, hyperparameters, strict=True):
         group.update(settings)
 
 
 def metrics(grower: Grower) -> dict[str, float]:
-    """Return stage, number of parameters and width of each group for a loop's logs."""
+    """Return the stage, the number of parameters and the width of each group, to log."""
     num_params = sum(p.numel() for p in grower.network.parameters())
     widths = {f"width/{group}": float(width) for group, width in grower.state.widths.items()}
     return {"growth/stage": float(grower.state.stage), "growth/num_params": float(num_params), **widths}
 
 
 def batches_of(loader: Any, number: int) -> list[Any]:
-    """Return batches of a training loader, read apart from the loop's own iteration, if its data set has indices."""
-    if (
-        not isinstance(loader, DataLoader)
-        or isinstance(loader.dataset, IterableDataset)
-        or loader.batch_sampler is None
-    ):
+    """Read the first batches of a training loader whose dataset is map-style, without advancing the loader itself."""
+    map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    if not map_style or loader.batch_sampler is None:
         raise UserError(
-            "batches to train branches with are read from a DataLoader of a data set with indices, which this training "
-            "has not: give them as grower.provide(batches=..., step_loss=...)."
+            "extra training steps need a DataLoader of a map-style dataset, which this training does not have: give "
+            "batches by grower.provide(batches=..., step_loss=...)."
         )
-    # The loop's own sampler keeps its place, and its workers their work.
+    # A copy, because the training loop iterates over the sampler itself.
     sampler = deepcopy(loader.batch_sampler, {id(loader.dataset): loader.dataset})
-    apart = DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn)
-    return list(islice(apart, number))
+    copy = DataLoader(loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn)
+    return list(islice(copy, number))

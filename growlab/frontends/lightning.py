@@ -1,14 +1,15 @@
-"""Growth in Lightning: a callback for any LightningModule, which also rebuilds DistributedDataParallel.
+"""Lightning callback that grows the network of any LightningModule.
 
-It relies on undocumented parts of Lightning: `strategy.configure_ddp()` wraps `strategy.model` again, and loops keep
-their data in `_data_source`. Tests fail if a version changes them.
+It relies on undocumented parts of Lightning: `strategy.configure_ddp()` wraps `strategy.model` again, loops keep their
+data in `_data_source`, and modules have methods that call the batch transfer hooks. Tests fail if a version changes
+them.
 """
 
 import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from itertools import islice
 from math import ceil, inf, isfinite
 from pathlib import Path
@@ -35,15 +36,16 @@ from growlab.grower.triggers import At, Clock, Never, Trigger
 from growlab.growth import GrowthEvent, GrowthMethod, Schedule, restore
 from growlab.optim import Inheritance
 from growlab.widths.inputs import Example, captured
+from growlab.widths.unchanged import draws_restored
 
 log = logging.getLogger(__name__)
 
-# Key of the weights to continue training with, where the checkpoint's state_dict is a plain network's.
+# Checkpoint key of the weights to resume with where the state_dict has a plain network's instead.
 _KEPT = "kept"
-# File of a distributed checkpoint with all but tensors.
+# File of a distributed checkpoint that has everything except the tensors.
 _REST = "meta.pt"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
-_PROBE = 8  # samples that growth is checked on
+_PROBE = 8  # samples in the example input
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -56,7 +58,7 @@ def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
     """Rebuild DistributedDataParallel, if any, after parameters were replaced; this broadcasts rank 0's parameters."""
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and isinstance(strategy.model, DistributedDataParallel):
-        # Lightning synchronises batch normalisation once, before training: not that of layers that came in since.
+        # Lightning converts to SyncBatchNorm once, before training: convert the layers that were added since.
         if (sync := strategy._layer_sync) is not None:
             for network in (grower.network, *grower.copies().values()):
                 for path, module in list(network.named_modules()):
@@ -74,9 +76,10 @@ def renew_wrapper(trainer: Trainer, grower: Grower) -> None:
 class Growth(GrowthCallback, Callback):
     """Grows a network of any LightningModule while it trains.
 
-    The network becomes a seed before the optimizers are made, grows before batches chosen by the trigger, and ends as
-    the ordinary network. Optimizers, learning rate schedules and other callbacks stay the same; checkpoints restore
-    their widths. With `ModelParallelStrategy` it calls the module's `configure_model` to shard the network.
+    The network is narrowed to a seed before the optimizers are created, grows before the batches that the trigger
+    chooses, and is an ordinary network at the end. Optimizers, learning rate schedules and other callbacks stay the
+    same; checkpoints restore their widths. With `ModelParallelStrategy` it calls the module's `configure_model` to
+    shard the network.
 
     Args:
         network: name of the submodule to grow, "" for the module itself; None: the only one with parameters. With a
@@ -88,10 +91,10 @@ class Growth(GrowthCallback, Callback):
         parts: features besides growing; see `growlab.parts`.
         example: the submodule's input, tuple of positional inputs or dict of inputs, [B, ...] with B >= 2; None: the
             module's `example_input_array` if the module itself grows, else its inputs for the first training batch.
-        seed: of all random draws of growth.
+        seed: seed of all random draws of growth.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
-        grower: a Grower that the module makes, saves, loads and finishes itself, instead of the arguments above. The
+        grower: a Grower that the module creates, saves, loads and finishes itself, instead of the arguments above. The
             callback then only calls its steps and attaches the optimizers.
         verbose: log a line for each event.
         start: a small trained network to start from, see `growlab.Grower.from_trained`; or its state_dict, a folder
@@ -134,11 +137,10 @@ class Growth(GrowthCallback, Callback):
         names = network if isinstance(network, tuple) else (network,)
         if not names or len(set(names)) < len(names) or (len(names) > 1 and None in names):
             raise UserError(
-                f"network={names!r} must be different names: of the submodule that grows, and of the copies of it."
+                f"network={names!r} must be different names: the submodule that grows, followed by its copies."
             )
         (self._network, *self._copies), self._example = names, example
-        # Lightning asks for it at every hook.
-        self._state_key = self._generate_state_key(network=self._network)
+
         self._set("Lightning", method, trigger, parts, seed, optimizer_state, anneal_steps, verbose, start)
         self._is_seed, self._ended, self._shapes = False, False, dict[str, torch.Size]()
         self._saving: Saving | None = None
@@ -146,56 +148,56 @@ class Growth(GrowthCallback, Callback):
         self._put_back_sharding: Callable[[], None] = lambda: None
         self._shard: Shard | None = None
 
-    @property
+    @cached_property
     def state_key(self) -> str:
         """Key of this callback's state in checkpoints; different for each submodule."""
-        return self._state_key
+        return self._generate_state_key(network=self._network)
 
-    # Beginning and end -------------------------------------------------------------------------------------
+    # Setup -------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Trace the network, and make it a seed for training."""
+        """Trace the network, and narrow it to a seed for training."""
         strategy = trainer.strategy
-        # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
         sharded = isinstance(strategy, ModelParallelStrategy)
+        # Not isinstance of DDPStrategy: DeepSpeed's strategy is a subclass.
         if not isinstance(strategy, SingleDeviceStrategy) and type(strategy) is not DDPStrategy and not sharded:
             raise UserError(
-                f"{type(strategy).__name__} does not go with growth: take strategy='ddp', or ModelParallelStrategy for "
+                f"{type(strategy).__name__} does not support growth: use strategy='ddp', or ModelParallelStrategy for "
                 "a sharded network."
             )
         if starts_by_copies(strategy):
             raise UserError(
-                "processes that are forked or spawned hand the network back in the shapes that it had before, and "
-                "training that ends before its last stage would be lost: take strategy='ddp' in a script."
+                "forked or spawned processes return the network in its initial shapes, so training that ends before "
+                "its last stage would be lost: use strategy='ddp' in a script."
             )
         if self._is_given:
             return
         if sharded:
             self._take_over(strategy, pl_module)
         elif is_overridden("configure_model", pl_module):
-            # Lightning calls it next, and asks that a second call does nothing.
+            # Lightning calls it again next, and requires that a second call does nothing.
             pl_module.configure_model()
-        self._open(pl_module, stage, partial(self._seen, trainer, pl_module, stage))
+        self._open(pl_module, stage, partial(self._inputs_in_step, trainer, pl_module, stage))
         self._shapes = shapes_of(self._find(pl_module, self._network))
         if stage == "fit":
             self._ended = False
             if self._saving is not None:
-                # The fit before ended with an error, behind which nothing is torn down.
+                # The previous fit raised an error, after which Lightning does not call `teardown`.
                 self._saving.remove()
                 self._put_back_batches()
             self._saving = Saving(pl_module, partial(self._on_save, pl_module))
             self._put_back_batches = change_batch_sizes(trainer, self._trigger)
 
     def _take_over(self, strategy: ModelParallelStrategy, module: LightningModule) -> None:
-        """Call `configure_model` in Lightning's place, and read a checkpoint's widths before its weights."""
+        """Call `configure_model` instead of Lightning, and load a checkpoint's widths before its weights."""
         self._put_back_sharding()
         configure, load = module.configure_model, strategy.load_checkpoint
         self._shard = ShardWithin(module, configure)
 
         def load_checkpoint(path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-            place = Path(strategy.broadcast(path))
-            rest = place / _REST if place.is_dir() else place
-            saved = torch.load(rest, "cpu", mmap=True, weights_only=weights_only).get("callbacks", {})
+            local = Path(strategy.broadcast(path))
+            file = local / _REST if local.is_dir() else local
+            saved = torch.load(file, "cpu", mmap=True, weights_only=weights_only).get("callbacks", {})
             if self.state_key in saved:
                 self.grower.load_state_dict(saved[self.state_key])
             return load(path, weights_only)
@@ -208,22 +210,23 @@ class Growth(GrowthCallback, Callback):
         strategy.load_checkpoint = load_checkpoint
         self._put_back_sharding = put_back
 
-    def _open(self, module: LightningModule, stage: str, seen: Callable[[nn.Module], Any]) -> Grower:
+    def _open(self, module: LightningModule, stage: str, capture: Callable[[nn.Module], Any]) -> Grower:
+        """Create the Grower for a stage, or reuse that of the stage before; `capture` returns example inputs."""
         network = self._find(module, self._network)
-        known = self.grower
-        # The network was only evaluated; a method that changed its weights' form has restored an ordinary one.
-        starts_over = known is not None and known.method.changes_storage and not self._is_seed
-        if known is not None and not starts_over and known.network is getattr(network, "_orig_mod", network):
-            known.reattach_hooks()
+        grower = self.grower
+        # The network was only evaluated; a method that changes how weights are stored has restored plain ones.
+        starts_over = grower is not None and grower.method.changes_storage and not self._is_seed
+        if grower is not None and not starts_over and grower.network is getattr(network, "_orig_mod", network):
+            grower.reattach_hooks()
             if stage == "fit":
-                # Another training begins at its own beginning.
-                known.clock = Clock()
+                # Every fit counts epochs and steps from zero.
+                grower.clock = Clock()
             if stage != "fit" or self._is_seed:
-                return known
-            # It was only evaluated so far, maybe at a checkpoint's widths.
-            known.restore_full_width()
-        example = seen(network) if self._example is None else self._example
-        # What is only evaluated keeps the weights that it has.
+                return grower
+            # It was only evaluated so far, possibly at a checkpoint's widths.
+            grower.restore_full_width()
+        example = capture(network) if self._example is None else self._example
+        # A network that is only evaluated keeps its weights.
         trigger = self._trigger if stage == "fit" else Never()
         path, self._is_seed = next(n for n, m in module.named_modules() if m is network), stage == "fit"
         self.grower = self._make(network, example, trigger, path and f"{path}.", self._is_seed, self._shard)
@@ -236,7 +239,7 @@ class Growth(GrowthCallback, Callback):
 
     @staticmethod
     def _follow(grower: Grower, copy: nn.Module) -> None:
-        # It may be at other widths than the network, which may have loaded a checkpoint already.
+        # Their widths differ if the network has loaded a checkpoint already.
         grower.resize_to(copy, grower.state)
         restore(copy, grower.graph, grower.state)
         grower.follow(copy)
@@ -244,8 +247,8 @@ class Growth(GrowthCallback, Callback):
     # Growing -----------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the optimizers, which exist by now, and averages that other callbacks keep."""
-        # A resumed run loads its own optimizer's state, maybe of a later stage.
+        """Attach the optimizers, and the weight averages of other callbacks."""
+        # A resumed run loads its own optimizer's state instead.
         if self._trained_optimizer is not None and len(trainer.optimizers) == 1 and trainer.ckpt_path is None:
             continue_optimizer(trainer.optimizers[0], self._trained_optimizer, self.grower)
             self._trained_optimizer = None
@@ -253,7 +256,7 @@ class Growth(GrowthCallback, Callback):
         self._follow_averages(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Call the parts' hooks on gradients, which Lightning computes inside the optimizer's step."""
+        """Call the parts' hooks on gradients; Lightning computes these inside the optimizer's step."""
         self.grower.before_step(optimizer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -270,23 +273,21 @@ class Growth(GrowthCallback, Callback):
         self._step(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Grow if the trigger says so; a run resumed at the end of an epoch starts with a batch."""
+        """Grow if the trigger says so; a run resumed at the end of an epoch starts here."""
         self._step(trainer)
 
     def _step(self, trainer: Trainer) -> None:
         events = self.grower.step(
             epoch=trainer.current_epoch, step=trainer.global_step, then=partial(renew_wrapper, trainer, self.grower)
         )
-        for event in events:
-            if self._on_event is not None:
-                self._on_event(trainer, event)
-        if events:
+        if self._on_event is None and events:
             self._log(trainer)
+        for event in events if self._on_event is not None else ():
+            self._on_event(trainer, event)
 
     def _log(self, trainer: Trainer) -> None:
-        if self._on_event is None and trainer.loggers:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics(self.grower), step=trainer.global_step)
+        for logger in trainer.loggers if self._on_event is None else ():
+            logger.log_metrics(metrics(self.grower), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turn the network into an ordinary one, and warn if it is not fully grown."""
@@ -295,7 +296,7 @@ class Growth(GrowthCallback, Callback):
             self._finish(self.grower)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Turn the network into an ordinary one after an evaluation, or a training without steps."""
+        """Turn the network into an ordinary one after an evaluation, or a fit without training steps."""
         if self._is_given:
             return
         if self._saving is not None:
@@ -303,11 +304,9 @@ class Growth(GrowthCallback, Callback):
             self._saving = None
         self._put_back_batches()
         self._put_back_sharding()
-        if stage == "fit" and not self._ended and trainer.global_step:
-            self._finish(self.grower)
-        elif stage != "fit" or not self._ended:
-            # Evaluated, or searched for a learning rate and not trained.
-            self._finish(self.grower, at_any_stage=True)
+        if stage != "fit" or not self._ended:
+            # Any stage is fine for an evaluation and the learning rate finder, which do not train.
+            self._finish(self.grower, at_any_stage=stage != "fit" or not trainer.global_step)
 
     # Checkpoints -------------------------------------------------------------------------------------------
 
@@ -321,13 +320,13 @@ class Growth(GrowthCallback, Callback):
         put_back_networks(self.grower, state_dict.get(_KEPT, {}))
 
     def _on_save(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # A checkpoint of pieces is loaded by the widths that the callback's state has, as a growing network's.
+        # A sharded checkpoint is loaded into a network that already has the widths in the callback's state.
         kept = {} if self._shard is not None else hold_plain_networks(self.grower, module, checkpoint)
         if "callbacks" in checkpoint:
             checkpoint["callbacks"][self.state_key][_KEPT] = kept
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Resize averages that other callbacks keep, before they load theirs."""
+        """Resize the averages of other callbacks before these load their state."""
         self._follow_averages(trainer, pl_module)
 
     def _follow_averages(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -361,7 +360,7 @@ class Growth(GrowthCallback, Callback):
         grower.finish(at_any_stage=True)
         return module
 
-    # What the network is called with -------------------------------------------------------------------------
+    # Example inputs ----------------------------------------------------------------------------------------
 
     @staticmethod
     def _find(module: LightningModule, name: str | None) -> nn.Module:
@@ -385,45 +384,53 @@ class Growth(GrowthCallback, Callback):
         example = module.example_input_array
         if example is None:
             raise UserError("give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32).")
-        call = partial(module, **example) if isinstance(example, dict) else partial(module, *_tuple(example))
-        found = captured(call, network, module)
-        return _tuple(example) if found is None else found
+        call = partial(module, **example) if isinstance(example, dict) else partial(module, *_as_tuple(example))
+        inputs = captured(call, network, module)
+        return _as_tuple(example) if inputs is None else inputs
 
-    def _seen(self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module) -> tuple[Any, ...]:
-        """Record the network's inputs in a training step on a few samples."""
+    def _inputs_in_step(
+        self, trainer: Trainer, module: LightningModule, stage: str, network: nn.Module
+    ) -> tuple[Any, ...]:
+        """Capture the network's inputs in a step of the stage on a few samples."""
         if module.example_input_array is not None:
             return self._example_inputs(module, network)
         stage = getattr(stage, "value", stage)
         loop = getattr(trainer, f"{stage}_loop")
         kind = f"{_STEPS[stage]}_step"
-        with torch.random.fork_rng():
-            batch = few_samples(loop._data_source.dataloader())
+        with draws_restored(module):
+            batch = _transferred(module, few_samples(loop._data_source.dataloader()))
         step = getattr(module, kind)
         arguments = (batch, 0)[: len(inspect.signature(step).parameters)]
         try:
             example = captured(partial(step, *arguments), network, module)
         except Exception as error:
             raise UserError(
-                f"Growth cannot see what the network is called with, as {kind} of a few samples ended before it "
-                f"({type(error).__name__}: {error}); give it an example of the network's input."
+                f"Growth cannot capture the network's input, because {kind} of a few samples failed before it was "
+                f"called ({type(error).__name__}: {error}); give Growth an example of its input."
             ) from error
         if example is None:
             raise UserError(f"{kind} does not call the network that is to grow; give Growth an example of its input.")
         return example
 
 
-def _tuple(example: Any) -> tuple[Any, ...]:
+def _transferred(module: LightningModule, batch: Any) -> Any:
+    """Move a batch to the module's device, with the hooks for it of the module or data module."""
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=module.device, dataloader_idx=0)
+
+
+def _as_tuple(example: Any) -> tuple[Any, ...]:
     return tuple(example) if isinstance(example, (tuple, list)) else (example,)
 
 
 def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
-    """Loss of the module's training step, which logs nothing."""
+    """Compute the loss of the module's training step without logging."""
     if not module.automatic_optimization:
         raise UserError(
-            "a module with manual optimization has no loss that another step could be done with: give the callback's "
-            "grower one as grower.provide(step_loss=...)."
+            "a module with manual optimization returns no loss to train extra steps with: give the callback's grower "
+            "one by grower.provide(step_loss=...)."
         )
-    arguments = (batch, 0)[: len(inspect.signature(module.training_step).parameters)]
+    arguments = (_transferred(module, batch), 0)[: len(inspect.signature(module.training_step).parameters)]
     silenced = {name: vars(module).get(name) for name in ("log", "log_dict")}
     try:
         for name in silenced:
@@ -440,13 +447,13 @@ def _step_loss(trainer: Trainer, module: LightningModule, batch: Any) -> Tensor:
 
 
 def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]:
-    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return what undoes it."""
+    """Set the data module's `batch_size` to the trigger's before each `train_dataloader`; return the undo function."""
     data = getattr(trainer, "datamodule", None)
     if not isinstance(trigger, At) or trigger.batch_sizes is None or len(set(trigger.batch_sizes)) == 1:
         return lambda: None
     sizes = trigger.batch_sizes
     if not hasattr(data, "batch_size"):
-        log.warning("the trigger's batch sizes %s are left out: the data module has no batch_size", sizes)
+        log.warning("the trigger's batch sizes %s are ignored: the data module has no batch_size", sizes)
         return lambda: None
     uneven = [size for size in sizes if size % trainer.world_size]
     if uneven:
@@ -473,7 +480,7 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
 
 
 def length(trainer: Trainer) -> tuple[float, float]:
-    """Largest numbers of epochs and optimizer steps of a training, `inf` if unknown.
+    """Return the maximum numbers of epochs and optimizer steps of a fit, `inf` if unknown.
 
     Assumes that all epochs have as many batches as the current one. With several optimizers only `max_steps` is used.
     """
@@ -492,13 +499,13 @@ def few_samples(loaders: Any) -> Any:
         batch = _indexed(loaders)
         if batch is not None:
             return batch
-    # Resumable loaders know where they are, and are not to begin later for it.
+    # Stateful loaders keep their position, so restore it: training must not start later.
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-    places = [(loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")]
+    positions = [(loader, loader.state_dict()) for loader in combined.flattened if hasattr(loader, "load_state_dict")]
     batch = next(islice(combined, 1))[0]
     combined.reset()
-    for loader, place in places:
-        loader.load_state_dict(place)
+    for loader, position in positions:
+        loader.load_state_dict(position)
     return batch
 
 
@@ -510,11 +517,11 @@ def _indexed(loader: DataLoader[Any]) -> Any:
         number = min(_PROBE, len(loader.dataset))  # type: ignore[arg-type]
         return loader.collate_fn([loader.dataset[index] for index in range(number)])
     except Exception:
-        # What is wrong with the data themselves shows when the loader is read.
+        # Errors in the data themselves are raised again when the loader is read.
         return None
 
 
-#: By network and name: the original value of each entry that was replaced by a plain one, to resume with.
+#: Network name -> tensor name -> the original value of an entry that was replaced by a plain one, to resume with.
 Kept = dict[str, dict[str, Tensor]]
 
 
@@ -528,7 +535,7 @@ class Saving:
     def __init__(self, module: LightningModule, then: Callable[[dict[str, Any]], None]) -> None:
         self._module, self._next = module, module.on_save_checkpoint
         self._then: Callable[[dict[str, Any]], None] | None = then
-        self._own = vars(module).get("on_save_checkpoint")
+        self._override = vars(module).get("on_save_checkpoint")
         module.on_save_checkpoint = self  # type: ignore[method-assign]
 
     def __call__(self, checkpoint: dict[str, Any]) -> None:
@@ -538,18 +545,18 @@ class Saving:
         self._next(checkpoint)
 
     def __reduce__(self) -> Any:
-        # A copy of the module is not trained.
+        # A copy of the module is not trained: it keeps its own hook.
         return getattr, (self._module, "on_save_checkpoint")
 
     def remove(self) -> None:
         """Restore the module's hook."""
         self._then = None
-        # Of two networks that grow, the one that stands in front may go first.
+        # If two networks of the module grow, their hooks may be removed in any order.
         while isinstance(first := vars(self._module).get("on_save_checkpoint"), Saving) and first._then is None:
-            if first._own is None:
+            if first._override is None:
                 del self._module.on_save_checkpoint
             else:
-                self._module.on_save_checkpoint = first._own
+                self._module.on_save_checkpoint = first._override
 
 
 def hold_plain_networks(grower: Grower, module: LightningModule, checkpoint: dict[str, Any]) -> Kept:
@@ -590,35 +597,33 @@ def _networks(grower: Grower) -> dict[str, nn.Module]:
 def _networks_in(
     grower: Grower, module: LightningModule, checkpoint: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str, nn.Module]]:
-    """Yield each growing network in a checkpoint: the entry, the path in it, the network's name, and itself.
+    """Yield each growing network in a checkpoint: the checkpoint's key, the path below it, the network's name, itself.
 
-    Averages of the module contain networks at the module's paths.
+    Averages of the whole module have networks at the same paths as the module.
     """
     networks = _networks(grower)
-    paths = {path for path, part in module.named_modules() if any(part is own for own in networks.values())}
+    paths = {path for path, part in module.named_modules() if any(part is each for each in networks.values())}
     for key, state in checkpoint.items():
-        if not isinstance(state, Mapping):
-            continue
-        for path in sorted(paths):
+        for path in sorted(paths) if isinstance(state, Mapping) else ():
             for name, network in networks.items():
                 if _is_of(state, path, network):
                     yield key, path, name, network
 
 
 def _is_of(state: Mapping[str, Any], path: str, network: nn.Module) -> bool:
-    """Return True if a state_dict has exactly this network's parameters at a path."""
-    own = {f"{path}.{name}" if path else name: p for name, p in network.named_parameters() if p.numel()}
-    found = ((state.get(name), p) for name, p in own.items() if name in state)
-    return any(isinstance(t, Tensor) and t.data_ptr() == p.data_ptr() for t, p in found)
+    """Return True if the entries of a state_dict at a path share memory with this network's parameters."""
+    parameters = {f"{path}.{name}" if path else name: p for name, p in network.named_parameters() if p.numel()}
+    saved = ((state.get(name), p) for name, p in parameters.items())
+    return any(isinstance(t, Tensor) and t.data_ptr() == p.data_ptr() for t, p in saved)
 
 
 def _with_metadata(state: Any, path: str, network: nn.Module) -> Any:
-    """Return the state_dict with the network's metadata, if a callback has dropped it."""
+    """Return the state_dict with the network's metadata, which a callback may have dropped."""
     if not hasattr(state, "_metadata"):
         state = OrderedDict(state)
         vars(state)["_metadata"] = OrderedDict()
-    about = vars(network.state_dict())["_metadata"].get("", {})
-    vars(state)["_metadata"].setdefault(path, dict(about))
+    metadata = vars(network.state_dict())["_metadata"].get("", {})
+    vars(state)["_metadata"].setdefault(path, dict(metadata))
     return state
 
 
@@ -630,22 +635,24 @@ def shapes_of(network: nn.Module) -> dict[str, torch.Size]:
 def averages(
     callbacks: Iterable[Callback], network: nn.Module, shapes: Mapping[str, torch.Size], known: Iterable[nn.Module]
 ) -> Iterator[nn.Module]:
-    """Find copies of the network in modules of callbacks, such as Lightning's weight averages.
+    """Yield the copies of the network in modules of callbacks, such as Lightning's weight averages.
 
-    `shapes` are the network's at the time of the callbacks' `setup`; `known` are the trained module and copies found
-    before, which callbacks may reference too.
+    `shapes` are the network's at the time of the callbacks' `setup`; `known` are the trained module and the copies
+    that are followed already, which callbacks may reference too.
 
     Raises:
         UserError: Lightning made an average before the network became a seed.
     """
     seen = {id(module) for each in known for module in each.modules()}
     for callback in callbacks:
-        kept_modules = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
-        for copy in (module for value in kept_modules for module in value.modules() if id(module) not in seen):
-            theirs = shapes_of(copy) if type(copy) is type(network) else {}
-            if theirs == shapes:
+        attributes = [value for value in vars(callback).values() if isinstance(value, nn.Module)]
+        for copy in (module for value in attributes for module in value.modules() if id(module) not in seen):
+            copy_shapes = shapes_of(copy) if type(copy) is type(network) else {}
+            if copy_shapes == shapes:
                 yield copy
-            elif theirs.keys() == shapes.keys() and isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            elif copy_shapes.keys() == shapes.keys() and isinstance(
+                callback, (StochasticWeightAveraging, WeightAveraging)
+            ):
                 name = type(callback).__name__
                 raise UserError(
                     f"{name} has copied the network before it became a seed: put Growth before it, "

@@ -1,4 +1,4 @@
-"""Growth in Hugging Face's Trainer: a callback for any model that it trains."""
+"""Callback that grows a model while Hugging Face's Trainer trains it."""
 
 import importlib
 import logging
@@ -32,16 +32,15 @@ with needs("Growth in Hugging Face's Trainer", how_to_install("transformers")):
 
 log = logging.getLogger(__name__)
 
-# Stored next to the Trainer's files in a checkpoint.
+# File in the Trainer's checkpoints with the weights to resume with and the state of parts.
 _FILE = "growlab.pt"
 
 
 class Growth(GrowthCallback, TrainerCallback, ExportableState):
     """Grows the Trainer's model, or a submodule of it, while it trains.
 
-    The model becomes a seed when the Trainer is constructed with the callback: `Trainer(callbacks=[...])`. Resume
-    checkpoints with `trainer.train(resume_from_checkpoint=...)`; at the end the model has the shapes of its full
-    configuration again.
+    The model is narrowed to a seed when the Trainer is constructed: `Trainer(callbacks=[Growth(...)])`. Resume with
+    `trainer.train(resume_from_checkpoint=...)`. At the end the model has the shapes of its configuration again.
 
     Args:
         network: name of the submodule to grow; "" for the model itself.
@@ -50,7 +49,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         parts: features besides growing; see `growlab.parts`.
         example: the network's input, tuple of positional inputs or dict of inputs, [B, ...] with B >= 2; None: the
             model's `dummy_inputs`.
-        seed: of all random draws of growth.
+        seed: seed of all random draws of growth.
         optimizer_state: see `growlab.optim.follow`.
         anneal_steps: see `growlab.Grower`.
         verbose: log a line for each event.
@@ -59,13 +58,13 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             its widths, {0: "small", 10: 1.0}; None: growth before the first batch.
 
     Attributes:
-        grower: the engine, once the Trainer is made.
+        grower: the engine, once the Trainer is constructed.
         events: all growth events so far.
 
     Raises:
         UserError: an argument is invalid.
 
-    The Trainer's log (`trainer.state.log_history`) has stage, number of parameters and widths in each entry.
+    Each entry of the Trainer's log (`trainer.state.log_history`) has the stage, number of parameters and widths.
     """
 
     def __init__(
@@ -91,30 +90,30 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        """Trace the model and make it a seed.
+        """Trace the model and narrow it to a seed.
 
         Raises:
             UserError: growth does not support a setting of the Trainer, or the model cannot be traced.
         """
         if args.n_gpu > 1:
             raise UserError(
-                f"one process would train on {args.n_gpu} GPUs (torch.nn.DataParallel), copying the model for each "
-                f"batch; start one process for each: torchrun --nproc_per_node={args.n_gpu} your_program.py, or let it "
-                "see one GPU: CUDA_VISIBLE_DEVICES=0."
+                f"one process would train on {args.n_gpu} GPUs by torch.nn.DataParallel, which growth cannot support; "
+                f"start one process per GPU: torchrun --nproc_per_node={args.n_gpu} your_program.py, or use one GPU: "
+                "CUDA_VISIBLE_DEVICES=0."
             )
         if model is None:
             raise UserError("growth needs the Trainer's model: give it as model=, not as model_init=.")
         if args.deepspeed:
             raise UserError(
-                "DeepSpeed shares parameters out in flat buffers, which growth cannot resize: shard the model with "
-                "FSDP2 (fsdp=True), or train with DistributedDataParallel (torchrun alone)."
+                "DeepSpeed shards parameters in flat buffers, which growth cannot resize: shard the model with FSDP2 "
+                "(fsdp=True), or train with DistributedDataParallel (torchrun alone)."
             )
         if args.fsdp:
             self._shard = _sharding(args, model)
         if args.restore_callback_states_from_checkpoint:
             raise UserError(
-                "restore_callback_states_from_checkpoint recreates callbacks from plain arguments, which a growth "
-                "method is not; leave it out, as Growth restores itself."
+                "restore_callback_states_from_checkpoint recreates callbacks from JSON, which has no growth method; "
+                "leave it out, as Growth restores its own state."
             )
         network = model.get_submodule(self._network)
         example = self._example
@@ -126,13 +125,13 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         prefix = self._network and f"{self._network}."
         self.grower = self._make(network, example, self._trigger, prefix, shard=self._shard)
         if self._shard is not None and args.resume_from_checkpoint:
-            # A sharded network has to have a checkpoint's widths before the Trainer loads it.
+            # The Trainer can load a sharded checkpoint only into a network of the same widths.
             self._resume_from(Path(args.resume_from_checkpoint))
         if is_adapted(model):
             self._load_base_first(model, self.grower.network)
 
     def _load_base_first(self, model: Any, network: nn.Module) -> None:
-        """Load a checkpoint's base model, and with it the widths, before the Trainer loads its adapters."""
+        """Patch `load_adapter`: load a checkpoint's base model, which has the widths, before its adapters."""
         load = type(model).load_adapter
 
         def load_adapter(folder: Any, *args: Any, **named: Any) -> Any:
@@ -154,7 +153,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     ) -> None:
         """Attach the optimizer, and restore the state of growth from a checkpoint."""
         if self.grower is None:
-            raise UserError("give Growth to the Trainer as it is made: Trainer(..., callbacks=[Growth(...)]).")
+            raise UserError("pass Growth to the Trainer's constructor: Trainer(..., callbacks=[Growth(...)]).")
         saved, self.grower.clock = self._saved_in(state), Clock()
         if state.global_step and saved:
             self._resume(self.grower, saved, _resumed(args, state))
@@ -164,8 +163,8 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             self.grower.follow(optimizer, state=self._optimizer_state)
         self._announce(self.grower, state.num_train_epochs, state.max_steps)
         if model is not None:
-            whole = getattr(model, "module", model)
-            self._provide_steps(self.grower, lambda: train_dataloader, lambda batch: whole(**batch)["loss"])
+            unwrapped = getattr(model, "module", model)
+            self._provide_steps(self.grower, lambda: train_dataloader, lambda batch: unwrapped(**batch)["loss"])
         if args.world_size > 1 and model is not None and self._shard is None:
             self._wrapper = wrapper_of(model)
             if self._wrapper is None:
@@ -183,7 +182,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Add stage, number of parameters and widths to what the Trainer logs."""
+        """Add the stage, number of parameters and widths to the Trainer's log."""
         if self.grower is not None and logs is not None and state.log_history:
             logs.update(metrics(self.grower))
             state.log_history[-1].update(metrics(self.grower))
@@ -191,9 +190,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, model: nn.Module | None = None, **_: Any
     ) -> None:
-        """Make the checkpoint's model a plain one, which `from_pretrained` loads at full width.
+        """Replace the checkpoint's model by a plain one, which `from_pretrained` loads at full width.
 
-        The original weights, to resume with, and the state of parts are stored in a separate file of the checkpoint.
+        The original weights, to resume with, and the state of parts go to a separate file of the checkpoint.
         """
         if self.grower is None or not args.should_save:
             return
@@ -203,7 +202,7 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             if self._shard is None:
                 plain, kept = self.grower.plain_tensors(self.grower.network)
         except UserError as error:
-            log.warning("%s is for resuming alone: %s", folder, error)
+            log.warning("%s can only be used to resume: %s", folder, error)
         if is_adapted(model):
             # The Trainer saves only the adapters.
             kept = dict(self.grower.network.state_dict())
@@ -214,12 +213,12 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             if plain is not None:
                 others = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
                 tensors = {**others, **{prefix + k: t for k, t in plain.items()}}
-            # By their own names, by which the Trainer loads them.
+            # The Trainer loads tensors by the model's names, not by those of the original format.
             model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
         if kept or self.grower.parts or self.grower.state.constants:
             saved = self.grower.state_dict()
-            own = {"kept": kept, "parts": saved["parts"], "constants": saved["growth"]["constants"]}
-            torch.save({**own, "mark": self._mark}, folder / _FILE)
+            content = {"kept": kept, "parts": saved["parts"], "constants": saved["growth"]["constants"]}
+            torch.save({**content, "mark": self._mark}, folder / _FILE)
 
     def on_train_end(
         self,
@@ -240,13 +239,13 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
             folder = Path(state.best_model_checkpoint)
             if not self._resume_from(folder):
                 raise UserError(
-                    f"load_best_model_at_end took {folder}, which was written without Growth or is gone: the model may "
-                    "be of no stage; resume from the last checkpoint without load_best_model_at_end."
+                    f"load_best_model_at_end loaded {folder}, which was written without Growth or is gone: the model's "
+                    "widths are unknown; resume from the last checkpoint without load_best_model_at_end."
                 )
         self._finish(self.grower)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of growth without tensors, for trainer_state.json; called before `on_save`."""
+        """Return the state of growth for trainer_state.json, without tensors; called before `on_save`."""
         if self.grower is None:
             return {"args": {}, "attributes": {}}
         saved = self.grower.state_dict()
@@ -259,9 +258,9 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         return saved
 
     def _resume_from(self, folder: Path) -> bool:
-        """Restore the state of growth that a checkpoint has, and return True if it has one."""
-        written = folder / TRAINER_STATE_NAME
-        saved = self._saved_in(TrainerState.load_from_json(str(written))) if written.is_file() else {}
+        """Restore the state of growth from a checkpoint; return False if it has none."""
+        path = folder / TRAINER_STATE_NAME
+        saved = self._saved_in(TrainerState.load_from_json(str(path))) if path.is_file() else {}
         if saved:
             self._resume(self.grower, saved, folder)
         return bool(saved)
@@ -273,60 +272,60 @@ class Growth(GrowthCallback, TrainerCallback, ExportableState):
         parts = extra.get("parts", {part.name: part.state_dict() for part in grower.parts})
         growth = {**saved["growth"], "constants": extra.get("constants", {})}
         grower.load_state_dict({**saved, "growth": growth, "parts": parts})
-        # Sharded checkpoints have the weights that training continues with.
+        # Sharded checkpoints have the original weights themselves.
         if not extra and (grower.parts or (self._shard is None and _multiplied(grower))):
             raise UserError(
                 f"{folder / _FILE} is missing or of another run, and training cannot be resumed without it: resume "
-                "from a checkpoint in the Trainer's output_dir, or give its folder as "
+                "from a checkpoint in the Trainer's output_dir, or pass its folder as "
                 "TrainingArguments(resume_from_checkpoint=...) too."
             )
         put_back(grower.network, extra.get("kept", {}))
 
 
 def _sharding(args: TrainingArguments, model: nn.Module) -> Shard:
-    """Function by which accelerate shards the Trainer's model; raise if FSDP2 or a setting rules growth out."""
+    """Return the function by which accelerate shards the Trainer's model; raise if growth does not support it."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
     if not getattr(state, "is_fsdp2", False):
         raise UserError(
-            "fsdp= shards the model by FSDP1, or not at all as on the CPU, which growth does not support: set "
-            "version 2 in fsdp_config, with an accelerator."
+            "fsdp= would use FSDP1, or no sharding on a CPU, which growth does not support: set version 2 in "
+            "fsdp_config, and train on an accelerator."
         )
     plugin = state.fsdp_plugin
     unsupported = {
-        "state_dict_type FULL_STATE_DICT in fsdp_config, which loses growth's entries as it is loaded: set "
+        "state_dict_type FULL_STATE_DICT in fsdp_config, which drops growth's entries on loading: set "
         "SHARDED_STATE_DICT": "FULL" in str(plugin.state_dict_type),
         "activation_checkpointing in fsdp_config: set gradient_checkpointing=True": plugin.activation_checkpointing,
         "cpu_ram_efficient_loading in fsdp_config": plugin.cpu_ram_efficient_loading,
         "load_best_model_at_end": args.load_best_model_at_end,
         "adapters of PEFT": is_adapted(model),
     }
-    if given := [name for name, setting in unsupported.items() if setting]:
-        raise UserError(f"growth of a model that fsdp= shards does not support {given[0]}.")
-    from accelerate.utils import fsdp2_prepare_model  # as new as FSDP2 there
+    if used := [name for name, setting in unsupported.items() if setting]:
+        raise UserError(f"growth of a model that fsdp= shards does not support {used[0]}.")
+    from accelerate.utils import fsdp2_prepare_model  # absent from versions without FSDP2
 
-    # The constructor would replace the Trainer's settings for accumulated gradients.
+    # The constructor would override the Trainer's gradient accumulation.
     accelerator = Accelerator.__new__(Accelerator)
     accelerator.state = state
     return ShardWithin(model, partial(fsdp2_prepare_model, accelerator, model))
 
 
 def _extra(folder: Path) -> dict[str, Any]:
-    """Load the file that `on_save` has written into a checkpoint, or {}."""
+    """Load the file that `on_save` wrote into a checkpoint; {} if it does not exist."""
     path = folder / _FILE
     return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
 
 
 def _resumed(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the checkpoint that the Trainer resumes from, if callbacks can know it."""
-    given = args.resume_from_checkpoint
-    return Path(given) if isinstance(given, str) and Path(given).is_dir() else _folder(args, state)
+    """Return the checkpoint that the Trainer resumes from, as far as callbacks can know it."""
+    path = args.resume_from_checkpoint
+    return Path(path) if isinstance(path, str) and Path(path).is_dir() else _folder(args, state)
 
 
 def _multiplied(grower: Grower) -> bool:
-    """Return True if a plain network's weights differ from those that training continues with."""
+    """Return True if the plain network's weights differ from those to resume with."""
     try:
         return bool(grower.plain_tensors(grower.network)[1])
     except UserError:
@@ -334,9 +333,9 @@ def _multiplied(grower: Grower) -> bool:
 
 
 def _renames(model: PreTrainedModel) -> bool:
-    """Return True if `save_pretrained` writes tensors under other names, which the Trainer does not load again.
+    """Return True if `save_pretrained` writes tensors under other names, which the Trainer does not load on resuming.
 
-    transformers 5.23 resumes a ViT or a Mixtral without them; it has no public function for the names.
+    This is so for a ViT or a Mixtral in transformers 5.23, which has no public function for the names.
     """
     loading: Any = importlib.import_module("transformers.core_model_loading")
     tensors = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items()}

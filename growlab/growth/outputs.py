@@ -420,7 +420,7 @@ def find_caches(network: nn.Module, probe: tuple[Any, ...]) -> list[Any]:
             values = [each.contents() for each in kept]
             _run(network, probe)
             for each, once in zip(kept, values, strict=True):
-                each.leave_out_what_changes_from(once)
+                each.drop_entries_that_differ(once)
         _caches[network] = kept, [each.shapes() for each in kept]
     return outputs
 

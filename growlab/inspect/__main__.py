@@ -1,9 +1,9 @@
-"""`python -m growlab widths MODEL`: report which parts of a network can grow, which cannot and why, and how exactly.
+"""`python -m growlab widths MODEL`: report which parts of a network can grow and how exactly, which cannot, and why.
 
 MODEL is `growlab/NAME`, `torchvision/NAME`, `timm/NAME`, `transformers/MODEL_TYPE` (a small network made from a
 configuration), or `package.module:factory` with `--input-shape C,H,W`.
 Exit code 1: a network was refused or did not grow exactly; 2: there is no such network.
-A matrix also takes `torchvision/*` and `timm/*` (the smallest network of each family) and `transformers/*`.
+A matrix also takes `torchvision/*`, `timm/*` (the smallest network of each family) and `transformers/*`.
 """
 
 import json
@@ -24,14 +24,14 @@ def describe(report: Report) -> str:
         return f"{report.model}: refused\n  {report.error}"
     lines = [
         f"{report.model}: {count_groups(report.groups)}, traced in {report.trace_sec:.1f} s",
-        f"  parameters  {report.full_params:,}, of which {report.growing_share:.0%} lie in tensors that grow; "
+        f"  parameters  {report.full_params:,}, of which {report.growing_share:.0%} are in tensors that grow; "
         f"the seed has {report.seed_params:,}",
         f"  FLOPs       {report.full_flops:,} {'a sample forward' if report.samples > 1 else 'forward'}; "
         f"the seed needs {report.seed_flops:,}",
         *report_lines(report.groups, report.steps, report.last, report.tied, report.fixed),
     ]
-    for name, found in report.parts.items():
-        lines += [f"  {title:<11} {line}" for title, line in zip([name, *[""] * len(found)], found, strict=False)]
+    for name, notes in report.parts.items():
+        lines += [f"  {title:<11} {line}" for title, line in zip([name, *[""] * len(notes)], notes, strict=False)]
     if report.parity:
         shapes = ", ".join("x".join(map(str, shape)) for shape in report.probe)
         lines += [
@@ -50,7 +50,7 @@ def describe(report: Report) -> str:
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Report on the models of a command line; return 1 if one does not grow exactly."""
+    """Report on the models of a command line; return 1 if any does not grow exactly."""
     parser = CommandParser(
         prog="growlab widths",
         description=__doc__,
@@ -58,15 +58,15 @@ def main(arguments: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("models", nargs="+", metavar="MODEL")
-    add("--input-shape", type=sizes, metavar="C,H,W", help="of one sample that the network takes")
-    passed = "operations growth need not pass"
-    add("--keep-full", action="extend", nargs="+", default=[], metavar="OP", help=passed)
+    add("--input-shape", type=sizes, metavar="C,H,W", help="shape of one sample")
+    keep_full = "operations without a channel rule; their input channels keep full width"
+    add("--keep-full", action="extend", nargs="+", default=[], metavar="OP", help=keep_full)
     add("--methods", default=",".join(USUAL), help=f"growth methods, with commas: {', '.join(METHODS)}")
     add("--json", action="store_true", help="print the report as JSON")
-    apart = "examine each model in its own process and write FILE.md and FILE.json; resumes from these files"
-    add("--matrix", type=Path, metavar="FILE", help=apart)
+    matrix_help = "examine each model in its own process and write FILE.md and FILE.json; resumes from these files"
+    add("--matrix", type=Path, metavar="FILE", help=matrix_help)
     add("--time-limit", type=amount, default=60.0, metavar="SEC", help="CPU seconds for each model of a matrix (60)")
-    add("--memory-limit", type=amount, metavar="GB", help="for each model of a matrix")
+    add("--memory-limit", type=amount, metavar="GB", help="memory limit for each model of a matrix")
     add("--jobs", type=count, default=1, metavar="N", help="processes of a matrix (1)")
     args = parser.parse_args(arguments)
     methods = args.methods.split(",")
@@ -74,9 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"no growth method {', '.join(unknown)}; there are {', '.join(METHODS)}.")
     if args.matrix is not None:
         if args.json or args.keep_full:
-            raise UserError(
-                "--matrix writes both files, with the same settings for all: leave --json, --keep-full out."
-            )
+            raise UserError("--matrix does not support --json, as it writes both files, or --keep-full.")
         limits = (args.time_limit, args.memory_limit, args.jobs)
         matrix(expand(args.models), args.matrix, methods, args.input_shape, *limits)
         return 0

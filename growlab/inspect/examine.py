@@ -1,4 +1,4 @@
-"""Trace a network, grow it on random data, and measure the parity of its outputs; a table of this for many."""
+"""Trace a network, grow it on random data, and measure the parity of its outputs; a table of such reports."""
 
 import importlib.metadata
 import json
@@ -47,21 +47,23 @@ METHODS: Mapping[str, type[growth.GrowthMethod]] = {
     "lemon": growth.Lemon,
     "random": growth.RandomGrowth,
 }
-#: Methods that are tried by default.
+#: Default methods.
 USUAL = ("ours", "pairs", "net2net", "random")
-# Sides that parity is tried at before the network's own image size: the statement is about weights, and float64
-# convolutions over whole images would take most of the time.
+# Image sizes to try for measuring parity, before the network's own: the result depends on the weights, and float64
+# convolutions over full images would take most of the time.
 _SMALL_SIDES = (96, 128)
-# Share of the parameters that has to be in growing tensors for a network to count as growing.
+#: Fraction of the parameters that must be in growing tensors for a network to count as growing.
 ENOUGH = 0.5
-# Share from which a network counts as growing nearly completely.
+#: Fraction from which a network counts as growing nearly completely.
 NEARLY_ALL = 0.9
+#: Relative change of the outputs in float64 up to which growth counts as exact.
 EXACT = 1e-10
-# Wall time limit as a multiple of the CPU limit: a process that has not used up its CPU time by then hangs.
+# Wall time limit as a multiple of the CPU time limit: a process that has not used its CPU time by then hangs.
 _WALL_PER_CPU = 30
 _PRELOAD = ["growlab.inspect.examine", "torchvision.models", "timm", "transformers"]
+# Standard deviation, relative to fan-in scaling, below which a weight counts as nearly zero.
 _QUIET = 0.3
-# Relative difference in float32 above which a row computed alone counts as different.
+# Relative difference in float32 up to which a row computed alone counts as equal.
 _SAME = 1e-2
 
 
@@ -70,19 +72,19 @@ class Report:
     """Result of examining one network.
 
     Attributes:
-        error: why it was refused or what went wrong; None if it grows to full width.
-        steps: name -> number of channels that the group's first layer gains per unit of width: those of a head, or one
-            for every group of a grouped convolution. Left out if it is 1.
+        error: reason why it was refused, or error; None if it grows to full width.
+        steps: group -> number of channels that its first layer gains per unit of width: those of a head, or one for
+            every group of a grouped convolution. Missing if it is 1.
         fixed: module path -> reason why its channels keep their width.
         last: modules of the last affine layers, such as the classifier -> True if the scale of their output may change.
         tied: modules of embeddings whose tables are output layers too; rules for last layers do not apply to them.
-        seed_flops: forward FLOPs of the seed per sample, or of the example where its rows are not samples.
+        seed_flops: forward FLOPs of the seed per sample, or of the whole example if its rows are not samples.
         samples: number of samples in the example; 1 if its rows are not samples.
         event_sec: CPU seconds of the longest growth event, including its checks in float64.
         probe: shapes of the inputs that parity was measured on.
-        parts: part's name -> lines that it reports about the network.
-        parity: method -> largest relative output error over the stages, in eval and train mode, and of the
-            network as the library builds it once the grown state_dict is loaded into it ("loaded").
+        parts: name of a part -> lines that it reports about the network.
+        parity: method -> largest relative output error over the stages in eval and train mode, and the error of the
+            library's full-width network after loading the grown state_dict ("loaded").
     """
 
     model: str
@@ -140,7 +142,7 @@ def examine(
     report.last = graph.last_layers
     report.tied = [layer_name(weight) for weight in graph.tied_outputs]
     if parts:
-        examined = {one.name: one.examine(network, inputs) for one in available() if hasattr(one, "examine")}
+        examined = {part.name: part.examine(network, inputs) for part in available() if hasattr(part, "examine")}
         report.parts = {name: lines for name, lines in examined.items() if lines}
     tensors = dict(network.named_parameters())
     report.full_params = sum(p.numel() for p in tensors.values())
@@ -151,7 +153,7 @@ def examine(
     _count(report, network, graph, widths[0], inputs)
     if not graph.groups:
         return report
-    # Samples interact in batch statistics only: without them one is enough.
+    # One sample is enough if there are no batch statistics, in which samples interact.
     inputs = sample if all(norm.per_sample for norm in graph.norms) else inputs
     double = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, inputs)
     probe = _probe(network, graph, widths[0], double)
@@ -169,7 +171,7 @@ def examine(
 def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple[Any, ...]]:
     """Return the number of samples and the inputs of the first one; 1 and all inputs if rows are not samples.
 
-    An input has a row for each sample if it has as many rows as the output (edges [2, E] of a graph have not).
+    An input has a row for each sample if it has as many rows as the output, unlike the edges [2, E] of a graph.
     """
     network.eval()
     try:
@@ -181,9 +183,8 @@ def _one_sample(network: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, tuple
     except FAILURES:
         return 1, inputs
     shapes = [(1, *x.shape[1:]) for x in whole if x.dim()]
-    if rows < 2 or [tuple(x.shape) for x in alone] != shapes:
-        return 1, inputs
-    same = all(relative_error(x[:1], one) < _SAME for one, x in zip(alone, whole, strict=True))
+    same = rows > 1 and [tuple(x.shape) for x in alone] == shapes
+    same = same and all(relative_error(x[:1], row) < _SAME for row, x in zip(alone, whole, strict=True))
     return (rows, first) if same else (1, inputs)
 
 
@@ -200,17 +201,17 @@ def _count(
 def _probe(
     network: nn.Module, graph: WidthGraph, seed_widths: Mapping[str, int], inputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Return the inputs, or smaller images if the network runs on them at its full width and at that of its seed."""
+    """Return the inputs, or smaller images if the network runs on them at full and at seed width."""
     image = next(iter(inputs), None)
     if len(inputs) > 1 or named_in(inputs) or not isinstance(image, Tensor) or image.dim() != 4:
         return inputs
-    # Device meta does not notice every kernel that is larger than its image.
+    # Run for real: the meta device does not check all kernels against the size of the image.
     narrow = copied(network.double())
     resize(narrow, graph, graph.full_widths, seed_widths)
     with Lightened(network, (image,)):
         for side in _SMALL_SIDES:
             small = image[..., :side, :side]
-            if small.shape[-1] < image.shape[-1] and all(_runs(one, small) for one in (network, narrow)):
+            if small.shape[-1] < image.shape[-1] and _runs(network, small) and _runs(narrow, small):
                 return (small,)
     return inputs
 
@@ -252,11 +253,11 @@ def _parity(
 
 
 def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
-    """Imitate training: perturb what starts at 0 or 1 (biases, norms, layer scales, statistics).
+    """Imitate training: perturb parameters and statistics that start at 0 or 1 (biases, norms, layer scales).
 
-    Weights that start so small that their layer would hardly affect the output are drawn at full size. Running
-    statistics of batch normalisation become the probe's: with wrong ones activations grow from layer to layer, and a
-    hundred such layers turn rounding into errors of 1e-9.
+    Weights that start so small that their layer would hardly affect the output are drawn at full scale. Running
+    statistics of batch normalisation become the probe's: with others, activations would grow from layer to layer, and a
+    hundred layers would turn rounding into errors of 1e-9.
     """
     source = torch.Generator().manual_seed(1)
 
@@ -264,7 +265,7 @@ def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
         return torch.randn(tensor.shape, generator=source, dtype=torch.float64).to(tensor)
 
     with torch.no_grad():
-        # Some are empty, such as a table of no register tokens.
+        # Some parameters are empty, such as a table of no register tokens.
         for parameter in filter(torch.numel, network.parameters()):
             if max(parameter.shape, default=1) == parameter.numel():
                 parameter.add_(0.1 * noise(parameter))
@@ -281,7 +282,7 @@ def _roughen(network: nn.Module, probe: tuple[Any, ...]) -> None:
 def _take_statistics(network: nn.Module, probe: tuple[Any, ...]) -> None:
     norms = [m for m in network.modules() if isinstance(m, (_BatchNorm, _InstanceNorm))]
     momenta = [norm.momentum for norm in norms]
-    # Nothing else in train mode: layers that are dropped at random would leave statistics of other activations.
+    # Only normalisations are in train mode: with layers dropped at random, statistics would be those of others.
     network.eval()
     for norm in norms:
         norm.train().momentum = 1.0
@@ -299,9 +300,9 @@ def matrix(
     memory_limit_gb: float | None = None,
     jobs: int = 1,
 ) -> list[Report]:
-    """Examine networks, write FILE.json and FILE.md after each one, and resume from such a file.
+    """Examine networks, write FILE.json and FILE.md after each network, and resume from these files.
 
-    Each network has a process with `time_limit_sec` seconds of CPU time, without the import of libraries, and
+    Each network has its own process, with limits of `time_limit_sec` seconds of CPU time, not counting imports, and
     `memory_limit_gb` of private memory; None: no limit.
     """
     done = {report.model: report for report in _read(file.with_suffix(".json"))}
@@ -309,11 +310,11 @@ def matrix(
     context.set_forkserver_preload(_PRELOAD)
     lock = Lock()
 
-    def one(name: str) -> None:
+    def run(name: str) -> None:
         limits = (time_limit_sec, memory_limit_gb)
-        report = _examine_apart(context, limits, name, input_shape, methods)
+        report = _examine_in_process(context, limits, name, input_shape, methods)
         if report.error is not None:
-            # Leave out this machine's path of installed packages.
+            # Remove this machine's path of installed packages.
             report.error = re.sub(r'"[^"]*/site-packages/', '"', report.error)
         with lock:
             done[name] = report
@@ -322,11 +323,11 @@ def matrix(
             print(_row(report), flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, [name for name in names if name not in done]))
+        list(pool.map(run, [name for name in names if name not in done]))
     return [done[name] for name in names]
 
 
-def _examine_apart(context: Any, limits: tuple[float, float | None], name: str, *settings: Any) -> Report:
+def _examine_in_process(context: Any, limits: tuple[float, float | None], name: str, *settings: Any) -> Report:
     """Examine a network in a process with limits of CPU seconds and GB."""
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sending, *limits, name, *settings))
@@ -365,7 +366,7 @@ def _child(
     torch.set_num_threads(1)
     try:
         report = examine(name, input_shape, methods=methods, parts=False)
-    except Exception as error:  # whatever a library raises is this network's row, not the matrix's end
+    except Exception as error:  # any error of a library goes into the network's row
         report = Report(name, error=f"{type(error).__name__}: {first_line(error)}")
     sending.send(report)
 
@@ -376,7 +377,7 @@ def _read(path: Path) -> list[Report]:
     try:
         return [Report(**row) for row in json.loads(path.read_text())["networks"]]
     except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise UserError(f"{path} contains no matrix to resume; move it away or name another file.") from error
+        raise UserError(f"{path} contains no matrix to resume from; move it away or name another file.") from error
 
 
 def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None:
@@ -397,7 +398,7 @@ def _write(file: Path, reports: Sequence[Report], time_limit_sec: float) -> None
 def matrix_table(reports: Sequence[Report]) -> str:
     """Format the matrix as Markdown: counts per library, then one row per network."""
     lines = [
-        f"A network counts when at least {ENOUGH:.0%} of its parameters lie in tensors that grow, the relative change "
+        f"A network counts when at least {ENOUGH:.0%} of its parameters are in tensors that grow, the relative change "
         f"of its output in eval mode is at most {EXACT:.0e} (float64) at every event, and the full-width state_dict "
         "loads strictly into the network as its library builds it, with the same outputs.",
         "",
@@ -437,7 +438,7 @@ def _row(report: Report, methods: Sequence[str] | None = None) -> str:
 
 
 def _reasons(report: Report) -> str:
-    """Summarise why layers stay at full width by the most frequent reasons, except that they are the output."""
+    """List the most frequent reasons why layers stay at full width, except that of the output layer."""
     counts = Counter(why.partition(": ")[0] for why in report.fixed.values())
     del counts["the network's output"]
     return "; ".join(f"{reason} ({n})" for reason, n in counts.most_common(3))

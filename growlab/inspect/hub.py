@@ -1,4 +1,4 @@
-"""Create networks by name: growlab's, torchvision's, timm's, small ones of transformers, and any factory's."""
+"""Create networks by name: from growlab, torchvision, timm, transformers (small ones) or any factory."""
 
 import contextlib
 import importlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 # Keys under which training scripts save a network's state_dict.
 _NESTED = ("state_dict", "model")
 _NUM_CLASSES = 1000
-# In train mode the kernel of its auxiliary head is too large for 224 pixels.
+# Image sizes other than 224. In train mode the auxiliary head needs larger images.
 _SIDES = {"inception_v3": 299}
 
 
@@ -35,29 +35,29 @@ def torchvision_network(
     Args:
         image_shape: [3, H, W]; torchvision's networks take colour images.
         num_classes: number of logits.
-        name: as torchvision lists it, e.g. resnet50.
-        pretrained: download weights: True for torchvision's default ones, or their name. A classifier for another
+        name: torchvision's name of the network, e.g. resnet50.
+        pretrained: download weights: True for torchvision's default weights, or their name. A classifier for another
             number of classes is not loaded.
         weights: a file to load instead; see `read_weights`.
     """
     if image_shape[0] != 3:
-        raise UserError(f"torchvision's networks take images of 3 channels, these have {image_shape[0]}.")
+        raise UserError(f"torchvision's networks take images with 3 channels, not {image_shape[0]}.")
     network: Any = _of_torchvision(name, num_classes=num_classes)
     if pretrained:
         choices = importlib.import_module("torchvision.models").get_model_weights(name)
-        wanted = "DEFAULT" if pretrained is True else str(pretrained)
-        if wanted not in choices.__members__:
+        version = "DEFAULT" if pretrained is True else str(pretrained)
+        if version not in choices.__members__:
             raise UserError(
-                f"torchvision has no weights {wanted} of {name}; choose model.pretrained=true or one of "
+                f"torchvision has no weights {version} of {name}; choose model.pretrained=true or one of "
                 f"{', '.join(choices.__members__) or 'none'}."
             )
         try:
-            state = choices[wanted].get_state_dict(progress=False, check_hash=True)
+            state = choices[version].get_state_dict(progress=False, check_hash=True)
         except (OSError, RuntimeError) as error:
             raise _not_downloaded(name, error) from error
-        fit_weights(network, state, num_classes, f"torchvision's {wanted} weights of {name}")
+        fit_weights(network, state, num_classes, f"torchvision's {version} weights of {name}")
         if hasattr(network, "transform_input"):
-            # The weights of the two Inceptions were trained on images of another normalisation.
+            # GoogLeNet and Inception v3 were trained on images with another normalisation.
             network.transform_input = True
     return _with_weights(network, weights, num_classes)
 
@@ -75,11 +75,11 @@ def timm_network(
     Args:
         image_shape: [C, H, W].
         num_classes: number of logits.
-        name: as timm lists it, e.g. resnet50.
-        pretrained: download weights. A classifier for another number of classes is not loaded, and a first layer for
-            other channels is adapted by timm.
+        name: timm's name of the network, e.g. resnet50.
+        pretrained: download weights. A classifier for another number of classes is not loaded, and timm adapts the
+            first layer to other numbers of channels.
         weights: a file to load instead; see `read_weights`.
-        settings: of the network's own, such as `img_size=32, patch_size=4` of a ViT.
+        settings: settings of the network, such as `img_size=32, patch_size=4` of a ViT.
     """
     network = _of_timm(name, pretrained=pretrained, num_classes=num_classes, in_chans=image_shape[0], **settings)
     return _with_weights(network, weights, num_classes)
@@ -88,9 +88,9 @@ def timm_network(
 def _of_torchvision(name: str, **settings: Any) -> nn.Module:
     models = importlib.import_module("torchvision.models")
     try:
-        taken = inspect.signature(models.get_model_builder(name)).parameters
-        # Networks for segmentation and detection would download a pretrained backbone.
-        untrained = {"weights_backbone": None} if "weights_backbone" in taken else {}
+        parameters = inspect.signature(models.get_model_builder(name)).parameters
+        # Networks for segmentation and detection download a pretrained backbone by default.
+        untrained = {"weights_backbone": None} if "weights_backbone" in parameters else {}
         network: nn.Module = models.get_model(name, weights=None, **untrained, **settings)
     except (ValueError, KeyError) as error:
         raise UserError(
@@ -122,12 +122,12 @@ def _with_weights(network: nn.Module, path: str | None, num_classes: int) -> nn.
 
 
 def read_weights(path: str, what: str) -> Mapping[str, Tensor]:
-    """Read a state_dict from a file; arguments and errors as `read_saved` and `weights_in`."""
+    """Read a state_dict from a file, see `read_saved` and `weights_in`; `what` names the file in messages."""
     return weights_in(read_saved(path, what), what)
 
 
 def read_saved(path: str, what: str) -> Any:
-    """Load the content of a file that `torch.save` wrote, or of one with the ending .safetensors."""
+    """Load the content of a file written by `torch.save`, or of a .safetensors file."""
     file = Path(path).expanduser()
     try:
         if file.suffix == ".safetensors":
@@ -138,13 +138,13 @@ def read_saved(path: str, what: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except ImportError as error:
         raise UserError(f"{file} needs the package safetensors; pip install it, or save with torch.save.") from error
-    except Exception as error:  # what damaged files raise is not one family
+    except Exception as error:  # damaged files may raise anything
         reason = getattr(error, "strerror", None) or "it is damaged, or has more than tensors, which could run code"
         raise UserError(f"cannot read {what} ({reason}); save a state_dict there.") from error
 
 
 def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
-    """Return the state_dict in the content of a file: the content itself, or its entry `state_dict` or `model`."""
+    """Return the state_dict in the content of a file: the content, or its entry `state_dict` or `model`."""
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -155,13 +155,12 @@ def weights_in(content: Any, what: str) -> Mapping[str, Tensor]:
 
 def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: int, what: str) -> None:
     """Load a state_dict; a classifier for another number of classes is not loaded and keeps its initial weights."""
-    own = network.state_dict()
-    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
-    other = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)
-    # A layer with a row for each logit, which differs only in the number of rows.
-    shapes = {name: (own[name].shape, state[name].shape) for name in other}
-    classifier = [n for n, (a, b) in shapes.items() if a[:1] == (num_classes,) and a[1:] == b[1:]]
-    wrong = sorted(missing | unknown | (set(other) - set(classifier)))
+    new = network.state_dict()
+    missing, unknown = new.keys() - state.keys(), state.keys() - new.keys()
+    shapes = {n: (t.shape, state[n].shape) for n, t in new.items() if n in state and t.shape != state[n].shape}
+    # Its tensors have a row for each logit, and differ only in the number of rows.
+    classifier = sorted(n for n, (a, b) in shapes.items() if a[:1] == (num_classes,) and a[1:] == b[1:])
+    wrong = sorted(missing | unknown | (shapes.keys() - set(classifier)))
     if wrong:
         first = wrong[0]
         how = "lacks" if first in missing else "also has" if first in unknown else "has another shape of"
@@ -169,30 +168,30 @@ def fit_weights(network: nn.Module, state: Mapping[str, Tensor], num_classes: in
         raise UserError(f"{what} do not fit the network: {how} {first}{more}; give weights of the same network.")
     if classifier:
         log.info("%s: %s keep their initial weights, for %d classes", what, " and ".join(classifier), num_classes)
-    # Not a plain dictionary: some classes read the version in their state_dict's metadata.
-    own.update((name, state[name]) for name in own.keys() - set(classifier))
-    network.load_state_dict(own)
+    # Not a plain dict, because some classes read the version in the state_dict's metadata.
+    new.update((name, state[name]) for name in new.keys() - set(classifier))
+    network.load_state_dict(new)
 
 
 def _not_downloaded(name: str, error: Exception) -> UserError:
     reason = str(getattr(error, "reason", "") or error).strip().partition("\n")[0].rstrip(" .:")
     return UserError(
-        f"could not download pretrained weights of {name} ({reason or type(error).__name__}); with a network try "
-        "again, else give a state_dict's file with model.weights=FILE, or set model.pretrained=false."
+        f"could not download pretrained weights of {name} ({reason or type(error).__name__}); try again with a "
+        "connection, give a state_dict's file by model.weights=FILE, or set model.pretrained=false."
     )
 
 
 def _library_name(name: str) -> str:
-    """The name with the library in front that has such a network, else the nearest one; "" if none is near."""
-    found = {"growlab": importlib.import_module("growlab.lab.networks").__all__}
+    """Return LIBRARY/NAME of the library that has such a network, or of the most similar name; "" if all differ."""
+    models = {"growlab": importlib.import_module("growlab.lab.networks").__all__}
     with contextlib.suppress(ImportError):
-        found["torchvision"] = importlib.import_module("torchvision.models").list_models()
+        models["torchvision"] = importlib.import_module("torchvision.models").list_models()
     with contextlib.suppress(ImportError):
-        found["timm"] = importlib.import_module("timm").list_models()
-    # Those of torchvision are the best known.
-    known = {model: library for library in reversed(("torchvision", *found)) for model in found.get(library, ())}
-    near = [name] if name in known else get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"{known[near[0]]}/{near[0]}" if near else ""
+        models["timm"] = importlib.import_module("timm").list_models()
+    # torchvision takes precedence, as the best known.
+    libraries = {model: library for library in reversed(("torchvision", *models)) for model in models.get(library, ())}
+    near = [name] if name in libraries else get_close_matches(name, libraries, n=1, cutoff=0.8)
+    return f"{libraries[near[0]]}/{near[0]}" if near else ""
 
 
 def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -203,7 +202,7 @@ def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) ->
             `package.module:factory`. A factory takes no arguments, or `image_shape` and `num_classes` as in
             `python -m growlab model=custom`; it returns a module, or (module, inputs).
         input_shape: shape of one sample.
-        num_classes: number of classes, for growlab's networks and for factories that have this argument.
+        num_classes: number of classes, for growlab's networks and for factories with this argument.
     """
     source, slash, model = name.partition("/")
     shape = tuple(input_shape or (3, 224, 224))
@@ -222,8 +221,8 @@ def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) ->
     if source == "timm" and slash:
         network = _of_timm(model)
         if not 0 < network.num_classes <= _NUM_CLASSES:
-            # A head of 21,841 classes is most of a small network, and no head's outputs ever grow. Without a head
-            # (EVA-02, DINOv3) the output is the stream, and so no stream would; in training there is one.
+            # Outputs never grow. A head of 21,841 classes would be most of a small network, and without a head
+            # (EVA-02, DINOv3) the stream would be the output.
             network.reset_classifier(_NUM_CLASSES)
         known = network.pretrained_cfg
         if input_shape is None and (known.get("fixed_input_size") or known.get("min_input_size")):
@@ -238,18 +237,18 @@ def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) ->
             f"{name!r} is no network's name; write growlab/NAME, torchvision/NAME, timm/NAME, "
             f"transformers/MODEL_TYPE or package.module:factory{near or '.'}"
         )
-    # After installed packages: a `torch.py` here must not replace torch.
+    # After installed packages: a `torch.py` here must not shadow torch.
     sys.path.append("")
     try:
-        made = _made(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
+        result = _call_factory(getattr(importlib.import_module(module), factory_name), input_shape, num_classes)
     except (Exception, SystemExit) as error:
-        # The line of the user's code that has raised.
+        # The line of the user's code that raised the error.
         file = getattr(sys.modules.get(module), "__file__", None)
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == file]
         where = f" ({file}, line {lines[-1]})" if lines else ""
         raise UserError(f"cannot make {name}: {type(error).__name__}: {error}{where}.") from error
-    network, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    network, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(network, nn.Module):
         raise UserError(f"{name} returned no network but {type(network).__name__}; return a torch.nn.Module.")
     if inputs is None:
@@ -261,29 +260,30 @@ def load(name: str, input_shape: Sequence[int] | None, num_classes: int = 10) ->
     return network, inputs_of(inputs, network)
 
 
-def _made(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> Any:
-    wanted = inspect.signature(factory).parameters
-    given = {"image_shape": None if input_shape is None else tuple(input_shape), "num_classes": num_classes}
-    return factory(**{name: given[name] for name in given if name in wanted})
+def _call_factory(factory: Any, input_shape: Sequence[int] | None, num_classes: int) -> Any:
+    parameters = inspect.signature(factory).parameters
+    known = {"image_shape": None if input_shape is None else tuple(input_shape), "num_classes": num_classes}
+    return factory(**{name: value for name, value in known.items() if name in parameters})
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """Replace `torchvision/*` by its classification networks and `timm/*` by the smallest of each of its families.
+    """Replace `torchvision/*` by its classification networks and `timm/*` by the smallest network of each family.
 
-    Of timm only networks for images of 3x224x224 are considered. `transformers/*` becomes the model types of `TYPES`.
+    Of timm, only networks for images of 3x224x224 are considered. `transformers/*` becomes the model types in `TYPES`.
     """
-    listed: Mapping[str, Callable[[], Sequence[str]]] = {
+    patterns: Mapping[str, Callable[[], Sequence[str]]] = {
         "torchvision/*": lambda: (models := importlib.import_module("torchvision.models")).list_models(module=models),
         "timm/*": _smallest_of_families,
         "transformers/*": lambda: TYPES,
     }
-    found = ([name] if name not in listed else [name[:-1] + model for model in listed[name]()] for name in names)
-    return [name for each in found for name in each]
+    lists = ([name] if name not in patterns else [name[:-1] + model for model in patterns[name]()] for name in names)
+    return [name for each in lists for name in each]
 
 
 def _smallest_of_families() -> list[str]:
     timm = importlib.import_module("timm")
-    chosen = []
+    """Return the smallest network of each of timm's families."""
+    smallest = []
     for family in timm.list_modules():
         sizes = {}
         for model in timm.list_models(module=family):
@@ -294,7 +294,7 @@ def _smallest_of_families() -> list[str]:
                 try:
                     sizes[model] = sum(p.numel() for p in timm.create_model(model).parameters())
                 except (RuntimeError, NotImplementedError, ValueError, TypeError):
-                    continue  # it needs numbers to be built: another of its family will do
+                    continue  # it cannot be built without values
         if sizes:
-            chosen.append(min(sizes, key=sizes.__getitem__))
-    return chosen
+            smallest.append(min(sizes, key=sizes.__getitem__))
+    return smallest

@@ -1,4 +1,4 @@
-"""Create small untrained networks of any model type of transformers, from their configurations alone."""
+"""Create small untrained networks of any model type of transformers, without downloads."""
 
 import importlib
 import warnings
@@ -24,8 +24,8 @@ minimax mamba2 bamba jamba lfm2 lfm2_moe rwkv recurrent_gemma clip siglip segfor
 TYPES = tuple(_TYPES.split())
 _TOKENS, _LENGTH, _IMAGE = 64, 12, 32
 _SAMPLES = 800
-# Names of settings by size. Names that a configuration does not have are left out. Of state-space models, heads times
-# their size is `expand` times the hidden size.
+# Size -> names of settings; names that a configuration does not have are ignored. In state-space models, the number of
+# heads times their size is `expand` times the hidden size.
 _NAMES: Mapping[Any, str] = {
     _TOKENS: "vocab_size entity_vocab_size max_position_embeddings n_positions n_ctx max_seq_len hidden_size d_model "
     "n_embd dim embedding_size embed_dim word_embed_proj_dim projection_dim hidden_dim",
@@ -43,7 +43,7 @@ _NAMES: Mapping[Any, str] = {
     1: "topk_group first_k_dense_replace num_dense_layers n_shared_experts mamba_n_groups mamba_ngroups",
 }
 _SIZES = {**{name: size for size, names in _NAMES.items() for name in names.split()}, "use_cache": False}
-# Ids of special tokens, below those of tokens that are drawn.
+# Ids of special tokens, which are below those of random tokens.
 _SPECIAL = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
 _SEVERAL_WIDTHS = {"depths": [1, 2], "hidden_sizes": [32, 64]}
 _WINDOWS = {"depths": [1, 2], "embed_dim": 32, "num_heads": [2, 4], "window_size": 4, "patch_size": 2}
@@ -56,7 +56,7 @@ _AUDIO = {
     "apply_spec_augment": False,
     "mask_time_prob": 0.0,
 }
-# Other settings that single model types need.
+# Other settings that some model types need.
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "albert": {"embedding_size": 32},
     "gptj": {"rotary_dim": 8},
@@ -101,7 +101,7 @@ _CLASSES = {
     "siglip_text_model": "SiglipTextModel",
     "siglip_vision_model": "SiglipVisionModel",
 }
-# Task to choose for model types that support several.
+# Task of model types that support several.
 _TASK_OF = {
     **dict.fromkeys(("bert", "electra", "roberta", "camembert", "xlm-roberta", "rembert"), "MASKED_LM"),
     **dict.fromkeys(("ernie", "data2vec-text", "megatron-bert", "roformer", "big_bird"), "MASKED_LM"),
@@ -124,11 +124,10 @@ def small_model(model_type: str) -> tuple[nn.Module, tuple[Any, ...]]:
         inputs = inputs_of(network)
     except UserError:
         raise
-    except Exception as error:
-        # Any error that a configuration with unusual sizes may raise.
+    except Exception as error:  # configurations with unusual sizes may raise anything
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"growlab knows no small sizes for the model type {model_type!r} ({why}); write a factory that makes the "
+            f"growlab knows no small sizes for the model type {model_type!r} ({why}); write a factory that returns the "
             "network: growlab widths package.module:factory."
         ) from error
     return FirstOutput(network, list(inputs)), tuple(inputs.values())
@@ -140,13 +139,13 @@ def automatic_classes(model_type: str) -> Any:
     if model_type not in auto.CONFIG_MAPPING:
         near = get_close_matches(model_type, list(auto.CONFIG_MAPPING))
         raise UserError(
-            f"transformers has no model type {model_type!r}" + (f"; near it are {', '.join(near)}." if near else ".")
+            f"transformers has no model type {model_type!r}" + (f"; nearest are {', '.join(near)}." if near else ".")
         )
     return auto
 
 
 class FirstOutput(nn.Module):
-    """Wrapper of a network of transformers: inputs in the order of `names`, and its main output alone."""
+    """Wrapper of a network of transformers with positional inputs, in the order of `names`, and its main output."""
 
     def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -157,7 +156,7 @@ class FirstOutput(nn.Module):
         """Return logits, embeddings of a projection, or the last hidden state."""
         experts = vars(self.network.config).get(_EXPERTS)
         if experts is not None and self.network.dtype == torch.float64:
-            # The kernel for all experts at once does not support float64.
+            # The grouped kernel for all experts does not support float64.
             self.network.set_experts_implementation("eager")
         outputs = self.network(**dict(zip(self.input_names, inputs, strict=True)))
         if experts is not None and self.network.dtype == torch.float64:
@@ -166,58 +165,55 @@ class FirstOutput(nn.Module):
 
 
 def small_config(kind: Any, model_type: str) -> Any:
-    """Create a configuration of small sizes; settings that are not sizes, or lists of them, keep the type's values."""
-    usual = kind()
-    known, own = {*usual.to_dict(), *usual.attribute_map}, _OWN.get(model_type, {})
-    aliases = {alias for alias, name in usual.attribute_map.items() if name in own}
-    sizes = {name: _like(getattr(usual, name, None), size) for name, size in _sizes_of(known).items()}
-    wanted = {name: value for name, value in sizes.items() if name not in aliases and value is not None} | dict(own)
-    layers = getattr(usual, "num_hidden_layers", None)
-    for name in known - set(wanted):
-        value = getattr(usual, name, None)
-        if isinstance(getattr(kind, usual.attribute_map.get(name, name), None), property):
+    """Create a configuration with small sizes; all other settings keep their default values."""
+    default = kind()
+    names, own = {*default.to_dict(), *default.attribute_map}, _OWN.get(model_type, {})
+    aliases = {alias for alias, name in default.attribute_map.items() if name in own}
+    sizes = {name: _like(getattr(default, name, None), size) for name, size in _sizes_of(names).items()}
+    settings = {name: value for name, value in sizes.items() if name not in aliases and value is not None} | dict(own)
+    layers = getattr(default, "num_hidden_layers", None)
+    for name in names - set(settings):
+        value = getattr(default, name, None)
+        if isinstance(getattr(kind, default.attribute_map.get(name, name), None), property):
             continue
-        if name in usual.sub_configs and value is not None:
-            wanted[name] = small_config(type(value), value.model_type)
+        if name in default.sub_configs and value is not None:
+            settings[name] = small_config(type(value), value.model_type)
         elif isinstance(value, (list, tuple)) and value and len(value) == layers and isinstance(value[0], str):
-            # A kind for each layer: keep one layer of every kind, and two at least.
+            # A kind for each layer: keep one layer of every kind, and at least two layers.
             kinds = list(dict.fromkeys(value))
-            wanted[name] = kinds if len(kinds) > 1 else kinds * 2
-            wanted["num_hidden_layers"] = len(wanted[name])
-    return kind(**{name: value for name, value in wanted.items() if name in known})
+            settings[name] = kinds if len(kinds) > 1 else kinds * 2
+            settings["num_hidden_layers"] = len(settings[name])
+    return kind(**{name: value for name, value in settings.items() if name in names})
 
 
-def _sizes_of(known: Collection[str]) -> dict[str, Any]:
+def _sizes_of(names: Collection[str]) -> dict[str, Any]:
     """Return small sizes for a configuration that has these names."""
     sizes = {**_SIZES, **_SPECIAL}
-    if "qk_rope_head_dim" in known:
-        # Latent attention: `head_dim` is the size that is rotated, and all heads have keys.
+    if "qk_rope_head_dim" in names:
+        # Latent attention: `head_dim` is the rotary dimension, and all heads have keys.
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
         del sizes["head_dim"]
     return sizes
 
 
-def _like(usual: Any, size: Any) -> Any:
-    """Return a size in the form of the usual one: repeated for a list of equal sizes, None for different ones."""
-    if not isinstance(usual, (list, tuple)) or isinstance(size, (list, tuple)):
+def _like(default: Any, size: Any) -> Any:
+    """Return a size in the form of the default: repeated for a list of equal sizes, None for a list of others."""
+    if not isinstance(default, (list, tuple)) or isinstance(size, (list, tuple)):
         return size
-    return [size] * len(usual) if len(set(map(str, usual))) == 1 else None
+    return [size] * len(default) if len(set(map(str, default))) == 1 else None
 
 
 def _class_of(auto: Any, model_type: str, config: type) -> Any:
     if model_type in _CLASSES:
         return getattr(importlib.import_module("transformers"), _CLASSES[model_type])
-    own = _TASK_OF.get(model_type)
-    for task in (own, *_TASKS) if own else _TASKS:
-        known = getattr(auto.modeling_auto, f"MODEL_FOR_{task}_MAPPING")
-        if config in known:
-            found = known[config]
-            return found[0] if isinstance(found, (tuple, list)) else found
-    try:
-        found = auto.modeling_auto.MODEL_MAPPING[config]
-    except KeyError as error:
-        raise UserError(f"transformers has no network for the model type {model_type!r}.") from error
-    return found[0] if isinstance(found, (tuple, list)) else found
+    first = _TASK_OF.get(model_type)
+    tasks = (first, *_TASKS) if first else _TASKS
+    mappings = (getattr(auto.modeling_auto, f"MODEL_FOR_{task}_MAPPING") for task in tasks)
+    classes = next((mapping[config] for mapping in mappings if config in mapping), None)
+    classes = classes or auto.modeling_auto.MODEL_MAPPING.get(config, None)
+    if classes is None:
+        raise UserError(f"transformers has no network for the model type {model_type!r}.")
+    return classes[0] if isinstance(classes, (tuple, list)) else classes
 
 
 def _pixels(config: Any, source: torch.Generator) -> Tensor:
@@ -229,13 +225,13 @@ def _pixels(config: Any, source: torch.Generator) -> Tensor:
 
 
 def _has_two_towers(config: Any) -> bool:
-    """Return True if texts and images are embedded separately and compared, as by CLIP."""
+    """Return True if texts and images have separate encoders, as in CLIP."""
     auto = importlib.import_module("transformers.models.auto").modeling_auto
     return type(config) in auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING
 
 
 def inputs_of(network: Any) -> dict[str, Tensor]:
-    """Draw two samples for a network of transformers, by the names of its inputs."""
+    """Draw random inputs by name for a network of transformers, with two samples."""
     source = torch.Generator().manual_seed(0)
     config = network.config
     text = getattr(getattr(config, "text_config", config), "vocab_size", None)
@@ -250,11 +246,11 @@ def inputs_of(network: Any) -> dict[str, Tensor]:
         return {name: torch.randn(2, _SAMPLES, generator=source)}
     if name == "input_features":
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
-        found = {name: torch.randn(shape, generator=source)}
+        inputs = {name: torch.randn(shape, generator=source)}
     else:
-        found = {"input_ids": tokens()}
+        inputs = {"input_ids": tokens()}
     if _has_two_towers(config):
-        found = {"input_ids": tokens(), "pixel_values": _pixels(config.vision_config, source)}
+        inputs = {"input_ids": tokens(), "pixel_values": _pixels(config.vision_config, source)}
     if config.is_encoder_decoder:
-        found["decoder_input_ids"] = tokens()
-    return found
+        inputs["decoder_input_ids"] = tokens()
+    return inputs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from growlab.parts.resolution import Resolution as Resolution
     from growlab.parts.setting import Setting as Setting
 
-# Imported on first use: a part's file may be deleted.
+# Imported on first use, so that a part's file may be deleted.
 _HOMES = {
     "Averages": "averages",
     "Classes": "classes",
@@ -53,6 +53,6 @@ def available() -> Iterator[type[Part]]:
     """Iterate over the part classes that are installed."""
     for name, home in _HOMES.items():
         if importlib.util.find_spec(f"growlab.parts.{home}") is not None:
-            found = getattr(importlib.import_module(f"growlab.parts.{home}"), name)
-            if isinstance(found, type) and issubclass(found, Part):
-                yield found
+            kind = getattr(importlib.import_module(f"growlab.parts.{home}"), name)
+            if isinstance(kind, type) and issubclass(kind, Part):
+                yield kind

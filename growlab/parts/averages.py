@@ -44,7 +44,7 @@ class Averages(Part):
             UserError: the part is not attached to a Grower yet.
         """
         if not hasattr(self, "_average"):
-            raise UserError("averaged weights are there once a Grower has them among its parts.")
+            raise UserError("there are no averaged weights yet: pass Averages to a Grower as one of its parts.")
         return self._average.module
 
     def begin(self, grower: GrowingNetwork) -> None:
@@ -57,8 +57,8 @@ class Averages(Part):
 
     def after_step(self, grower: GrowingNetwork) -> None:
         """Update the average with the network's weights and buffers."""
-        # Not from its state_dict, which omits non-persistent buffers.
-        _go_along(self._average.module, named_tensors(grower.network))
+        # Not the state_dict, which omits non-persistent buffers.
+        _convert_like(self._average.module, named_tensors(grower.network))
         self._average.n_averaged = self._average.n_averaged.to(next(grower.network.parameters()).device)
         self._average.update_parameters(grower.network)
 
@@ -68,14 +68,15 @@ class Averages(Part):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
-        own = named_tensors(self._average)
-        # In the saved precision, to which the network may be converted later, but on the network's device: a
-        # checkpoint for a GPU may have been loaded to the CPU.
-        _go_along(self._average, {n: t.to(own[n].device) for n, t in state.items() if n in own})
+        current = named_tensors(self._average)
+        # In the saved dtype, to which the network may be converted later, but on the network's device: a GPU's
+        # checkpoint may have been loaded to the CPU.
+        _convert_like(self._average, {n: t.to(current[n].device) for n, t in state.items() if n in current})
         self._average.load_state_dict(state)
 
 
-def _go_along(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _convert_like(average: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Move an average's tensors to the device and dtype of the tensors of the same names, in place."""
     for name, tensor in named_tensors(average).items():
         other = tensors.get(name)
         if other is not None and (tensor.device, tensor.dtype) != (other.device, other.dtype):

@@ -36,7 +36,7 @@ class Classes(WidthPart):
 
     def __init__(self, order: Sequence[int], counts: Callable[[int], Sequence[int]]) -> None:
         classes = list(order) if isinstance(order, Sequence) else []
-        whole = all(isinstance(one, Integral) for one in classes)
+        whole = all(isinstance(label, Integral) for label in classes)
         if not classes or not whole or sorted(classes) != [*range(len(classes))]:
             raise UserError(f"order must name every class from 0 on once, such as [2, 0, 1], not {order!r}.")
         if not callable(counts):
@@ -116,10 +116,6 @@ def sort_classes(model: nn.Module, graph: WidthGraph, order: Sequence[int]) -> N
     fold_multipliers(model)
     tensors = tensors_of(model, graph)
     with torch.no_grad():
-        for name in _rows(graph):
+        for name in [name for name, axes in graph.axes.items() if any(CLASSES in axis.groups for axis in axes)]:
             rows = tensors[name].clone()
             tensors[name][torch.tensor(order, device=rows.device)] = rows
-
-
-def _rows(graph: WidthGraph) -> list[str]:
-    return [name for name, axes in graph.axes.items() if any(CLASSES in axis.groups for axis in axes)]

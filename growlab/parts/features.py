@@ -1,4 +1,4 @@
-"""Input features that arrive during training, such as image channels or table columns: first layers get new columns."""
+"""Input features that arrive during training, such as image channels or table columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ from growlab.widths.inputs import listed, named_in
 
 #: Name of the group whose channels are the input's features; no module can have this name.
 FEATURES = "input features"
-# Names of the network and of the layer in front of it while they are traced together.
+# Names of the network and of the layer before it while they are traced together.
 _NETWORK, _SOURCE = "network", "source"
 
 
 class Features(WidthPart):
     """Add columns to the layers that read the network's input as features arrive from stage to stage.
 
-    Declare the network with all features, and give an example that has them all. At each stage the network reads the
+    Define the network with all features, and give an example that has them all. At each stage the network reads the
     first features of its input. Batches may have all features, or only those that have arrived.
 
     **Preserves** the outputs exactly if new columns are zero, whatever the values of the new features. Batch
@@ -36,11 +36,11 @@ class Features(WidthPart):
     per feature, such as means, get the full network's values.
 
     Args:
-        counts: number of features at each stage, ascending; or a function from the number of stages to such a list.
+        counts: number of features at each stage, ascending; or a function that maps the number of stages to that list.
         columns: "zero", or "drawn" as the growth method draws its weights.
         dim: dimension of the features in the input; None: 1 for images [B, C, H, W] and volumes [B, C, D, H, W],
             else the last.
-        argument: name of the forward's argument that has the features; None: the first floating-point tensor.
+        argument: name of the forward's argument with the features; None: the first floating-point tensor.
 
     Raises:
         UserError: an argument is invalid.
@@ -116,9 +116,9 @@ class Features(WidthPart):
         Raises:
             UserError: `counts` does not give one number per stage, ascending and at most the number of features.
         """
-        given = self._counts
+        counts = self._counts
         # A network that is only evaluated has a single stage, the last.
-        counts = given(num_stages) if callable(given) else list(given)[-1 if num_stages == 1 else 0 :]
+        counts = counts(num_stages) if callable(counts) else list(counts)[-1 if num_stages == 1 else 0 :]
         return {FEATURES: numbers_of_stages(counts, num_stages, self._number, "features")}
 
     def widen(self, grower: GrowingNetwork, network: nn.Module, state: GrowthState, widths: Widths) -> Replaced:
@@ -142,7 +142,7 @@ class Features(WidthPart):
         return replaced
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
-        """Return the largest change of an output by new features, relative to the largest output."""
+        """Record the largest change of an output by new features, relative to the largest output."""
         arrived = event.widths_after[FEATURES] != event.widths_before[FEATURES]
         return {"features_output_change": self._change} if arrived else {}
 
@@ -175,23 +175,23 @@ class _Source:
 
 def _source(network: nn.Module, example: tuple[Any, ...], argument: str | None, dim: int | None) -> _Source:
     """Find the input that has the features; raise a UserError if no input has such a dimension."""
-    taken = list(signature(network.forward).parameters.values())
-    own = {at: p.name for at, p in enumerate(taken) if p.kind is p.POSITIONAL_OR_KEYWORD}
-    given: list[tuple[int | None, str | None, Any]] = [(at, own.get(at), x) for at, x in enumerate(example)]
-    given += [(None, name, x) for name, x in named_in(example).items()]
+    arguments = list(signature(network.forward).parameters.values())
+    names = {at: p.name for at, p in enumerate(arguments) if p.kind is p.POSITIONAL_OR_KEYWORD}
+    inputs: list[tuple[int | None, str | None, Any]] = [(at, names.get(at), x) for at, x in enumerate(example)]
+    inputs += [(None, name, x) for name, x in named_in(example).items()]
     fits = [
         (position, name, x)
-        for position, name, x in given
+        for position, name, x in inputs
         if isinstance(x, Tensor) and x.is_floating_point() and argument in (None, name)
     ]
     if not fits:
         what = "no floating-point tensor" if argument is None else f"no floating-point tensor named {argument!r}"
         raise UserError(f"features arrive in a floating-point input; the example has {what}: {listed(example)}.")
     position, name, x = fits[0]
-    found = (1 if x.dim() in (4, 5) else -1) if dim is None else dim
-    if not -x.dim() < found < x.dim() or found == 0:
+    feature_dim = (1 if x.dim() in (4, 5) else -1) if dim is None else dim
+    if not -x.dim() < feature_dim < x.dim() or feature_dim == 0:
         raise UserError(f"dim={dim} is not a feature dimension of an input of shape {list(x.shape)}.")
-    return _Source(position, name, found)
+    return _Source(position, name, feature_dim)
 
 
 class FirstFeatures:
@@ -223,24 +223,24 @@ class FirstFeatures:
 
 
 def _tensor(network: nn.Module, name: str) -> Tensor:
-    path, _, own = name.rpartition(".")
-    tensor: Tensor = getattr(network.get_submodule(path), own)
+    path, _, attribute = name.rpartition(".")
+    tensor: Tensor = getattr(network.get_submodule(path), attribute)
     return tensor
 
 
 def _measured(graph: WidthGraph) -> WidthGraph:
     """Reduce a width graph to a few tensors whose shapes determine the number of features."""
-    chosen, wanted = dict[str, tuple[Axis, ...]](), [FEATURES]
-    for group in wanted:
-        axes = [(name, axis) for name, own in graph.axes.items() for axis in own if group in axis.groups]
-        name, axis = min(axes, key=lambda found: len(found[1].groups))
+    chosen, groups = dict[str, tuple[Axis, ...]](), [FEATURES]
+    for group in groups:
+        candidates = [(name, axis) for name, axes in graph.axes.items() for axis in axes if group in axis.groups]
+        name, axis = min(candidates, key=lambda candidate: len(candidate[1].groups))
         chosen[name] = graph.axes[name]
-        wanted += [other for other in axis.groups if other not in wanted]
-    return WidthGraph({name: graph.groups[name] for name in graph.groups}, chosen, (), (), frozenset(), 0)
+        groups += [other for other in axis.groups if other not in groups]
+    return WidthGraph(dict(graph.groups), chosen, (), (), frozenset(), 0)
 
 
 class _Fed(nn.Module):
-    """A network behind a linear layer whose outputs are its input features."""
+    """A network after a linear layer whose outputs are the network's input features."""
 
     source: nn.Linear
 
@@ -248,20 +248,20 @@ class _Fed(nn.Module):
         super().__init__()
         dim = source.dim
 
-        def layer(x: Tensor) -> Tensor:
-            size, on = x.shape[dim], next(network.parameters(), x).device
-            self.source = nn.Linear(size, size, bias=False, device=on, dtype=x.dtype)
+        def make_layer(x: Tensor) -> Tensor:
+            size, device = x.shape[dim], next(network.parameters(), x).device
+            self.source = nn.Linear(size, size, bias=False, device=device, dtype=x.dtype)
             return x
 
-        source.changed(tuple(example), named_in(example), layer)
+        source.changed(tuple(example), named_in(example), make_layer)
         self.network = network
 
-        def fed(*args: Any, **named: Any) -> Any:
+        def forward(*args: Any, **named: Any) -> Any:
             args, named = source.changed(args, named, lambda x: self.source(x.movedim(dim, -1)).movedim(-1, dim))
             return network(*args, **named)
 
-        # Its arguments have the names of the network's.
-        vars(self)["forward"] = wraps(network.forward)(fed)
+        # With the signature of the network's forward.
+        vars(self)["forward"] = wraps(network.forward)(forward)
 
 
 def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...], source: _Source) -> WidthGraph:
@@ -287,32 +287,32 @@ def with_features(network: nn.Module, graph: WidthGraph, example: tuple[Any, ...
         reason = f"{norms[0]} normalises over them" if norms else traced.fixed.get(_SOURCE, otherwise)
         raise UserError(f"{cannot}{reason}.")
     # Match groups of both graphs by the same channels of the same tensor.
-    known = {_SOURCE: FEATURES} | {
-        one.group: other.group
-        for name, own in names.items()
-        for axes in zip(traced.axes[name], graph.axes.get(own, ()), strict=False)
-        for one, other in zip(axes[0].parts, axes[1].parts, strict=False)
-        if one.group is not None and other.group is not None and one.group != _SOURCE
+    same_groups = {_SOURCE: FEATURES} | {
+        new.group: old.group
+        for traced_name, name in names.items()
+        for axes in zip(traced.axes[traced_name], graph.axes.get(name, ()), strict=False)
+        for new, old in zip(axes[0].parts, axes[1].parts, strict=False)
+        if new.group is not None and old.group is not None and new.group != _SOURCE
     }
 
     def translated(axis: Axis) -> Axis:
         parts = (
-            replace(part, group=known[part.group]) if part.group in known else Part(None, part.length(full))
+            replace(part, group=same_groups[part.group]) if part.group in same_groups else Part(None, part.length(full))
             for part in axis.parts
         )
         return Axis(tuple(parts), axis.role)
 
     full, axes, constants = traced.full_widths, dict(graph.axes), dict(graph.constants)
-    for name in reading:
-        own = names[name]
-        both = zip(traced.axes[name], graph.axes.get(own, traced.axes[name]), strict=True)
-        axes[own] = tuple(translated(new) if _SOURCE in new.groups or own not in axes else old for new, old in both)
-        if name not in traced.constants:
+    for traced_name in reading:
+        name = names[traced_name]
+        both = zip(traced.axes[traced_name], graph.axes.get(name, traced.axes[traced_name]), strict=True)
+        axes[name] = tuple(translated(new) if _SOURCE in new.groups or name not in axes else old for new, old in both)
+        if traced_name not in traced.constants:
             # A frozen weight that gets new columns grows like a trained one.
-            constants.pop(own, None)
+            constants.pop(name, None)
         else:
-            differ = FEATURES if _SOURCE in traced.constants[name] else None
-            constants[own] = (*graph.constants.get(own, ()), *([differ] if differ else []))
+            differ = [FEATURES] if _SOURCE in traced.constants[traced_name] else []
+            constants[name] = (*graph.constants.get(name, ()), *differ)
     written = {
         replace(place, module=place.module.removeprefix(_NETWORK).removeprefix(".")): translated(axis)
         for place, axis in traced.written.items()

@@ -1,4 +1,4 @@
-"""Train what came in last by itself: a rate that rises again after an event, and old entries that stay as they are."""
+"""Train newborn entries separately: warm up their learning rate after an event, or freeze all older entries."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -18,17 +18,17 @@ from growlab.growth import GrowthEvent
 class _SinceEvent(Part):
     """Base of parts that act for some optimizer steps after each event.
 
-    Steps between events are counted: events without a step between them are one.
+    Events without a step between them count as one.
     """
 
-    # Stage of the oldest newborn entries (0: none yet), and optimizer steps since.
+    # Stage of the oldest newborn entries (0: none yet), and optimizer steps since then.
     saved: ClassVar[Mapping[str, str]] = {"since": "_since", "done": "_done"}
 
     def __init__(self) -> None:
         self._since, self._done = 0, 0
-        # Saved entries by the `id` of their parameter, and the optimizer that they are saved for.
+        # Saved entries by the `id` of their parameter, with the optimizer that they are saved for.
         self._saved: dict[int, tuple[Optimizer, Tensor]] = {}
-        self._found: tuple[tuple[int, ...], Newborn] | None = None
+        self._cached: tuple[tuple[int, ...], Newborn] | None = None
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
         if self._done or not self._since:
@@ -44,33 +44,33 @@ class _SinceEvent(Part):
         self._saved = {}
 
     def _newborn(self, grower: GrowingNetwork) -> Newborn:
-        """Newborn parameters and masks, found once for a stage."""
+        """Newborn parameters and masks, cached for a stage."""
         stage = (self._since, grower.state.stage, *grower.state.widths.values())
-        if self._found is None or self._found[0] != stage:
-            self._found = stage, newborn(grower, self._since)
-        return self._found[1]
+        if self._cached is None or self._cached[0] != stage:
+            self._cached = stage, newborn(grower, self._since)
+        return self._cached[1]
 
     def _named(self, grower: GrowingNetwork, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """Parameters of an optimizer that no other one, which wraps it, has saved already."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]} - self._saved.keys()
-        return {name: p for name, p in grower.network.named_parameters() if id(p) in own}
+        """An optimizer's parameters, except those that an optimizer wrapping it has saved already."""
+        unsaved = {id(p) for group in optimizer.param_groups for p in group["params"]} - self._saved.keys()
+        return {name: p for name, p in grower.network.named_parameters() if id(p) in unsaved}
 
 
 class Warmup(_SinceEvent):
-    """Let the rate of newborn entries rise from 0 again after each event, linearly, with any optimizer.
+    """Warm up the learning rate of newborn entries linearly after each event, with any optimizer.
 
-    In step t from 1 on after an event, newborn entries move by t / steps of what the optimizer moves them by:
+    In step t = 1, 2, ... after an event, newborn entries move by a fraction of the optimizer's update d, which includes
+    decoupled weight decay:
 
         w <- w + min(1, t / steps) d
 
-    Decoupled weight decay is part of d. Until the rate is full, newborn entries are copied before each step; others are
-    not.
+    Newborn entries are copied before each of these steps.
 
-    Sources: learning rates that warm up again for newborn channels alone, SPARKLING (arXiv 2602.02472).
+    Source: SPARKLING (arXiv 2602.02472), which warms up the rate of newborn channels alone.
 
     Args:
         steps: optimizer steps from an event to the full rate.
-        who: "newborn": entries that came in with the last event; "all": all entries, by the groups' rates.
+        who: "newborn": entries added by the last event; "all": all entries, by the groups' rates.
 
     Raises:
         UserError: `steps` is not a whole number from 1 on, or there is no such `who`.
@@ -84,7 +84,7 @@ class Warmup(_SinceEvent):
             one_of(("newborn", "all"), who=who)
         self._steps, self._who = steps, who
         super().__init__()
-        # Rates of groups by their `id`, and the optimizer that steps with lower ones.
+        # Full rates of groups by their `id`, with the optimizer that lowered them.
         self._rates: dict[int, tuple[Optimizer, Any]] = {}
 
     def before_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
@@ -93,7 +93,7 @@ class Warmup(_SinceEvent):
             return
         if self._who == "all":
             for group in optimizer.param_groups:
-                # A wrapper of another optimizer shares its groups.
+                # An optimizer that wraps another shares its groups.
                 if "lr" in group and id(group) not in self._rates:
                     self._rates[id(group)] = optimizer, group["lr"]
                     group["lr"] = group["lr"] * self._fraction
@@ -113,14 +113,14 @@ class Warmup(_SinceEvent):
     def after_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
         """Shorten the step of newborn entries, or restore the rates."""
         for group in optimizer.param_groups:
-            if (known := self._rates.get(id(group))) is not None and known[0] is optimizer:
+            if self._rates.get(id(group), (None, None))[0] is optimizer:
                 group["lr"] = self._rates.pop(id(group))[1]
         if not self._saved:
             return
         masks = self._newborn(grower).masks
         for name, parameter in grower.network.named_parameters():
-            by, kept = self._saved.get(id(parameter), (None, None))
-            if by is not optimizer or kept is None:
+            saver, kept = self._saved.get(id(parameter), (None, None))
+            if saver is not optimizer or kept is None:
                 continue
             del self._saved[id(parameter)]
             if name in masks:
@@ -130,12 +130,12 @@ class Warmup(_SinceEvent):
 
 
 class Freeze(_SinceEvent):
-    """Keep all entries that were there before an event bit for bit, with any optimizer, while newborn entries train.
+    """Freeze all entries that are older than an event, bit for bit, with any optimizer, while newborn entries train.
 
-    Gradients of old parameters are dropped before each step, so that optimizers pass over them; old entries of
-    parameters that became larger have none and are written back after it, from one copy that is made at the first step.
-    Gradients are computed all the same, and clipping by norm counts them: to save that, switch off `requires_grad` of
-    what `Grower.newborn` does not name. Buffers such as running statistics are not frozen.
+    Before each step, gradients of old parameters are dropped, so that optimizers skip them. In parameters that grew,
+    gradients of old entries are zeroed, and the entries are restored after the step. Gradients are still computed, and
+    clipping by norm counts them; to avoid that, switch off `requires_grad` of what `Grower.newborn` does not name.
+    Buffers such as running statistics are not frozen.
 
     Source: only new blocks train in LLaMA-Pro (Wu et al. 2024, arXiv 2401.02415).
 
@@ -159,7 +159,7 @@ class Freeze(_SinceEvent):
         return self._since > 0 and (self._steps is None or self._done < self._steps)
 
     def before_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
-        """Drop gradients of old entries."""
+        """Drop the gradients of old entries."""
         if not self._acts():
             self._saved = {}
             return
@@ -175,10 +175,10 @@ class Freeze(_SinceEvent):
 
     @torch.no_grad()
     def after_update(self, grower: GrowingNetwork, optimizer: Optimizer) -> None:
-        """Write old entries back."""
+        """Restore old entries."""
         if self._acts() and self._saved:
             for name, mask in self._newborn(grower).masks.items():
                 parameter = grower.network.get_parameter(name)
-                by, kept = self._saved.get(id(parameter), (None, None))
-                if by is optimizer and kept is not None:
+                saver, kept = self._saved.get(id(parameter), (None, None))
+                if saver is optimizer and kept is not None:
                     parameter[~mask] = kept

@@ -83,10 +83,8 @@ class Orthogonalised:
         pairs = []
         for name, parameter in self._network.named_parameters():
             if parameter.grad is not None and name in self.gradients:
-                known = self.gradients[name]
-                if known.device != parameter.device:
-                    known = self.gradients[name] = known.to(parameter.device)
-                pairs.append((parameter.grad, known))
+                old = self.gradients[name] = self.gradients[name].to(parameter.device)
+                pairs.append((parameter.grad, old))
         if not pairs:
             return
         if self._square is None:
@@ -95,8 +93,8 @@ class Orthogonalised:
         square = self._square.to(pairs[0][1].device).clamp(min=torch.finfo(self._square.dtype).tiny)
         along = strength * _inner(pairs) / square
         with torch.no_grad():
-            for gradient, known in pairs:
-                gradient.sub_(known.to(gradient.dtype) * along.to(gradient.dtype))
+            for gradient, old in pairs:
+                gradient.sub_(old.to(gradient.dtype) * along.to(gradient.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the gradients on the CPU."""
@@ -111,12 +109,12 @@ def _inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Inner product over all pairs, in double precision if the device supports it."""
     device = pairs[0][1].device
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    products = [(one.detach().to(dtype) * other.to(dtype)).sum() for one, other in pairs]
+    products = [(left.detach().to(dtype) * right.to(dtype)).sum() for left, right in pairs]
     return torch.stack([product.to(device) for product in products]).sum()
 
 
 class OldGradient(Part):
-    """Measures the mean gradient on the ending stage's data before each event, and orthogonalises steps to it.
+    """Measures the mean gradient on the ending stage's data before each event, and makes steps orthogonal to it.
 
     Args:
         anneal: "stage": the strength falls linearly from 1 at the first step after an event to 0 at the last one before
@@ -147,7 +145,7 @@ class OldGradient(Part):
                 "steps=[...]."
             )
         if steps and batches is None:
-            raise UserError("old gradients need data whose epochs can be gone through again; leave OldGradient out.")
+            raise UserError("old gradients need data whose epochs can be iterated again; leave OldGradient out.")
 
     def begin(self, grower: GrowingNetwork) -> None:
         """Start without a stored gradient."""
@@ -162,8 +160,8 @@ class OldGradient(Part):
         batches = grower.training.epoch_batches(max(0, grower.clock.epoch - 1), len(grower.training.steps) + stage)
         gradients, samples = mean_gradients(grower, batches, stage)
         self._known.remember(gradients)
-        one = changed(lambda value: value[:1] if isinstance(value, Tensor) else value, grower.probe())
-        return {"auxiliary_flops": forward_flops(grower.network, one) * samples, "auxiliary_samples": samples}
+        sample = changed(lambda value: value[:1] if isinstance(value, Tensor) else value, grower.probe())
+        return {"auxiliary_flops": forward_flops(grower.network, sample) * samples, "auxiliary_samples": samples}
 
     def after_growth(self, grower: GrowingNetwork, event: GrowthEvent) -> Mapping[str, Any]:
         """Carry the stored gradient through the event."""
@@ -210,7 +208,7 @@ def mean_gradients(
     parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
     example = next(iter(parameters.values()))
-    # Not an integer if classes have weights.
+    # A float, since classes may have weights.
     precise = torch.float32 if example.device.type == "mps" else torch.float64
     count = torch.zeros((), dtype=precise, device=example.device)
     samples = torch.zeros((), dtype=torch.long, device=example.device)
@@ -223,8 +221,8 @@ def mean_gradients(
             output = call_on(network, inputs)
             weight = len(target) if training.weight is None else training.weight(output, target)
             loss = loss_of(output, target) * weight
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for total, gradient in zip(sums.values(), found, strict=True):
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for total, gradient in zip(sums.values(), gradients, strict=True):
                 if gradient is not None:
                     total += gradient
             count += weight

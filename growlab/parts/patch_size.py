@@ -1,4 +1,4 @@
-"""Growth in the number of tokens of a Vision Transformer: large patches first, the network's own at the end."""
+"""Growth in the number of tokens of a Vision Transformer: large patches first, its original patches at the end."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ from growlab.widths import Axis, WidthGraph, replace_tensors
 from growlab.widths.groups import Part as Run
 from growlab.widths.meta import copied, named_tensors
 
-# Tokens in front of the patches: classes and registers.
+# Maximum number of tokens before the patches, such as class tokens and registers.
 _MOST_PREFIXES = 8
 # Attributes of modules that count patches.
 _COUNTS = ("num_patches", "seq_length")
@@ -35,26 +35,26 @@ class PatchSize(BlockPart):
 
         w' = (B^T)^+ w,
 
-    where the matrix B resizes an image of the old patch size to the new one, bilinear with antialiasing. Tables of
-    positions are interpolated, bicubic. It acts in training and evaluation; optimizers start without state for both
-    tensors, as of an inserted block. Images stay whole: large patches are read in all of their pixels.
+    where the matrix B resizes an image of the old patch size to the new one, bilinear with antialiasing. Position
+    embeddings are interpolated, bicubic. The patch size applies in training and evaluation. Optimizers drop their state
+    for both tensors at an event. Images keep their size: large patches read all of their pixels.
 
     Source: Beyer et al. 2023 (FlexiViT, arXiv 2212.08013), Section 3.4; Anagnostidis et al. 2024 (arXiv 2311.03233)
     for patches that shrink in training.
 
-    **Preserves** what larger patches compute of a patch that is enlarged by B, exactly; outputs change with the number
-    of tokens. The event's receipt has the new `patch_size`, and `patch_size_output_change`, the largest change of an
-    output on the probe batch relative to the largest output.
+    **Preserves** the embedding of a patch that is enlarged by B, exactly; outputs change with the number of tokens. The
+    event's receipt has the new `patch_size`, and `patch_size_output_change`, the largest change of an output on the
+    probe batch relative to the largest output.
 
     **Departs from the paper** in antialiasing, which averages over a patch that becomes smaller instead of reading a
     few of its weights.
 
     Args:
-        sizes: of patches in pixels, descending, the network's own last: one per stage if there are as many as stages,
-            else reached evenly as growth proceeds. They have to divide the images.
+        sizes: patch sizes in pixels, descending, the network's own last: one per stage if there are as many as stages,
+            else reached evenly as growth proceeds. They must divide the images.
 
     Raises:
-        UserError: they are not descending whole numbers, at least two.
+        UserError: they are not at least two whole numbers in descending order.
     """
 
     name = "patch_size"
@@ -70,15 +70,15 @@ class PatchSize(BlockPart):
         self._trigger: Trigger
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return True if the network grows: others have their own patches."""
+        """Return True if the network grows: others keep their own patches."""
         return not isinstance(trigger, Never)
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
-        """Find the embedding of patches, and run a copy of the network at every size.
+        """Find the patch embedding, and run a copy of the network at every size.
 
         Raises:
-            UserError: no convolution of patches is found, its patches are not of the last size, or the network fails
-                at a size.
+            UserError: there is no patch embedding, its patches are not of the last size, or the network fails at a
+                size.
         """
         self._stem, self._full = _find(network, example), graph
         if self._stem.size != self._sizes[-1]:
@@ -100,7 +100,7 @@ class PatchSize(BlockPart):
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Give the network the patches of a fraction of growth."""
+        """Resample the network's weights to the patches at a fraction of growth."""
         size = value_at(self._sizes, fraction_grown)
         graph = self._stem.graph(graph, size)
         self._stem.resample(network, graph, size)
@@ -130,7 +130,7 @@ class PatchSize(BlockPart):
         return self._stem.graph(graph, self._size_at(state))
 
     def restore(self, network: nn.Module, state: GrowthState) -> None:
-        """Give a network the patches of a growth state."""
+        """Resample a network's weights to the patches of a growth state."""
         self._stem.resample(network, self._full, self._size_at(state))
 
     def _size_at(self, state: GrowthState) -> int:
@@ -141,13 +141,13 @@ class PatchSize(BlockPart):
 
 @dataclass(frozen=True)
 class _Stem:
-    """Embedding of patches of a network as it was made.
+    """Patch embedding of the original network.
 
     Attributes:
-        name: of the convolution.
-        size: of its patches in pixels.
+        name: path of the convolution.
+        size: patch size in pixels.
         image: height and width of the images.
-        tables: number of tokens in front of the patches, for tables of positions by name; None for [1, D, h, w].
+        tables: by name of a position embedding, the number of tokens before the patches; None for [1, D, h, w].
     """
 
     name: str
@@ -162,10 +162,10 @@ class _Stem:
             lengths[name] = {2: rows, 3: columns} if prefix is None else {-2: prefix + rows * columns}
         axes = dict(graph.axes)
         for name in lengths.keys() & axes.keys():
-            own = list(axes[name])
+            changed = list(axes[name])
             for dim, length in lengths[name].items():
-                own[dim] = Axis((Run(None, length),), "fixed")
-            axes[name] = tuple(own)
+                changed[dim] = Axis((Run(None, length),), "fixed")
+            axes[name] = tuple(changed)
         return replace(graph, axes=axes)
 
     def resample(self, network: nn.Module, graph: WidthGraph, size: int) -> None:
@@ -181,8 +181,7 @@ class _Stem:
         replace_tensors(network, graph, changed)
         conv.kernel_size = conv.stride = (size, size)
         configs = (getattr(module, "config", None) for module in network.modules())
-        holders = {id(one): one for one in (*network.modules(), *configs) if hasattr(one, "__dict__")}
-        for holder in holders.values():
+        for holder in {id(x): x for x in (*network.modules(), *configs) if hasattr(x, "__dict__")}.values():
             for name, value in list(vars(holder).items()):
                 if name in _COUNTS and isinstance(value, int):
                     setattr(holder, name, value + prod(new) - prod(old))
@@ -195,9 +194,9 @@ class _Stem:
 
 
 def resample_patches(weight: Tensor, size: int) -> Tensor:
-    """Resample the weight [O, I, p, p] of an embedding of patches to another size by the pseudo-inverse of resizing."""
+    """Resample the weight [O, I, p, p] of a patch embedding to another size by the pseudo-inverse of resizing."""
     old = weight.shape[-1]
-    # Rows are resized basis vectors: the transpose of the matrix that resizes.
+    # Rows are resized basis vectors: the transpose of the resizing matrix.
     basis = torch.eye(old**2, dtype=torch.float64).view(-1, 1, old, old)
     resized = F.interpolate(basis, (size, size), mode="bilinear", antialias=True).flatten(1)
     flat = weight.to("cpu", torch.float64).flatten(2) @ torch.linalg.pinv(resized).T
@@ -205,29 +204,32 @@ def resample_patches(weight: Tensor, size: int) -> Tensor:
 
 
 def resize_positions(table: Tensor, prefix: int | None, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """Interpolate a table of positions [..., prefix + h w, D], or [B, D, h, w] if the prefix is None, bicubic."""
+    """Interpolate position embeddings [..., prefix + h w, D], or [B, D, h, w] if the prefix is None, bicubic."""
+    # CPUs do not interpolate in half precision.
+    precise = table.to(torch.promote_types(table.dtype, torch.float32))
     if prefix is None:
-        return F.interpolate(table, new, mode="bicubic", antialias=True)
-    first, rest = table.tensor_split([prefix], dim=-2)
+        return F.interpolate(precise, new, mode="bicubic", antialias=True).to(table)
+    first, rest = precise.tensor_split([prefix], dim=-2)
     grid = rest.reshape(-1, *old, rest.shape[-1]).movedim(-1, 1)
-    moved = F.interpolate(grid, new, mode="bicubic", antialias=True).movedim(1, -1)
-    return torch.cat([first, moved.reshape(*rest.shape[:-2], prod(new), rest.shape[-1])], dim=-2)
+    resized = F.interpolate(grid, new, mode="bicubic", antialias=True).movedim(1, -1)
+    return torch.cat([first, resized.reshape(*rest.shape[:-2], prod(new), rest.shape[-1])], dim=-2).to(table)
 
 
 def _find(network: nn.Module, example: tuple[Any, ...]) -> _Stem:
-    """Find the convolution of patches, the first one that runs, and tables of positions; else raise a UserError."""
+    """Find the patch embedding, the first convolution that runs, and position embeddings; else raise a UserError."""
     names = {module: name for name, module in network.named_modules() if isinstance(module, nn.Conv2d)}
-    seen: list[tuple[nn.Conv2d, tuple[int, ...]]] = []
+    calls: list[tuple[nn.Conv2d, tuple[int, ...]]] = []
 
     def note(module: Any, inputs: tuple[Tensor, ...]) -> None:
-        seen.append((module, tuple(inputs[0].shape[-2:])))
+        calls.append((module, tuple(inputs[0].shape[-2:])))
 
     with ExitStack() as hooks:
         for module in names:
             hooks.enter_context(module.register_forward_pre_hook(note))
         evaluate(network, example)
-    conv, image = seen[0] if seen else (None, (0, 0))
-    if conv is None or len({*conv.kernel_size, *conv.stride}) > 1 or any(conv.padding) or conv.stride[0] < 2:
+    conv, image = calls[0] if calls else (None, (0, 0))
+    padded = conv is not None and conv.padding not in ("valid", (0, 0))
+    if conv is None or len({*conv.kernel_size, *conv.stride}) > 1 or padded or conv.stride[0] < 2:
         raise UserError(
             "patch sizes are of Vision Transformers, whose first convolution cuts images into square patches; this "
             "network has none."

@@ -26,8 +26,8 @@ class Resolution(Part):
     """Resizes images, or truncates sequences, in the forward pass of training steps; evaluation uses full inputs.
 
     Images [B, C, H, W] are scaled to the given size of their shorter side, bilinear with antialiasing, on their device.
-    Sequences [B, T] of tokens are truncated, with masks and labels of the same length. A network with a table of
-    positions uses its first entries.
+    Sequences [B, T] of tokens are truncated, with masks and labels of the same length. A network with position
+    embeddings uses the first ones.
 
     Targets of a resized batch (labels of tokens [B, T], maps of classes [B, H, W]) are resized by `Grower.targets`,
     which growlab's runner calls; models of transformers get them with the inputs.
@@ -39,26 +39,26 @@ class Resolution(Part):
             not grow trains at the last size.
 
     Attributes:
-        resizer: the forward pre-hook of training steps, with the `cut` of the last one.
+        resizer: the forward pre-hook, with the `cut` of the last training step.
 
     Raises:
-        UserError: they are not ascending positive numbers.
+        UserError: the sizes are not ascending positive numbers.
     """
 
     name = "resolution"
     grows = True
 
     def __init__(self, sizes: int | float | Sequence[int] | Sequence[float]) -> None:
-        given = [sizes] if isinstance(sizes, int | float) else sizes
-        numbers = isinstance(given, Sequence) and all(type(size) in (int, float) and size > 0 for size in given)
-        relative = numbers and any(type(size) is float for size in given)
-        if not numbers or not given or list(given) != sorted(given) or (relative and given[-1] > 1):
+        listed = [sizes] if isinstance(sizes, int | float) else sizes
+        numbers = isinstance(listed, Sequence) and all(type(size) in (int, float) and size > 0 for size in listed)
+        relative = numbers and any(type(size) is float for size in listed)
+        if not numbers or not listed or list(listed) != sorted(listed) or (relative and listed[-1] > 1):
             raise UserError(
                 "sizes must be whole numbers of pixels or tokens in ascending order, such as [16,24,32], or parts of "
                 f"the data's own such as [0.5,1.0], not {sizes!r}."
             )
-        self._given, self._relative = tuple(given), relative
-        self._sizes = () if relative else tuple(int(size) for size in given)
+        self._given, self._relative = tuple(listed), relative
+        self._sizes = () if relative else tuple(int(size) for size in listed)
         self.resizer = Resizer(0 if relative else self._sizes[-1])
         self._network: nn.Module | None = None
 
@@ -83,8 +83,8 @@ class Resolution(Part):
                 images nor sequences.
         """
         if self._relative:
-            whole = size_of(values_of(example))
-            self._sizes = tuple(_part_of(whole, part) for part in self._given)
+            full_size = size_of(values_of(example))
+            self._sizes = tuple(_fraction_of(full_size, fraction) for fraction in self._given)
             self.resizer.size = self._sizes[-1]
         if resized(tuple(example), named_in(example), self._sizes[0])[2] is None:
             raise UserError(
@@ -111,7 +111,7 @@ class Resolution(Part):
         return graph
 
     def attach(self, network: nn.Module) -> None:
-        """Add the hook that resizes inputs, at the present size; averages see whole inputs."""
+        """Add the hook that resizes inputs, at the current size; averages get full inputs."""
         self.detach(network)
         if network is self._network:
             network.register_forward_pre_hook(self.resizer, with_kwargs=True)
@@ -172,12 +172,12 @@ class Cut:
             return x
         if x.dim() < 3 or tuple(x.shape[-2:]) != self.before:
             return x
-        whole = x if x.dim() == 4 else x.unsqueeze(1)
+        # CPUs do not interpolate in half precision. Class indices take their neighbour's: float32 has all below 2^24.
+        x_BCHW = (x if x.dim() == 4 else x.unsqueeze(1)).to(torch.promote_types(x.dtype, torch.float32))
         if x.is_floating_point():
-            small = F.interpolate(whole, self.after, mode="bilinear", antialias=True)
+            small = F.interpolate(x_BCHW, self.after, mode="bilinear", antialias=True).to(x.dtype)
         else:
-            # Class indices cannot be interpolated; float32 represents any below 2^24.
-            small = F.interpolate(whole.float(), self.after, mode="nearest-exact").to(x.dtype)
+            small = F.interpolate(x_BCHW, self.after, mode="nearest-exact").to(x.dtype)
         return small if x.dim() == 4 else small.squeeze(1)
 
 
@@ -185,7 +185,7 @@ class Resizer:
     """A forward pre-hook that resizes a network's inputs in training mode while gradients are recorded.
 
     Passes without gradients (evaluation, probes, statistics of batch normalisation) use full inputs. `size` is in
-    pixels of the shorter side, or tokens. `cut` says how the last pass's inputs were resized; None: not.
+    pixels of the shorter side, or tokens. `cut` is the resizing of the last pass, or None.
     """
 
     def __init__(self, size: int) -> None:
@@ -224,15 +224,15 @@ def resized_inputs(inputs: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 
 def size_of(inputs: Iterable[Any]) -> int:
     """Return the size of a network's inputs: pixels of the shorter side of images, or tokens of sequences."""
-    # At size 1, any larger input is cut.
+    # Any input larger than 1 gives a cut to size 1.
     cut = _cut_of([x for x in inputs if isinstance(x, Tensor)], 1)
     return 1 if cut is None else min(cut.before)
 
 
-def _part_of(whole: int, part: float) -> int:
+def _fraction_of(size: int, fraction: float) -> int:
     """Return a fraction of a size, rounded to a multiple of 8 if the size is at least 16."""
-    unit = 8 if whole >= 16 else 1
-    return whole if part == 1 else min(whole, max(unit, unit * round(part * whole / unit)))
+    unit = 8 if size >= 16 else 1
+    return size if fraction == 1 else min(size, max(unit, unit * round(fraction * size / unit)))
 
 
 def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:
@@ -253,5 +253,5 @@ def _cut_of(tensors: Sequence[Tensor], size: int) -> Cut | None:
 
 
 def acts_on(network: nn.Module) -> bool:
-    """Return True if a forward pass of the network would be that of a training step."""
+    """Return True if a forward pass of the network now would be a training step's."""
     return network.training and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Growth of computation at kept weights: a setting of modules that takes another value at each stage."""
+"""Growth in computation without new weights: a setting of modules with a value for each stage."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -20,20 +20,19 @@ from growlab.widths import WidthGraph
 class Setting(Part):
     """Sets an attribute of modules, or of a model's `config`, to a value for each stage, in training and evaluation.
 
-    For what costs computation but no weights: the window of attention, the number of times that a shared block is
-    applied, the number of active experts per token. The last value is the network's own, so that the grown network is
-    the ordinary one. The step's FLOPs are counted at each value: kernels that compute all positions and mask those
-    outside of a window cost the same with any window.
+    For settings that change computation but no weights: the window of attention, the number of times that a shared
+    block is applied, the number of active experts per token. The last value must be the network's own. FLOPs are
+    counted at each value; kernels that mask positions outside of a window cost the same with any window.
 
-    Outputs change with the value; the event's receipt has the new value under the part's name, and the largest change
+    Outputs change with the value. The event's receipt has the new value under the part's name, and the largest change
     of an output on the probe batch, relative to the largest output, under `NAME_output_change`.
 
     Args:
-        names: attribute with the name of its module in front, in which `*` stands for any characters, such as
-            "layers.*.attention.window"; "*.sliding_window" for all of that name, also of a `config`, which models of
-            transformers read; or a list of such names, which all take the value.
+        names: path of an attribute, in which `*` matches any characters, such as "layers.*.attention.window", or
+            "*.sliding_window" for all attributes of that name, including those of a `config`, which models of
+            transformers read; or a list of paths, all of which get the value.
         values: one per stage if there are as many as stages, else reached evenly as growth proceeds.
-        name: key of the part's state; several settings of one network need different ones.
+        name: key of the part's state; must be unique among the settings of a network.
 
     Raises:
         UserError: `values` is not a list of at least two.
@@ -53,7 +52,7 @@ class Setting(Part):
         self._copies: Callable[[], Mapping[str, nn.Module]] = dict
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return True if the network grows: others have their own value."""
+        """Return True if the network grows: others keep their own value."""
         return not isinstance(trigger, Never)
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
@@ -63,12 +62,12 @@ class Setting(Part):
             UserError: a name matches nothing, the network's own value is not the last one, or it fails at a value.
         """
         for pattern in self._names:
-            found = [getattr(holder, attribute) for holder, attribute in _holders(network, pattern)]
-            if not found:
+            originals = [getattr(holder, attribute) for holder, attribute in _holders(network, pattern)]
+            if not originals:
                 raise UserError(f"names={pattern!r} is no attribute of a module or of its config in this network.")
-            if any(own != self._values[-1] for own in found):
+            if any(original != self._values[-1] for original in originals):
                 raise UserError(
-                    f"values={list(self._values)} must end with the network's own {pattern}, {found[0]!r}: it "
+                    f"values={list(self._values)} must end with the network's own {pattern}, {originals[0]!r}: it "
                     "would end as another network."
                 )
         for value in self._values:
@@ -127,7 +126,7 @@ def _holders(network: nn.Module, pattern: str) -> Iterator[tuple[Any, str]]:
     """Modules, and configs of modules, with the attribute that a pattern names."""
     path, _, attribute = pattern.rpartition(".")
     for name, module in network.named_modules():
-        of_config = f"{name}.config".removeprefix(".")
-        for own, holder in ((name, module), (of_config, getattr(module, "config", None))):
-            if fnmatchcase(own, path) and hasattr(holder, attribute):
+        config_name = f"{name}.config".removeprefix(".")
+        for holder_name, holder in ((name, module), (config_name, getattr(module, "config", None))):
+            if fnmatchcase(holder_name, path) and hasattr(holder, attribute):
                 yield holder, attribute

@@ -1,9 +1,8 @@
 """Odds before training: is a smaller network better for a budget, and does growing pay for a full one?
 
-With r = training samples (tokens of text) for each parameter of the full network, as many as it would see for the whole
-budget, and f = its parameters over the smaller network's, the log-odds that another network ends better than the full
-one are modelled as `a + b ln r + c ln f`, plus `d` for language, whose samples are tokens. The model is fitted to
-finished runs: `cases.csv`, and the user's own.
+The log-odds that another network ends better than the full one are `a + b ln r + c ln f`, plus `d` for language, fitted
+to finished runs: `cases.csv` and the user's own. Here r is the number of training samples (for text, tokens) per
+parameter of the full network in the whole budget, and f its parameters over the smaller network's.
 """
 
 import csv
@@ -18,16 +17,14 @@ import numpy as np
 from torch import nn
 
 from growlab.base.errors import UserError
+from growlab.base.settings import at_least
 
 __all__ = ["Advice", "Case", "Check", "advise", "check", "read_cases"]
 
-Size = Literal["any", "full"]
 Arm = Literal["smaller", "grown"]
-# Log-odds of a case.
+# Maps a case to its log-odds.
 Odds = Callable[["Case"], float]
-# Parameters of the smaller network relative to the full one's where nothing else is known: half the width.
-_SMALLER = 0.25
-# Squared weights are worth so many logarithms of likelihood: with some twenty cases a fit without it is too sure.
+# Ridge penalties of a, b, c and d: without them a fit to few cases is overconfident.
 _RIDGE = (0.0, 0.3, 1.0, 1.0)
 
 
@@ -37,14 +34,14 @@ class Case:
 
     Attributes:
         case: name of the runs.
-        family: network and data; cases of one family are left out together where a fit is checked.
-        kind: "classes" (images and the like, one label a sample) or "language".
+        family: network and data; cases of one family are left out together when a fit is checked.
+        kind: "classes" (such as images, with one label per sample) or "language".
         params: parameters of the full network.
-        smaller_params: of the smaller one.
-        samples: training samples, of text tokens, that the full network saw.
-        full: test error of the full network, from 0 to 1; of text, loss or bits per byte.
-        smaller: of the smaller network, which saw more samples at the same cost.
-        grown: of the network that was grown to full size; None: not trained.
+        smaller_params: parameters of the smaller network.
+        samples: training samples (for text, tokens) of the full network.
+        full: test error of the full network, from 0 to 1; for text, the loss or bits per byte.
+        smaller: test error of the smaller network, which saw more samples at the same cost.
+        grown: test error of the network that was grown to full size; None: not trained.
     """
 
     case: str
@@ -57,28 +54,31 @@ class Case:
     smaller: float
     grown: float | None = None
 
+    def __post_init__(self) -> None:
+        at_least(1, params=self.params, smaller_params=self.smaller_params, samples=self.samples)
+
     @property
     def ratio(self) -> float:
         """Samples per parameter of the full network."""
         return self.samples / self.params
 
     def gain(self, arm: str) -> float | None:
-        """Logarithm of the full network's error over another's: above 0 if the other one was better."""
+        """Logarithm of the full network's error over another's; positive if the other was better."""
         error = getattr(self, arm)
         return None if error is None else log(max(self.full, 1e-4) / max(error, 1e-4))
 
 
 @dataclass(frozen=True)
 class Check:
-    """Agreement of the odds with cases, each judged by a fit without its family.
+    """Cross-validation of the odds: each case is predicted by a fit without its family.
 
     Attributes:
-        right: cases whose likelier network was the better one.
+        right: number of cases in which the likelier network was better.
         cases: number of cases.
-        brier: mean squared difference between odds and outcome; 0.25 is a coin's.
-        expected: mean relative error that wrong choices were expected to cost.
-        realised: what they cost.
-        odds: of the other network in each case, in order.
+        brier: mean squared difference between predicted probability and outcome; a coin's is 0.25.
+        expected: predicted cost of wrong choices, as mean relative error.
+        realised: actual cost of wrong choices.
+        odds: predicted probability of the other network in each case, in order.
     """
 
     right: int
@@ -97,15 +97,15 @@ class Advice:
         choice: "smaller", "grow" or "full".
         odds: probability that the choice ends no worse than the alternative.
         instead: the alternative.
-        ratio: training samples, of text tokens, per parameter of the full network.
+        ratio: training samples (for text, tokens) per parameter of the full network.
         params: parameters of the full network.
-        smaller_params: parameters of the smaller one.
-        if_wrong: test error above the alternative's, relative to it, where the choice is wrong.
-        points: the same in percentage points of accuracy, in cases of images like these; None for text.
-        regret: expected relative error above the better of the two, `(1 - odds) * if_wrong`.
-        even: ratio at which the two are as likely to end better; None where no budget changes the choice.
+        smaller_params: parameters of the smaller network.
+        if_wrong: expected relative excess of the test error over the alternative's, if the choice is wrong.
+        points: the same in percentage points of accuracy, from the cases with classes; None for text.
+        regret: expected relative excess over the better of the two, `(1 - odds) * if_wrong`.
+        even: ratio at which both are equally likely to end better; None if no budget changes the choice.
         seen: range of ratios in the cases.
-        check: the odds of the cases themselves.
+        check: cross-validation on the cases.
     """
 
     choice: Literal["smaller", "grow", "full"]
@@ -158,29 +158,30 @@ _NAMES = {"smaller": "a smaller network", "grow": "growing", "full": "the full n
 
 
 def read_cases(*paths: Path | str) -> list[Case]:
-    """Cases of the package, and of CSV files with the same columns.
+    """Read the package's cases, and those in CSV files with the same columns.
 
     Raises:
-        UserError: a file has no such cases.
+        UserError: a file cannot be read, or has other columns.
     """
     shipped = files("growlab.plan").joinpath("cases.csv").read_text(encoding="utf-8")
-    found = _parsed(shipped.splitlines(), "cases.csv")
+    cases = _parsed(shipped.splitlines(), "cases.csv")
     for path in paths:
         try:
-            found += _parsed(Path(path).read_text(encoding="utf-8").splitlines(), str(path))
-        except OSError as error:
-            raise UserError(f"cannot read the cases of {path}: {error.strerror}.") from error
-    return found
+            # Spreadsheets write a byte order mark.
+            cases += _parsed(Path(path).read_text(encoding="utf-8-sig").splitlines(), str(path))
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"cannot read the cases of {path}: {getattr(error, 'strerror', error)}.") from error
+    return cases
 
 
 def _parsed(lines: Iterable[str], name: str) -> list[Case]:
-    whole, number = ("params", "smaller_params", "samples"), ("full", "smaller")
+    integers, floats = ("params", "smaller_params", "samples"), ("full", "smaller")
     try:
         return [
             Case(
                 **{key: row[key] for key in ("case", "family", "kind")},
-                **{key: int(row[key]) for key in whole},
-                **{key: float(row[key]) for key in number},
+                **{key: int(row[key]) for key in integers},
+                **{key: float(row[key]) for key in floats},
                 grown=float(row["grown"]) if row["grown"] else None,
             )
             for row in csv.DictReader(lines)
@@ -194,23 +195,23 @@ def advise(
     network: nn.Module | int,
     samples: float,
     *,
-    smaller: nn.Module | int | float = _SMALLER,
-    size: Size = "any",
+    smaller: nn.Module | int | float = 0.25,
+    size: Literal["any", "full"] = "any",
     kind: str | None = None,
     cases: Sequence[Case] | None = None,
 ) -> Advice:
-    """Odds that a smaller network ends better than the full one at equal cost, and what being wrong costs.
+    """Odds that a smaller network ends better than the full one at equal cost, and the cost of being wrong.
 
     Args:
-        network: at full size, or its number of parameters.
-        samples: training samples that the full network would see for the whole budget; of text, tokens.
-        smaller: the network to compare with, its parameters, or these as a fraction of the full network's.
-        size: "full": the full network is wanted in any case, and the question is to grow it or not.
+        network: the network at full size, or its number of parameters.
+        samples: training samples (for text, tokens) of the full network in the whole budget.
+        smaller: the network to compare with, its number of parameters, or a fraction of the full one's.
+        size: "any": compare with a smaller network; "full": compare growing with training at full size.
         kind: "classes" or "language"; None: language if the network has an embedding.
-        cases: to learn from; None: those of the package, see `read_cases`.
+        cases: cases to fit; None: those of the package, see `read_cases`.
 
     Raises:
-        UserError: a number is impossible, or there are no cases.
+        UserError: a number is impossible, or there are fewer than two cases.
 
     Examples:
         >>> from growlab.plan import advise
@@ -224,60 +225,58 @@ def advise(
         raise UserError(f"samples={samples} must be a number above 0.")
     if not 0 < smaller_params < params:
         raise UserError(f"the smaller network has {smaller_params:,} parameters, the full one {params:,}.")
-    if kind is None:
-        embeds = isinstance(network, nn.Module) and any(isinstance(m, nn.Embedding) for m in network.modules())
-        kind = "language" if embeds else "classes"
-    known = read_cases() if cases is None else list(cases)
+    modules = network.modules() if isinstance(network, nn.Module) else ()
+    kind = kind or ("language" if any(isinstance(m, nn.Embedding) for m in modules) else "classes")
     arm: Arm = "grown" if size == "full" else "smaller"
-    known = [case for case in known if case.gain(arm) is not None]
-    if len(known) < 2:
+    cases = [case for case in (read_cases() if cases is None else cases) if case.gain(arm) is not None]
+    if len(cases) < 2:
         raise UserError("odds need at least two cases to learn from.")
-    asked = Case("", "", kind, params, smaller_params, round(samples) or 1, 1.0, 1.0)
-    log_odds = _fitted(known, arm)
-    asked_odds = log_odds(asked)
+    query = Case("", "", kind, params, smaller_params, round(samples) or 1, 1.0, 1.0)
+    log_odds = _fitted(cases, arm)
+    prediction = log_odds(query)
     other: Literal["grow", "smaller"] = "grow" if size == "full" else "smaller"
-    choice, instead = (other, "full") if asked_odds >= 0 else ("full", other)
-    wrong = 1 / (1 + exp(abs(asked_odds)))
-    if_wrong = _softplus(-abs(asked_odds)) / wrong
-    classes = [case for case in known if case.kind == "classes"]
+    choice, instead = (other, "full") if prediction >= 0 else ("full", other)
+    wrong = 1 / (1 + exp(abs(prediction)))
+    if_wrong = _softplus(-abs(prediction)) / wrong
+    classes = [case for case in cases if case.kind == "classes"]
     points = None
     if kind == "classes" and classes:
         points = if_wrong * _scale(classes, lambda case: 100 * abs(case.full - getattr(case, arm)), log_odds)
-    if_wrong *= _scale(known, _relative(arm), log_odds)
-    ratios = [case.ratio for case in known]
+    if_wrong *= _scale(cases, _relative(arm), log_odds)
+    ratios = [case.ratio for case in cases]
     return Advice(
         choice,
         1 - wrong,
         instead,
-        asked.ratio,
+        query.ratio,
         params,
         smaller_params,
         if_wrong,
         points,
         wrong * if_wrong,
-        _even(asked, log_odds),
+        _even(query, log_odds),
         (min(ratios), max(ratios)),
-        check(known, arm),
+        check(cases, arm),
     )
 
 
 def check(cases: Sequence[Case], arm: Arm = "smaller") -> Check:
-    """Odds of each case by a fit to all families but its own.
+    """Predict each case by a fit to all other families.
 
     Args:
-        cases: with the errors of both networks.
-        arm: compared with the full network.
+        cases: finished runs; those without an error of `arm` are left out.
+        arm: network that is compared with the full one.
     """
     odds, expected, realised, right, brier = list[float](), 0.0, 0.0, 0, 0.0
     cases = [case for case in cases if case.gain(arm) is not None]
     for case in cases:
-        others = [one for one in cases if one.family != case.family]
+        others = [other for other in cases if other.family != case.family]
         log_odds = _fitted(others, arm) if others else lambda case: 0.0
-        asked, gain = log_odds(case), _gain(case, arm)
-        odds.append(1 / (1 + exp(-asked)))
+        prediction, gain = log_odds(case), _gain(case, arm)
+        odds.append(1 / (1 + exp(-prediction)))
         if others:
-            expected += _softplus(-abs(asked)) * _scale(others, _relative(arm), log_odds)
-        agrees = (asked >= 0) == (gain > 0)
+            expected += _softplus(-abs(prediction)) * _scale(others, _relative(arm), log_odds)
+        agrees = (prediction >= 0) == (gain > 0)
         realised += 0.0 if agrees else _relative(arm)(case)
         right += agrees
         brier += (odds[-1] - (gain > 0)) ** 2
@@ -297,7 +296,7 @@ def _features(case: Case) -> np.ndarray:
 
 
 def _fitted(cases: Sequence[Case], arm: str) -> Odds:
-    """Log-odds by logistic regression by Newton's method, with a weak Gaussian prior on the slopes."""
+    """Fit log-odds by logistic regression (Newton's method), with a weak Gaussian prior on the slopes."""
     x = np.array([_features(case) for case in cases])
     y = np.array([float(_gain(case, arm) > 0) for case in cases])
     ridge, weights = np.array(_RIDGE) + 1e-3, np.zeros(x.shape[1])
@@ -308,34 +307,33 @@ def _fitted(cases: Sequence[Case], arm: str) -> Odds:
         weights = weights + np.clip(step, -2, 2)
         if np.abs(step).max() < 1e-9:
             break
-    least = 1 / (len(cases) + 2)  # So many cases allow no surer odds.
-    limit = log((1 - least) / least)
+    # No probability is surer than the number of cases allows (rule of succession).
+    limit = log(len(cases) + 1)
     return lambda case: float(np.clip(_features(case) @ weights, -limit, limit))
 
 
 def _even(case: Case, odds: Odds) -> float | None:
-    """Samples a parameter at which the odds of a case turn, by bisection; None outside of a millionth to a million."""
+    """Samples per parameter at which a case's odds are even, by bisection between 1e-6 and 1e6, or None."""
     low, high = -6.0, 6.0
 
-    def at(power: float) -> float:
+    def odds_at(power: float) -> float:
         return odds(replace(case, samples=round(10**power * case.params) or 1))
 
-    if at(low) * at(high) >= 0:
+    if odds_at(low) * odds_at(high) >= 0:
         return None
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if at(low) * at(middle) > 0 else (low, middle)
+        low, high = (middle, high) if odds_at(low) * odds_at(middle) > 0 else (low, middle)
     return float(10**low)
 
 
 def _scale(cases: Sequence[Case], sizes: Callable[[Case], float], odds: Odds) -> float:
-    """Size of a gain for each unit of log-odds.
+    """Size of a gain per unit of log-odds.
 
-    The odds are those of a gain `scale * (l + e)` above 0, with `l` the log-odds and `e` of a standard logistic
-    distribution, whose mean absolute value is `softplus(l) + softplus(-l)` scales.
+    A logistic model says that the gain `scale * (l + e)` is positive, with the log-odds `l` and `e` from a standard
+    logistic distribution. Its mean absolute value is `scale * (softplus(l) + softplus(-l))`.
     """
-    both = sum(_softplus(odds(case)) + _softplus(-odds(case)) for case in cases)
-    return sum(map(sizes, cases)) / both
+    return sum(map(sizes, cases)) / sum(_softplus(odds(case)) + _softplus(-odds(case)) for case in cases)
 
 
 def _softplus(x: float) -> float:

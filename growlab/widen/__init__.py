@@ -28,7 +28,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("WidenedReader", "widen_distributed"):
         raise AttributeError(f"module 'growlab.widen' has no attribute {name!r}")
-    # torch.distributed.checkpoint takes a second.
+    # Importing torch.distributed.checkpoint takes a second.
     from growlab.widen import distributed
 
     return getattr(distributed, name)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from growlab.base.command_parser import CommandParser, command, sizes
+from growlab.base.command_parser import CommandParser, amount, command, sizes
 from growlab.base.errors import UserError
 from growlab.widen.folder import num_params, report, widen_folder
 from growlab.widen.sizes import PARTS
@@ -39,9 +39,9 @@ def main(arguments: Sequence[str]) -> int:
         help="widen this folder of torch.distributed.checkpoint, with its optimizer; FOLDER has the config.json",
     )
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
-    parser.add_argument("--width", type=float, default=1.0, help="factor on stream, heads and hidden layers")
-    parser.add_argument("--depth", type=float, default=1.0, help="factor on the number of layers")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what becomes wider, with commas: stream, heads, mlp")
+    parser.add_argument("--width", type=amount, default=1.0, help="factor on stream, heads and hidden layers")
+    parser.add_argument("--depth", type=amount, default=1.0, help="factor on the number of layers")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to widen, with commas: stream, heads, mlp")
     parser.add_argument(
         "--method", default=DEFAULT, help=f"for heads and hidden layers: {', '.join(METHODS)} (%(default)s)"
     )
@@ -62,34 +62,25 @@ def main(arguments: Sequence[str]) -> int:
         return _widen_named(args)
     if args.weights is not None:
         raise UserError(
-            f"{args.weights} stands behind {args.model}, which is no torchvision/NAME or timm/NAME; give a folder "
+            f"{args.weights} is given as WEIGHTS, but {args.model} is no torchvision/NAME or timm/NAME; give a folder "
             "alone."
         )
-    receipt = widen_folder(
-        Path(args.model),
-        args.out,
-        args.width,
-        args.depth,
-        args.method,
-        args.parts.split(","),
-        args.seed,
-        args.noise,
-    )
-    report(args.out, receipt)
+    settings = (args.width, args.depth, args.method, args.parts.split(","), args.seed, args.noise)
+    report(args.out, widen_folder(Path(args.model), args.out, *settings))
     return 0
 
 
 def _give_back_freed_memory() -> None:
-    """Let glibc return each large tensor's memory when it is freed: kept for later ones, it would double the peak.
+    """Make glibc return the memory of each large tensor when it is freed; otherwise peak memory would double.
 
-    Blocks of tensors (4 MiB) are smaller: new pages for each of them would take a tenth of the time.
+    The threshold is above the size of blocks (4 MiB), for which new pages would cost a tenth of the time.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(-3, 1 << 23)  # M_MMAP_THRESHOLD
 
 
 def _widen_dcp(args: argparse.Namespace) -> int:
-    # torch.distributed.checkpoint takes a second.
+    # Importing torch.distributed.checkpoint takes a second.
     from growlab.widen.distributed import widen_distributed
 
     if args.depth != 1:

@@ -33,20 +33,20 @@ _MOMENT = re.compile(r"(?:.*?\.)?state\.(?P<name>.+)\.(?P<entry>\w+)")
 class WidenedReader(dcp.FileSystemReader):
     """Reads a DCP folder as if a growth event had widened its network, with the moments of its optimizer.
 
-    Hand it to `torch.distributed.checkpoint.load` as `storage_reader`, which puts the pieces of each tensor into a
-    network at the new widths, however that is sharded: every process computes one whole tensor at a time.
+    Pass it to `torch.distributed.checkpoint.load` as `storage_reader`, which loads each tensor into a network at the
+    new widths, however that is sharded. Every process computes one full tensor at a time.
 
     Args:
-        folder: that `torch.distributed.checkpoint.save` wrote, of a network without unfinished growth.
-        network: the wide one; only names of its tensors are used.
+        folder: folder of `torch.distributed.checkpoint.save`, of a network without unfinished growth.
+        network: the wide network; only the names of its tensors are used.
         graph: its width graph.
         widths: width of each group in it.
-        method: of the growth event. Outputs have to stay the same without anything that a Grower would do in the
-            forward: that is so of HyperCloning with whole factors.
-        seed: of all draws.
+        method: growth method. It must preserve the outputs without changes that a Grower makes in the forward, as
+            HyperCloning with whole factors does.
+        seed: seed of all random draws.
 
     Raises:
-        UserError: the folder is no checkpoint of a narrower network, or the method needs a Grower to keep outputs.
+        UserError: the folder is no checkpoint of a narrower network, or the method needs a Grower to preserve outputs.
     """
 
     def __init__(
@@ -64,29 +64,26 @@ class WidenedReader(dcp.FileSystemReader):
             self._saved = super().read_metadata()
         except (OSError, EOFError) as error:
             raise UserError(f"{folder} is no folder of torch.distributed.checkpoint.") from error
-        saved = {
-            key: about
-            for key, about in self._saved.state_dict_metadata.items()
-            if isinstance(about, TensorStorageMetadata)
-        }
+        metadata = self._saved.state_dict_metadata
+        saved = {key: tensor for key, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
         if unfinished := next(filter(is_multipliers, saved), None):
             raise UserError(f"{unfinished} belongs to unfinished growth: save the network after Grower.finish.")
-        first = {name: one for name, one in first_names(network).items() if one in graph.axes}
+        first = {alias: name for alias, name in first_names(network).items() if name in graph.axes}
         prefix = _prefix(first, saved)
-        # Key in the folder: name of the tensor, and entry of the optimizer's state or "".
-        self._made = {key: (first[name], "") for key in saved if (name := key.removeprefix(prefix)) in first}
-        for key, about in saved.items():
+        # Key in the folder -> name of the tensor, and entry of the optimizer's state or "".
+        self._grown = {key: (first[name], "") for key in saved if (name := key.removeprefix(prefix)) in first}
+        for key, tensor in saved.items():
             match = _MOMENT.fullmatch(key)
-            if key not in self._made and match and match["name"] in first and len(about.size):
-                self._made[key] = first[match["name"]], match["entry"]
-        self._keys = {name: key for key, (name, entry) in self._made.items() if not entry}
+            if key not in self._grown and match and match["name"] in first and len(tensor.size):
+                self._grown[key] = first[match["name"]], match["entry"]
+        self._keys = {name: key for key, (name, entry) in self._grown.items() if not entry}
         shapes = {name: tuple(saved[key].size) for name, key in self._keys.items()}
         graph = replace(graph, axes={name: graph.axes[name] for name in self._keys})
         before = {**graph.full_widths, **graph.widths_of(shapes)}
         if wrong := [n for n, shape in shapes.items() if graph.shape(n, before) != shape]:
             raise UserError(f"{wrong[0]} is {list(shapes[wrong[0]])} in {folder}, which no widths explain.")
         if larger := [group for group, width in before.items() if width > widths[group]]:
-            raise UserError(f"{larger[0]} has {before[larger[0]]} channels in {folder} and would have fewer.")
+            raise UserError(f"{larger[0]} has {before[larger[0]]} channels in {folder}, more than the network.")
         like = {name: torch.empty((), dtype=saved[key].properties.dtype) for name, key in self._keys.items()}
         old = as_applied(graph, OneByOne(self._keys, lambda name: self._read(self._keys[name]), like))
         self._context = context = GrowthContext(graph, old, before, dict(widths), seed, stage=1)
@@ -103,39 +100,39 @@ class WidenedReader(dcp.FileSystemReader):
         uneven = any(len(set(each)) > 1 for each in weighted.values())
         if uneven or growth.multipliers or growth.output_factor != 1.0:
             raise UserError(
-                f"{method.name} from {before} keeps the outputs only while a Grower trains the network: widen by whole "
-                "factors with HyperCloning, or load the checkpoint and grow with Grower.from_trained."
+                f"{method.name} from {before} preserves the outputs only while a Grower trains the network: widen by "
+                "whole factors with HyperCloning, or load the checkpoint and grow with Grower.from_trained."
             )
         self._last: tuple[str, Tensor] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Metadata of the wider checkpoint."""
-        about = dict(self._saved.state_dict_metadata)
-        for key, (name, _) in self._made.items():
+        metadata = dict(self._saved.state_dict_metadata)
+        for key, (name, _) in self._grown.items():
             size = torch.Size(self._context.new_shape(name))
             chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
-            about[key] = replace(about[key], size=size, chunks=chunks)  # type: ignore[arg-type]
-        return replace(self._saved, state_dict_metadata=about)
+            metadata[key] = replace(metadata[key], size=size, chunks=chunks)  # type: ignore[arg-type]
+        return replace(self._saved, state_dict_metadata=metadata)
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
-        """Compute the tensors that grow, and read all else."""
-        chosen, rest = list[Any](), list[Any]()
+        """Compute the tensors that grow, and read the others."""
+        grown, others = list[Any](), list[Any]()
         for item in plan.items:
-            (chosen if item.storage_index.fqn in self._made else rest).append(item)
-        for item in sorted(chosen, key=lambda item: item.storage_index.fqn):
+            (grown if item.storage_index.fqn in self._grown else others).append(item)
+        for item in sorted(grown, key=lambda item: item.storage_index.fqn):
             tensor = self.tensor(item.storage_index.fqn)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 tensor = tensor.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(tensor)
             planner.commit_tensor(item, target)
-        return super().read_data(replace(plan, items=rest), planner)
+        return super().read_data(replace(plan, items=others), planner)
 
     def tensor(self, key: str) -> Tensor:
         """Compute a tensor of the wider checkpoint by its key."""
         if self._last is None or self._last[0] != key:
             self._last = None
-            self._last = key, self._computed(*self._made[key], key)
+            self._last = key, self._computed(*self._grown[key], key)
         return self._last[1]
 
     def _computed(self, name: str, entry: str, key: str) -> Tensor:
@@ -154,15 +151,15 @@ class WidenedReader(dcp.FileSystemReader):
 
     def save(self, out: Path) -> None:
         """Write the wider checkpoint as a DCP folder, one tensor at a time."""
-        others = {key: one for key, one in self._saved.state_dict_metadata.items() if key not in self._made}
-        state = {key: _empty(self.read_metadata().state_dict_metadata[key], "meta") for key in self._made}
-        read = {key: _empty(one, "cpu") for key, one in others.items()}
-        dcp.load(read, storage_reader=dcp.FileSystemReader(self._folder), no_dist=True)
-        writer = dcp.FileSystemWriter(out)
-        dcp.save(state | read, storage_writer=writer, planner=_Computed(self), no_dist=True)
+        old, new = self._saved.state_dict_metadata, self.read_metadata().state_dict_metadata
+        grown = {key: _empty(new[key], "meta") for key in self._grown}
+        others = {key: _empty(metadata, "cpu") for key, metadata in old.items() if key not in self._grown}
+        dcp.load(others, storage_reader=dcp.FileSystemReader(self._folder), no_dist=True)
+        planner = _OnDemand(self)
+        dcp.save(grown | others, storage_writer=dcp.FileSystemWriter(out), planner=planner, no_dist=True)
 
 
-class _Computed(dcp.DefaultSavePlanner):
+class _OnDemand(dcp.DefaultSavePlanner):
     """Computes each tensor of a widened checkpoint when it is written."""
 
     def __init__(self, reader: WidenedReader) -> None:
@@ -170,10 +167,10 @@ class _Computed(dcp.DefaultSavePlanner):
         self._reader = reader
 
     def lookup_object(self, index: Any) -> Any:
-        return self._reader.tensor(index.fqn) if index.fqn in self._reader._made else super().lookup_object(index)
+        return self._reader.tensor(index.fqn) if index.fqn in self._reader._grown else super().lookup_object(index)
 
     def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> tuple[list[dcp.SavePlan], Metadata]:
-        """Keep the nesting of the checkpoint that is read."""
+        """Keep the nesting of the original checkpoint."""
         plans, metadata = super().create_global_plan(all_plans)
         return plans, replace(metadata, planner_data=self._reader._saved.planner_data)
 
@@ -190,16 +187,16 @@ def widen_distributed(
     """Write the DCP checkpoint of a wider model with the same outputs, with its configuration.
 
     Args:
-        folder: has the configuration of the model, as `save_pretrained` writes it.
+        folder: folder with the configuration of the model, as `save_pretrained` writes it.
         checkpoint: DCP folder of the model and perhaps its optimizer.
         out: a new folder.
         width: factor on the sizes of `parts`.
         method: see `WidenedReader`.
         parts: parts to widen, among `PARTS`.
-        seed: of all draws.
+        seed: seed of all random draws.
 
     Returns:
-        The wider model, whose parameters are on device meta.
+        The wider model, without values in its parameters.
 
     Raises:
         UserError: see `WidenedReader`; or the folder has no configuration.
@@ -214,18 +211,19 @@ def widen_distributed(
     return network
 
 
-def _empty(about: Any, device: str) -> Any:
-    if not isinstance(about, TensorStorageMetadata):
+def _empty(metadata: Any, device: str) -> Any:
+    if not isinstance(metadata, TensorStorageMetadata):
         return None
-    return torch.empty(about.size, dtype=about.properties.dtype, device=device)
+    return torch.empty(metadata.size, dtype=metadata.properties.dtype, device=device)
 
 
 def _prefix(first: Mapping[str, str], saved: Mapping[str, Any]) -> str:
-    """Find what stands in front of names of the network's tensors in the keys of a checkpoint."""
-    some = next(iter(first))
-    found = [key[: -len(some)] for key in saved if key == some or key.endswith(f".{some}")]
-    moments = [prefix for prefix in found if re.search(r"(^|\.)state\.$", prefix)]
-    fits = [p for p in found if p not in moments and {p + n for n in first.values()} <= saved.keys()]
-    if len(fits) != 1:
-        raise UserError(f"the checkpoint does not contain the tensors of the network, such as {some}.")
-    return fits[0]
+    """Find the prefix of the network's tensors in the keys of a checkpoint."""
+    name = next(iter(first))
+    candidates = [key[: -len(name)] for key in saved if key == name or key.endswith(f".{name}")]
+    prefixes = [
+        p for p in candidates if not re.search(r"(^|\.)state\.$", p) and saved.keys() >= {p + n for n in first.values()}
+    ]
+    if len(prefixes) != 1:
+        raise UserError(f"the checkpoint does not contain the tensors of the network, such as {name}.")
+    return prefixes[0]

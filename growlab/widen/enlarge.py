@@ -35,8 +35,8 @@ def enlarge(
         depth: factor on its number of layers.
         optimizer: the small network's optimizer; the same object continues with the large network's parameters and the
             carried state.
-        wide: the large network of the same kind, in place of `width` and `depth`; it becomes the result.
-        example: an input; None: tokens or images made for a transformers model.
+        wide: the large network of the same kind, instead of `width` and `depth`; it becomes the result.
+        example: an input; None: random tokens or images for a transformers model.
         settings: arguments of `growlab.Grower.from_trained`, such as `method` and `layers`.
 
     Returns:
@@ -50,7 +50,7 @@ def enlarge(
     built = wide is None
     if wide is None:
         if not hasattr(config, "to_dict"):
-            raise UserError(f"{type(small).__name__} is no model of transformers: give the large network as wide=.")
+            raise UserError(f"{type(small).__name__} is no transformers model: give the large network as wide=.")
         larger = deepened(widened(config, width, ("stream", "heads", "mlp")), depth)
         first = next(small.parameters())
         adapted: Any = small if is_adapted(small) else None
@@ -66,7 +66,7 @@ def enlarge(
         wide.train(small.training)
     if example is None:
         if not hasattr(config, "to_dict"):
-            raise UserError(f"{type(small).__name__} is no model of transformers: give an example of its input.")
+            raise UserError(f"{type(small).__name__} is no transformers model: give an example of its input.")
         example = inputs_of(small)
     grower = Grower.from_trained(
         small, wide, example, optimizer=() if optimizer is None else optimizer, verbose=False, **settings
@@ -80,15 +80,15 @@ def enlarge(
 def _adapted(wide: nn.Module, small: Any, depth: float) -> nn.Module:
     """Give a network the adapters of a small one, with the same ones active."""
     result: Any = None
-    for name, known in small.peft_config.items():
-        chosen = copy(known)
-        if depth != 1 and not isinstance(chosen.target_modules, str):
+    for name, old_config in small.peft_config.items():
+        config = copy(old_config)
+        if depth != 1 and not isinstance(config.target_modules, str):
             # peft has expanded "all-linear" to the small network's layer names; use those of all layers.
-            chosen.target_modules = {re.split(r"\.\d+\.", target)[-1] for target in chosen.target_modules}
+            config.target_modules = {re.split(r"\.\d+\.", target)[-1] for target in config.target_modules}
         if result is None:
-            result = type(small)(wide, chosen, name)
+            result = type(small)(wide, config, name)
         else:
-            result.add_adapter(name, chosen)
+            result.add_adapter(name, config)
     active = small.active_adapters
     if idle := next((name for name in small.peft_config if name not in active), None):
         raise UserError(
@@ -101,5 +101,5 @@ def _adapted(wide: nn.Module, small: Any, depth: float) -> nn.Module:
 
 
 def _kind(name: str) -> str:
-    """Name of a parameter without the numbers of layers."""
+    """Name of a parameter with layer indices replaced by `*`."""
     return re.sub(r"\d+", "*", name)

@@ -1,7 +1,7 @@
-"""Widen and deepen a saved model: read a folder of `save_pretrained`, write one for `from_pretrained`.
+"""Widen and deepen a saved model: read a folder of `save_pretrained`, write a folder for `from_pretrained`.
 
-Neither model is ever whole in memory: tensors are read, computed and written one at a time, and so is the check of
-equal outputs.
+Neither model is ever completely in memory: tensors are read, computed and written one at a time, also to check that the
+outputs are equal.
 """
 
 import importlib.metadata
@@ -29,11 +29,11 @@ from growlab.widen.skeletons import output_of, set_precision, skeleton
 from growlab.widen.weights import DEFAULT, NOISE_STD, Way, Widening, blocks_of, method_of, read_off, with_unused
 from growlab.widths import WidthGraph, layouts
 
-#: Name of the receipt in the folder that is written.
+#: File name of the receipt in the output folder.
 RECEIPT = "growlab_widening.json"
-# Largest relative change of the outputs in float64 that is rounding.
+#: Relative change of the outputs in float64 up to which they count as equal.
 EXACT = 1e-10
-# Of names in a `FirstOutput`.
+# Prefix of the model's names in a `FirstOutput`.
 _PREFIX = "network."
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.*", "*.model")
@@ -56,10 +56,10 @@ def widen_folder(
         out: a new folder, which `from_pretrained` loads.
         width: factor on the sizes of `parts`.
         depth: factor on the number of layers.
-        method: for heads and hidden layers, a name in `METHODS`.
+        method: growth method for heads and hidden layers, a name in `METHODS`.
         parts: parts to widen, among `PARTS`.
-        seed: of all random draws.
-        noise_std: of the noise that separates copies, see `HyperCloning`.
+        seed: seed of all random draws.
+        noise_std: standard deviation of the noise that separates copies, see `HyperCloning`.
 
     Returns:
         The receipt.
@@ -67,16 +67,18 @@ def widen_folder(
     Raises:
         UserError: the folder contains no loadable model, or the model cannot be widened exactly in this way.
     """
-    grows = method_of(method, noise_std)
+    growth_method = method_of(method, noise_std)
     check_out(folder, out)
     if width != 1:
-        warn_of_equal_copies(grows)
+        warn_of_equal_copies(growth_method)
     files = read_folder(folder)
     kind, config = load(folder)
     source = skeleton(kind, config)
     saved = Checkpoint(folder, files, source)
     _check_tokenizer(folder, source)
-    plan, way, error, target_config, parts = _exact_plan(saved, source, config, width, depth, parts, grows, seed)
+    plan, way, error, target_config, parts = _exact_plan(
+        saved, source, config, width, depth, parts, growth_method, seed
+    )
     write_model(folder, out, plan.target, target_config, saved.shard_bytes, partial(plan.tensor, way=way), plan.dtype)
     receipt = {
         "from": folder.name,
@@ -110,17 +112,16 @@ def _exact_plan(
     kind, failed, inexact = type(source), None, None
     choices = [parts]
     if width != 1 and {"heads", "stream"} <= {*parts} and divides_its_stream(config):
-        # Where the code computes numbers from how many heads there are (ALiBi), each may become wider.
+        # If the code computes numbers from the number of heads (ALiBi), each head may become wider instead.
         choices.append([part for part in parts if part != "heads"])
     for chosen in choices:
-        wider = widened(config, width, chosen) if width != 1 else config
-        target = deepened(wider, depth) if depth != 1 else wider
+        target = deepened(widened(config, width, chosen), depth)
         try:
             built = skeleton(kind, target)
             if num_params(built) == num_params(source):
                 raise UserError(
-                    f"no tensor of {kind.__name__} becomes larger by {', '.join(chosen)} of its configuration: it "
-                    "keeps its sizes under names that growlab does not know; give --depth alone."
+                    f"no tensor of {kind.__name__} becomes larger by {', '.join(chosen)} of its configuration, which "
+                    "has its sizes under names that growlab does not know; give --depth alone."
                 )
             plan = Plan(saved, source, built, method, seed)
             way, error = plan.exact_way()
@@ -129,17 +130,17 @@ def _exact_plan(
             continue
         if way is not None:
             return plan, way, error, target, chosen
-        # It says more than that tensors do not fit.
+        # Raised rather than `failed`, because it says more.
         inexact = inexact or plan.inexact(error)
     if depth != 1:
-        alone = Plan(saved, source, skeleton(kind, deepened(config, depth)), method, seed)
-        way, error = alone.exact_way()
+        deeper = Plan(saved, source, skeleton(kind, deepened(config, depth)), method, seed)
+        way, error = deeper.exact_way()
         if way is None:
-            raise alone.not_deeper(error)
+            raise deeper.not_deeper(error)
     if getattr(config, "alibi", False) and divides_its_stream(config) and {*parts} & {"heads", "stream"}:
         raise UserError(
-            f"{kind.__name__} with ALiBi keeps its heads and their stream: the number of heads sets the slopes of its "
-            "positions, and their size divides these; give --parts mlp, or leave --width out."
+            f"the heads and the stream of {kind.__name__} with ALiBi cannot be widened, because its slopes depend on "
+            "the number of heads and its scale on their size; give --parts mlp, or leave --width out."
         )
     refusal = inexact or failed
     assert refusal is not None
@@ -147,7 +148,7 @@ def _exact_plan(
 
 
 def num_params(model: nn.Module) -> int:
-    """Return the number of a model's parameters, tied ones once."""
+    """Return the number of a model's parameters, counting tied parameters once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -161,7 +162,7 @@ def check_out(folder: Path, out: Path) -> None:
 def check_free(out: Path) -> None:
     """Raise a UserError unless the output folder is free."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is not empty; give -o a folder that is not there yet.")
+        raise UserError(f"{out} is not empty; give -o a new folder.")
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -170,21 +171,21 @@ def load(folder: Path) -> tuple[Any, Any]:
     transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # what configurations of others raise is not one family
+    except Exception as error:  # custom configurations may raise anything
         raise UserError(f"transformers {transformers.__version__} cannot read {folder}: {_message(error)}") from error
     names = config.architectures or []
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         raise UserError(
-            f"{folder}/config.json names {names[0] if names else 'no class'} under architectures, which transformers "
-            f"{transformers.__version__} does not have."
+            f"{folder}/config.json names {names[0] if names else 'no class'} under architectures, and transformers "
+            f"{transformers.__version__} has no such class."
         )
     return kind, config
 
 
 def _message(error: Exception) -> str:
     if "trust_remote_code" in str(error):
-        return "it needs code that comes with it, which growlab never runs"
+        return "it needs code from the folder, which growlab never runs"
     return first_line(error)
 
 
@@ -199,13 +200,13 @@ def _check_tokenizer(folder: Path, model: Any) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(
-            f"the tokenizer in {folder} has {len(tokenizer)} tokens and the model embeds {rows}: it does not fit; call "
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, but the model embeds only {rows}; call "
             "resize_token_embeddings, or put the model's own tokenizer there."
         )
 
 
 class Plan:
-    """A mapping from the tensors of a saved model to those of a wider and deeper one; both models are skeletons."""
+    """Mapping from the tensors of a saved model to those of a wider and deeper one; both models are skeletons."""
 
     def __init__(
         self, saved: Checkpoint, source: nn.Module, target: nn.Module, method: GrowthMethod, seed: int
@@ -213,7 +214,7 @@ class Plan:
         self._saved, self._source, self.target = saved, source, target
         inputs = inputs_of(source)
         self._probe = tuple(inputs.values())
-        # A previous plan has run it in float64.
+        # A previous plan has left it in float64.
         set_precision(source, torch.float32)
         self._network, old = (FirstOutput(model, list(inputs)) for model in (target, source))
         self._deeper = Deeper(self._network, old)
@@ -227,8 +228,8 @@ class Plan:
         }
         if unknown := [name for name in graph.axes if name not in shapes]:
             raise UserError(
-                f"{unknown[0].removeprefix(_PREFIX)} of a deeper {type(target).__name__} has no counterpart: its "
-                "layers are of several kinds, which take turns by a rule of the code; leave --depth out."
+                f"{unknown[0].removeprefix(_PREFIX)} of a deeper {type(target).__name__} has no counterpart: the code "
+                "alternates between several kinds of layers; leave --depth out."
             )
         full = {f"{_PREFIX}{name}": tensor for name, tensor in tensors.items()}
         graph = with_unused(graph, shapes, full)
@@ -239,14 +240,14 @@ class Plan:
         self._zeros: set[str] = set()
 
     def _origin(self, name: str) -> str:
-        """Name of the saved tensor that a target's tensor equals or is computed from."""
+        """Name of the saved tensor that a tensor of the target is computed from."""
         return self._deeper.source(f"{_PREFIX}{name}").removeprefix(_PREFIX)
 
     def _old(self, name: str, rows: Rows) -> Tensor:
         return self._saved(self._origin(name.removeprefix(_PREFIX)), rows)
 
     def exact_way(self) -> tuple[Way | None, float]:
-        """Find the first way with equal outputs, or None; also return the smallest relative change of the output."""
+        """Return the first way with equal outputs, or None, and the smallest relative change of the output."""
         network = FirstOutput(self._source, self._network.input_names)
         norms = {norm.name: self._deeper.source(f"{norm.name}.")[:-1] for norm in self._widening.graph.channel_norms}
         old = {name: name for name in first_names(self._source) if name in self._saved}
@@ -264,10 +265,10 @@ class Plan:
             self._zeros = self._deeper.zeros(self._widening.graph, writing)
         errors = []
         for way in self._widening.ways(self._computed()):
-            found = self._output(way)
-            errors.append(relative_error(expected, found))
-            factor = float((found * expected).sum() / found.square().sum())
-            if errors[-1] > EXACT and relative_error(expected, found, factor) <= EXACT:
+            output = self._output(way)
+            errors.append(relative_error(expected, output))
+            factor = float((output * expected).sum() / output.square().sum())
+            if errors[-1] > EXACT and relative_error(expected, output, factor) <= EXACT:
                 # The code multiplies outputs by a number that it computes from its width.
                 way = replace(way, factors=dict.fromkeys(self._last_tensors(), factor))
                 errors.append(relative_error(expected, self._output(way)))
@@ -276,8 +277,8 @@ class Plan:
         return None, min(errors)
 
     def _output(self, way: Way) -> Tensor:
-        given = {name: first for name, first in self._first.items() if self._is_given(first)}
-        return output_of(self._network, self._probe, given, partial(self._blocks, way=way))[0]
+        names = {name: first for name, first in self._first.items() if self._is_saved(first)}
+        return output_of(self._network, self._probe, names, partial(self._blocks, way=way))[0]
 
     def _computed(self) -> set[float]:
         """Ratios (wider over saved) of numbers that the code computes from its width and stores in buffers."""
@@ -289,10 +290,10 @@ class Plan:
         graph = self._widening.graph
         layers = [layer for layer in graph.layers if layer.is_output]
         names = [name for layer in layers for name in (layer.weight, layer.bias) if name is not None]
-        # In front of a tied table the gain of a normalisation is what consumes the channels.
+        # In front of a tied table, the gain of a normalisation consumes the channels.
         return names or [n for n, axes in graph.axes.items() if len(axes) == 1 and axes[0].role == "in"]
 
-    def _is_given(self, name: str) -> bool:
+    def _is_saved(self, name: str) -> bool:
         """Return True if a tensor is computed from a saved one; others are set when the model is built."""
         source = self._origin(name)
         return source in self._saved and (
@@ -310,13 +311,12 @@ class Plan:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which to write a tensor: that of the source's files."""
-        source = self._origin(name)
-        return self._saved.dtypes[source] if self._is_given(name) else self._own[name].dtype
+        return self._saved.dtypes[self._origin(name)] if self._is_saved(name) else self._own[name].dtype
 
     def tensor(self, name: str, way: Way) -> Tensor:
         """Compute one tensor of the target."""
         own = self._own[name]
-        if not self._is_given(name):
+        if not self._is_saved(name):
             return own.detach().clone()
         whole, start = torch.empty(own.shape, dtype=self.dtype(name)), 0
         for block in self._blocks(name, way):
@@ -327,17 +327,16 @@ class Plan:
         return whole
 
     def not_deeper(self, error: float) -> UserError:
-        """Explain why the model cannot become deeper, once a way has been looked for."""
+        """Explain why the model cannot become deeper, after `exact_way` has returned None."""
         kind = type(self.target).__name__
         if not self._zeros:
             return UserError(
-                f"growlab cannot find what writes to the stream of {kind}, which is its output: save a model with a "
-                "head, or leave --depth out."
+                f"growlab cannot find the layers that write to the stream of {kind}, which is its output: save a model "
+                "with a head, or leave --depth out."
             )
         return UserError(
-            f"a new layer of {kind} cannot begin as the identity (the output would change by {error:.0e}): its "
-            "normalisations stand behind the sums with the stream, or what a layer computes depends on how many stand "
-            "before it; leave --depth out."
+            f"a new layer of {kind} cannot begin as the identity (the output would change by {error:.0e}): it is "
+            "post-norm, or the computation of a layer depends on its index; leave --depth out."
         )
 
     def inexact(self, error: float) -> UserError:
@@ -346,9 +345,9 @@ class Plan:
         if self._widening.whole:
             return UserError(f"{changes}, as its code computes numbers from its width; give --parts mlp.")
         return UserError(
-            f"{changes}. By a fraction, only layers may write to its stream and only normalisations read it (no "
-            "positional convolution, normalised embedding, layer scale or sum in front of a normalisation may), and "
-            "its code may compute no numbers from its width; give a whole --width such as 2, or --parts mlp."
+            f"{changes}. For a fraction, only layers may write to its stream and only normalisations may read it (no "
+            "positional convolution, normalised embedding, layer scale or sum in front of a normalisation), and its "
+            "code may compute no numbers from its width; give a whole --width such as 2, or --parts mlp."
         )
 
 
@@ -361,9 +360,9 @@ def write_model(
     make: Callable[[str], Tensor],
     dtype: Callable[[str], torch.dtype],
 ) -> None:
-    """Write a model's tensors one unit after the other, its configuration, and the other files of a folder.
+    """Write a model's tensors unit by unit, its configuration, and the other files of a folder.
 
-    `make` maps a tensor's name to the tensor, and `dtype` to its dtype; a unit takes the dtype of its first tensor.
+    `make` maps a tensor's name to the tensor, and `dtype` to its dtype; a unit has the dtype of its first tensor.
     """
     out.mkdir(parents=True, exist_ok=True)
     written = units(model)
@@ -384,7 +383,7 @@ def write_receipt(
 
 
 def report(out: Path, receipt: Mapping[str, Any], *more: str) -> None:
-    """Print what a receipt says of the model in a folder, and `more`."""
+    """Print a summary of a receipt, and `more`."""
     parts = [
         f"{out}: {receipt.get('class', receipt['from'])} of {receipt['num_params']:,} parameters, from "
         f"{receipt['num_params_before']:,}"
@@ -397,18 +396,18 @@ def report(out: Path, receipt: Mapping[str, Any], *more: str) -> None:
 
 
 def copy_others(folder: Path, out: Path) -> None:
-    """Copy the tokenizer, generation settings and all other files but configuration and weights."""
+    """Copy all files except configuration and weights, such as the tokenizer and generation settings."""
     for path in folder.iterdir():
-        own = path.name in ("config.json", RECEIPT) or any(path.match(pattern) for pattern in _WEIGHTS)
-        if path.is_file() and not own and not (out / path.name).exists():
+        written = path.name in ("config.json", RECEIPT) or any(path.match(pattern) for pattern in _WEIGHTS)
+        if path.is_file() and not written and not (out / path.name).exists():
             shutil.copy2(path, out / path.name)
 
 
 class Deeper:
     """Map the layers of a deeper network to those of a shallower one, and find the tensors that start as zeros.
 
-    Each old layer is followed by its new ones, copies of it in which the tensors that write to the residual stream are
-    zero: they start as the identity. `new` has the paths of the new layers.
+    Each old layer is followed by copies of it whose tensors that write to the residual stream are zero, so that they
+    start as the identity. `new` has the paths of these new layers.
     """
 
     def __init__(self, network: nn.Module, old: nn.Module) -> None:
@@ -435,21 +434,20 @@ class Deeper:
     def zeros(self, graph: WidthGraph, writing: Collection[str]) -> set[str]:
         """Return the names of the new layers' tensors that start as zeros: those that write to a stream.
 
-        Normalisations before a branch do not; after a branch of zeros only the bias does of those in `writing`, whose
-        outputs are added to a stream.
+        Of normalisations, these are the biases of `writing`, whose outputs are added to a stream: their input is zero.
         """
         inside = {name for name in graph.axes if any(name.startswith(f"{path}.") for path in self.new)}
         made = {
             name: {g for axis in axes if axis.role == "out" for g in axis.groups} for name, axes in graph.axes.items()
         }
-        # Channels that are written both inside of new layers and outside of them.
+        # Streams: channels that are written both inside and outside of new layers.
         within, outside = (set().union(*(made[n] for n in names)) for names in (inside, made.keys() - inside))
         norms = {norm.name for norm in graph.channel_norms}
 
         def writes(name: str) -> bool:
-            path, _, own = name.rpartition(".")
+            path, _, parameter = name.rpartition(".")
             if path in norms:
-                return path in writing and own.endswith("bias")
+                return path in writing and parameter.endswith("bias")
             return bool(made[name] & within & outside)
 
         return set(filter(writes, inside))

@@ -1,7 +1,7 @@
 """`growlab prune FOLDER -o OUT --keep 0.5 --parts heads,mlp`: remove whole heads and channels from a saved model.
 
-FOLDER was written by `save_pretrained` of transformers; OUT is loaded by `from_pretrained` and has the outputs of
-FOLDER with the removed heads and channels masked. Exit code 2: the model cannot be read, or cannot be pruned so.
+FOLDER was written by `save_pretrained` of transformers. OUT is loaded by `from_pretrained`, and has the outputs of
+FOLDER with the removed heads and channels masked. Exit code 2: the model cannot be read, or cannot be pruned exactly.
 """
 
 import sys
@@ -23,9 +23,9 @@ from growlab.widen.sizes import changed, resized
 from growlab.widen.skeletons import skeleton
 from growlab.widths import trace
 
-#: Name of the receipt in the folder that is written.
+#: File name of the receipt in the output folder.
 RECEIPT = "growlab_pruning.json"
-# Largest relative difference of outputs in float32 that is rounding.
+# Relative difference of outputs in float32 up to which they count as equal.
 _EXACT = 1e-4
 
 
@@ -54,7 +54,7 @@ def prune_folder(
     kind, config = load(folder)
     target_config = resized(config, keep, parts)
     model, target = loaded(folder, kind), skeleton(kind, target_config)
-    sizes_before = num_params(model)
+    num_params_before = num_params(model)
     inputs = inputs_of(model)
     network, probe = FirstOutput(model, list(inputs)), tuple(inputs.values())
     graph = trace(network, probe)
@@ -63,7 +63,7 @@ def prune_folder(
     if wrong := [name for name in graph.axes if name in shapes and graph.shape(name, widths) != shapes[name]]:
         raise UserError(
             f"{kind.__name__} has no width groups for {', '.join(parts)} of its configuration: "
-            f"{wrong[0].removeprefix('network.')} keeps its size; give other --parts."
+            f"{wrong[0].removeprefix('network.')} cannot be narrowed; give other --parts."
         )
     kept = prune(network, graph, widths, score, example=probe, seed=seed)
     _check(model, kind, target_config, network, probe)
@@ -79,7 +79,7 @@ def prune_folder(
         "score": score,
         "seed": seed,
         "sizes": {name: {"before": a, "after": b} for name, a, b in changed(config, target_config)},
-        "num_params_before": sizes_before,
+        "num_params_before": num_params_before,
         "num_params": num_params(model),
         "kept": {
             group.removeprefix("network."): channels.tolist()
@@ -91,14 +91,15 @@ def prune_folder(
 
 
 def _check(model: nn.Module, kind: Any, config: Any, network: FirstOutput, probe: Any) -> None:
+    """Raise a UserError unless a new model of the smaller configuration computes the same as the pruned model."""
     fresh = kind._from_config(config, dtype=next(model.parameters()).dtype)
     fresh.load_state_dict(model.state_dict())
     expected = evaluate(network, probe)
     error = relative_error(expected, evaluate(FirstOutput(fresh, network.input_names), probe))
     if error > _EXACT:
         raise UserError(
-            f"{kind.__name__} of the smaller configuration would differ from the pruned model by {error:.0e} of its "
-            "output: its code computes numbers from these sizes; give other --parts."
+            f"the output of {kind.__name__} with the smaller configuration would differ from the pruned model's by "
+            f"{error:.0e}, because its code computes numbers from these sizes; give other --parts."
         )
 
 
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("model", type=Path, metavar="FOLDER", help="a saved model of transformers")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="a new folder")
-    parser.add_argument("--keep", type=amount, required=True, metavar="SHARE", help="share that is kept, below 1")
+    parser.add_argument("--keep", type=amount, required=True, metavar="SHARE", help="fraction to keep, below 1")
     parser.add_argument("--parts", default="heads,mlp", help="with commas: heads, mlp, stream")
     parser.add_argument("--score", choices=("l1", "random"), default="l1", help="how channels are ranked")
     parser.add_argument("--seed", type=int, default=0, help="of random scores")

@@ -1,4 +1,4 @@
-"""Read sizes in configurations of transformers, and multiply them by a factor."""
+"""Multiply sizes in configurations of transformers by a factor."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +11,7 @@ from growlab.base.errors import UserError
 
 #: Parts that can be widened: the residual stream, the number of heads, the hidden layers of MLPs.
 PARTS = ("stream", "heads", "mlp")
-#: Names of these sizes in configurations.
+#: Names of their sizes in configurations.
 NAMES: Mapping[str, Collection[str]] = {
     "stream": ("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim", "pooler_hidden_size"),
     "heads": (
@@ -29,7 +29,7 @@ LAYERS = (
     *("encoder_layers", "decoder_layers"),
 )
 _HEAD_DIMENSIONS = ("head_dim", "d_kv")
-# Lists that may be as long as there are layers but have no entry per layer.
+# Lists without an entry per layer, even if they are as long as there are layers.
 _NOT_OF_LAYERS = (
     *("image_size", "patch_size", "tubelet_size", "image_mean", "image_std", "architectures"),
     *("conv_dim", "conv_kernel", "conv_stride", "tdnn_dim", "tdnn_kernel", "tdnn_dilation"),
@@ -43,10 +43,10 @@ def sizes(config: Any, names: Collection[str]) -> dict[str, int]:
 
 
 def widened(config: Any, width: float, parts: Collection[str]) -> Any:
-    """Return a configuration with wider parts, of `PARTS`, by a factor from 1.
+    """Return a configuration with wider `parts`, among `PARTS`; `width` is a factor of at least 1.
 
-    The number of heads grows and their dimension stays, except that heads become wider if only the stream grows and it
-    is divided among them.
+    The number of heads grows, and their dimension stays. Only if the stream is divided among the heads and grows
+    without them, each head becomes wider.
 
     Raises:
         UserError: a size would not be whole, or heads and stream cannot be widened separately.
@@ -75,32 +75,31 @@ def resized(config: Any, width: float, parts: Collection[str]) -> Any:
 
 
 def _inside(config: Any) -> str:
-    """Say that the sizes of a model of several, such as text and images, are in the configurations of these."""
+    """Explain that a composite model, such as of text and images, has its sizes in sub-configurations, or ""."""
     names = [name for name in getattr(config, "sub_configs", ()) if getattr(config, name, None) is not None]
-    return (
-        f": sizes are in its {' and '.join(names)}; save one of its models alone and give that folder" if names else ""
-    )
+    remedy = "save one of its models separately and give that folder"
+    return f": sizes are in its {' and '.join(names)}; {remedy}" if names else ""
 
 
-def _times(known: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
-    """Multiply sizes by a factor; raise a UserError with the nearest factors that fit if a size would not be whole."""
-    factor, step = Fraction(by).limit_denominator(4096), Fraction(1, gcd(*known.values()))
-    broken = next((name for name, size in known.items() if (size * factor).denominator != 1), None)
+def _times(before: Mapping[str, int], by: float, kind: str) -> dict[str, int]:
+    """Multiply sizes by a factor; raise a UserError with the nearest possible factors if a size would not be whole."""
+    factor, step = Fraction(by).limit_denominator(4096), Fraction(1, gcd(*before.values()))
+    broken = next((name for name, size in before.items() if (size * factor).denominator != 1), None)
     if broken is not None:
         below = factor // step * step
-        nearest = " and ".join(f"{float(one):g}" for one in (below, below + step) if one > 0 and one != 1)
+        nearest = " and ".join(f"{float(other):g}" for other in (below, below + step) if other > 0 and other != 1)
         raise UserError(
-            f"{broken} {known[broken]} times {by:g} is no whole number; nearest {kind} that fit: {nearest}."
+            f"{broken} {before[broken]} times {by:g} is no whole number; nearest {kind} that fit: {nearest}."
         )
-    return {name: int(size * factor) for name, size in known.items()}
+    return {name: int(size * factor) for name, size in before.items()}
 
 
 def _keep_head_dimension(config: Any, target: Any, parts: Collection[str]) -> None:
-    known = config.to_dict()
+    settings = config.to_dict()
     heads, stream = sizes(config, NAMES["heads"][:6]), sizes(config, NAMES["stream"])
     for name in _HEAD_DIMENSIONS:
-        if name in known:
-            if known[name] is None and heads and stream:
+        if name in settings:
+            if settings[name] is None and heads and stream:
                 # Otherwise the model would compute it from the new sizes.
                 setattr(target, name, next(iter(stream.values())) // next(iter(heads.values())))
             return
@@ -117,12 +116,14 @@ def divides_its_stream(config: Any) -> bool:
 
 
 def deepened(config: Any, depth: float) -> Any:
-    """Return a configuration with more layers; its lists with an entry per layer become longer."""
+    """Return a configuration with more layers; lists with an entry per layer become longer."""
     if depth < 1:
-        raise UserError(f"--depth {depth:g} would take layers away; it must be 1 or more.")
+        raise UserError(f"--depth {depth:g} would remove layers; it must be 1 or more.")
     target = copy.deepcopy(config)
+    if depth == 1:
+        return target
     if isinstance(stages := config.to_dict().get("depths"), (list, tuple)):
-        # Layers of each stage (Swin, ConvNeXt); the number of layers is that of stages.
+        # Layers of each stage (Swin, ConvNeXt); "number of layers" means the number of stages there.
         target.depths = list(_times({f"depths[{n}]": each for n, each in enumerate(stages)}, depth, "depths").values())
         return target
     before = sizes(config, LAYERS)
@@ -139,13 +140,13 @@ def deepened(config: Any, depth: float) -> Any:
 
 
 def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list[Any] | None:
-    """Extend a list of one entry per layer; `counts` maps old to new numbers of layers. None for any other value."""
+    """Extend a list with an entry per layer; None for any other value. `counts` maps old to new numbers of layers."""
     if not isinstance(entries, (list, tuple)) or not entries or name in _NOT_OF_LAYERS:
         return None
     if all(isinstance(e, (list, tuple)) and len(e) == 2 and isinstance(e[0], (list, tuple)) for e in entries):
         # Kinds of layers with the number of repetitions: GPT-Neo's [[["global", "local"], 6]].
-        spelled = [kind for kinds, times in entries for _ in range(times) for kind in kinds]
-        more = _for_more_layers(name, spelled, counts)
+        repeated = [kind for kinds, times in entries for _ in range(times) for kind in kinds]
+        more = _for_more_layers(name, repeated, counts)
         return None if more is None else [[more, 1]]
     ascending = all(type(e) is int for e in entries) and all(a < b for a, b in pairwise([-1, *entries]))
     for before, after in counts.items():
@@ -164,7 +165,7 @@ def _for_more_layers(name: str, entries: Any, counts: Mapping[int, int]) -> list
 
 
 def sources(before: int, after: int) -> list[int]:
-    """Return the index of the old layer that each of `after` layers is or copies; copies follow their original."""
+    """Return for each of `after` layers the index of the old layer that it is or copies; copies follow originals."""
     return [place * before // after for place in range(after)]
 
 

@@ -1,4 +1,4 @@
-"""Models without weights in memory: built for their shapes, and run with tensors that are read when needed."""
+"""Models without weights in memory: built for their shapes, and run with tensors that are read on demand."""
 
 import copy
 import warnings
@@ -18,11 +18,11 @@ from growlab.base.errors import UserError, first_line
 from growlab.growth.outputs import arithmetic, main_output, without_side_effects
 from growlab.inspect.small_models import FirstOutput
 
-#: Yields a tensor of a given name in blocks of rows, from the first to the last.
+#: Yields the tensor of a name in consecutive blocks of rows.
 Blocks = Callable[[str], Iterator[Tensor]]
 
-# Names of functions that read a shape or a type.
-_ABOUT = (
+# Names of functions that read a shape or a dtype.
+_METADATA = (
     *("__get__", "is_floating_point", "is_complex", "size", "dim", "ndimension"),
     *("numel", "nelement", "stride", "is_contiguous"),
 )
@@ -32,7 +32,7 @@ def skeleton(kind: Any, config: Any) -> nn.Module:
     """Build a model of transformers in eval mode whose parameters take no memory; only buffers have values."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # A parameter that is on device meta already is tied to another one.
+        # A parameter that is on the meta device already is tied to another one.
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -42,13 +42,12 @@ def skeleton(kind: Any, config: Any) -> nn.Module:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
             warnings.simplefilter("ignore")
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model: nn.Module = kind._from_config(config, dtype=torch.float32).eval()
     except (ValueError, RuntimeError, IndexError, TypeError, KeyError, AssertionError, AttributeError) as error:
-        reason = first_line(error)
-        raise UserError(f"transformers builds no {kind.__name__} of these sizes: {reason}") from error
+        raise UserError(f"transformers builds no {kind.__name__} of these sizes: {first_line(error)}") from error
     finally:
         handle.remove()
     set_precision(model, torch.float32)
@@ -56,17 +55,16 @@ def skeleton(kind: Any, config: Any) -> nn.Module:
 
 
 def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Set the type of parameters and buffers; parameters are not written, so that they take no memory."""
-    made: dict[int, nn.Parameter] = {}
+    """Set the dtype of parameters and buffers; parameters are not written to, so that they take no memory."""
+    converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    empty = torch.empty(
-                        parameter.shape, dtype=dtype if parameter.is_floating_point() else parameter.dtype
-                    )
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-                module._parameters[name] = made[id(parameter)]
+                if id(parameter) not in converted:
+                    new_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+                    empty = torch.empty(parameter.shape, dtype=new_dtype)
+                    converted[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = converted[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)
@@ -79,29 +77,29 @@ def output_of(
     blocks: Blocks,
     watched: Collection[str] = (),
 ) -> tuple[Tensor, set[str]]:
-    """Run a skeleton in float64, with weights that `blocks` reads when its forward asks for them.
+    """Run a skeleton in float64, with weights that `blocks` reads when its forward needs them.
 
-    `names` maps names of its tensors to those for `blocks`. Returns the output, and those of the watched modules' paths
+    `names` maps names of its tensors to those for `blocks`. Returns the output, and the paths in `watched` of modules
     whose outputs are added to something.
     """
     set_precision(network, torch.float64)
     tensors = network.network.state_dict(keep_vars=True)
     inputs = [x.double() if x.is_floating_point() else x for x in probe]
-    given = _Given({id(tensors[own]): name for own, name in names.items()}, blocks)
+    mode = _OnDemand({id(tensors[own]): name for own, name in names.items()}, blocks)
     with ExitStack() as hooks:
         for path in watched:
-            hooks.enter_context(network.get_submodule(path).register_forward_hook(partial(given.watch, path)))
-        # Entered last: the copy of all tensors that `without_side_effects` goes back to would ask for each of them.
-        with without_side_effects(network), given:
-            return main_output(network(*inputs)), given.summands
+            hooks.enter_context(network.get_submodule(path).register_forward_hook(partial(mode.watch, path)))
+        # The mode is entered last, because `without_side_effects` copies tensors, which would read each of them.
+        with without_side_effects(network), mode:
+            return main_output(network(*inputs)), mode.summands
 
 
-class _Given(TorchFunctionMode):
+class _OnDemand(TorchFunctionMode):
     """Replace tensors without values by those that `blocks` yields, in every call of a function."""
 
     def __init__(self, names: Mapping[int, str], blocks: Blocks) -> None:
         super().__init__()
-        self._names, self._given = names, blocks
+        self._names, self._read = names, blocks
         self._last: tuple[str, Tensor] | None = None
         self._watched: dict[int, tuple[str, Tensor]] = {}
         self.summands: set[str] = set()
@@ -122,11 +120,11 @@ class _Given(TorchFunctionMode):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             out = torch.cat([F.linear(args[0], block.double()) for block in self._blocks(name)], -1)
             return out if bias is None else out + self._value(bias)
-        if getattr(func, "__name__", "") in _ABOUT:
-            found = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _METADATA:
+            result = func(*args, **kwargs)
             # `weight.T` is a tensor and needs values.
-            if not isinstance(found, Tensor):
-                return found
+            if not isinstance(result, Tensor):
+                return result
         args, kwargs = tree_map_only(Tensor, self._value, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
@@ -134,9 +132,9 @@ class _Given(TorchFunctionMode):
         return self._names.get(id(tensor))
 
     def _blocks(self, name: str) -> Iterator[Tensor]:
-        blocks = self._given(name)
+        blocks = self._read(name)
         while True:
-            # The modes that the network runs in are not for making its weights.
+            # Weights are computed outside of the modes that the network runs in.
             with arithmetic():
                 block = next(blocks, None)
             if block is None:

@@ -1,10 +1,10 @@
 """`growlab upcycle FOLDER -o OUT --experts 8 --top-k 2`: turn a dense language model into a mixture of experts.
 
-FOLDER was written by `save_pretrained` of transformers: Llama or Mistral become Mixtral; Qwen2 and Qwen3 become
-Qwen2-MoE and Qwen3-MoE. Every expert begins as a copy of the dense MLP and the weights of the chosen experts sum to 1,
-so OUT computes what FOLDER computes (Komatsuzaki et al. 2023, sparse upcycling). `--more-experts 2` multiplies the
-experts of a mixture, and the number chosen per token with them. Exit code 2: the model cannot be read, or cannot be
-changed so.
+FOLDER was written by `save_pretrained` of transformers. Llama and Mistral become Mixtral; Qwen2 and Qwen3 become
+Qwen2-MoE and Qwen3-MoE. Every expert starts as a copy of the dense MLP, and the weights of the chosen experts sum to 1,
+so OUT computes the same as FOLDER (Komatsuzaki et al. 2023, sparse upcycling). `--more-experts 2` multiplies the
+experts of a mixture, and the experts per token by the same number. Exit code 2: the model cannot be read, or cannot be
+changed in this way.
 """
 
 import importlib
@@ -40,25 +40,25 @@ _EXPERTS = ("num_local_experts", "num_experts")
 # Entries of a configuration that name the model itself.
 _OWN = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
-#: Returns a tensor of the model that is changed, by its name.
+#: Returns a tensor of the original model by its name.
 Read = Callable[[str], Tensor]
 
 
 def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.02, seed: int = 0) -> Any:
-    """Return a mixture of experts that computes what a dense model of transformers computes, up to 1e-6.
+    """Return a mixture of experts that computes the same as a dense model of transformers, up to 1e-6.
 
-    Every expert is a copy of the dense MLP; routers are drawn. A shared expert (Qwen2-MoE) is as wide as the dense MLP
-    and begins with an output of zero.
+    Every expert is a copy of the dense MLP; routers are drawn at random. A shared expert (Qwen2-MoE) is as wide as the
+    dense MLP, and its output starts at zero.
 
     Args:
         model: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`; not changed.
         experts: number of experts in each layer.
-        top_k: number of experts that each token is computed by.
+        top_k: number of experts per token.
         router_std: standard deviation of the routers' weights.
-        seed: of all random draws.
+        seed: seed of all random draws.
 
     Raises:
-        UserError: there is no mixture of this family, or it does not have all that the model has.
+        UserError: there is no mixture of experts of this family, or it does not support a setting of the model.
 
     Source: Komatsuzaki et al. 2023, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints".
     """
@@ -67,26 +67,26 @@ def upcycle(model: Any, experts: int = 8, top_k: int = 2, router_std: float = 0.
 
 
 def more_experts(model: Any, by: int = 2, noise: float = 0.1, seed: int = 0) -> Any:
-    """Return a mixture of `by` times as many experts, and as many times the experts per token, of the same outputs.
+    """Return a mixture with `by` times as many experts, and experts per token, that has the same outputs.
 
-    Copies of an expert get the same routing weight. Noise that sums to zero over them is added to their last layers, so
-    that the outputs stay the same and training separates the copies.
+    Copies of an expert get the same routing weight. Noise that sums to zero over the copies is added to their last
+    layers, so that the outputs stay the same and training separates the copies.
 
     Args:
         model: a mixture of experts of transformers, such as `MixtralForCausalLM`; not changed.
-        by: copies of each expert.
+        by: number of copies of each expert.
         noise: standard deviation of the noise, relative to that of the weights.
-        seed: of the noise.
+        seed: seed of the noise.
 
     Raises:
-        UserError: the model is no mixture of experts that growlab knows.
+        UserError: growlab does not know the model as a mixture of experts.
     """
     config = multiplied(model.config, by, noise)
     return _in_memory(model, type(model), config, partial(_copied, by=by, noise=noise, seed=seed))
 
 
 def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
-    """Return class and configuration of a dense model's mixture of experts; raise if none has the same outputs."""
+    """Return the class and configuration of a dense model's mixture of experts; raise if none has the same outputs."""
     transformers = importlib.import_module("transformers")
     if config.model_type not in _FAMILIES:
         raise UserError(
@@ -95,14 +95,14 @@ def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
     if not 1 <= top_k <= experts:
         raise UserError(f"--top-k {top_k} must be from 1 to the number of experts, {experts}.")
     names = _FAMILIES[config.model_type]
-    known = {name: value for name, value in config.to_dict().items() if name not in _OWN}
+    dense = {name: value for name, value in config.to_dict().items() if name not in _OWN}
     if config.model_type in ("llama", "mistral"):
-        if biases := [name for name in ("attention_bias", "mlp_bias") if known.get(name)]:
-            raise UserError(f"Mixtral has no biases, and this model has {biases[0]}=True.")
-        # Mixtral reads neither; None is no limit.
-        known.setdefault("sliding_window", None)
+        if biases := [name for name in ("attention_bias", "mlp_bias") if dense.get(name)]:
+            raise UserError(f"Mixtral has no biases, but this model has {biases[0]}=True.")
+        # Llama has no sliding window.
+        dense.setdefault("sliding_window", None)
     settings = {
-        **known,
+        **dense,
         "num_experts_per_tok": top_k,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -112,19 +112,19 @@ def mixture_of(config: Any, experts: int, top_k: int) -> tuple[Any, Any]:
         "router_jitter_noise": 0.0,
         **dict.fromkeys(_EXPERTS, experts),
     }
-    kind = getattr(transformers, names[0])
-    usual = kind()
-    # Models read the dimension of heads from configurations that do not list it, too.
-    wanted = {name: value for name, value in settings.items() if hasattr(usual, name) or name == "head_dim"}
-    return getattr(transformers, names[1]), kind(**wanted)
+    kind, model_class = (getattr(transformers, name) for name in names)
+    default = kind()
+    # Models read `head_dim` even if their configuration class does not declare it.
+    supported = {name: value for name, value in settings.items() if hasattr(default, name) or name == "head_dim"}
+    return model_class, kind(**supported)
 
 
 def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: float, seed: int) -> Tensor:
-    """Make a tensor of a mixture from the dense model's; experts are views of one tensor."""
-    path, _, own = name.rpartition(".")
+    """Compute a tensor of a mixture from the dense model's tensors; experts are views of one tensor."""
+    path, _, parameter = name.rpartition(".")
     if path.endswith("mlp.experts"):
         mlp = path.removesuffix(".experts")
-        if own == "gate_up_proj":
+        if parameter == "gate_up_proj":
             dense = torch.cat([read(f"{mlp}.gate_proj.weight"), read(f"{mlp}.up_proj.weight")])
         else:
             dense = read(f"{mlp}.down_proj.weight")
@@ -139,27 +139,25 @@ def _expert(name: str, read: Read, shape: tuple[int, ...], config: Any, std: flo
 
 
 def _copied(name: str, read: Read, shape: tuple[int, ...], by: int, noise: float, seed: int) -> Tensor:
-    """Make a tensor of a mixture with more experts; copies follow their original."""
+    """Compute a tensor of a mixture with more experts; copies follow their original."""
     old = read(name)
-    if old.shape == shape:
-        return old
-    return copies(name, old, by, noise, seed)
+    return old if old.shape == shape else copies(name, old, by, noise, seed)
 
 
 def _in_memory(model: Any, kind: Any, config: Any, make: Any) -> Any:
-    old = model.state_dict()
-    dtype = next(model.parameters()).dtype
-    made = kind._from_config(config, dtype=dtype).train(model.training)
+    old, first = model.state_dict(), next(model.parameters())
+    mixture = kind._from_config(config, dtype=first.dtype).train(model.training)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            parameter.copy_(_fitting(name, make(name, old.__getitem__, tuple(parameter.shape)), parameter))
-    return made.to(next(model.parameters()).device)
+        for name, parameter in mixture.named_parameters():
+            parameter.copy_(_checked(name, make(name, old.__getitem__, tuple(parameter.shape)), parameter))
+    return mixture.to(first.device)
 
 
-def _fitting(name: str, made: Tensor, wanted: Tensor) -> Tensor:
-    if made.shape != wanted.shape:
-        raise UserError(f"{name} would be {list(wanted.shape)} in a mixture of experts and is {list(made.shape)}.")
-    return made
+def _checked(name: str, tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor if it has the shape that the mixture needs."""
+    if tensor.shape != like.shape:
+        raise UserError(f"{name} would be {list(like.shape)} in a mixture of experts but is {list(tensor.shape)}.")
+    return tensor
 
 
 def upcycle_folder(
@@ -172,22 +170,22 @@ def upcycle_folder(
     noise: float = 0.1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write the mixture of experts of a saved dense model, or one with more experts than a saved mixture.
+    """Write the mixture of experts of a saved dense model, or multiply the experts of a saved mixture.
 
-    Tensors are read, made and written one at a time, and so is the check that both compute the same.
+    Tensors are read, computed and written one at a time, also to check that both models compute the same.
 
     Args:
-        folder: what `save_pretrained` wrote.
+        folder: folder of `save_pretrained`.
         out: a new folder, which `from_pretrained` loads.
         experts: number of experts of a dense model's mixture.
         top_k: number of experts per token.
-        by: multiply the experts of a saved mixture by this; None: `folder` is a dense model.
+        by: factor on the number of experts of a saved mixture; None: `folder` is a dense model.
         router_std: standard deviation of new routers' weights.
         noise: relative standard deviation of the noise between copies of an expert.
-        seed: of all random draws.
+        seed: seed of all random draws.
 
     Returns:
-        The receipt, with the number of tokens of the check that each expert of each layer computes.
+        The receipt. It has the number of tokens per expert of each layer in the check.
 
     Raises:
         UserError: the folder contains no such model, or outputs would change by more than 1e-6.
@@ -202,24 +200,24 @@ def upcycle_folder(
         make = partial(_copied, by=by, noise=noise, seed=seed)
     source, target = skeleton(kind, config), skeleton(target_kind, target_config)
     saved = Checkpoint(folder, read_folder(folder), source)
-    own = target.state_dict(keep_vars=True)
+    state = target.state_dict(keep_vars=True)
 
-    def made(name: str) -> Tensor:
-        return _fitting(name, make(name, saved, tuple(own[name].shape)), own[name])
+    def tensor(name: str) -> Tensor:
+        return _checked(name, make(name, saved, tuple(state[name].shape)), state[name])
 
-    error, tokens = _compared(source, saved, target, made)
+    error, tokens = _compared(source, saved, target, tensor)
     if error > EXACT:
         raise UserError(
-            f"{target_kind.__name__} does not compute what {kind.__name__} does: its output changes by {error:.0e}."
+            f"{target_kind.__name__} does not compute the same as {kind.__name__}: its output changes by {error:.0e}."
         )
     target_config.architectures = [target_kind.__name__]
-    # New tensors have the type of the first one.
-    usual = next(iter(saved.dtypes.values()))
+    # New tensors have the dtype of the first saved tensor.
+    default = next(iter(saved.dtypes.values()))
 
     def dtype(name: str) -> torch.dtype:
-        return saved.dtypes.get(name, usual)
+        return saved.dtypes.get(name, default)
 
-    write_model(folder, out, target, target_config, saved.shard_bytes, lambda name: made(name).to(dtype(name)), dtype)
+    write_model(folder, out, target, target_config, saved.shard_bytes, lambda name: tensor(name).to(dtype(name)), dtype)
     receipt = {
         "from": folder.name,
         "model_type": target_config.model_type,
@@ -239,9 +237,9 @@ def upcycle_folder(
 
 
 def _compared(
-    source: nn.Module, saved: Checkpoint, target: nn.Module, made: Read
+    source: nn.Module, saved: Checkpoint, target: nn.Module, tensor: Read
 ) -> tuple[float, dict[str, list[int]]]:
-    """Compute the relative change of the output in float64, and tokens per expert of each layer."""
+    """Compute the relative change of the output in float64, and the tokens per expert of each layer."""
     inputs = inputs_of(source)
     probe = tuple(inputs.values())
     shapes = {name: tuple(t.shape) for name, t in source.state_dict(keep_vars=True).items()}
@@ -255,8 +253,8 @@ def _compared(
         for path, module in target.named_modules():
             if path.endswith("mlp.gate"):
                 hooks.enter_context(module.register_forward_hook(partial(_count, tokens, path)))
-        found, _ = output_of(FirstOutput(target, list(inputs)), probe, names, lambda name: iter((made(name),)))
-    return relative_error(expected, found), tokens
+        output, _ = output_of(FirstOutput(target, list(inputs)), probe, names, lambda name: iter((tensor(name),)))
+    return relative_error(expected, output), tokens
 
 
 def _count(tokens: dict[str, list[int]], path: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Widen a trained network of torchvision or timm, given its name and state_dict, and save it in a folder."""
+"""Widen a trained network of torchvision or timm by its name and state_dict, and save it in a folder."""
 
 import json
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from growlab.widen.weights import DEFAULT, NOISE_STD, Widening, method_of
 from growlab.widths import UnsupportedOperation, WidthGraph, replace_tensors, resize, tensors_of, trace
 
 SOURCES = {"torchvision": torchvision_network, "timm": timm_network}
-#: File name of the state_dict in the folder that is written.
+#: File name of the state_dict in the output folder.
 WEIGHTS = "model.pt"
 _SHAPE = (3, 224, 224)
 _NUM_CLASSES = 1000
-# Number of classes for `fit_weights` that no classifier has: all layers must be loaded, to compute the same.
+# Number of classes for `fit_weights` that no classifier has, so that it never skips one.
 _NO_NEW_CLASSES = 0
 
 
@@ -42,18 +42,18 @@ def widen_weights(
 ) -> dict[str, Any]:
     """Write a wider network with the same outputs as a trained one.
 
-    All width groups become wider, by copies where a stream under layer, RMS or group normalisation grows by a whole
-    factor. Fractional widths are rounded up.
+    All width groups become wider; a stream under layer, RMS or group normalisation by copies if its factor is whole.
+    Fractional widths are rounded up.
 
     Args:
         name: `torchvision/NAME` or `timm/NAME`.
-        weights: file of its state_dict.
+        weights: path of its state_dict.
         out: a new folder, which `load_widened` reads.
         width: factor on the width of every group of channels.
         method: a name in `METHODS`.
         seed: seed of all random draws.
         image_shape: [C, H, W] of the images on which the outputs are compared.
-        noise_std: of the noise that separates copies, see `HyperCloning`.
+        noise_std: standard deviation of the noise that separates copies, see `HyperCloning`.
 
     Returns:
         The receipt.
@@ -61,13 +61,13 @@ def widen_weights(
     Raises:
         UserError: the weights are not of that network, or it cannot be widened exactly by this factor.
     """
-    grows = method_of(method, noise_std)
+    growth_method = method_of(method, noise_std)
     if width <= 1:
         raise UserError(f"--width {width:g} would not make the network wider; it must be above 1.")
     check_free(out)
-    warn_of_equal_copies(grows)
+    warn_of_equal_copies(growth_method)
     state = read_weights(str(weights), str(weights))
-    network, num_classes = _made_for(name, image_shape, state)
+    network, num_classes = _network_for(name, image_shape, state)
     fit_weights(network, state, _NO_NEW_CLASSES, str(weights))
     graph, probe = _traced(name, network, image_shape)
     before = graph.full_widths
@@ -75,7 +75,7 @@ def widen_weights(
     after = {group: ceil(size * factor) for group, size in before.items()}
     num_params_before = num_params(network)
     dtype = next(network.parameters()).dtype
-    error = _widen(name, network.double().eval(), graph, after, grows, seed, probe)
+    error = _widen(name, network.double().eval(), graph, after, growth_method, seed, probe)
     network.to(dtype)
     receipt = {
         "from": name,
@@ -116,36 +116,36 @@ def load_widened(folder: str | Path) -> nn.Module:
         name, num_classes = receipt["from"], receipt["num_classes"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"{folder} contains no widened network of torchvision or timm: {RECEIPT} is missing or not of one."
+            f"{folder} contains no widened network of torchvision or timm: {RECEIPT} is missing or describes another "
+            "model."
         ) from error
     network = _network(name, shape, num_classes)
     graph, _ = _traced(name, network, shape)
     if graph.full_widths != widths["before"]:
-        raise UserError(f"this version of the library has another {name} than the one in {folder} was widened from.")
+        raise UserError(f"{name} in {folder} was widened from another version of the library's network; install that.")
     resize(network, graph, widths["before"], widths["after"])
     fit_weights(network, read_weights(str(folder / WEIGHTS), str(folder)), _NO_NEW_CLASSES, str(folder))
     return network
 
 
 def is_named(name: str) -> bool:
-    """Return True if a name is that of a network, LIBRARY/NAME, and not a path."""
+    """Return True for the name of a network, LIBRARY/NAME, and not for a path."""
     return name.partition("/")[0] in SOURCES and "/" in name and not Path(name).exists()
 
 
 def _network(name: str, image_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     source, _, model = name.partition("/")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(0)
         return SOURCES[source](image_shape, num_classes, model)
 
 
-def _made_for(name: str, image_shape: tuple[int, ...], state: Mapping[str, Tensor]) -> tuple[nn.Module, int]:
-    """Create the network with as many classes as its weights have; return both."""
+def _network_for(name: str, image_shape: tuple[int, ...], state: Mapping[str, Tensor]) -> tuple[nn.Module, int]:
+    """Create the network with the weights' number of classes; return both."""
     network = _network(name, image_shape, _NUM_CLASSES)
-    own = network.state_dict()
     rows = {
         state[key].shape[0]
-        for key, tensor in own.items()
+        for key, tensor in network.state_dict().items()
         if key in state and tensor.dim() and tensor.shape[0] == _NUM_CLASSES and tensor.dim() == state[key].dim()
     } - {_NUM_CLASSES}
     if len(rows) != 1:
@@ -171,9 +171,9 @@ def _widen(
     seed: int,
     probe: tuple[Tensor, ...],
 ) -> float:
-    """Widen in place by the first way that is exact; returns the relative change of the output."""
+    """Widen in place by the first way that is exact; return the relative change of the output."""
     expected, old = evaluate(network, probe), tensors_of(network, graph)
-    groups = {group: replace(one, full_width=after[group]) for group, one in graph.groups.items()}
+    groups = {name: replace(group, full_width=after[name]) for name, group in graph.groups.items()}
     wide = Widening(replace(graph, groups=groups), lambda name, rows: old[name][rows], graph.full_widths, seed, method)
     errors = []
     for way in wide.ways():

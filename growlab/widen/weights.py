@@ -1,16 +1,16 @@
-"""Weights of a wider network of the same class that computes what a narrower one computes.
+"""Weights of a wider network that computes the same as a narrower network of its class.
 
-The layout of channels in the tensors comes from tracing the wider network (`growlab.widths.groupss`), the old widths
+The layout of channels in the tensors comes from tracing the wider network (`growlab.widths.groups`), the old widths
 from the shapes of the old tensors. Each tensor is computed separately, in blocks of rows if it is large. Channels
 outside of any statistics (heads, hidden layers of MLPs) are added by a growth method. For streams under layer or RMS
-normalisation two ways are exact:
+normalisation, two ways are exact:
 
-- **Copies** at a whole factor k: each channel k times, its consumers divided by k. Statistics stay the same.
-- **Padding** at any factor D'/D, if every reader of the stream is a normalisation with a gain: all writes to it are
-multiplied by s = sqrt(D'/D), new channels carry the mean of the old ones (zeros under RMS normalisation), so the
-  variance over D' channels is what it was over D; gains are divided by s (average and zero expansion of LEMON, Wang et
-  al. 2023, with a scale that keeps the weight of eps). Normalised, new channels are zero, and their consumers are free.
-  A normalisation that itself writes to the stream (Gemma 2's behind attention and MLP) keeps its gain.
+- **Copies** at a whole factor k: every channel occurs k times, and its consumers are divided by k. Statistics stay.
+- **Padding** at any factor D'/D, if only normalisations with a gain read the stream: all writes to it are multiplied by
+  s = sqrt(D'/D), and new channels have the mean of the old channels (zeros under RMS normalisation), so the variance
+  over D' channels is that over D channels before. Gains are divided by s (average and zero expansion of LEMON, Wang et
+  al. 2023, with a scale that keeps the weight of eps). New channels are zero after normalisation, so their consumers
+  are free. A normalisation that itself writes to the stream (Gemma 2's after attention and MLP) keeps its gain.
 
 If the code multiplies embeddings by a function of its width (Gemma: the square root), their tables are divided by the
 growth of that number, and the last normalisation before a tied table is multiplied by it.
@@ -39,10 +39,10 @@ METHODS: Mapping[str, type[GrowthMethod]] = {
     "hypercloning": HyperCloning,
     "lemon": Lemon,
 }
-#: Method and noise if none are given.
+#: Default method and noise.
 DEFAULT, NOISE_STD = "hypercloning", 0.1
 Fill = Literal["copies", "mean", "zero"]
-# Numbers of a block of rows.
+# Most entries of a block of rows.
 _BLOCK = 1 << 19
 
 
@@ -51,10 +51,10 @@ class Way:
     """A way to widen streams.
 
     Attributes:
-        fill: values of new channels: copies of old ones, their mean, or zeros.
+        fill: values of new channels: copies of old channels, their mean, or zeros.
         by_code: growth of the number by which the code multiplies embeddings; None: the root of the stream's growth.
         factors: further factors on tensors, by name.
-        by_root: attention divides products by the root of the head dimension.
+        by_root: True if attention divides products by the root of the head dimension.
     """
 
     fill: Fill
@@ -71,8 +71,8 @@ class Widening:
         graph: layouts of the wider network.
         old: reads the narrower network's tensors by name.
         widths: width of each group in the narrower network.
-        seed: of all random draws.
-        method: for heads and hidden layers; `noise_std` is that of copies, of streams too.
+        seed: seed of all random draws.
+        method: growth method for heads and hidden layers; its `noise_std` also separates copies in streams.
         writing: paths of normalisations whose outputs are added to a stream.
     """
 
@@ -88,14 +88,11 @@ class Widening:
 
         `computed` are ratios (wider over narrower) of numbers by which the code may multiply embeddings.
         """
-        # A normalisation without a bias is mostly one by the root mean square, which zeros leave as it is.
+        # Normalisations without a bias are mostly RMS normalisations, whose statistics zeros do not change.
         plain = all(norm.bias is None for norm in self.graph.channel_norms)
-        fills: list[Fill] = ["zero", "mean"] if plain else ["mean", "zero"]
-        if self.whole:
-            fills.insert(0, "copies")
-        if not self.streams:
-            fills = ["copies"]
-        for fill in fills:
+        padding: list[Fill] = ["zero", "mean"] if plain else ["mean", "zero"]
+        copies: list[Fill] = ["copies"] if self.whole else []
+        for fill in [*copies, *padding] if self.streams else copies:
             for by_code in (*computed, 1.0, None) if self.streams else (1.0,):
                 for by_root in (True, False) if self._root_of_attention else (True,):
                     yield Way(fill, by_code, by_root=by_root)
@@ -103,15 +100,13 @@ class Widening:
     @cached_property
     def _root_of_attention(self) -> float | None:
         """Root of the growth of the head dimension; None if it stays."""
-        roots = (
-            sqrt(one.axis.length(self.graph.full_widths) / one.axis.length(self.widths))
-            for one in self.graph.attentions
-        )
+        axes = (attention.axis for attention in self.graph.attentions)
+        roots = (sqrt(axis.length(self.graph.full_widths) / axis.length(self.widths)) for axis in axes)
         return next((root for root in roots if root != 1.0), None)
 
     @cached_property
     def streams(self) -> list[str]:
-        """Groups that become wider and are covered by statistics."""
+        """Groups that become wider and that normalisations take statistics over."""
         full = self.graph.full_widths
         normed = {group for norm in self.graph.channel_norms for group in norm.axis.groups}
         return [group for group in self.graph.groups if group in normed and full[group] != self.widths[group]]
@@ -122,12 +117,12 @@ class Widening:
         return all(self.graph.full_widths[group] % self.widths[group] == 0 for group in self.streams)
 
     def tensors(self, way: Way) -> dict[str, Tensor]:
-        """Yield all tensors at full width."""
-        made = {name: list(self.blocks(name, way)) for name in self.graph.axes}
-        return {name: torch.cat(blocks) if blocks[1:] else blocks[0] for name, blocks in made.items()}
+        """Compute all tensors at full width."""
+        tensors = {name: list(self.blocks(name, way)) for name in self.graph.axes}
+        return {name: torch.cat(blocks) if blocks[1:] else blocks[0] for name, blocks in tensors.items()}
 
     def blocks(self, name: str, way: Way) -> Iterator[Tensor]:
-        """Yield a tensor at full width in blocks of rows; float64 if it changes."""
+        """Yield a tensor at full width in blocks of rows, in float64 if it changes."""
         direction, axes = self.graph.lengths.get(name), self.graph.axes[name]
         if direction is not None and self._changes(direction, way):
             weight = torch.cat([*self.blocks(direction, way)])
@@ -166,14 +161,14 @@ class Widening:
         return name in way.factors or self.graph.changes(name, self.widths, self.graph.full_widths)
 
     def _weight(self, name: str, rows: Rows) -> Tensor:
-        """A saved tensor; in place of the direction of a normalised weight, the weight."""
+        """Read a saved tensor; for the direction of a weight normalisation, the weight itself."""
         if name not in self.graph.weight_norms:
             return self.old(name, rows)
         length, dim = self.graph.weight_norms[name]
         return torch._weight_norm(self.old(name, ...).double(), self.old(length, ...).double(), dim)[rows]
 
     def _attending(self, name: str, key: str, tensor: Tensor, context: GrowthContext, way: Way) -> Tensor:
-        """Widen queries and keys: new channels of keys are zero; queries compensate the scale 1 / sqrt(d)."""
+        """Widen fused queries and keys: new channels of keys are zero; queries compensate for the scale 1 / sqrt(d)."""
         for attention in self.graph.attentions:
             before, after = (attention.axis.length(each) for each in (context.old_widths, context.new_widths))
             if name not in attention.fused or before == after:
@@ -188,7 +183,7 @@ class Widening:
         return tensor
 
     def _alone(self, name: str, key: str, block: Tensor) -> WidthGraph:
-        """Restrict the graph to one tensor, or a block of its rows, to grow it separately."""
+        """Restrict the graph to one tensor, or a block of its rows, which then grows separately."""
         axes = self.graph.axes[name]
         if key != name:
             axes = (Axis((Part(None, len(block)),), axes[0].role), *axes[1:])
@@ -196,18 +191,19 @@ class Widening:
         return replace(
             self.graph,
             axes={key: axes},
-            groups={group: one for group, one in self.graph.groups.items() if group in groups},
+            groups={name: group for name, group in self.graph.groups.items() if name in groups},
             layers=tuple(replace(x, weight=key) if x.weight == name else x for x in self._layers.get(name, ())),
             attentions=tuple(replace(x, queries=(key,)) for x in self.graph.attentions if name in x.queries),
         )
 
     @cached_property
     def _layers(self) -> dict[str, list[Layer]]:
-        found: dict[str, list[Layer]] = {}
+        """Layers by the names of their tensors."""
+        layers: dict[str, list[Layer]] = {}
         for layer in self.graph.layers:
             for name in {layer.weight, layer.bias, layer.offset, *layer.emitters} - {None}:
-                found.setdefault(str(name), []).append(layer)
-        return found
+                layers.setdefault(str(name), []).append(layer)
+        return layers
 
     def _streamed(
         self, name: str, key: str, tensor: Tensor, graph: WidthGraph, before: Mapping[str, int], group: str, way: Way
@@ -217,20 +213,20 @@ class Widening:
         by_code = scale if way.by_code is None else way.by_code
         context = GrowthContext(graph, {key: tensor}, before, after, self.seed, stage=2)
         table = self._is_table(name)
-        # In front of a tied table gain and bias are what consumes it.
-        of_norm = self._of_a_norm(name, group)
-        in_front = of_norm is not None and graph.axes[key][0].role == "in"
+        kind = self._norm_parameter(name, group)
+        # In front of a tied table, gain and bias consume the stream.
+        in_front = kind is not None and graph.axes[key][0].role == "in"
         if way.fill == "copies":
             cloning = HyperCloning(noise_std=self.method.noise_std)
             copied = cloning.grow(context).tensors[key]
             if key in (noise := cloning.noise(context)):
                 copied = copied + noise[key].to(copied)
             return copied / by_code if table else copied * by_code if in_front else copied
-        if of_norm is not None:
-            return self._normed(name, key, tensor, context, of_norm, scale, scale / by_code if in_front else 1.0)
+        if kind is not None:
+            return self._normed(name, key, tensor, context, kind, scale, scale / by_code if in_front else 1.0)
         kept = context.kept(key)
         reads = any(axis.role == "in" and group in axis.groups for axis in graph.axes[key])
-        # What reads a stream is free where its new channels are zero.
+        # Weights that read the new channels are free, because these are zero.
         new = NewWeights().draw(context, key).to(tensor) if reads else tensor.new_zeros(context.new_shape(key))
         writes = [dim for dim, axis in enumerate(graph.axes[key]) if axis.role == "out" and group in axis.groups]
         factor = 1.0 if not writes else scale / by_code if table else scale
@@ -247,7 +243,7 @@ class Widening:
         self, name: str, key: str, old: Tensor, context: GrowthContext, kind: str, scale: float, of_table: float
     ) -> Tensor:
         if name.rpartition(".")[0] in self.writing:
-            # Normalised, what it reads is what it was: its sum with the stream is multiplied by gain and bias.
+            # Its input is multiplied by s and its statistics stay, so the same gain multiplies its output by s.
             factor = 1.0 / scale if kind == "bias" else 1.0
         else:
             factor = scale * of_table if kind == "gain" else of_table
@@ -260,12 +256,12 @@ class Widening:
         roles = [axis.role for axis in self.graph.axes[name]]
         return roles == ["fixed", "out"] and all(x.weight != name for x in self._layers.get(name, ()))
 
-    def _of_a_norm(self, name: str, group: str) -> str | None:
-        """Return "gain" or "bias" if the tensor is that of a normalisation of the group's channels, else None."""
-        path, _, own = name.rpartition(".")
+    def _norm_parameter(self, name: str, group: str) -> str | None:
+        """Return "gain" or "bias" if the tensor belongs to a normalisation over the group's channels, else None."""
+        path, _, parameter = name.rpartition(".")
         if not any(norm.name == path and group in norm.axis.groups for norm in self.graph.channel_norms):
             return None
-        return "bias" if own.endswith("bias") else "gain"
+        return "bias" if parameter.endswith("bias") else "gain"
 
 
 def method_of(name: str, noise_std: float) -> GrowthMethod:
@@ -277,7 +273,7 @@ def method_of(name: str, noise_std: float) -> GrowthMethod:
 
 
 def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """Split a tensor of this shape into blocks of rows if it is large."""
+    """Yield a tensor of this shape, in blocks of rows if it is large; `make` returns given rows."""
     if torch.Size(shape).numel() <= _BLOCK:
         yield make(...)
         return
@@ -287,9 +283,9 @@ def blocks_of(make: Callable[[Rows], Tensor], shape: tuple[int, ...]) -> Iterato
 
 
 def with_unused(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, Any]) -> WidthGraph:
-    """Add tensors that the example's forward does not use and that change in one dimension as a stream does.
+    """Add tensors that the forward does not use but that have one dimension with the sizes of a stream, such as masks.
 
-    Mask tokens, for which trained models keep a place, are such. Arguments as in `read_off`.
+    Arguments as in `read_off`.
     """
     widths = graph.widths_of({name: shapes[name] for name in graph.axes})
     widths = {name: widths.get(name, group.full_width) for name, group in graph.groups.items()}
@@ -320,12 +316,12 @@ def read_off(graph: WidthGraph, shapes: Mapping[str, tuple[int, ...]], full: Map
         if name in shapes
         and tuple(shapes[name]) != (graph.shape(name, widths) if name in graph.axes else tuple(tensor.shape))
     ]
-    known = {name: graph.fixed.get(name) or graph.fixed.get(name.rpartition(".")[0]) for name in misfits}
-    # Tensors that become as wide as another one with a reason have the same.
-    for name in sorted(misfits, key=lambda name: known[name] is None):
+    reasons = {name: graph.fixed.get(name) or graph.fixed.get(name.rpartition(".")[0]) for name in misfits}
+    # Prefer a tensor with a reason, which explains the others too.
+    for name in sorted(misfits, key=lambda name: reasons[name] is None):
         raise UserError(
             f"{name.removeprefix('network.')} is {list(shapes[name])} and would be {list(full[name].shape)}, which "
-            f"cannot be exact ({known[name] or 'growlab has no rule that makes it wider'}); give --parts mlp, or "
+            f"cannot be exact ({reasons[name] or 'growlab has no rule that makes it wider'}); give --parts mlp, or "
             "leave --width out."
         )
     return widths

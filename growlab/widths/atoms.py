@@ -1,8 +1,8 @@
-"""Union of axes during tracing: which runs of positions must carry the same channels.
+"""Unification of axes during tracing: find the runs of positions that must carry the same channels.
 
-While a network is traced every axis is a list of runs over *atoms*, the smallest sets of channels distinguished so
-far. Axes that meet are unified: atoms are bound to each other, split where one axis shows a finer structure, or
-frozen where the structures cannot be reconciled.
+While a network is traced, every axis is a list of runs over *atoms*, the smallest sets of channels distinguished so
+far. Axes that meet are unified: atoms are bound to each other, split where one axis has a finer structure, or frozen
+where the structures cannot be reconciled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,6 @@ class Run:
 
 
 Runs = tuple[Run, ...]
-
-
 #: Last words of a reason for freezing an axis because the other one is fixed.
 STAYING = "that keep their full width"
 
@@ -55,7 +53,7 @@ class Atoms:
     # Origin of each frozen atom; see `Run`.
     _roots: dict[int, int | str] = field(default_factory=dict)
     _origin: dict[int, Runs] = field(default_factory=dict)
-    # Atoms that have been unified with constants only so far.
+    # Atoms that have been unified only with constants so far.
     _constant: set[int] = field(default_factory=set)
 
     def new(self, size: int, below: int = 0) -> Runs:
@@ -73,7 +71,7 @@ class Atoms:
         return axis
 
     def settle(self, runs: Runs | None = None) -> None:
-        """Freeze atoms that have been unified with constants only: those of one axis, or all."""
+        """Freeze atoms that have been unified only with constants: those of one axis, or all."""
         atoms = set(self._constant) if runs is None else {run.atom for run in self.resolve(runs)} & self._constant
         for atom in atoms - {None}:
             if atom not in self._bound:
@@ -120,9 +118,9 @@ class Atoms:
                 self.freeze((Run(atom),), "a single channel")
 
     def frozen_whole(self, runs: Runs) -> bool:
-        """Return True if an axis was frozen as such, as the axis that it stretches, or in all parts it was cut into.
+        """Return True if an axis was frozen itself, as the axis that it stretches, or in all parts it was cut into.
 
-        Repetitions of a frozen atom do not count, nor does an axis of which only some parts were frozen.
+        Repetitions of a frozen atom do not count, nor do axes with only some frozen parts.
         """
         while len(runs) == 1 and runs[0].outer == 1 and runs[0].atom is not None:
             atom = runs[0].atom
@@ -137,7 +135,7 @@ class Atoms:
         return "" if atom is None else self.frozen_because[atom]
 
     def root(self, runs: Runs) -> int | str | None:
-        """Return the origin of an axis's freezing, see `Run`; None if it was the origin itself or is not frozen."""
+        """Return the origin of a frozen axis, see `Run`; None if the axis is the origin itself or is not frozen."""
         atom = next(self._frozen(runs), None)
         return None if atom is None or self._roots[atom] == atom else self._roots[atom]
 
@@ -156,16 +154,16 @@ class Atoms:
                 yield from self.parts(self._origin.get(run.atom, ()))
 
     def unify(self, left: Runs, right: Runs, reason: str) -> None:
-        """Unify two axes of equal length, which then carry the same channels; atoms of other structures are frozen."""
+        """Unify two axes of equal length, which then carry the same channels; irreconcilable atoms are frozen."""
         if self.length(left) != self.length(right):
-            raise ValueError(f"axes of {self.length(left)} and {self.length(right)} positions cannot be one")
-        # Every step binds or splits an atom and so changes what the axes resolve to: start over each time.
+            raise ValueError(f"axes of {self.length(left)} and {self.length(right)} positions cannot be unified")
+        # Every step binds or splits an atom, which changes what the axes resolve to: start over each time.
         while self._unify_first_difference(self.resolve(left), self.resolve(right), reason):
             pass
 
     def cut(self, runs: Runs, sizes: Sequence[int]) -> list[Runs]:
         """Cut an axis into consecutive pieces of the given sizes, splitting atoms at the cuts."""
-        # An expert of a mixture may get no row.
+        # A size may be 0: an expert of a mixture may get no rows.
         pieces = [self.new(size) if size else fixed(0) for size in sizes]
         self.unify(runs, tuple(run for piece in pieces for run in piece), "cut into parts")
         return [self.resolve(piece) for piece in pieces]
@@ -191,7 +189,7 @@ class Atoms:
                 rest = self.new(length_b - length_a, below + length_a if below else 0)
                 self._bind(b.atom, first + rest, split=True)
             elif b.outer > 1:
-                # Whole repetitions are cut off; inside one, the next round handles a single repetition.
+                # Cut off whole repetitions; the next round handles a cut inside a single repetition.
                 whole = max(1, length_a // (length_b // b.outer))
                 left, right = (left, (Run(b.atom, whole, b.inner), Run(b.atom, b.outer - whole, b.inner), *right[1:]))
                 continue
@@ -216,11 +214,11 @@ class Atoms:
         self.freeze((a, b), reason, b.root if a.root is None else a.root)
 
     def _bind(self, atom: int, runs: Runs, split: bool = False) -> None:
-        met = {run.atom for run in runs if run.atom is not None}
+        atoms = {run.atom for run in runs if run.atom is not None}
         if atom not in self._constant:
-            self._constant -= met
+            self._constant -= atoms
         elif split:
-            self._constant |= met
+            self._constant |= atoms
         if len(runs) == 1 and runs[0].atom is not None:
             target = runs[0].atom
             self.below[target] = max(self.below[target], self.below[atom])

@@ -1,4 +1,4 @@
-"""Carry gradients and the moments of optimizers over to new widths; change the basis of a group's channels."""
+"""Carry gradients and optimizer moments over to new widths; change the basis of a group's channels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,24 +16,23 @@ class Carry:
 
         g'[i, j, ...] = every * scale * rows[i] * g[sources(i), sources(j), ...]
 
-    and therefore first moments likewise, second moments with the factors squared. Derivation: if a method writes
-    the old parameters as p = p(p') with the loss unchanged, the gradient follows by the chain rule. Entries that
-    the old network does not determine are zero.
+    First moments follow the same rule, second moments with squared factors. Derivation: if a method writes the old
+    parameters as p = p(p') with the loss unchanged, the gradient follows by the chain rule. Entries that the old
+    network does not determine are zero.
 
     By default old entries keep their gradient, and new ones have none. That is exact for methods that preserve the
     function and do not change old entries.
 
     Attributes:
-        sources: for each group, the old channel whose gradient each channel takes over, or -1 for none,
-            int64 [new width]; a group that is left out keeps its first channels, new ones have no source.
-        rows: for each group, the factor on entries that produce a channel, [new width]; left out: 1.
+        sources: for each group, the old channel whose gradient each channel takes over, or -1 for none, int64 [new
+            width]; a missing group keeps its first channels, and new ones have no source.
+        rows: for each group, the factor on entries that produce a channel, [new width]; 1 for a missing group.
         scales: by name of a tensor, a factor on its old gradient: a number, or a tensor that broadcasts with it.
-        bases: for each group whose basis was turned, the old channels that make up each new one, [new width, old
-            width] with orthonormal rows or rows of zeros; such a group needs no source. Gradients turn with it.
-            Second moments are not determined by the old ones alone: they are computed as if the gradients of
-            different channels were uncorrelated, by applying the squared entries of the matrix. New channels, which
-            have no gradient yet, take the mean of the old ones' instead of 0, which would make their first steps
-            too long.
+        bases: for each group whose basis was rotated, the matrix from old to new channels, [new width, old width],
+            with orthonormal rows or rows of zeros; such a group needs no source. Gradients rotate with it. Second
+            moments are not determined by the old ones alone: they are computed with the squared entries of the
+            matrix, as if the gradients of different channels were uncorrelated. New channels, which have no gradient
+            yet, take the mean of the old second moments, because 0 would make their first steps too long.
         every: a factor on the gradients of all parameters, including those that the event does not change.
     """
 
@@ -101,14 +100,11 @@ class Carry:
             widths_after: width of each group including them.
         """
 
-        def longer(found: Mapping[str, Tensor], fill: float) -> dict[str, Tensor]:
-            missing = {group: widths_after[group] - len(one) for group, one in found.items()}
-            return {
-                group: torch.cat([one, one.new_full((missing[group], *one.shape[1:]), fill)])
-                for group, one in found.items()
-            }
+        def padded(tensors: Mapping[str, Tensor], fill: float) -> dict[str, Tensor]:
+            new = {group: (widths_after[group] - len(x), *x.shape[1:]) for group, x in tensors.items()}
+            return {group: torch.cat([x, x.new_full(new[group], fill)]) for group, x in tensors.items()}
 
-        return Carry(longer(self.sources, -1), longer(self.rows, 1.0), self.scales, longer(self.bases, 0.0), self.every)
+        return Carry(padded(self.sources, -1), padded(self.rows, 1.0), self.scales, padded(self.bases, 0.0), self.every)
 
     def source(self, group: str, before: Mapping[str, int], after: Mapping[str, int]) -> Tensor:
         """Return the old channel whose gradient each channel of a group takes over, or -1: int64 [new width]."""
@@ -137,35 +133,32 @@ def applied(
 ) -> Tensor:
     """Apply a linear map to the channels on every axis of a tensor, in float64.
 
-    For an orthogonal map R of a group, that is R W for a weight that produces the channels, W R^T for one that
-    consumes them, R b for a bias: together they change nothing where everything between them commutes with R.
+    An orthogonal map R of a group gives R W for a weight that produces the channels, W R^T for a weight that consumes
+    them, and R b for a bias. Together these preserve the function if everything between them commutes with R.
 
     Args:
         tensor: a parameter, a buffer, a gradient or a first moment.
         axes: its axes.
         maps: for each group that changes, [new width, width]; it may also drop channels.
         widths: width of each group now.
-        consuming: other maps for axes that consume the channels; None for the same.
+        consuming: maps for axes that consume the channels; None: the same as `maps`.
 
     Returns:
-        The tensor at the new widths in its dtype; the same object if no axis carries such a group.
+        The tensor at the new widths in its dtype; the same object if no axis has such a group.
     """
     result = tensor
     for dim, axis in enumerate(axes):
         chosen = consuming if consuming is not None and axis.role == "in" else maps
         if not any(group in chosen for group in axis.groups):
             continue
-        pieces = []
-        for part, piece in zip(
-            axis.parts, result.double().split([part.length(widths) for part in axis.parts], dim), strict=True
-        ):
+        pieces = list(result.double().split([part.length(widths) for part in axis.parts], dim))
+        for index, part in enumerate(axis.parts):
             if part.group is not None and part.group in chosen:
-                matrix = chosen[part.group].to(piece)
-                split = piece.unflatten(dim, (part.outer, matrix.shape[1], part.inner))
-                # A single matrix product; `matrix @ ...` would compute one for every other position.
-                turned = torch.tensordot(split, matrix, dims=([dim + 1], [1])).movedim(-1, dim + 1)
-                piece = turned.flatten(dim, dim + 2)
-            pieces.append(piece)
+                matrix = chosen[part.group].to(pieces[index])
+                split = pieces[index].unflatten(dim, (part.outer, matrix.shape[1], part.inner))
+                # A single matrix product, where `matrix @ ...` would compute one for every other position.
+                product = torch.tensordot(split, matrix, dims=([dim + 1], [1])).movedim(-1, dim + 1)
+                pieces[index] = product.flatten(dim, dim + 2)
         result = torch.cat(pieces, dim)
     return result.to(tensor.dtype).contiguous() if result is not tensor else tensor
 
@@ -178,7 +171,7 @@ def rotate(
     Args:
         model: the network that `graph` was traced from.
         graph: its width graph, traced with `follow_norms`.
-        rotations: for each group an orthogonal matrix R [width, width]: channels x become R x.
+        rotations: an orthogonal matrix R [width, width] for each group; channels x become R x.
         widths: width of each group; None for full widths.
 
     Raises:

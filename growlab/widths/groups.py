@@ -72,17 +72,16 @@ class Axis:
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def lift(self, maps: Mapping[str, Tensor], widths: Mapping[str, int], target_widths: Mapping[str, int]) -> Tensor:
-        """Turn maps between channels into the map between positions that they induce.
+        """Turn maps between channels into the map between positions.
 
         Args:
-            maps: for each group, the channel at `target_widths` that each channel at `widths` is sent to,
-                int64 [width], or -1 for none.
-            widths: widths the positions are counted at.
-            target_widths: widths the result's positions are counted at.
+            maps: for each group, the channel at `target_widths` that each channel at `widths` maps to, int64 [width],
+                or -1 for none.
+            widths: widths of the positions that are mapped.
+            target_widths: widths of the positions that they map to.
 
         Returns:
-            int64 [length at widths]: positions at `target_widths`, -1 for none. Fixed positions map to
-            themselves.
+            int64 [length at widths]: positions at `target_widths`, -1 for none. Fixed positions map to themselves.
         """
         match self.parts:
             case (Part(group=str(group), outer=1, inner=1),):
@@ -104,10 +103,8 @@ class Axis:
 
     def kept(self, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> Tensor:
         """Map each position to its new one when groups keep their first channels: int64 [length], -1 for dropped."""
-        maps = {}
-        for group in self.groups:
-            channels = torch.arange(widths[group])
-            maps[group] = torch.where(channels < new_widths[group], channels, -1)
+        channels = {group: torch.arange(widths[group]) for group in self.groups}
+        maps = {group: torch.where(index < new_widths[group], index, -1) for group, index in channels.items()}
         return self.lift(maps, widths, new_widths)
 
 
@@ -118,9 +115,9 @@ class Group:
     Attributes:
         name: module path of the first layer that produces the channels.
         full_width: number of channels in the network as the user wrote it.
-        below: number of channels below this group in the stream it completes. Zero-padding a stream of 16
-            channels to 32 (an option-A shortcut) gives a group of 16 with `below = 16`: at any stage its
-            width is what the wider stream has and the narrower one lacks.
+        below: number of channels in front of this group in the stream that it completes. Zero-padding a stream of 16
+            channels to 32 (an option-A shortcut) gives a group of 16 with `below = 16`: its width is always the
+            difference between the wider and the narrower stream.
     """
 
     name: str
@@ -141,15 +138,15 @@ class Layer:
 
     Attributes:
         name: module path, or the name of a weight that is a bare parameter.
-        weight: name of the weight, [out, in, ...]; for a depthwise convolution [channels, 1, ...]. A weight
-            that several layers share occurs under one name, once for each bias that goes with it, and all
-            its uses are in the same scale classes.
+        weight: name of the weight, [out, in, ...]; for a depthwise convolution [channels, 1, ...]. A weight that
+            several layers share has one name, a Layer for each bias that it is used with, and the same scale classes
+            in all uses.
         bias: name of the bias, or None.
         depthwise: True if each channel has a separate filter.
         scale_in: scale class of the input.
         scale_out: scale class of the output.
-        offset: name of a tensor of the weight's axes that is added to what the weight emits, or None. Like the
-            next four, only for weights that are computed from others.
+        offset: name of a tensor with the weight's axes that is added to what the weight emits, or None. Like the next
+            four attributes, only for weights that are computed from other tensors.
         emitters: names of tensors with the weight's leading axes that determine what an entry emits, not its scale.
         inputs_per_entry: number of inputs that one entry of a row of `weight` stands for; 1/d if d of them emit one.
         outputs_per_entry: number of outputs that one entry of a column stands for.

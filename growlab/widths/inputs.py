@@ -1,4 +1,4 @@
-"""Inputs of a network or of a submodule: a tuple of positional inputs, or `Inputs` if some are passed by keyword."""
+"""Inputs of a network or submodule: a tuple of positional inputs, or `Inputs` if some are passed by keyword."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from growlab.base.devices import as_given
 from growlab.widths.program import UnsupportedOperation
+from growlab.widths.unchanged import draws_restored
 
-#: An input, the tuple of positional inputs, or inputs by name.
+#: A single input, a tuple of positional inputs, or inputs by name.
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -41,7 +42,7 @@ pytree.register_pytree_node(
 def inputs_of(example: Any, network: nn.Module) -> tuple[Any, ...]:
     """Convert an example into the positional inputs of a forward; `Inputs` if some can only be passed by keyword.
 
-    A mapping whose keys are names of the forward's arguments gives inputs by name, any other one is a single input.
+    A mapping whose keys are names of the forward's arguments has inputs by name; any other mapping is a single input.
     """
     if isinstance(example, Mapping) and _are_names(network, example):
         return arguments(network, (), example)
@@ -51,16 +52,16 @@ def inputs_of(example: Any, network: nn.Module) -> tuple[Any, ...]:
 
 def arguments(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """Convert a forward's arguments to positional ones where possible, with the defaults between; see `inputs_of`."""
-    values, left = list(args), dict(named)
+    values, keywords = list(args), dict(named)
     for parameter in list(inspect.signature(network.forward).parameters.values())[len(args) :]:
-        absent = parameter.name not in left and parameter.default is parameter.empty
-        if not left or absent or parameter.kind not in _POSITIONAL:
+        missing = parameter.name not in keywords and parameter.default is parameter.empty
+        if not keywords or missing or parameter.kind not in _POSITIONAL:
             break
-        values.append(left.pop(parameter.name, parameter.default))
-    return Inputs(tuple(values), left) if left else tuple(values)
+        values.append(keywords.pop(parameter.name, parameter.default))
+    return Inputs(tuple(values), keywords) if keywords else tuple(values)
 
 
-def by_name_alone(network: nn.Module) -> list[str]:
+def keyword_only(network: nn.Module) -> list[str]:
     """Return the names of a forward's required keyword-only arguments."""
     return [
         parameter.name
@@ -80,10 +81,10 @@ def call_with(network: nn.Module, inputs: tuple[Any, ...]) -> Any:
         return network(*inputs, **named_in(inputs))
 
 
-def call_on(network: nn.Module, given: Sequence[Any]) -> Any:
+def call_on(network: nn.Module, batch: Sequence[Any]) -> Any:
     """Call a network with the inputs of a batch: positional ones, or a single mapping of inputs by name."""
-    by_name = len(given) == 1 and isinstance(given[0], Mapping)
-    return call_with(network, inputs_of(given[0], network) if by_name else tuple(given))
+    by_name = len(batch) == 1 and isinstance(batch[0], Mapping)
+    return call_with(network, inputs_of(batch[0], network) if by_name else tuple(batch))
 
 
 def values_of(inputs: tuple[Any, ...]) -> list[Any]:
@@ -111,16 +112,16 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 def _are_names(network: nn.Module, example: Mapping[Any, Any]) -> bool:
     """Return True if the keys of a mapping are argument names of the network's forward."""
-    taken = inspect.signature(network.forward).parameters.values()
-    names = {parameter.name for parameter in taken if parameter.kind is not parameter.VAR_POSITIONAL}
+    signature = inspect.signature(network.forward)
+    names = {name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_POSITIONAL}
     try:
-        return example.keys() <= names or inspect.signature(network.forward).bind(**example) is not None
+        return example.keys() <= names or signature.bind(**example) is not None
     except TypeError:
         return False
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
-    """List all tensors in a network's output: in containers, dataclasses and other pytree nodes."""
+    """List all tensors in a network's output, also in containers, dataclasses and other pytree nodes."""
     if isinstance(outputs, Tensor):
         return [outputs]
     if isinstance(outputs, Mapping):
@@ -133,41 +134,39 @@ def tensors_in(outputs: Any) -> list[Tensor]:
     return [tensor for output in outputs for tensor in tensors_in(output)]
 
 
-class _Called(BaseException):
+class _Captured(BaseException):
     """Raised to end a call once the inputs are known; not an Exception, which user code may catch."""
 
 
 def captured(call: Callable[[], Any], network: nn.Module, whole: nn.Module) -> tuple[Any, ...] | None:
-    """Capture the inputs, detached, of a submodule's first call, which ends the surrounding call; None without one.
+    """Run `call` until it calls a submodule, and return the submodule's inputs, detached; None if it does not.
 
-    The whole network is in eval mode during the call, whose own errors pass.
+    The whole network is in eval mode meanwhile. Errors of the call are raised.
     """
-    found: list[tuple[Any, ...]] = []
+    inputs: list[tuple[Any, ...]] = []
 
-    def note(module: nn.Module, args: Any, named: Any) -> None:
-        found.append(as_example(module, args, named))
-        raise _Called
+    def capture(module: nn.Module, args: Any, named: Any) -> None:
+        inputs.append(as_example(module, args, named))
+        raise _Captured
 
     modes = {module: module.training for module in whole.modules()}
-    handle = network.register_forward_pre_hook(note, with_kwargs=True)
+    handle = network.register_forward_pre_hook(capture, with_kwargs=True)
     try:
         whole.eval()
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), draws_restored(whole):
             call()
-    except _Called:
+    except _Captured:
         pass
     finally:
         handle.remove()
         for module, training in modes.items():
             module.training = training
-    return found[0] if found else None
+    return inputs[0] if inputs else None
 
 
 def as_example(network: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
     """Convert the arguments of a call into example inputs of the network, detached."""
-    return changed(
-        lambda value: value.detach() if isinstance(value, Tensor) else value, arguments(network, args, named)
-    )
+    return changed(lambda x: x.detach() if isinstance(x, Tensor) else x, arguments(network, args, named))
 
 
 class Alone(nn.Module):
@@ -175,10 +174,9 @@ class Alone(nn.Module):
 
     def __init__(self, whole: nn.Module, path: str) -> None:
         super().__init__()
-        kept = vars(whole)
-        vars(self).update({name: kept[name] for name in ("_modules", "_parameters", "_buffers", "training")})
+        vars(self).update({name: vars(whole)[name] for name in ("_modules", "_parameters", "_buffers", "training")})
         part = whole.get_submodule(path)
-        # For messages, which name its class, and for the names of its forward's arguments.
+        # With the submodule's class name, for messages, and its forward's signature.
         self.__class__ = type(type(part).__name__, (Alone,), {})
         vars(self)["forward"] = wraps(part.forward)(lambda *args, **named: part(*args, **named))
 
@@ -190,13 +188,13 @@ def path_of(whole: nn.Module, submodule: "str | nn.Module") -> str:
             return next(first for first, same in whole.named_modules() if same is module)
     name = submodule if isinstance(submodule, str) else type(submodule).__name__
     raise UnsupportedOperation(
-        f"{type(whole).__name__} has no submodule {name!r} to trace: give the name of one, or the module itself."
+        f"{type(whole).__name__} has no submodule {name!r} to trace: give the name of a submodule, or the module."
     )
 
 
 def inputs_to(whole: nn.Module, path: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the inputs of a submodule's first call when the network is called with the given inputs."""
-    found = captured(lambda: call_with(whole, inputs), whole.get_submodule(path), whole)
-    if found is None:
+    submodule_inputs = captured(lambda: call_with(whole, inputs), whole.get_submodule(path), whole)
+    if submodule_inputs is None:
         raise UnsupportedOperation(f"{type(whole).__name__} does not call its submodule {path} with this example.")
-    return found
+    return submodule_inputs

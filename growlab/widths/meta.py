@@ -1,7 +1,7 @@
-"""Run a network on device meta, for the shapes of its tensors alone, and compare its train and eval mode.
+"""Run a network on the meta device, for the shapes of its tensors alone, and compare its train and eval mode.
 
-torch computes most shapes there in Python, which takes longer than the arithmetic of a small network: batch norms, sums
-and products have faster shape rules here.
+torch computes most shapes there in Python, which takes longer than the arithmetic of a small network. So frequent
+operations, such as batch norms, sums and products, have faster shape rules here.
 """
 
 import copy
@@ -34,31 +34,29 @@ from growlab.widths.unchanged import Snapshot
 _CALL = nn.Module._call_impl.__code__
 # It runs its function a second time in the backward pass.
 _CHECKPOINT = inspect.unwrap(checkpoint.checkpoint).__code__
-
-
-#: Exceptions that a network may raise at sizes it was not written for, such as for a layer that it lacks there.
+#: Exceptions that a network may raise at sizes it was not written for.
 FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, ArithmeticError, AttributeError)
 
 
 class Shapes(TorchFunctionMode):
-    """Record function calls; on device meta, compute some output shapes by faster rules.
+    """Record function calls; on the meta device, compute some output shapes by faster rules.
 
     Args:
-        recorded: the parameters that calls read ("calls"), with code of a custom backward pass that they run in; or all
-            arguments, with shapes in place of tensors.
+        recorded: "calls": the parameters that calls read, and custom backward passes that the calls run in; "details":
+            all arguments, with shapes in place of tensors.
     """
 
     def __init__(self, recorded: Literal["nothing", "calls", "details"] = "nothing") -> None:
         super().__init__()
         self.calls: list[Any] = []
         self.details: list[Any] = []
-        #: Code with a custom backward pass by the module that it runs in, and by the id of a parameter that it reads.
+        #: Code with a custom backward pass, by the module that it runs in and by the id of a parameter that it reads.
         self.own_backward: dict[Any, str] = {}
         self.recomputed: dict[int, str] = {}
         self._recorded = recorded
 
     def __enter__(self) -> "Shapes":
-        # A compiled module would get guards on what is recorded here.
+        # Compiled modules would be guarded on the state of this mode.
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
         return super().__enter__()
@@ -72,13 +70,13 @@ class Shapes(TorchFunctionMode):
     ) -> Any:
         if self._recorded == "calls":
             read = [id(leaf) for leaf in _leaves(args, kwargs) if isinstance(leaf, nn.Parameter)]
-            # Not the batches that a normalisation counts in train mode.
+            # Without `num_batches_tracked.add_(1)` of normalisations in train mode.
             if func is not Tensor.add_ or args[0].dim() or args[0].is_floating_point():
                 self.calls.append((func, *read))
-            module, apart = called_apart()
-            if apart:
-                self.own_backward[module] = apart
-                self.recomputed |= dict.fromkeys(read, apart)
+            module, function = called_apart()
+            if function:
+                self.own_backward[module] = function
+                self.recomputed |= dict.fromkeys(read, function)
         elif self._recorded == "details":
             self.details.append((func, [x.shape if isinstance(x, Tensor) else x for x in _leaves(args, kwargs)]))
         if func is F.batch_norm:
@@ -96,21 +94,21 @@ def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Ite
 
 
 def computed_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function of torch, or an ATen operation; on device meta by a faster shape rule if there is one."""
+    """Call a function of torch, or an ATen operation; on the meta device by a faster shape rule if there is one."""
     rule = _RULES.get(func)
     if rule is not None and args and isinstance(args[0], Tensor) and args[0].is_meta:
-        known = rule(*args, **kwargs)
-        if known is not NotImplemented:
-            return known
+        result = rule(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
     return func(*args, **kwargs)
 
 
 @contextmanager
 def corrected_shapes() -> Iterator[None]:
-    """Patch shape functions that older versions of torch get wrong or lack.
+    """Patch shape functions that are wrong or missing in older versions of torch.
 
-    torch before 2.13 leaves a dimension of 1 in front of an LSTM's last states of each layer, in exported programs
-    among others; torch 2.11 takes `F.grouped_mm` in bfloat16 alone.
+    Before torch 2.13 the last states of an LSTM's layers have one more dimension, of size 1, in exported programs and
+    elsewhere; torch 2.11 supports `F.grouped_mm` only in bfloat16.
     """
     lstm, grouped = decompositions.one_layer_lstm, _meta_registrations._meta_grouped_mm_common
 
@@ -142,7 +140,7 @@ def _note_statistics(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Increment the versions of running statistics that a batch norm will update: torch's kernels do not."""
+    """Increment the versions of running statistics that a batch norm will update, as torch's kernels do not."""
     for tensor in (running_mean, running_var) if training else ():
         if tensor is not None:
             torch.autograd.graph.increment_version(tensor)
@@ -161,11 +159,11 @@ def _autocasts() -> bool:
     return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
 
 
-# These leave what does not fit to torch, for its message.
+# The rules below return NotImplemented for operands that do not fit, so that torch raises its own error.
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    # On device meta torch does not compare types, while other devices raise.
+    # torch does not compare dtypes on the meta device, as it does on others.
     if input.dtype != weight.dtype and not _autocasts():
         raise ValueError(f"a weight of {weight.dtype} for {input.dtype}")
     rows = weight.shape[:1]
@@ -187,20 +185,20 @@ def _layer_norm(
     return torch.empty_like(input) if fits and not _autocasts() else NotImplemented
 
 
-def _own_shape(input: Tensor, *others: Any, **__: Any) -> Any:
-    alone = input.is_floating_point() and not any(isinstance(x, (Tensor, complex)) for x in others)
-    return torch.empty_like(input) if alone and not _autocasts() else NotImplemented
+def _same_shape(input: Tensor, *others: Any, **__: Any) -> Any:
+    unary = input.is_floating_point() and not any(isinstance(x, (Tensor, complex)) for x in others)
+    return torch.empty_like(input) if unary and not _autocasts() else NotImplemented
 
 
 def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Any:
-    # Nor the number of channels.
+    # torch does not compare the numbers of channels on the meta device.
     if input.dim() >= weight.dim() - 1 and input.shape[1 - weight.dim()] != weight.shape[0]:
         raise ValueError(f"a transposed weight of {tuple(weight.shape)} for {tuple(input.shape)}")
     return NotImplemented
 
 
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, **_: Any) -> Any:
-    # Nor sizes of dimensions other than `dim`.
+    # torch does not compare the dimensions other than `dim` on the meta device.
     if input.dim() == source.dim() and any(
         one != other and axis != dim % input.dim()
         for axis, (one, other) in enumerate(zip(input.shape, source.shape, strict=True))
@@ -221,9 +219,9 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((F.batch_norm, _ATEN.batch_norm.default), _batch_norm),
     **dict.fromkeys((F.linear, _ATEN.linear.default), _linear),
     **dict.fromkeys((F.layer_norm, _ATEN.layer_norm.default), _layer_norm),
-    **dict.fromkeys((F.gelu, F.silu, torch.roll, torch.rsqrt, Tensor.neg, Tensor.pow, Tensor.__pow__), _own_shape),
-    **dict.fromkeys((_ATEN.gelu.default, _ATEN.silu.default, _ATEN.roll.default, _ATEN.rsqrt.default), _own_shape),
-    **dict.fromkeys((_ATEN.neg.default, _ATEN.pow.Tensor_Scalar), _own_shape),
+    **dict.fromkeys((F.gelu, F.silu, torch.roll, torch.rsqrt, Tensor.neg, Tensor.pow, Tensor.__pow__), _same_shape),
+    **dict.fromkeys((_ATEN.gelu.default, _ATEN.silu.default, _ATEN.roll.default, _ATEN.rsqrt.default), _same_shape),
+    **dict.fromkeys((_ATEN.neg.default, _ATEN.pow.Tensor_Scalar), _same_shape),
     **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution),
     **dict.fromkeys((torch.index_add, Tensor.index_add, Tensor.index_add_), _index_add),
     **dict.fromkeys((torch.Tensor.add, torch.Tensor.mul, torch.Tensor.sub), _element_wise),
@@ -234,25 +232,25 @@ _RULES: dict[Any, Callable[..., Tensor]] = {
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Suppress warnings: most of the widths that are tried are never trained."""
+    """Suppress warnings, because most widths that are tried are never trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Lightened:
-    """A network on device meta, or with copies of its tensors if it cannot run there, while this is entered.
+    """Context in which a network is on the meta device, or has copies of its tensors if it cannot run there.
 
     The network itself is changed, not a copy of it: in a copy, modules that the forward reaches through closures or
     global names would still be those of the network.
 
     Args:
-        model: restored at each exit, whatever is done to it meanwhile.
+        model: the network; restored at each exit.
         inputs: positional inputs of the forward.
-        whole: snapshot that restores it; None: one is taken.
+        whole: snapshot that restores the network; None: take one.
 
     Attributes:
-        inputs: on device meta, or the given ones if the network cannot run there.
+        inputs: inputs on the meta device, or the given ones if the network cannot run there.
         kept: snapshot to restore after each forward, in eval mode.
         modes: differences between the forwards in train mode and in eval mode.
         runs: by mode (True: train), the shapes of the output's tensors, and the calls as `Shapes` records them.
@@ -272,7 +270,7 @@ class Lightened:
             self._moved = partial(changed, lambda x: x.to("meta") if isinstance(x, Tensor) else x)
             self._run(lambda tensor: tensor.detach().to("meta"), inputs)
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            # Tensors made in the forward, or numbers read from one, need the real device.
+            # A forward that creates tensors, or reads numbers from one, needs the real device.
             self._moved = partial(changed, lambda x: x)
             self._run(lambda tensor: tensor.detach().clone(), inputs)
 
@@ -284,9 +282,9 @@ class Lightened:
         self._whole.restore()
 
     def rows_stay_apart(self, others: tuple[Any, ...]) -> bool:
-        """Return True if the forward never joins a batch with another dimension, given other inputs with more rows.
+        """Return True if the forward never merges the batch with another dimension, given other inputs with more rows.
 
-        Then only sizes differ that are those of the batch itself.
+        Then the only sizes that differ are those of the batch itself.
         """
         if self.modes.apart:
             return False
@@ -306,14 +304,14 @@ class Lightened:
             isinstance(a, (int, float, str, slice)) and a == b for a, b in pairs
         )
 
-    def _run(self, other: Callable[[Tensor], Tensor], inputs: tuple[Any, ...]) -> None:
-        """Exchange the tensors and run both modes."""
+    def _run(self, convert: Callable[[Tensor], Tensor], inputs: tuple[Any, ...]) -> None:
+        """Convert the tensors and run both modes."""
         self.inputs = self._moved(inputs)
         try:
             _as_exported(self.model)
-            _exchange(self.model.eval(), other)
+            _exchange(self.model.eval(), convert)
             self.kept = Snapshot(self.model, "all but parameters")
-            # torch's warnings about a network's first runs appear when it is trained.
+            # torch repeats its warnings about the network when it is trained.
             with unwarned():
                 self.modes = self._compared()
         finally:
@@ -321,7 +319,7 @@ class Lightened:
 
     def _compared(self) -> "Modes":
         model, seen, several, updated = self.model, [], False, set[str]()
-        apart, again = dict[Any, str](), dict[int, str]()
+        own_backward, recomputed = dict[Any, str](), dict[int, str]()
         for training in (False, True):
             model.train(training)
             before = {name: (tensor, tensor._version) for name, tensor in _unlearned(model).items()}
@@ -336,43 +334,43 @@ class Lightened:
             several |= not isinstance(output, Tensor)
             sizes = [tensor.shape for tensor in tensors_in(output)]
             self.runs[training] = sizes, shapes.calls
-            apart, again = apart | shapes.own_backward, again | shapes.recomputed
+            own_backward, recomputed = own_backward | shapes.own_backward, recomputed | shapes.recomputed
             seen.append((len(sizes), [call for call in shapes.calls if call[1:]]))
         return Modes(
             seen[0] != seen[1],
             several,
-            {path: apart[module] for path, module in model.named_modules() if module in apart},
-            {name: again[id(p)] for name, p in model.named_parameters() if id(p) in again},
+            {path: own_backward[module] for path, module in model.named_modules() if module in own_backward},
+            {name: recomputed[id(p)] for name, p in model.named_parameters() if id(p) in recomputed},
             frozenset(updated),
         )
 
 
-def _exchange(model: nn.Module, other: Callable[[Tensor], Tensor]) -> None:
-    """Replace all parameters and buffers; shared tensors stay shared."""
-    known: dict[int, Tensor] = {}
+def _exchange(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Convert all parameters and buffers; shared tensors stay shared."""
+    converted: dict[int, Tensor] = {}
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and id(tensor) not in known:
-                new = other(tensor)
+            if tensor is not None and id(tensor) not in converted:
+                new = convert(tensor)
                 if isinstance(tensor, nn.Parameter):
                     new = nn.Parameter(new, tensor.requires_grad)
                 vars(new).update(vars(tensor))
-                known[id(tensor)] = new
+                converted[id(tensor)] = new
             if tensor is not None:
-                setattr(module, name, known[id(tensor)])
+                setattr(module, name, converted[id(tensor)])
 
 
 def _why_not_run(model: nn.Module, training: bool, error: Exception) -> str:
-    if asked := asks_for_numbers(model, error):
-        return asked
+    if reads_values := asks_for_numbers(model, error):
+        return reads_values
     line = first_line(error)
-    fitting = other_types(model, line) or "take larger inputs (--input-shape) or ones that fit"
+    remedy = other_types(model, line) or "take larger inputs (--input-shape) or ones that fit"
     mode = "train" if training else "eval"
-    return f"{type(model).__name__} does not run in {mode} mode on its example inputs ({line}); {fitting}."
+    return f"{type(model).__name__} does not run in {mode} mode on its example inputs ({line}); {remedy}."
 
 
 def other_types(model: nn.Module, line: str) -> str:
-    """Suggest a remedy for an error about types of tensors; "" for other errors."""
+    """Suggest a remedy for an error about the dtypes of tensors; "" for other errors."""
     if not any(text in line for text in ("dtype", "type (", "scalar type")):
         return ""
     types = list(dict.fromkeys(str(p.dtype) for p in model.parameters() if p.is_floating_point()))
@@ -382,47 +380,47 @@ def other_types(model: nn.Module, line: str) -> str:
 
 
 def asks_for_numbers(model: nn.Module, error: BaseException) -> str:
-    """Explain the error of a network that fails on device meta because its code reads values of a tensor, or ""."""
+    """Explain an error that was raised because code reads values of a tensor on the meta device; "" for others."""
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if not on_meta or not any(text in str(error) for text in ("meta tensor", "register_meta")):
         return ""
     line = f" ({line})" if (line := own_line(error)) else ""
     return (
-        f"the code of {type(model).__name__} asks for numbers in a tensor{line}, and tensors on device meta have none: "
-        "trace it on a device with memory (network.to_empty(device='cpu')), give it inputs for which it does not ask, "
-        "or let it not ask where torch.compiler.is_exporting()."
+        f"the code of {type(model).__name__} reads numbers from a tensor{line}, and tensors on device meta have none: "
+        "trace it on a device with memory (network.to_empty(device='cpu')), give it inputs for which it does not read "
+        "any, or skip this where torch.compiler.is_exporting()."
     )
 
 
 def own_line(error: BaseException) -> str:
     """Return the last source line of a traceback outside of torch and growlab, or ""."""
-    others = tuple(os.path.dirname(os.path.dirname(place)) for place in (torch.nn.__file__, __file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    libraries = tuple(os.path.dirname(os.path.dirname(path)) for path in (torch.nn.__file__, __file__))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(libraries)]
     return (frames[-1].line or "") if frames else ""
 
 
-def _as_exported(light: nn.Module) -> None:
-    """Let a network run as under torch.export, where code that asks for it skips what depends on values."""
-    # No public way sets what `torch.compiler.is_compiling()` and `is_exporting()` say.
+def _as_exported(model: nn.Module) -> None:
+    """Make a network run as under torch.export, so that code which checks for that skips what depends on values."""
+    # There is no public way to set `torch.compiler.is_compiling()` and `is_exporting()`.
     flags = ("_is_compiling_flag", "_is_exporting_flag")
-    kept: list[dict[str, bool]] = []
+    saved: list[dict[str, bool]] = []
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        kept.append({flag: getattr(torch.compiler, flag) for flag in flags})
+        saved.append({flag: getattr(torch.compiler, flag) for flag in flags})
         vars(torch.compiler).update(dict.fromkeys(flags, True))
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        vars(torch.compiler).update(kept.pop())
+        vars(torch.compiler).update(saved.pop())
 
-    light.register_forward_pre_hook(enter)
-    light.register_forward_hook(leave, always_call=True)
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Copy a network, even if it has cached activations, with the attributes of its tensors."""
-    twin = copy.deepcopy(model, computed(model))
-    share_attributes(named_tensors(model), twin)
-    return twin
+    """Copy a network with the attributes of its tensors, even if it has cached activations."""
+    result = copy.deepcopy(model, computed(model))
+    share_attributes(named_tensors(model), result)
+    return result
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -431,7 +429,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Copy the attributes of tensors to those of the same names in a network: deepcopy drops a Parameter's."""
+    """Copy the attributes of tensors to those of the same names in a network; deepcopy drops a Parameter's."""
     for name, tensor in named_tensors(model).items():
         for attribute, content in vars(tensors[name]).items() if name in tensors else ():
             vars(tensor).setdefault(attribute, content)
@@ -439,26 +437,25 @@ def share_attributes(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 
 def computed(model: nn.Module) -> dict[int, Any]:
     """Activations and computed weights in modules' attributes, by id: non-leaf tensors, which deepcopy refuses."""
-    kept = [value for module in model.modules() for value in vars(module).values()]
-    tensors = [leaf for value in kept for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return {id(tensor): tensor for tensor in tensors if not tensor.is_leaf}
+    leaves = (leaf for m in model.modules() for value in vars(m).values() for leaf in pytree.tree_leaves(value))
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_leaf}
 
 
 def called_apart(module: nn.Module | None = None) -> tuple[nn.Module | None, str]:
-    """Name the custom-backward code on the call stack between the caller and the forward of a module.
+    """Find code with a custom backward pass on the call stack between the caller and the forward of a module.
 
-    The search ends at `module`, or at the innermost one on the stack. Returns that module, None if the stack has no
-    such call; and a description of the code, "" if none was found.
+    The search ends at `module`; None: at the innermost module on the stack. Returns that module, or None if the stack
+    has no such call, and a description of the code, or "".
     """
     frame: FrameType | None = sys._getframe(1)
-    apart = ""
+    function = ""
     while frame is not None:
-        own = frame.f_locals.get("self") if frame.f_code is _CALL else None
-        if own is not None and module in (None, own):
-            return own, apart
-        apart = apart or ("torch.utils.checkpoint" if frame.f_code is _CHECKPOINT else _function_of(frame))
+        caller = frame.f_locals.get("self") if frame.f_code is _CALL else None
+        if caller is not None and module in (None, caller):
+            return caller, function
+        function = function or ("torch.utils.checkpoint" if frame.f_code is _CHECKPOINT else _function_of(frame))
         frame = frame.f_back
-    return None, apart
+    return None, function
 
 
 def _function_of(frame: FrameType) -> str:

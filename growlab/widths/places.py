@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from growlab.widths.groups import Axis, HardcodedSize, Part
 
-# Attributes for torch's bookkeeping in every module.
+# Attributes that every module has.
 _TORCHS = frozenset(vars(nn.Module()))
 # Most dots in the path of an attribute; `attention.config.heads` has two.
 _DEEPEST = 3
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that modules keep as plain attributes, by name: not in any state_dict, and not moved with the network."""
+    """Tensors that modules have as plain attributes, by name: not in any state_dict, and not moved with the network."""
     return {
         f"{path}.{name}".lstrip("."): content
         for path, module in model.named_modules(remove_duplicate=False)
@@ -30,41 +30,41 @@ def written_sizes(
     sizes: Iterable[tuple[str, int, tuple[Part, ...]]],
     inside: Iterable[tuple[str, int, tuple[Part, ...]]] = (),
 ) -> dict[HardcodedSize, Axis]:
-    """Find attributes of modules whose integer equals a size that a forward asks for, and the axis that each counts.
+    """Find attributes of modules whose integer equals a size that a forward uses, and the axis that each counts.
 
-    `trials` tests whether the forward really takes the size from there. Integers are sought on the module that asks; if
-    it has none of that size, on its submodules, then on the modules that contain it. What a module asks for itself
-    counts more than what others ask for; attributes that match several axes are left out. `sizes` are module path, size
-    at full width, and the parts of its axis; `inside` the same for inputs of layers, of which modules that contain the
-    layer may check the size unasked.
+    `trials` tests whether the forward really reads the size there. Integers are looked up in the module that uses the
+    size; if none equals it, in its submodules, then in the modules that contain it. A module's own sizes take
+    precedence over those of others; attributes that match several axes are ignored. `sizes` are module path, size at
+    full width, and the parts of its axis. `inside` has the same for inputs of layers, whose size the modules that
+    contain the layer may check.
     """
     modules = dict(model.named_modules())
-    # A module that is registered under several names is known by the first one.
-    names = {module: path for path, module in reversed(list(model.named_modules()))}
-    aliases = {path: names[m] for path, m in model.named_modules(remove_duplicate=False)}
-    kept = {path: list(_integers_of(module)) for path, module in modules.items()}
+    # Path of a module -> its first path, if it is registered under several names.
+    first = {module: path for path, module in model.named_modules()}
+    aliases = {path: first[module] for path, module in model.named_modules(remove_duplicate=False)}
+    integers = {path: list(_integers_of(module)) for path, module in modules.items()}
     own: dict[HardcodedSize, dict[Axis, None]] = {}
-    found: dict[HardcodedSize, dict[Axis, None]] = {}
+    matches: dict[HardcodedSize, dict[Axis, None]] = {}
 
     def places(path: str, size: int) -> list[HardcodedSize]:
         owner = aliases[path]
-        return [HardcodedSize(owner, attribute, index) for attribute, index, n in kept[owner] if n == size]
+        return [HardcodedSize(owner, attribute, index) for attribute, index, n in integers[owner] if n == size]
 
     for path, size, parts in dict.fromkeys(sizes):
-        asking = aliases.get(path, path)
-        for paths in _nearest(asking, modules):
+        user = aliases.get(path, path)
+        for paths in _nearest(user, modules):
             if near := [place for owner in paths for place in places(owner, size)]:
                 for place in near:
-                    (own if place.module == asking else found).setdefault(place, {})[Axis(parts, "out")] = None
+                    (own if place.module == user else matches).setdefault(place, {})[Axis(parts, "out")] = None
                 break
-    found |= own
-    asked = set(found)
+    matches |= own
+    used = set(matches)
     for path, size, parts in dict.fromkeys(inside):
         while path:
             path = path.rpartition(".")[0]
-            for place in (place for place in places(path, size) if place not in asked):
-                found.setdefault(place, {})[Axis(parts, "out")] = None
-    return {place: next(iter(axes)) for place, axes in found.items() if len(axes) == 1}
+            for place in (place for place in places(path, size) if place not in used):
+                matches.setdefault(place, {})[Axis(parts, "out")] = None
+    return {place: next(iter(axes)) for place, axes in matches.items() if len(axes) == 1}
 
 
 def _nearest(path: str, modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
@@ -79,12 +79,10 @@ def _nearest(path: str, modules: Mapping[str, nn.Module]) -> Iterator[list[str]]
 
 def _integers_of(module: nn.Module) -> Iterator[tuple[str, int | str | None, int]]:
     """Yield (path of the attribute, index or key in it, integer) for a module, its class and plain objects in them."""
-    own = {name: content for name, content in vars(module).items() if name not in _TORCHS}
     classes = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] != "torch"]
-    inherited = {name: content for kind in reversed(classes) for name, content in vars(kind).items()}
-    waiting: list[tuple[str, Any]] = [
-        (name, content) for name, content in {**inherited, **own}.items() if not name.startswith("__")
-    ]
+    attributes = {name: content for kind in reversed(classes) for name, content in vars(kind).items()}
+    attributes |= {name: content for name, content in vars(module).items() if name not in _TORCHS}
+    waiting: list[tuple[str, Any]] = [(n, content) for n, content in attributes.items() if not n.startswith("__")]
     for attribute, content in waiting:
         if type(content) is int:
             yield attribute, None, content
@@ -99,13 +97,13 @@ def _integers_of(module: nn.Module) -> Iterator[tuple[str, int | str | None, int
 
 
 def _has_keys(content: Any) -> bool:
-    """Return True for items of a dictionary, which einops' layers keep their sizes in."""
+    """Return True for a sequence of (name, value) pairs, in which einops' layers store their sizes."""
     pairs = isinstance(content, (tuple, list)) and bool(content)
     return pairs and all(type(i) is tuple and len(i) == 2 and type(i[0]) is str for i in content)
 
 
 def _is_plain(content: Any) -> bool:
-    """Return True for an object with attributes of a user's class or of a settings class."""
+    """Return True for an object with attributes, of a user's class or a configuration class."""
     library = type(content).__module__.partition(".")[0]
     return library not in ("torch", "builtins", "typing", "enum", "abc", "collections") and bool(_attributes(content))
 
@@ -117,13 +115,13 @@ def _attributes(content: Any) -> dict[str, Any]:
 
 
 def kept_at(module: nn.Module, place: HardcodedSize) -> Any:
-    """Return the size stored at a place; None if it cannot be read, as when a forward has replaced a module."""
+    """Return the size stored at a place; None if it cannot be read, such as after a forward has replaced a module."""
     content: Any = module
     for name in place.attribute.split("."):
         try:
             content = getattr(content, name)
         except Exception:
-            # Configurations may raise for a setting that differs from layer to layer.
+            # Configurations may raise errors for settings that differ between layers.
             return None
     content = dict(content) if _has_keys(content) else content
     return content if place.index is None else content[place.index]
@@ -134,7 +132,7 @@ def write(module: nn.Module, place: HardcodedSize, size: int) -> None:
     first, *rest = place.attribute.split(".")
     before = getattr(module, first)
     if _has_keys(before):
-        # einops' layers are copied and pickled by a dictionary of the same sizes.
+        # einops' layers are copied and pickled by another dictionary of the same sizes.
         for name in [n for n, c in vars(module).items() if type(c) is dict and c == dict(before)]:
             setattr(module, name, _with(getattr(module, name), (), place.index, size))
     setattr(module, first, _with(before, rest, place.index, size))

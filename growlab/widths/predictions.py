@@ -20,29 +20,29 @@ from growlab.widths.groups import Axis, ChannelNorm
 from growlab.widths.inputs import call_with, values_of
 from growlab.widths.meta import computed_on_meta, corrected_shapes, unwarned
 
-# Operations without arithmetic, some of which torch.export omits and others it inserts; `contiguous` is left out where
-# a tensor is contiguous already, as of one head.
+# Operations without arithmetic, which are not compared: torch.export omits some and inserts others, and `contiguous` is
+# missing where a tensor is contiguous already, such as that of a single head.
 _NO_ARITHMETIC = """
 getitem detach detach_ alias contiguous _set_grad_enabled _assert_async _enter_autocast _exit_autocast
 wrap_with_autocast wrap_with_set_grad_enabled _assert_tensor_metadata _assert_scalar sym_constrain_range sym_size
 """
 # Integers that enter arithmetic; all others are dimensions, sizes and strides, which shapes show.
 _OPERANDS = {"self", "other", "exponent", "alpha", "value", "min", "max", "fill_value"}
-# Operations whose sizes or numbers the code may compute from a width in another way than tracing assumes.
+# Operations whose sizes the code may compute from a width in another way than tracing assumes.
 _SIZED = """
 view reshape _unsafe_view unflatten expand repeat tile split split_with_sizes chunk tensor_split unfold as_strided
 repeat_interleave slice narrow pad constant_pad_nd group_norm roll multi_head_attention_forward
 """
-# Arguments that no shape shows: the number of parts into which an operation divides channels.
+# Argument that no shape shows: the number of parts into which an operation divides channels.
 _PARTS = {"group_norm": "num_groups", "channel_shuffle": "groups"}
-# Placeholder for that number if each channel is a part: it then grows with the channels.
+# Placeholder for that number if every channel is a part, so that it grows with the channels.
 _EACH = -1
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div", "pow", "clamp", "scaled_dot_product_attention")
-# Powers of the number of channels that Euclidean norms and sums of squares are multiplied by.
+# Powers of the number of channels that Euclidean norms and sums of squares may be multiplied by.
 _POWERS = (0.5, -0.5, 1, -1)
-# Creates a tensor from numbers in the code.
+# Operation that creates a tensor from numbers in the code.
 _CONSTANT = "lift_fresh"
-# Constants with more entries are tables, of which only the shape is compared.
+# Of constants with more entries, only the shape is compared: they are tables.
 _FEW = 16
 
 
@@ -56,7 +56,7 @@ class Call:
         shapes: axes of every output tensor.
         norms: Euclidean norms that the same module takes over channels.
         line: `FILE:LINE` of the user's code that runs it.
-        from_data: for every output tensor, which of its sizes depend on numbers in the data; empty if none does.
+        from_data: for every output tensor, True for every size that depends on numbers in the data; empty if none does.
     """
 
     operation: str
@@ -71,11 +71,11 @@ class Call:
         if self.operation in _PARTS and seen.numbers[:1] == (_EACH,) != self.numbers[:1]:
             # Each part has a single channel at this width.
             return self.numbers == (seen.shapes[0][1], *seen.numbers[1:])
-        # On device meta constants have no values.
+        # Constants have no values on the meta device.
         return self.numbers == seen.numbers or (self.operation == _CONSTANT and not seen.numbers)
 
     def counts(self, seen: "Seen", widths: Mapping[str, int], full: Mapping[str, int]) -> list[ChannelNorm]:
-        """Return the norms whose number of channels explains the numbers of a run that differ from those at full width.
+        """Return the norms whose number of channels explains how the numbers of a run differ from those at full width.
 
         The ratio of the numbers must be a power (see `_POWERS`) of the ratio of the numbers of channels.
         """
@@ -106,12 +106,12 @@ class Seen:
 
 
 def computes(operation: str) -> bool:
-    """Return True if operations of this name are compared: False for those without arithmetic."""
+    """Return True if operations of this name are compared; False for those without arithmetic."""
     return operation not in _NO_ARITHMETIC.split()
 
 
 def name_of(operation: str) -> str:
-    """Return one name for an operation that torch.export and torch call differently."""
+    """Return the same name for an operation that torch.export and torch name differently."""
     return operation.removesuffix("_copy") if operation == f"{_CONSTANT}_copy" else operation
 
 
@@ -128,23 +128,19 @@ def numbers_of(
     operation = name_of(schema.name.rpartition("::")[2])
     if operation == _CONSTANT:
         return _entries(constants.get(args[0]))
-    known = {argument.name: argument.default_value for argument in schema.arguments}
-    given = {**dict(zip(known, args, strict=False)), **kwargs}
-    operands = _OPERANDS
-    if operation in _PARTS:
-        operands = operands | {_PARTS[operation]}
-        if given[_PARTS[operation]] == _num_channels(args[0]):
-            given[_PARTS[operation]] = _EACH
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    arguments = {**dict(zip(defaults, args, strict=False)), **kwargs}
+    parts = _PARTS.get(operation)
+    operands = _OPERANDS if parts is None else {*_OPERANDS, parts}
+    if parts is not None:
+        x = args[0] if isinstance(args[0], Tensor) else args[0].meta["val"]
+        if arguments[parts] == x.shape[1]:
+            arguments[parts] = _EACH
     return tuple(
-        content
-        for name, content in given.items()
-        if (type(content) is float or (type(content) is int and name in operands)) and content != known[name]
+        value
+        for name, value in arguments.items()
+        if (type(value) is float or (type(value) is int and name in operands)) and value != defaults[name]
     )
-
-
-def _num_channels(x: Any) -> int:
-    """Number of channels of a tensor [B, C, ...] or of a node that computes one."""
-    return int((x if isinstance(x, Tensor) else x.meta["val"]).shape[1])
 
 
 def _entries(constant: Tensor | None) -> tuple[float, ...]:
@@ -156,7 +152,7 @@ def _entries(constant: Tensor | None) -> tuple[float, ...]:
 class _Recorder(SchemaCheckMode):
     """Record the operations of a forward as torch.export sees them, before any of them is decomposed.
 
-    It inherits from one of the few modes that torch admits there, and does not check schemas.
+    It inherits from one of the few modes that torch allows at that dispatch key, and does not check schemas.
     """
 
     def __init__(self) -> None:
@@ -167,7 +163,7 @@ class _Recorder(SchemaCheckMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Shapes take less time without; it is what lets operations be seen whole.
+        # The Python dispatcher, which keeps operations from being decomposed, would make shapes slower to compute.
         with no_python_dispatcher():
             result = computed_on_meta(func, args, kwargs or {})
         operation = func._schema.name.rpartition("::")[2]
@@ -180,14 +176,14 @@ class _Recorder(SchemaCheckMode):
 
 
 def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
-    """Run a network in its present mode and return its operations in order."""
+    """Run a network in its current mode and return its operations in order."""
     with unwarned(), torch.no_grad(), corrected_shapes(), enable_python_dispatcher(), _Recorder() as recorder:
         try:
             call_with(model, inputs)
         except RuntimeError:
             if not any(isinstance(x, Tensor) and x.is_meta for x in values_of(inputs)):
                 raise
-            # Tensors that the forward creates are on the CPU by default.
+            # The forward may have created tensors on the CPU, the default device.
             recorder.seen.clear()
             with torch.device("meta"):
                 call_with(model, inputs)
@@ -195,13 +191,13 @@ def run_calls(model: nn.Module, inputs: tuple[Any, ...]) -> list[Seen]:
 
 
 class Predictions:
-    """Operations that a network should run at any widths, to compare with those of a run."""
+    """Operations that a network should run at any widths, to compare with those that it runs."""
 
     def __init__(self, calls: Sequence[Call], full_widths: Mapping[str, int]) -> None:
         self._calls, self._full_widths = calls, full_widths
-        #: Norms whose number of channels the forward computes with, found in the runs that agreed.
+        #: Norms whose number of channels enters the forward's arithmetic, found in the runs that agreed.
         self.counted: set[ChannelNorm] = set()
-        #: First difference of the last run that did not agree.
+        #: First difference in the last run that did not agree.
         self.difference = ""
 
     @property
@@ -220,19 +216,19 @@ class Predictions:
     ) -> bool:
         """Return True if a run at narrow widths agrees with the predictions.
 
-        `at_full_width` lists the operations at full width, some of which the exported program may lack.
+        `at_full_width` returns the operations at full width, some of which the exported program may lack.
         """
-        traced, names = ([one.operation for one in calls] for calls in (self._calls, narrow))
+        traced, names = ([call.operation for call in calls] for calls in (self._calls, narrow))
         if traced == names:
             return self._all_agree(zip(self._calls, narrow, strict=True), widths)
         full = at_full_width()
-        if names != (usual := [one.operation for one in full]):
+        if names != (usual := [seen.operation for seen in full]):
             now, then = next(pair for pair in zip_longest(names, usual, fillvalue="nothing") if len({*pair}) > 1)
             self.difference = f"{now} runs where {then} does at full width"
             return False
-        # Unused results are missing in an exported program: operations are matched by name and sizes.
+        # An exported program lacks operations without users, so match by name and sizes.
         keys = [(call.operation, call.sizes(self._full_widths)) for call in self._calls]
-        matcher = SequenceMatcher(None, keys, [(one.operation, one.shapes) for one in full], autojunk=False)
+        matcher = SequenceMatcher(None, keys, [(seen.operation, seen.shapes) for seen in full], autojunk=False)
         pairs = [(b.a + i, b.b + i) for b in matcher.get_matching_blocks() for i in range(b.size)]
         return self._all_agree(((self._calls[a], narrow[b]) for a, b in pairs), widths)
 
@@ -240,17 +236,19 @@ class Predictions:
         counted: set[ChannelNorm] = set()
         for call, seen in pairs:
             where = f"{call.operation} ({call.line})" if call.line else call.operation
-            # How many rows a mixture's expert gets depends on the weights, which differ at other widths.
-            for expected, shape, free in zip_longest(call.sizes(widths), seen.shapes, call.from_data, fillvalue=()):
-                pairs_of_sizes = zip_longest(expected, shape, free)
-                if any(size != now and not anything for size, now, anything in pairs_of_sizes):
+            for expected, shape, from_data in zip_longest(
+                call.sizes(widths), seen.shapes, call.from_data, fillvalue=()
+            ):
+                # Sizes from data may differ: rows per expert of a mixture depend on the weights, and so on the widths.
+                if any(then != now and not free for then, now, free in zip_longest(expected, shape, from_data)):
                     self.difference = f"{where} puts out {[*shape]} instead of {[*expected]}"
                     return False
-            norms = [] if call.has_numbers(seen) else call.counts(seen, widths, self._full_widths)
-            if not norms and not call.has_numbers(seen):
-                now, then = (", ".join(f"{n:g}" for n in one.numbers) or "no number" for one in (seen, call))
-                self.difference = f"{where} takes {now}, and {then} at full width"
-                return False
-            counted.update(norms)
+            if not call.has_numbers(seen):
+                norms = call.counts(seen, widths, self._full_widths)
+                if not norms:
+                    now, then = (", ".join(f"{n:g}" for n in each.numbers) or "no number" for each in (seen, call))
+                    self.difference = f"{where} takes {now}, and {then} at full width"
+                    return False
+                counted.update(norms)
         self.counted |= counted
         return True

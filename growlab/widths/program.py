@@ -1,4 +1,4 @@
-"""Queries on exported programs: operations, shapes, source lines, entries that are moved, dependence on data."""
+"""Queries on exported programs: operations, shapes, source lines, reshapes, dependence on data."""
 
 import math
 import os
@@ -19,12 +19,12 @@ from growlab.widths.places import plain_tensors
 
 # Folders of torch and of this package, whose code is not the user's.
 _NOT_THE_USERS = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
-#: Operations that change nothing but the shape.
+#: Operations that only change the shape.
 RESHAPING = (
     *("flatten", "view", "reshape", "reshape_as", "_unsafe_view", "unflatten"),
     *("squeeze", "unsqueeze", "view_as", "squeeze_"),
 )
-# Operations that move entries without changing their values, and those above.
+# Other operations that move entries without changing their values.
 _MOVING = """
 permute transpose swapaxes swapdims mT mH adjoint moveaxis t slice select narrow split chunk split_with_sizes unbind
 getitem contiguous clone alias expand movedim
@@ -34,7 +34,7 @@ _LAYERS = frozenset(("linear", "matmul", "mm", "addmm"))
 
 
 class UnsupportedOperation(UserError, ValueError):
-    """A network cannot be traced, as for an operation without a channel rule; the message names it and its place."""
+    """A network cannot be traced, for example because an operation has no channel rule; the message says where."""
 
 
 def operation_of(node: Any) -> str:
@@ -47,12 +47,12 @@ def operation_of(node: Any) -> str:
 def module_of(node: Any) -> str:
     """Path of the module whose forward calls a node's operation; empty for the network itself."""
     stack = node.meta.get("nn_module_stack") or {}
-    # A module that is called again has `@1` behind its path.
+    # A repeated call of a module has `@1` after its path.
     return next((entry[0].partition("@")[0] for entry in reversed(stack.values())), "")
 
 
 def place_of(node: Any) -> str:
-    """` in module PATH (File "...", line N, in FUNCTION)` of a node's operation, as much of it as is known."""
+    """Return ` in module PATH (File "...", line N, in FUNCTION)` for a node's operation, as much of it as is known."""
     module = module_of(node)
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     where = next((line for line in reversed(lines) if line.startswith("File ")), "")
@@ -60,13 +60,13 @@ def place_of(node: Any) -> str:
 
 
 def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
-    """`FILE:LINE` of the innermost call in the user's code, given those of all calls, outermost first; or ""."""
-    own = [(path, line) for path, line in frames if not path.startswith(_NOT_THE_USERS)]
-    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+    """Return `FILE:LINE` of the innermost frame in the user's code, or ""; `frames` are outermost first."""
+    users = [(path, line) for path, line in frames if not path.startswith(_NOT_THE_USERS)]
+    return f"{os.path.basename(users[-1][0])}:{users[-1][1]}" if users else ""
 
 
 def line_of_node(node: Any) -> str:
-    """`FILE:LINE` of the user's code that runs a node's operation; empty if unknown."""
+    """Return `FILE:LINE` of the user's code that runs a node's operation; "" if unknown."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     return line_of((path, int(line)) for path, line in frames)
 
@@ -85,10 +85,10 @@ def angles_from(node: Any) -> bool:
     seen, waiting = {node}, [node]
     while waiting:
         for user in waiting.pop().users:
-            inner = (each for each in user.args if isinstance(each, torch.fx.Node) and each.op == "get_attr")
-            parts = (getattr(each.graph.owning_module, str(each.target)) for each in inner)
-            within = {name for part in parts if isinstance(part, torch.fx.GraphModule) for name in operations(part)}
-            if {operation_of(user), *within} & {"sin", "cos"}:
+            attributes = (arg for arg in user.args if isinstance(arg, torch.fx.Node) and arg.op == "get_attr")
+            parts = (getattr(each.graph.owning_module, str(each.target)) for each in attributes)
+            nested = {name for part in parts if isinstance(part, torch.fx.GraphModule) for name in operations(part)}
+            if {operation_of(user), *nested} & {"sin", "cos"}:
                 return True
             if user not in seen:
                 seen.add(user)
@@ -110,28 +110,28 @@ def parts_of(node: Any) -> torch.fx.GraphModule | None:
     if getattr(node.target, "namespace", None) != "aten" or not tensors or len(tensors) < len(nodes):
         return None
 
-    def call(*given: Tensor) -> Any:
-        tensor = iter(given)
-        args, kwargs = tree_unflatten([next(tensor) if leaf in nodes else leaf for leaf in leaves], spec)
+    def call(*operands: Tensor) -> Any:
+        operand = iter(operands)
+        args, kwargs = tree_unflatten([next(operand) if leaf in nodes else leaf for leaf in leaves], spec)
         return node.target(*args, **kwargs)
 
-    known = _decompositions()
+    table = _decompositions()
     mode: Any = tensors[0].fake_mode
     try:
         with mode:
-            made = make_fx(call, {node.target: known[node.target]} if node.target in known else None)(*tensors)
+            graph = make_fx(call, {node.target: table[node.target]} if node.target in table else None)(*tensors)
     except RuntimeError:
         # Its decomposition depends on numbers in the data.
         return None
-    calls = [each for each in made.graph.nodes if each.op == "call_function"]
+    calls = [each for each in graph.graph.nodes if each.op == "call_function"]
     for each in calls:
         each.meta |= {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
-    return None if node.target in [each.target for each in calls] else made
+    return None if node.target in [each.target for each in calls] else graph
 
 
 @cache
 def _decompositions() -> dict[Any, Any]:
-    """Decompositions of operations; made once, since torch searches all registered operations for them."""
+    """Cache the table of decompositions, for which torch searches all registered operations."""
     return dict(default_decompositions().items())
 
 
@@ -141,14 +141,14 @@ def shapes_of(node: Any) -> list[tuple[int, ...]]:
     tensors = [x for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, Tensor)]
     if any(type(size) is not int for tensor in tensors for size in tensor.shape):
         raise UnsupportedOperation(
-            f"the size of what {operation_of(node)} puts out{place_of(node)} depends on numbers in the data; train the "
-            "network at a fixed size, or keep all entries and multiply those that do not count by a mask."
+            f"the size of the output of {operation_of(node)}{place_of(node)} depends on numbers in the data; train the "
+            "network at a fixed size, or keep all entries and mask those that do not count."
         )
     return [tuple(tensor.shape) for tensor in tensors]
 
 
 def as_computed(node: Any, results: Sequence[Any]) -> Any:
-    """Return the results of a node as a list if it computes several, else the only one; None if it has none."""
+    """Return the results of a node in the form of its output: a list, a single result, or None."""
     several = isinstance(node.meta.get("val"), (tuple, list))
     return list(results) if several else next(iter(results), None)
 
@@ -161,7 +161,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
 def depends_on_data(program: torch.export.ExportedProgram) -> bool:
     """Return True if sizes in a program, or numbers that it computes with, depend on numbers in the data."""
     values = (tree_leaves(node.meta.get("val")) for node in _nodes(program))
-    return any(_is_open(value) for leaves in values for value in leaves)
+    return any(_is_symbolic(value) for leaves in values for value in leaves)
 
 
 def unread_parameters(program: torch.export.ExportedProgram, model: nn.Module) -> list[str]:
@@ -176,22 +176,22 @@ class _Settling(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
-        open_, spec = tree_flatten(n.meta.get("val"))
-        sizes = [value.shape for value in open_ if isinstance(value, Tensor)]
-        # Where torch.export propagates real values, sizes that are known to be one number lose their symbol.
-        given = [pair for i in n.all_input_nodes for pair in zip(shapes_of(i), sizes_from_data(i), strict=False)]
+        values, spec = tree_flatten(n.meta.get("val"))
+        # A size that torch.export has specialised on the example's value has no symbol, but its input's has a mark.
+        inputs = [pair for i in n.all_input_nodes for pair in zip(shapes_of(i), sizes_from_data(i), strict=False)]
         marks = [
             [
                 isinstance(size, torch.SymInt)
-                or any(marked[d : d + 1] == [True] and shape[d] == size for shape, marked in given)
-                for d, size in enumerate(each)
+                or any(marked[d : d + 1] == [True] and shape[d] == size for shape, marked in inputs)
+                for d, size in enumerate(value.shape)
             ]
-            for each in sizes
+            for value in values
+            if isinstance(value, Tensor)
         ]
         if any(map(any, marks)):
             n.meta[_FROM_DATA] = marks
-        if any(map(_is_open, open_)):
-            n.meta["val"] = tree_unflatten(map(_settled, open_, tree_leaves(result)), spec)
+        if any(map(_is_symbolic, values)):
+            n.meta["val"] = tree_unflatten(map(_settled, values, tree_leaves(result)), spec)
         return result
 
 
@@ -201,7 +201,7 @@ def settle(program: torch.export.ExportedProgram, inputs: tuple[Any, ...], named
 
 
 def sizes_from_data(node: Any) -> list[list[bool]]:
-    """For each tensor that a node puts out, which of its sizes depend on numbers in the data; empty if none does."""
+    """For each output tensor of a node, True for every size that depends on numbers in the data; [] if none does."""
     return node.meta.get(_FROM_DATA, [])
 
 
@@ -210,22 +210,22 @@ def _nodes(program: torch.export.ExportedProgram) -> Iterator[torch.fx.Node]:
     return (node for part in parts for node in part.graph.nodes)
 
 
-def _is_open(value: Any) -> bool:
+def _is_symbolic(value: Any) -> bool:
     if isinstance(value, Tensor):
         return any(isinstance(size, torch.SymInt) for size in value.shape)
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _settled(value: Any, real: Any) -> Any:
-    if not isinstance(value, FakeTensor) or not _is_open(value):
-        return real if _is_open(value) else value
+    if not isinstance(value, FakeTensor) or not _is_symbolic(value):
+        return real if _is_symbolic(value) else value
     with value.fake_mode:
         return torch.empty(real.shape, dtype=value.dtype, device=value.device)
 
 
 def is_dead(node: Any) -> bool:
-    """Return True if nothing uses a node's result: only its sizes were read."""
-    # Operations that write into their operand have another effect; those that only check have no result.
+    """Return True if nothing uses a node's result, except perhaps for its sizes."""
+    # In-place operations have an effect without users, and checks have no result.
     return not node.users and node.meta.get("val") is not None and not _writes(node)
 
 
@@ -236,7 +236,7 @@ def bases_of(node: Any) -> Iterator[Any]:
     viewed = node.args[0] if node.args else None
     while isinstance(viewed, torch.fx.Node):
         yield viewed
-        # A list of views, such as chunks, is taken apart by getitem.
+        # Views in a list, such as chunks, are selected by getitem.
         is_view = operation_of(viewed) == "getitem" or _alias(viewed) is not None
         viewed = viewed.args[0] if viewed.op == "call_function" and is_view and viewed.args else None
 
@@ -273,16 +273,16 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -> None:
-    """Rename modules that are registered under several names to the first one, in place, as `named_modules` does."""
+    """Rename modules that are registered under several names to the first name, in place, as in `named_modules`."""
     first = {module: path for path, module in model.named_modules()}
     names = {path: first[module] for path, module in model.named_modules(remove_duplicate=False)}
     if len(first) == len(names):
         return
 
     def named(path: str) -> str:
-        # A module that is called again has `@1` behind its path.
-        own, again, number = path.partition("@")
-        return names.get(own, own) + again + number
+        # A repeated call of a module has `@1` after its path.
+        module, at, number = path.partition("@")
+        return names.get(module, module) + at + number
 
     for part in program.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
@@ -292,7 +292,7 @@ def name_modules_once(program: torch.export.ExportedProgram, model: nn.Module) -
 
 
 def spans(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[range, range]]:
-    """Yield the shortest runs of dimensions with equal numbers of entries in two shapes of the same entries."""
+    """Yield the shortest runs of dimensions with equal numbers of entries in two shapes of the same size."""
     old = new = 0
     while old < len(before) or new < len(after):
         old_end, new_end = min(old + 1, len(before)), min(new + 1, len(after))
@@ -312,35 +312,35 @@ def growing_dimensions(
 ) -> dict[str, int]:
     """Find the dimension that each reshape makes larger in a wider network than in a narrower one of its class.
 
-    `source` maps a module's path to that in the narrower network. Returns, by node name, how many dimensions split from
-    the same one are to the right of it, sizes of 1 not counted.
+    `source` maps a module's path to that in the narrower network. Returns, by node name, the number of dimensions to
+    the right of it that are split from the same one, without those of size 1.
     """
-    own, others = _reshapes(wide), _reshapes(narrow)
-    found = {}
-    for path, nodes in own.items():
-        theirs = others.get(source(path), [])
-        for node, other in zip(nodes, theirs, strict=True) if len(nodes) == len(theirs) else ():
-            (after,), (less,) = shapes_of(node), shapes_of(other)
-            if len(after) != len(less):
+    wide_nodes, narrow_nodes = _reshapes(wide), _reshapes(narrow)
+    moved = {}
+    for path, nodes in wide_nodes.items():
+        counterparts = narrow_nodes.get(source(path), [])
+        for node, other in zip(nodes, counterparts, strict=True) if len(nodes) == len(counterparts) else ():
+            (shape,), (narrow_shape,) = shapes_of(node), shapes_of(other)
+            if len(shape) != len(narrow_shape):
                 continue
-            for _, span in spans(shapes_of(node.args[0])[0], after):
-                several = [place for place in span if after[place] != 1]
-                grown = [index for index, place in enumerate(several) if after[place] != less[place]]
-                if len(grown) == 1 and len(several) > 1:
-                    found[node.name] = len(several) - 1 - grown[0]
-    return found
+            for _, span in spans(shapes_of(node.args[0])[0], shape):
+                dims = [dim for dim in span if shape[dim] != 1]
+                grown = [index for index, dim in enumerate(dims) if shape[dim] != narrow_shape[dim]]
+                if len(grown) == 1 and len(dims) > 1:
+                    moved[node.name] = len(dims) - 1 - grown[0]
+    return moved
 
 
 def _reshapes(program: torch.export.ExportedProgram) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    nodes: dict[str, list[Any]] = {}
     for node in program.graph_module.graph.nodes:
         if node.op == "call_function" and operation_of(node) in RESHAPING:
-            found.setdefault(module_of(node), []).append(node)
-    return found
+            nodes.setdefault(module_of(node), []).append(node)
+    return nodes
 
 
 def rows_of(node: Any) -> tuple[int, ...] | None:
-    """Return the rows of the linear layer's weight that a node's entries come from; None if they cannot be followed."""
+    """Return the rows of the linear layer's weight that a node's entries come from; None if unknown."""
     path = []
     while operation_of(node) not in _LAYERS:
         if node.op != "call_function" or not node.all_input_nodes:

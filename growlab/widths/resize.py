@@ -1,7 +1,7 @@
 """Change a network's widths in place: the only code that replaces parameters, buffers and plain tensors of modules.
 
-The module's own bookkeeping (`in_channels`, `num_features`, ...) follows, so that the narrowed network is an
-ordinary module of its class at other widths.
+Attributes for sizes (`in_channels`, `num_features`, ...) are updated, so that the narrowed network is an ordinary
+module of its class at other widths.
 """
 
 import os
@@ -22,11 +22,12 @@ from growlab.base.errors import UserError
 from growlab.base.pieces import is_piece, placed
 from growlab.widths.groups import Axis, WidthGraph
 from growlab.widths.places import write
+from growlab.widths.unchanged import TENSOR_HOOKS
 
-# Start of a part of an axis, its number of runs, their length and the length of what is kept of each.
+# Part of an axis: start, number of runs, length of each run, number of kept positions in each run.
 _Block = tuple[int, int, int, int]
 
-# Module class, its attribute for a size, and the tensor and dimension that determine it.
+# Module class, its attribute for a size, and the tensor and dimension that determine the size.
 _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.Linear, "in_features", "weight", 1),
     (nn.Linear, "out_features", "weight", 0),
@@ -42,8 +43,6 @@ _BOOKKEEPING: tuple[tuple[type[nn.Module], str, str, int], ...] = (
     (nn.RNNCellBase, "input_size", "weight_ih", 1),
     (nn.RNNCellBase, "hidden_size", "weight_hh", 1),
 )
-# Attributes for the hooks of `register_hook` and `register_post_accumulate_grad_hook`: no public way to move them.
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Attribute of layer and RMS normalisations, in torch and in other libraries.
 _NORMALISED = "normalized_shape"
@@ -51,9 +50,10 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class Places:
-    """Modules that have a network's parameters, buffers and plain tensors, until any of these is replaced.
+    """Modules and attributes of a network's parameters, buffers and plain tensors; valid until one is replaced.
 
-    `tensors` has by name the module, its attribute and the tensor; `owners` has these modules by the tensor's id.
+    `tensors` maps a name to the module, its attribute and the tensor; `owners` maps a tensor's id to all such modules
+    and attributes.
     """
 
     def __init__(self, model: nn.Module, graph: WidthGraph) -> None:
@@ -61,11 +61,11 @@ class Places:
         self.owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, attribute, tensor in self.tensors.values():
             self.owners.setdefault(id(tensor), []).append((module, attribute))
-        # A parametrised tensor is computed from others, deeper in the module that it belongs to.
+        # The tensors that a parametrised tensor is computed from are in submodules of its module.
         self._bearers = {
             part: module
             for module in model.modules()
-            # Asking each module for an attribute that it lacks takes long.
+            # Checked first, because getattr of a missing attribute of a module is slow.
             if "parametrizations" in module._modules and is_parametrized(module)
             for part in module.get_submodule("parametrizations").modules()
         }
@@ -73,7 +73,7 @@ class Places:
         self.depthwise = {self.bearer(module) for weight in weights for module, _ in self.owners[id(weight)]}
 
     def bearer(self, module: nn.Module) -> nn.Module:
-        """Return the module that a tensor of this one belongs to."""
+        """Return the module whose parametrised tensor a module belongs to, else the module itself."""
         return self._bearers.get(module, module)
 
 
@@ -83,7 +83,7 @@ def replace_tensors(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     places: Places | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Put new tensors in the place of parameters, buffers and plain tensors of modules.
+    """Replace parameters, buffers and plain tensors of modules by new tensors.
 
     Parameters become new `nn.Parameter`s (autograd keeps the old shape of an old one), with the old one's class,
     `requires_grad`, attributes, hooks, dtype, device and memory format; a tensor shared by several modules stays
@@ -92,9 +92,9 @@ def replace_tensors(
     Args:
         model: changed in place.
         graph: its width graph.
-        tensors: new content by name, or pairs of both, of which each is let go before the next; that of a DTensor is
-            whole.
-        places: of its tensors; None: they are found.
+        tensors: new content by name, or an iterable of (name, content), which is read one by one; for a DTensor, the
+            full tensor.
+        places: places of the model's tensors; None: find them.
 
     Returns:
         Old and new tensor by name.
@@ -150,22 +150,22 @@ def resize(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int], new_w
 def resized(tensor: Tensor, axes: tuple[Axis, ...], widths: Mapping[str, int], new_widths: Mapping[str, int]) -> Tensor:
     """Resize a tensor to new widths: entries of kept channels move to their new positions, the others are zero."""
     result = tensor.new_zeros([axis.length(new_widths) for axis in axes])
-    # Copied in blocks, which is many times faster than by indices.
+    # In blocks, which is many times faster than by indices.
     for blocks in product(*(_blocks(axis, widths, new_widths) for axis in axes)):
         _block(result, [new for _, new in blocks]).copy_(_block(tensor, [old for old, _ in blocks]))
     return result
 
 
 def _blocks(axis: Axis, widths: Mapping[str, int], new_widths: Mapping[str, int]) -> list[tuple[_Block, _Block]]:
-    """Block of each part of an axis that is kept, before and after."""
-    found: list[tuple[_Block, _Block]] = []
+    """Return the kept block of each part of an axis, before and after."""
+    blocks: list[tuple[_Block, _Block]] = []
     old = new = 0
     for part in axis.parts:
         before, after = part.length(widths), part.length(new_widths)
         kept = min(before, after) // part.outer
-        found.append(((old, part.outer, before // part.outer, kept), (new, part.outer, after // part.outer, kept)))
+        blocks.append(((old, part.outer, before // part.outer, kept), (new, part.outer, after // part.outer, kept)))
         old, new = old + before, new + after
-    return found
+    return blocks
 
 
 def _block(tensor: Tensor, blocks: Sequence[_Block]) -> Tensor:
@@ -181,12 +181,12 @@ def _block(tensor: Tensor, blocks: Sequence[_Block]) -> Tensor:
 def grid(positions: Sequence[Tensor | slice], device: torch.device | None = None) -> tuple[Tensor | slice, ...]:
     """Return the index of the sub-tensor at the given positions of each dimension, for reading and writing.
 
-    Runs of consecutive positions become slices, which are many times faster. What is read may therefore share memory
-    with the indexed tensor.
+    Runs of consecutive positions become slices, which are many times faster. The result of indexing may therefore be
+    a view.
     """
     runs = [each if isinstance(each, slice) else as_run(each) for each in positions]
     if sum(isinstance(each, Tensor) for each in runs) <= 1:
-        # Several index tensors between slices would change the order of dimensions; one does not.
+        # With slices, a single index tensor keeps the order of dimensions; several may not.
         return tuple(each.to(device) if isinstance(each, Tensor) else each for each in runs)
     last = len(runs) - 1
     listed = [torch.arange(each.start, each.stop) if isinstance(each, slice) else each for each in runs]
@@ -195,7 +195,7 @@ def grid(positions: Sequence[Tensor | slice], device: torch.device | None = None
 
 def as_run(positions: Tensor) -> Tensor | slice:
     """Return consecutive positions as a slice, others as they are."""
-    # In numpy: small operations of torch are many times slower within an event, which watches each of them.
+    # In numpy, because small operations of torch are many times slower under the dispatch mode of an event.
     array = positions.cpu().numpy()
     if not len(array):
         return slice(0, 0)
@@ -211,13 +211,13 @@ def tensors_of(model: nn.Module, graph: WidthGraph) -> dict[str, Tensor]:
         UserError: the model has lost one since it was traced.
     """
     places = dict(_named_tensor_places(model))
-    # Pruning or parametrising a weight leaves a plain tensor of its name.
+    # Pruning and the old weight_norm leave a plain tensor of the weight's name.
     plain = {name for name, (module, attribute, _) in places.items() if attribute in vars(module)}
     plain = {name for name in plain - graph.constants.keys() if graph.grows(name)}
     if lost := [name for name in graph.axes if name not in places or name in plain]:
         raise UserError(
             f"{lost[0]}, which grows, is no parameter or buffer of the network any more; prune, parametrise or replace "
-            "modules before growlab traces the network, or once growth has ended."
+            "modules before growlab traces the network, or after growth has ended."
         )
     return {name: places[name][2].detach() for name in graph.axes}
 
@@ -233,27 +233,27 @@ def _like(content: Tensor, old: Tensor) -> Tensor:
         return new
     parameter = nn.Parameter(new, requires_grad=old.requires_grad)
     if type(old) is not nn.Parameter and issubclass(type(old), nn.Parameter):
-        # A subclass of the user's, made without its constructor.
-        own: Any = parameter.detach().as_subclass(type(old))
-        parameter = own.requires_grad_(old.requires_grad)
+        # A user's subclass, without calling its constructor.
+        subclassed: Any = parameter.detach().as_subclass(type(old))
+        parameter = subclassed.requires_grad_(old.requires_grad)
     parameter.__dict__.update(old.__dict__)
-    for hooks in _HOOKS:
-        # The same dictionary, so that the handle which the user has kept still removes the hook.
+    for hooks in TENSOR_HOOKS:
+        # The same dictionary, so that the handles of the user's hooks still remove them.
         if registered := getattr(old, hooks):
             setattr(parameter, hooks, registered)
     return parameter
 
 
 def _place(model: nn.Module, places: Places, graph: WidthGraph, tensors: Mapping[str, Tensor]) -> None:
-    chosen = [(places.owners[id(places.tensors[name][2])], new) for name, new in tensors.items()]
-    for owned, new in chosen:
-        for module, attribute in owned:
+    owners = [(places.owners[id(places.tensors[name][2])], new) for name, new in tensors.items()]
+    for attributes, new in owners:
+        for module, attribute in attributes:
             setattr(module, attribute, new)
-    for module in {places.bearer(module) for owned, _ in chosen for module, _ in owned}:
+    for module in {places.bearer(module) for attributes, _ in owners for module, _ in attributes}:
         with torch.no_grad():
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, WeightNorm):
-                    # A plain attribute, computed before each forward.
+                    # The weight is a plain attribute, which the hook computes before each forward.
                     setattr(module, hook.name, hook.compute_weight(module))
             _update_bookkeeping(module, depthwise=module in places.depthwise)
     if graph.written:
@@ -272,7 +272,7 @@ def _named_tensor_places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Modul
 
 
 def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
-    # At width 1 only the graph distinguishes a depthwise convolution from others.
+    # At width 1 only the graph can tell that a convolution is depthwise.
     filters = module.out_channels // module.groups if isinstance(module, nn.modules.conv._ConvNd) else 1
     for kind, attribute, tensor, dim in _BOOKKEEPING:
         if isinstance(module, kind) and getattr(module, tensor) is not None:
@@ -291,20 +291,20 @@ def _update_bookkeeping(module: nn.Module, depthwise: bool) -> None:
         module.out_channels = module.weight.shape[1] * module.groups
     if isinstance(module, nn.RNNBase) and not module.proj_size:
         module.hidden_size = module.all_weights[0][1].shape[1]
-        # cuDNN warns at each call, and copies, unless weights lie in one piece of memory.
+        # Otherwise cuDNN warns and copies the weights in each call.
         module.flatten_parameters()
     if isinstance(module, nn.modules.batchnorm._NormBase):
-        known = module.running_mean if module.weight is None else module.weight
-        if known is not None:
-            module.num_features = known.shape[0]
+        per_channel = module.running_mean if module.weight is None else module.weight
+        if per_channel is not None:
+            module.num_features = per_channel.shape[0]
 
 
 _Named = dict[int, tuple["weakref.ref[Tensor]", str]]
 
-# Parameters that are no longer in their network; those that replace them, until an optimizer steps them.
+# Parameters that are no longer in their network, and their successors that no optimizer has stepped yet.
 _replaced: _Named = {}
 _awaited: _Named = {}
-_seen: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_checked: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _hook: Any = None
 _NOT_FOLLOWED = (
     "the network does not train: call Grower.follow(optimizer) once; without a Grower make the optimizer after "
@@ -320,26 +320,26 @@ _NO_REGIONS = (
 def note_replaced(tensors: Iterable[tuple[str, Tensor, Tensor]]) -> None:
     """Watch for optimizers that step the old tensors of replaced parameters: the network would not train.
 
-    While replaced parameters are alive, each optimizer is checked once, at its first step. When every new parameter has
-    been seen in an optimizer, or no longer exists, the hook on steps is removed.
+    Each optimizer is checked once, in its next step. When every new parameter has been seen in an optimizer, or no
+    longer exists, the global hook on optimizer steps is removed.
 
     Args:
-        tensors: name, old and new tensor. Buffers and frozen parameters are left out.
+        tensors: name, old and new tensor. Buffers and frozen parameters are ignored.
     """
     trained = [entry for entry in tensors if isinstance(entry[1], nn.Parameter) and entry[1].requires_grad]
     for name, old, new in trained:
-        # A parameter that was put back and is replaced again, or whose place another one has taken at once.
+        # The old parameter may itself be the successor of an earlier one.
         _awaited.pop(id(old), None)
         _remember(_replaced, name, old)
         _remember(_awaited, name, new)
     if trained:
-        _seen.clear()
+        _checked.clear()
         global _hook
         _hook = _hook or register_optimizer_step_pre_hook(_check)
 
 
 def note_restored(tensors: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Stop watching pairs (old and new tensor) whose old tensor is in the network again."""
+    """Stop watching pairs of old and new tensors whose old tensor is in the network again."""
     for old, new in tensors:
         _replaced.pop(id(old), None)
         _awaited.pop(id(new), None)
@@ -348,15 +348,15 @@ def note_restored(tensors: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _check(optimizer: Optimizer, arguments: Any, named: Any) -> None:
-    if optimizer in _seen:
+    if optimizer in _checked:
         return
     stepped = [param for group in optimizer.param_groups for param in group["params"]]
-    for params, does, so in ((stepped, "steps", _NOT_FOLLOWED), (getattr(optimizer, "_regions", {}), *_NO_REGIONS)):
-        found = ((param, *_replaced.get(id(param), (lambda: None, ""))) for param in params)
-        if names := [name for param, known, name in found if known() is param]:
+    for params, verb, remedy in ((stepped, "steps", _NOT_FOLLOWED), (getattr(optimizer, "_regions", {}), *_NO_REGIONS)):
+        entries = ((param, *_replaced.get(id(param), (lambda: None, ""))) for param in params)
+        if names := [name for param, reference, name in entries if reference() is param]:
             what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other parameters"
-            raise UserError(f"{type(optimizer).__name__} {does} {what} that growing has replaced, so {so}.")
-    _seen.add(optimizer)
+            raise UserError(f"{type(optimizer).__name__} {verb} {what} that growing has replaced, so {remedy}.")
+    _checked.add(optimizer)
     for param in stepped:
         _awaited.pop(id(param), None)
     if not _awaited:
@@ -367,7 +367,7 @@ def _remember(where: _Named, name: str, tensor: Tensor) -> None:
     key = id(tensor)
 
     def forget(reference: "weakref.ref[Tensor]") -> None:
-        # Another tensor may have been given the same id.
+        # A later tensor may have the same id.
         if where.get(key, (None,))[0] is reference:
             del where[key]
 
@@ -390,14 +390,14 @@ def avoid_unsafe_kernels(model: nn.Module) -> None:
 
     oneDNN 3.13.3 (torch 2.15) has a 1x1 convolution for CPUs with AVX2 but no AVX-512 whose weight gradient, in float32
     and channels_last, overruns its buffer: at a stride above 1 that divides the image and up to 7 input channels (fewer
-    than fit a vector register). The process then dies of a segmentation fault or `double free`. Found by a scan with a
-    guard page on each side of every buffer over 1 to 40 input and 1 to 16 output channels, kernels of 1, 3 and 5,
-    strides of 1 to 4, groups, depthwise, padding, one to three dimensions, transposed convolutions, float32, bfloat16
-    and float16, with SSE4.1, AVX2, AVX-VNNI, AVX-512 and AMX: nothing else overruns, and in torch's default layout
-    nothing at all. A network that starts narrow has such convolutions on its shortcuts.
+    than fit a vector register). The process then dies of a segmentation fault or `double free`. A network that starts
+    narrow has such convolutions on its shortcuts. Found by a scan with a guard page on each side of every buffer over 1
+    to 40 input and 1 to 16 output channels, kernels of 1, 3 and 5, strides of 1 to 4, groups, depthwise, padding, one
+    to three dimensions, transposed convolutions, float32, bfloat16 and float16, with SSE4.1, AVX2, AVX-VNNI, AVX-512
+    and AMX: nothing else overruns, and nothing at all in torch's default layout.
 
-    Everything else keeps its layout, and results stay the same. `resize` and `growlab.growth.make_seed` call it. It may
-    be called repeatedly, and does nothing if the CPU has AVX-512.
+    Everything else keeps its layout, and results stay the same. `resize` and `growlab.growth.make_seed` call it. It is
+    idempotent, and does nothing if the CPU has AVX-512.
 
     Args:
         model: gets a forward pre-hook on its strided 1x1 convolutions; parameters, buffers and classes do not change.
@@ -421,7 +421,7 @@ def _in_default_layout(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if module.in_channels >= _VECTOR:
         return inputs, named
-    # torch derives the layout from the strides of either; `network.to(memory_format=torch.channels_last)` changes them.
+    # torch chooses the layout by the strides of weight and input.
     if module.weight.device.type == "cpu" and module.weight.stride() != _default(module.weight).stride():
         module.weight.data = _default(module.weight.data)
     return tuple(map(_default, inputs)), {name: _default(value) for name, value in named.items()}

@@ -1,4 +1,4 @@
-"""Find the width groups of any network from its `torch.export` graph."""
+"""Find the width groups of a network from its `torch.export` graph."""
 
 import gc
 import io
@@ -26,10 +26,10 @@ from growlab.widths.groups import WidthGraph
 from growlab.widths.inputs import (
     Alone,
     Example,
-    by_name_alone,
     call_with,
     inputs_of,
     inputs_to,
+    keyword_only,
     listed,
     named_in,
     path_of,
@@ -61,11 +61,11 @@ from growlab.widths.trials import FAILS, OTHERWISE, freeze_failing_groups, witho
 from growlab.widths.unchanged import Snapshot, unchanged
 from growlab.widths.walk import OUTPUT, Walk
 
-# A reshape into (3, heads, head dimension) has three dimensions of which one may grow.
+# Candidates for the growing dimension of a reshape: into (3, heads, head dimension) there are three.
 _PASSES = 3
-# Batch sizes to choose from.
+# Candidates for a batch size that divides no width.
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)
-# torch logs the traceback of a failing operation here before it raises; growlab's message is one sentence.
+# torch logs a traceback here before it raises; growlab's message is one sentence.
 _TORCH_LOGS = [
     logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
 ]
@@ -87,10 +87,10 @@ def trace(
     Args:
         model: the full-width network; not changed, nor are the generators that it draws from.
         example: an input [B, ...] with B >= 2, the tuple of the forward's positional inputs, or inputs by name.
-        keep_full: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`) that growth need not
-            pass: channels that enter them keep their full width.
+        keep_full: names of operations without a channel rule (`my_op` for `torch.ops.any.my_op`). Channels that enter
+            them keep their full width.
         follow_norms: let channels grow whose Euclidean norm is taken, as in isotropic activations: for growth methods
-            that allow for it (`GrowthMethod.follows_norms`).
+            that support it (`GrowthMethod.follows_norms`).
         submodule: name of the part that grows, or the module itself, for a network that cannot be traced as a whole.
             It is traced on the inputs of its first call when the network runs on the example. Its outputs and the rest
             of the network keep their widths.
@@ -105,10 +105,10 @@ def trace(
     inputs = inputs_of(example, model)
     if submodule is not None:
         return _traced_alone(model, path_of(model, submodule), inputs, keep_full, follow_norms)
-    with unchanged(model, copied="all but parameters") as whole, _no_whole_collections():
+    with unchanged(model, copied="all but parameters") as whole, _no_full_collections():
         graph, light = _traced(model, inputs, keep_full, follow_norms, whole)
         breaks = any(reason.startswith((FAILS, OTHERWISE)) for reason in graph.fixed.values())
-        for others in _other_rows(model, inputs) if breaks else ():
+        for others in _other_batch_sizes(model, inputs) if breaks else ():
             if light.rows_stay_apart(others):
                 continue
             try:
@@ -121,8 +121,8 @@ def trace(
 
 
 @contextmanager
-def _no_whole_collections() -> Iterator[None]:
-    """Leave old objects out of garbage collection: the many new ones of torch.export would have all visited again."""
+def _no_full_collections() -> Iterator[None]:
+    """Suspend garbage collection of the oldest generation, which the many objects of torch.export would trigger."""
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], 1_000_000)
     try:
@@ -136,14 +136,14 @@ def _traced_alone(
 ) -> WidthGraph:
     """Trace a submodule alone, under the names of the network; remove groups whose width the network's code fixes."""
     with unchanged(model):
-        own = inputs_to(model, path, inputs)
-    graph = trace(Alone(model, path), own, keep_full, follow_norms)
+        submodule_inputs = inputs_to(model, path, inputs)
+    graph = trace(Alone(model, path), submodule_inputs, keep_full, follow_norms)
     reasons = {OUTPUT: f"{path} puts it out, and is traced alone"}
     outside = f"outside of {path}, which is traced alone"
     graph = replace(
         graph,
         layers=tuple(replace(layer, is_output=False) for layer in graph.layers),
-        # Nothing may scale what the rest of the network reads.
+        # The rest of the network reads the output, so its scale must not change.
         unit_classes=graph.unit_classes | {graph.output_class},
         fixed={
             name: reasons.get(why, why) if f"{name}.".startswith(f"{path}.") else outside
@@ -154,12 +154,12 @@ def _traced_alone(
         return freeze_failing_groups(Lightened(model, inputs, whole), graph, (), any_rows=True)
 
 
-def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Return the inputs with a batch size that divides no width, in up to two variants; [] if theirs divides none.
+def _other_batch_sizes(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return the inputs at a batch size that divides no width, in up to two variants; [] if their own divides none.
 
-    Attention over batch times heads, if these are as many as a stream has channels, cannot be distinguished from
-    attention over the channels. The first variant changes all inputs with as many rows as the first one, the second
-    variant the first input alone: a mask over positions may have the same length.
+    If batch size times heads equals the width of a stream, attention over both cannot be distinguished from attention
+    over the channels. The first variant changes all inputs with as many rows as the first one, the second variant the
+    first input alone: another one, such as a mask over positions, may have as many rows by chance.
     """
     tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.dim()]
     sizes = {size for _, tensor in model.named_parameters() for size in tensor.shape}
@@ -170,13 +170,11 @@ def _other_rows(model: nn.Module, inputs: tuple[Any, ...]) -> list[tuple[Any, ..
     index = torch.arange(number) % rows
     same_rows = [value for value in tensors if len(value) == rows]
 
-    def with_others(chosen: Sequence[Tensor]) -> tuple[Any, ...]:
-        def other(value: Tensor) -> Tensor:
-            return value[index.to(value.device)] if any(value is one for one in chosen) else value
+    def resized(batched: Sequence[Tensor]) -> tuple[Any, ...]:
+        ids = {*map(id, batched)}
+        return tree_map_only(Tensor, lambda x: x[index.to(x.device)] if id(x) in ids else x, inputs)
 
-        return tree_map_only(Tensor, other, inputs)
-
-    return [with_others(chosen) for chosen in ([same_rows, same_rows[:1]] if len(same_rows) > 1 else [same_rows])]
+    return [resized(batched) for batched in ([same_rows, same_rows[:1]] if len(same_rows) > 1 else [same_rows])]
 
 
 def _traced(
@@ -195,12 +193,12 @@ def _traced(
     if not graphs or not set(graphs[0].fixed.values()) <= {OUTPUT}:
         graphs.append(_traced_program(evaluated, light, inputs, keep_full, settings))
     graph = _most_growing(model, graphs)
-    # Code whose custom backward pass ignores growth's change of statistics.
+    # A custom backward pass ignores that growth reweights the statistics.
     for norm in graph.channel_norms:
-        if apart := modes.own_backward.get(norm.name):
+        if function := modes.own_backward.get(norm.name):
             reason = (
-                f"{type(model.get_submodule(norm.name)).__name__} normalises over them inside {apart}, whose backward "
-                "pass does not see what growth does to a normalisation"
+                f"{type(model.get_submodule(norm.name)).__name__} normalises over them inside {function}, whose "
+                "backward pass does not see what growth does to a normalisation"
             )
             graph = without(graph, {name: reason for name in norm.axis.groups if name in graph.groups})
     return replace(graph, recomputed=modes.recomputed), light
@@ -235,8 +233,8 @@ def _traced_program(
     except UnsupportedOperation:
         # With growing streams under layer normalisation, channels reach operations without a channel rule.
         return tried(*walked(weighted_norms=False))
-    # Where the code takes the stream's width for that of all heads together, heads may grow with the stream.
-    # All layers at once: the stream does not grow before each of them lets it.
+    # Where the code uses the stream's width as that of all heads together, heads may grow with the stream: in all
+    # layers or in none, because the stream grows only if every layer lets it.
     tied = frozenset(walk.record.attending)
     either = bool(tied) and not graph.attentions
     graphs = [tried(*first, all_or_none=either)]
@@ -249,12 +247,12 @@ def _traced_program(
             # The number of heads may be hard-coded: then each head grows with the stream.
             graphs.append(tried(*walked(tied=tied)))
         if either and _growing(model, graphs[-1]) < _growing(model, graph):
-            # Finding out which groups fail takes the longest.
+            # Done only now, because finding out which groups fail takes longest.
             graphs[0] = tried(*first)
     if walk.record.multiplies:
-        # Where neither can grow, as with a single hand-written head, its values may.
+        # Where neither can grow, as with a single hand-written head, the channels of its values may.
         with suppress(UnsupportedOperation):
-            # They may reach an operation without a channel rule.
+            # These may reach an operation without a channel rule.
             by_values = walked(heads="values")
             if _growing(model, by_values[0]) > max(_growing(model, found) for found in graphs):
                 graphs.append(tried(*by_values))
@@ -265,20 +263,20 @@ def _plain_constants(
     program: torch.export.ExportedProgram, model: nn.Module, inputs: tuple[Any, ...]
 ) -> frozenset[str]:
     """Names of modules' plain tensors that a program reads, unless they are learned or the forward creates them."""
-    known, found = plain_tensors(model), set[str]()
+    tensors, constants = plain_tensors(model), set[str]()
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
-        if name not in known or not known[name].is_leaf or known[name].requires_grad:
+        if name not in tensors or not tensors[name].is_leaf or tensors[name].requires_grad:
             continue
         with unchanged(model, copied="all but parameters"), torch.no_grad(), unwarned():
-            path, _, own = name.rpartition(".")
+            path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
-            setattr(module, own, None)
+            setattr(module, attribute, None)
             with suppress(*FAILURES):
                 call_with(model, inputs)
-            # The forward has created a cache again.
-            if getattr(module, own, None) is None:
-                found.add(name)
-    return frozenset(found)
+            # Otherwise it is a cache, which the forward has created again.
+            if getattr(module, attribute, None) is None:
+                constants.add(name)
+    return frozenset(constants)
 
 
 @on_cpu
@@ -287,13 +285,12 @@ def layouts(
 ) -> WidthGraph:
     """Derive the width graph from a network's operations alone, without testing its code at other widths.
 
-    It gives the layout of tensors in networks of the same class that are built at other widths.
+    The graph describes the layout of tensors in networks of the same class that are built at other widths.
 
     Args:
         model: see `trace`.
         example: see `trace`.
-        narrower: one of these, from which it is inferred whether the number of heads or each head becomes larger.
-            None: the number of heads.
+        narrower: such a network, which shows whether the number of heads grows or each head. None: the number of heads.
         source: maps the path of a module of the model to that of its counterpart in the narrower network.
 
     Raises:
@@ -318,7 +315,7 @@ def _exported(
             for log in _TORCH_LOGS:
                 log.addFilter(_never)
             _without_caches(model.train(training))
-            # torch.export prints an incomplete program to stderr.
+            # torch.export prints incomplete programs to stderr.
             with _draws(), redirect_stderr(io.StringIO()):
                 program = _program(model, inputs)
     except UnsupportedOperation:
@@ -333,7 +330,7 @@ def _exported(
 
 
 def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.ExportedProgram:
-    """Export a network; sizes that depend on data become those for the given inputs."""
+    """Export a network; sizes that depend on data are specialised to the given inputs."""
 
     def export() -> torch.export.ExportedProgram:
         with as_given():
@@ -352,9 +349,9 @@ def _program(model: nn.Module, inputs: tuple[Any, ...]) -> torch.export.Exported
             raise error from None
         if unread := unread_parameters(program, model):
             raise UnsupportedOperation(
-                f"{type(model).__name__} chooses by numbers in the data what it computes{_line_of(error)}, and "
-                f"does not read {unread[0]} for this example: give one for which it reads all its parameters, or let "
-                "only a part of it grow (Grower(..., trace=SUBMODULE))."
+                f"{type(model).__name__} branches on numbers in the data{_line_of(error)}, and does not read "
+                f"{unread[0]} for this example: give one for which it reads all its parameters, or let only a part of "
+                "it grow (Grower(..., trace=SUBMODULE))."
             ) from error
     tensors = tensors_in([*named_tensors(model).values(), *values_of(inputs)])
     if depends_on_data(program) and not any(tensor.is_meta for tensor in tensors):
@@ -370,16 +367,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def _exportable(model: nn.Module, whole: Snapshot) -> Iterator[None]:
-    """Make a forward exportable that reads attributes of parameters, keeps tensors or returns a dataclass.
+    """Make a forward exportable that reads attributes of parameters, stores tensors or returns a dataclass.
 
-    The network is restored to a snapshot of it at the end.
+    The network is restored to the snapshot `whole` at the end.
     """
     tensors, kept = named_tensors(model), list[Snapshot]()
-    # torch.export records here buffers that a forward replaces, and fails on new ones.
+    # torch.export registers the buffers that a forward replaces here, and fails on new ones.
     registered: dict[int, Any] = getattr(torch_module, "_global_buffer_registration_hooks", {})
 
     def begin(module: nn.Module, inputs: Any) -> None:
-        # torch.export's mode would trace each look at a tensor.
+        # torch.export's mode would trace every access to a tensor.
         with torch._C.DisableTorchFunction():
             share_attributes(tensors, module)
             kept.append(Snapshot(module, "nothing"))
@@ -392,18 +389,18 @@ def _exportable(model: nn.Module, whole: Snapshot) -> Iterator[None]:
         return tuple(tensors_in(output)) if unknown else output
 
     handles = model.register_forward_pre_hook(begin, prepend=True), model.register_forward_hook(end)
-    own = dict(registered)
+    hooks = dict(registered)
     try:
         yield
     finally:
-        registered.update(own)
+        registered.update(hooks)
         for handle in handles:
             handle.remove()
         whole.restore()
 
 
 def _without_caches(model: nn.Module) -> None:
-    """Turn off `use_cache` in models of transformers: torch.export does not know the cache objects that they return."""
+    """Turn off `use_cache` in models of transformers: torch.export does not support the cache objects they return."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
@@ -411,9 +408,9 @@ def _without_caches(model: nn.Module) -> None:
 
 
 def _masks_as_given() -> AbstractContextManager[Any]:
-    """Stop torch's transformers from inspecting whether a mask is causal.
+    """Stop torch's transformers from checking whether a mask is causal.
 
-    torch.export cannot follow the inspection, which only chooses a kernel. There is no public switch for it.
+    torch.export cannot follow that check, which only chooses a kernel. There is no public switch for it.
     """
 
     def as_given(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -430,35 +427,32 @@ def _why_not_exported(model: nn.Module, inputs: tuple[Any, ...], error: Exceptio
             kind = type(module).__name__
             return f"{path or name} ({kind}) has no shape yet; call the network once on an example input."
         if isinstance(module, torch.jit.ScriptModule):
-            what = f"{path or name} is a torch.jit.ScriptModule, which cannot be traced"
-            return f"{what}; script the network at the end."
-    for own, tensor in model.named_parameters():
+            return f"{path or name} is a torch.jit.ScriptModule, which cannot be traced; script the network at the end."
+    for parameter, tensor in model.named_parameters():
         if not tensor.numel():
-            shape = f"of the shape {list(tensor.shape)}, without entries"
-            return f"{own} of {name} is {shape}: give the network widths of at least 1."
+            return f"{parameter} of {name} is empty ({list(tensor.shape)}): give the network widths of at least 1."
     try:
         with torch.no_grad(), unchanged(model), _Packing() as packing:
             call_with(model, inputs)
     except Exception as failure:
-        if asked := asks_for_numbers(model, failure):
-            return asked
-        if (wanted := by_name_alone(model)) and not set(wanted) <= named_in(inputs).keys():
+        if reads_values := asks_for_numbers(model, failure):
+            return reads_values
+        if (keywords := keyword_only(model)) and not set(keywords) <= named_in(inputs).keys():
             return (
-                f"{name} takes {', '.join(wanted)} by name alone: give the example as a dictionary of all its inputs "
-                "by name; growlab's own runner gives inputs by position, so let the forward take them so there."
+                f"{name} takes {', '.join(keywords)} by keyword only: give the example as a dictionary of all inputs "
+                "by name; growlab's own runner passes inputs by position, so make them positional there."
             )
-        computed = f"{name} cannot compute an input of {listed(inputs)} ({_first_line(failure)})"
         remedy = other_types(model, first_line(failure)) or "choose data that it fits, or another network"
-        return f"{computed}; {remedy}."
+        return f"{name} cannot compute an input of {listed(inputs)} ({_first_line(failure)}); {remedy}."
     if any(isinstance(x, PackedSequence) for x in values_of(inputs)) or packing.seen:
         return (
             f"{name} packs sequences, which torch.export cannot follow: run its recurrent layers on padded sequences "
             "and mask the padding, or let a part of it grow that takes plain tensors (Grower(..., trace=SUBMODULE))."
         )
-    why = "numbers in a tensor decide there what is computed" if _by_numbers(error) else _first_line(error)
+    why = "the code branches on numbers in a tensor" if _by_numbers(error) else _first_line(error)
     return (
-        f"torch.export cannot follow {name}{_line_of(error)}: {why}; let only a part of it grow that "
-        "does without (Grower(..., trace=SUBMODULE)), or train it at a fixed size."
+        f"torch.export cannot follow {name}{_line_of(error)}: {why}; let only a part of it without this code grow "
+        "(Grower(..., trace=SUBMODULE)), or train it at a fixed size."
     )
 
 
@@ -474,7 +468,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _draws() -> AbstractContextManager[Any]:
-    """Let draws be exported: older versions of torch, such as 2.11, can only export those from the global generator."""
+    """Make random draws exportable: older versions of torch (2.11) can only export those from the global generator."""
     return nullcontext() if torch.__version__ >= "2.15" else _DrawsFromGlobal()
 
 

@@ -30,8 +30,7 @@ from growlab.widths.resize import Places, note_restored, replace_tensors, resize
 #: First words of the reason why a group stays: narrowing it makes the forward fail, or compute something else.
 FAILS = "the code fails at narrow widths"
 OTHERWISE = "the code computes something else at narrow widths"
-
-
+# Most sets of attributes that are tried.
 _MOST_ATTEMPTS = 32
 
 
@@ -51,16 +50,16 @@ class Trials:
         self.attributes: Mapping[HardcodedSize, Axis] = {}
         self._model, self._inputs, self._kept = light.model, light.inputs, light.kept
         self._full, self._places = tensors_of(self._model, graph), Places(self._model, graph)
-        # Train mode is tried as well only if it does something else than eval mode.
+        # Train mode is tried too if it differs from eval mode.
         modes = (False,) if light.runs[False] == light.runs[True] else (False, True)
         self._expected = {mode: [shape[self._first :] for shape in light.runs[mode][0]] for mode in modes}
         self._widths = _trial_widths(graph)
-        # Narrow widths that differ from each other as much as possible.
-        halves, apart = self._widths[0], self._widths[-1]
-        self._apart = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in apart.items()}
-        # Reason why the network does not run, by widths and attributes that have been tried; "" if it runs.
-        self._known: dict[Any, str] = {}
-        #: Reason of the last failure; and the reason why each group could not be narrowed.
+        # Narrow widths with as many different ratios as possible.
+        halves, last = self._widths[0], self._widths[-1]
+        self._distinct = {n: w if w < graph.groups[n].full_width else halves[n] for n, w in last.items()}
+        # Widths and attributes that have been tried -> reason why the network does not run, "" if it runs.
+        self._tried: dict[Any, str] = {}
+        #: Reason of the last failure, and reason why each group could not be narrowed.
         self.failure = ""
         self.failures: dict[str, str] = {}
 
@@ -73,7 +72,7 @@ class Trials:
         graph = self._following(attributes)
         for number, widths in enumerate(self._widths):
             if not self._runs(graph, self._only(names, widths)):
-                # The widths that have just failed are the likeliest to fail again.
+                # Try first next time: the widths that have just failed are the likeliest to fail again.
                 self._widths.insert(0, self._widths.pop(number))
                 return False
         return True
@@ -84,7 +83,7 @@ class Trials:
 
     def tie(self, names: Sequence[str]) -> None:
         """Give these groups equal widths in every trial."""
-        for widths in (*self._widths, self._apart):
+        for widths in (*self._widths, self._distinct):
             widths.update(dict.fromkeys(names, widths[names[0]]))
 
     def _only(self, names: Collection[str], widths: Mapping[str, int]) -> dict[str, int]:
@@ -95,13 +94,13 @@ class Trials:
         """Return True if the network runs the operations that tracing predicts: the second half of `work`."""
         if not self._predictions.in_doubt:
             return True
-        widths = self._only(names, self._apart)
+        widths = self._only(names, self._distinct)
         try:
             with self._narrow(self._following(attributes), widths):
                 narrow = self._calls()
         except FAILURES as error:
             self.failure = _raised(error)
-            # Operations of some networks cannot be recorded at any width.
+            # The operations of some networks cannot be recorded at any width.
             return self._full_calls is None
         agree = self._predictions.agree(narrow, widths, lambda: self._full_calls or [])
         if not agree:
@@ -119,31 +118,28 @@ class Trials:
     def lag_behind(self, places: Iterable[HardcodedSize]) -> list[HardcodedSize]:
         """Return the places whose size `replace_tensors` does not update, as it does attributes of torch's modules."""
         modules = dict(self._model.named_modules())
-        with self._narrow(replace(self._graph, written={}), self._apart):
-            return [
-                place
-                for place in places
-                if kept_at(modules[place.module], place) not in (None, self._graph.written[place].length(self._apart))
-            ]
+        with self._narrow(replace(self._graph, written={}), self._distinct):
+            sizes = {place: kept_at(modules[place.module], place) for place in places}
+        return [p for p, n in sizes.items() if n not in (None, self._graph.written[p].length(self._distinct))]
 
     def reads(self, places: Sequence[HardcodedSize]) -> bool:
         """Return True if the forward reads any of these places: other sizes there change its calls or make it fail."""
-        reference = self._sizes
+        reference = self._full_details
         modules, full = dict(self._model.named_modules()), self._graph.full_widths
         try:
             with self._undone():
                 for place in places:
                     size = self._graph.written[place].length(full)
                     write(modules[place.module], place, size // 2 if size > 1 else size + 1)
-                return self._called() != reference
+                return self._details() != reference
         except FAILURES:
             return True
 
     @cached_property
-    def _sizes(self) -> list[Any]:
-        return self._called()
+    def _full_details(self) -> list[Any]:
+        return self._details()
 
-    def _called(self) -> list[Any]:
+    def _details(self) -> list[Any]:
         with self._undone(), unwarned(), torch.no_grad(), Shapes("details") as mode:
             call_with(self._model.train(self._training), self._inputs)
         return mode.details
@@ -184,19 +180,19 @@ class Trials:
             self._kept.restore()
 
     def _runs(self, graph: WidthGraph, widths: Mapping[str, int]) -> bool:
-        tried = (*widths.items(), *graph.written.items())
-        if tried not in self._known:
-            self._known[tried] = self._failure_at(graph, widths)
-        self.failure = self._known[tried] or self.failure
-        return not self._known[tried]
+        key = (*widths.items(), *graph.written.items())
+        if key not in self._tried:
+            self._tried[key] = self._failure_at(graph, widths)
+        self.failure = self._tried[key] or self.failure
+        return not self._tried[key]
 
     def _failure_at(self, graph: WidthGraph, widths: Mapping[str, int]) -> str:
         try:
             with self._narrow(graph, widths):
                 for training, expected in self._expected.items():
                     if (shapes := self._run(training)) != expected:
-                        put_out, usual = (", ".join(str([*shape]) for shape in x) for x in (shapes, expected))
-                        return f"{OTHERWISE}: the network puts out {put_out} instead of {usual}"
+                        actual, usual = (", ".join(str([*shape]) for shape in x) for x in (shapes, expected))
+                        return f"{OTHERWISE}: the network puts out {actual} instead of {usual}"
                 return ""
         except FAILURES as error:
             return _raised(error)
@@ -224,8 +220,8 @@ def _raised(error: Exception) -> str:
 def _trial_widths(graph: WidthGraph) -> list[dict[str, int]]:
     """Return the widths to try: first all groups at half width, then combinations of different ratios.
 
-    A schedule may bring any widths, so any two groups must differ at least once in their ratio to full width: that
-    ratio is a digit of the group's number, on a scale as fine as even widths allow.
+    A schedule may have any widths, so any two groups must differ at least once in their ratio to full width. That
+    ratio is a digit of the group's number, in a base as large as even widths allow.
     """
     sizes = {name: group.full_width for name, group in graph.groups.items()}
     trials = [{name: max(1, size // 2) for name, size in sizes.items()}]
@@ -270,7 +266,7 @@ def _merged(graph: WidthGraph, tied: Sequence[Sequence[str]]) -> WidthGraph:
 def _changed(
     graph: WidthGraph, axis: Callable[[Axis], Axis], joined: Callable[[Iterable[str]], tuple[str, ...]]
 ) -> WidthGraph:
-    """Return the graph with other axes and fewer groups; what has no group left is left out."""
+    """Return the graph with other axes and fewer groups, without entries that have no group left."""
     norms = (replace(norm, axis=axis(norm.axis)) for norm in graph.channel_norms)
     attentions = (replace(attention, axis=axis(attention.axis)) for attention in graph.attentions)
     radii = (replace(radius, groups=joined(radius.groups)) for radius in graph.radii)
@@ -299,14 +295,14 @@ def freeze_failing_groups(
 
     `calls` are those that tracing has visited, in train mode if `training`. With `any_rows` the number of output rows
     may depend on the data, such as boxes in an image; with `all_or_none` all groups go if any fails, which takes much
-    less time. Of the graph's `written`, the attributes remain that are to follow the widths.
+    less time. The result's `written` has only the attributes that must follow the widths.
     """
     if not graph.groups:
         return graph
     # An attribute can only follow widths that tensor shapes determine.
     determined = graph.widths_of({name: graph.shape(name, graph.full_widths) for name in graph.axes})
-    known = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(determined)}
-    graph = replace(graph, written=known)
+    written = {place: axis for place, axis in graph.written.items() if set(axis.groups) <= set(determined)}
+    graph = replace(graph, written=written)
     model = light.model
     with light:
         trials = Trials(light, graph, calls, training, any_rows)
@@ -314,54 +310,50 @@ def freeze_failing_groups(
         if all_or_none and not working.groups:
             return working
         if ties := _tied(graph, working, trials):
-            together = _merged(_freeze_failing(model, graph, trials), ties)
-            working = max(together, working, key=lambda found: sum(map(found.grows, found.axes)))
+            merged = _merged(_freeze_failing(model, graph, trials), ties)
+            working = max(merged, working, key=lambda candidate: sum(map(candidate.grows, candidate.axes)))
     counted = {norm.name for norm in trials.counted}
     norms = (replace(norm, counted=norm.summed and norm.name in counted) for norm in working.channel_norms)
     working = replace(working, channel_norms=tuple(norms))
     modules = dict(model.named_modules())
-    set_alone = {
+    # `num_features` of instance norms without weights: no result depends on it, but torch warns if it is wrong.
+    num_features = {
         place: axis
-        for place, axis in known.items()
+        for place, axis in written.items()
         if isinstance(modules[place.module], _InstanceNorm)
         and modules[place.module].weight is None
         and set(axis.groups) <= set(working.groups)
     }
-    # No result depends on it, but torch warns if it is not the number of channels.
-    return replace(working, written={**set_alone, **working.written})
+    return replace(working, written={**num_features, **working.written})
 
 
 def _tied(graph: WidthGraph, working: WidthGraph, trials: Trials) -> list[list[str]]:
-    """Tie failing groups of equal widths to each other; return them if the network runs then.
+    """Tie failing groups of equal widths to each other; return them if the network then runs.
 
     The forward may take the size of one from the other: `captions.view(batch, -1, images.shape[-1])`.
     """
-    alike: dict[tuple[int, int], list[str]] = {}
+    by_width: dict[tuple[int, int], list[str]] = {}
     for name, group in graph.groups.items():
         if name not in working.groups:
-            alike.setdefault((group.full_width, group.below), []).append(name)
-    several = [names for names in alike.values() if len(names) > 1]
-    for names in several:
+            by_width.setdefault((group.full_width, group.below), []).append(name)
+    ties = [names for names in by_width.values() if len(names) > 1]
+    for names in ties:
         trials.tie(names)
-    lost = [name for names in several for name in names]
-    return several if lost and trials.run([*working.groups, *lost], graph.written) else []
+    failing = [name for names in ties for name in names]
+    return ties if failing and trials.run([*working.groups, *failing], graph.written) else []
 
 
 def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials, all_or_none: bool = False) -> WidthGraph:
-    known, trials.attributes = graph.written, {}
+    sizes, trials.attributes = graph.written, {}
     if trials.work(list(graph.groups), {}):
         return replace(graph, written={})
-    graph = replace(graph, written={place: known[place] for place in trials.lag_behind(known)})
+    graph = replace(graph, written={place: sizes[place] for place in trials.lag_behind(sizes)})
     classes = [read for places in _by_class(model, graph) if (read := _read(places, trials))]
-    graph = replace(graph, written={place: known[place] for places in classes for place in places})
-    if not classes:
-        if all_or_none:
-            return without(graph, dict.fromkeys(graph.groups, trials.failure))
-        return _with_these_alone(graph, _largest_working(list(graph.groups), trials), trials)
-    everything = [place for places in classes for place in places]
-    found = _attributes_that_work(trials, graph, everything, list(graph.groups), {})
-    if found is not None:
-        return replace(graph, written=found)
+    graph = replace(graph, written={place: sizes[place] for places in classes for place in places})
+    if classes:
+        found = _attributes_that_work(trials, graph, [*graph.written], list(graph.groups), {})
+        if found is not None:
+            return replace(graph, written=found)
     if all_or_none:
         return without(graph, dict.fromkeys(graph.groups, trials.failure))
     # First the groups that no attribute counts.
@@ -377,11 +369,8 @@ def _freeze_failing(model: nn.Module, graph: WidthGraph, trials: Trials, all_or_
         if found is None:
             groups = _largest_working(groups, trials, tuple(kept))
         kept += groups
-    return _with_these_alone(replace(graph, written=attributes), kept, trials)
-
-
-def _with_these_alone(graph: WidthGraph, names: Sequence[str], trials: Trials) -> WidthGraph:
-    return without(graph, {name: trials.failures[name] for name in graph.groups if name not in names})
+    failures = {name: trials.failures[name] for name in graph.groups if name not in kept}
+    return without(replace(graph, written=attributes), failures)
 
 
 def _attributes_that_work(
@@ -391,7 +380,7 @@ def _attributes_that_work(
     groups: Sequence[str],
     others: Mapping[HardcodedSize, Axis],
 ) -> dict[HardcodedSize, Axis] | None:
-    """Find the largest set of attributes that makes these groups narrowable by following them; None if no set does.
+    """Find the largest set of attributes that lets these groups be narrowed by following them; None if no set does.
 
     An attribute that equals a width by chance (a stride of 4 in a network of 4 heads) must not follow it.
     """
@@ -400,14 +389,14 @@ def _attributes_that_work(
     for chosen in islice(attempts, _MOST_ATTEMPTS):
         following = {place: graph.written[place] for place in places if _kind_of(place) in chosen}
         attributes = {**others, **following}
-        # In order of cost.
+        # The cheapest test first.
         if all(test(groups, attributes) for test in (trials.run_once, trials.compute_the_same, trials.run)):
             return following
     return None
 
 
 def _read(places: Sequence[HardcodedSize], trials: Trials) -> list[HardcodedSize]:
-    """Return those of the places that the forward reads."""
+    """Return the places that the forward reads."""
     similar: dict[HardcodedSize, list[HardcodedSize]] = {}
     for place in places:
         similar.setdefault(_kind_of(place), []).append(place)
@@ -415,12 +404,12 @@ def _read(places: Sequence[HardcodedSize], trials: Trials) -> list[HardcodedSize
 
 
 def _kind_of(place: HardcodedSize) -> HardcodedSize:
-    """Replace the numbers in a place's module path, to get one key for the same place in repeated blocks."""
+    """Replace the numbers in a place's module path, for the same key in repeated blocks."""
     return replace(place, module=re.sub(r"\d+", "*", place.module))
 
 
 def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[HardcodedSize]]:
-    """Sort attributes by the class of their module: the same code reads them."""
+    """Group attributes by the class of their module, whose code reads them."""
     modules = dict(model.named_modules())
     classes: dict[type[nn.Module], list[HardcodedSize]] = {}
     for place in graph.written:
@@ -430,11 +419,11 @@ def _by_class(model: nn.Module, graph: WidthGraph) -> list[list[HardcodedSize]]:
 
 def _largest_working(names: list[str], trials: Trials, working: tuple[str, ...] = ()) -> list[str]:
     """Return as many of the groups as can be narrowed together and with those in `working`."""
-    # Most groups that fail do so at any width.
+    # Most failing groups fail at any width.
     found = _largest(names, trials, trials.run_once, working)
     if not trials.run([*working, *found]):
         found = _largest(found, trials, trials.run, working)
-    # Comparing all operations takes many times as long as running them.
+    # Last, because comparing all operations takes many times as long as running them.
     same = trials.compute_the_same([*working, *found])
     return found if same else _largest(found, trials, trials.work, working)
 

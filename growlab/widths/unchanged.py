@@ -27,51 +27,51 @@ from torch.utils._pytree import tree_leaves
 
 from growlab.base.pieces import reshard
 
-# Libraries in whose plain objects a forward does not store anything.
+# Libraries whose plain objects are not searched: a forward stores nothing in them.
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("accelerate", "growlab", "lightning", "lightning_fabric", "numpy", "pytorch_lightning", "torch", "wandb")
 }
-# Libraries whose global variables a forward does not change; they need not be searched.
+# Libraries whose global variables are not searched: a forward does not change them.
 _WITHOUT_VARIABLES = _LIBRARIES | {"huggingface_hub", "transformers"}
-# Objects of libraries in which it may.
+# Classes of these libraries that are searched nevertheless.
 _RECORDS = (
     *(ChainMap, Namespace, Queue, SimpleNamespace, UserDict, UserList, local, partial),
     *(WeakKeyDictionary, WeakSet, WeakValueDictionary, torch.quasirandom.SobolEngine),
 )
 _ATOMS = frozenset({bool, bytes, complex, float, int, str, type, type(None), torch.device, torch.dtype, torch.Size})
 _CACHED = type(cache(lambda: None))
-# Longer containers are data, not a cache, and not searched.
+# Longer containers are data, not a cache, and are not searched.
 _LONGEST = 10_000
-#: Hooks of a tensor have no public names.
+#: Private attributes with a tensor's hooks; there are no public ones.
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 
-#: Tensors that a snapshot copies at once. With "buffers", `unchanged` copies other tensors right before an operation
+#: Tensors that a snapshot copies in advance. With "buffers", `unchanged` copies other tensors right before an operation
 #: writes to them.
 Copied = Literal["nothing", "buffers", "all but parameters"]
 
-# Tensors on a CPU that are copied at once, in bytes altogether: for such small ones it takes less time than a dispatch
-# mode, which costs several microseconds an operation.
+# Up to this many bytes on a CPU, all tensors are copied in advance: a dispatch mode takes several microseconds per
+# operation, which is slower.
 _SMALL = 2**20
 
 
 class Snapshot:
     """Snapshot of a network's state, which can be restored any number of times.
 
-    It covers every place where a forward can keep something: attributes of modules and of the plain objects, containers
-    and functions (closures, `functools.cache`) that these lead to, of their classes, global variables that their
-    methods name; submodules, hooks and modes; tensors with their content, attributes and gradients; and generators of
-    random numbers in any of these places.
+    It covers every place where a forward can store something: attributes, submodules, hooks and modes of modules;
+    plain objects, containers and functions (closures, `functools.cache`) that are reachable from them; attributes of
+    their classes, and global variables that their methods name; tensors with their content, attributes and gradients;
+    random generators in any of these places.
 
     Args:
         network: network whose state is recorded.
-        copied: tensors that are copied at once.
+        copied: tensors that are copied in advance.
     """
 
     def __init__(self, network: nn.Module, copied: Copied = "buffers") -> None:
         self._copied, self._buffers = copied, {id(buffer) for buffer in network.buffers()}
         self._undo: list[tuple[Callable[[Any, Any], None], Any, Any]] = []
-        # Empty dictionaries: most of a module's, such as those of hooks.
+        # Dictionaries that are empty, as most of a module's are (hooks).
         self._empty: list[dict[Any, Any]] = []
         self._tensors: list[Content] = []
         # Id of each object by the id of its attribute dictionary.
@@ -107,17 +107,16 @@ class Snapshot:
     def kept(self) -> "list[Kept]":
         """Find tensors in places that were empty: attributes, buffers, and entries of containers and variables.
 
-        For attributes of a module or an object, its other changed attributes are included.
+        With attributes of a module or an object, its other changed attributes are returned too.
         """
-        places = (*self._undo, *((restore_dict, thing, {}) for thing in self._empty))
-        found = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in places]
-        found = [each for each in found if each.changed]
-        owners = {each.owner for each in found if each.shapes()}
-        return [each for each in found if each.shapes() or each.owner in owners - {None}]
+        undos = (*self._undo, *((restore_dict, thing, {}) for thing in self._empty))
+        places = [Kept(undo, thing, state, self._owners.get(id(thing))) for undo, thing, state in undos]
+        changed = [place for place in places if place.changed]
+        owners = {place.owner for place in changed if place.shapes()} - {None}
+        return [place for place in changed if place.shapes() or place.owner in owners]
 
     def _note(self, thing: Any, kind: type) -> None:
         if kind is dict or kind is OrderedDict:
-            # The most frequent case.
             if thing:
                 self._add(restore_dict, thing, thing.copy(), thing.values())
             else:
@@ -168,22 +167,22 @@ class Snapshot:
             hooks = [getattr(tensor, name, None) for name in TENSOR_HOOKS]
             state = (tensor.requires_grad, tensor.grad, hooks)
             self._add(restore_leaf, tensor, state, (tensor.grad, *hooks))
-        if own := getattr(tensor, "__dict__", None):
-            self._waiting.append(own)
-        elif own is not None:
-            self._undo.append((restore_dict, own, {}))
+        if attributes := getattr(tensor, "__dict__", None):
+            self._waiting.append(attributes)
+        elif attributes is not None:
+            self._undo.append((restore_dict, attributes, {}))
         if self._copied == "nothing" or tensor.is_meta or is_lazy(tensor):
             return
         content = Content(tensor)
-        known = id(tensor) in self._buffers or self._copied != "buffers"
-        if known and not isinstance(tensor, nn.Parameter):
+        in_advance = id(tensor) in self._buffers or self._copied != "buffers"
+        if in_advance and not isinstance(tensor, nn.Parameter):
             content.keep()
         self._tensors.append(content)
 
     def _note_function(self, function: FunctionType) -> None:
-        here = function.__globals__
-        if (library := str(here.get("__name__")).partition(".")[0]) == "growlab":
-            # Its hooks record observations, which stay.
+        variables = function.__globals__
+        if (library := str(variables.get("__name__")).partition(".")[0]) == "growlab":
+            # Our own hooks record observations, which must not be restored.
             return
         self._follow((*(function.__closure__ or ()), *(function.__defaults__ or ())))
         self._follow(tuple((function.__kwdefaults__ or {}).values()))
@@ -192,22 +191,22 @@ class Snapshot:
             return
         names = _names_in(function.__code__)
         for name in names:
-            self._note_variable(here, name, library)
-            content = here.get(name)
+            self._note_variable(variables, name, library)
+            content = variables.get(name)
             if isinstance(content, ModuleType) and content.__name__.partition(".")[0] not in _WITHOUT_VARIABLES:
-                # Variables of another module, as attributes of it.
+                # Variables of another module, which the code reads as its attributes.
                 for each in names:
                     self._note_variable(vars(content), each, library)
         for name in _assigned_in(function.__code__):
-            if name not in here:
-                self._undo.append((_restore_place, (_ITEM, (here, name)), _ABSENT))
+            if name not in variables:
+                self._undo.append((_restore_place, (_ITEM, (variables, name)), _ABSENT))
 
     def _note_variable(self, variables: dict[str, Any], name: str, library: str) -> None:
-        """Note a global variable, or a class by its attributes."""
+        """Note a global variable; of a class, its attributes."""
         if (content := variables.get(name, _ABSENT)) is _ABSENT or isinstance(content, ModuleType):
             return
         if isinstance(content, type):
-            # Modules of the network have been noted by their class.
+            # Classes of the network's modules are noted with these.
             if not issubclass(content, nn.Module) and _library(content) not in _WITHOUT_VARIABLES:
                 self._note_class(content)
             return
@@ -237,8 +236,8 @@ class Snapshot:
         if id(kind) in self._seen:
             return
         self._seen.add(id(kind))
-        own = {name: content for name, content in vars(kind).items() if not name.startswith("__")}
-        self._undo.append((_restore_attributes, kind, own))
+        attributes = {name: content for name, content in vars(kind).items() if not name.startswith("__")}
+        self._undo.append((_restore_attributes, kind, attributes))
         for content in vars(kind).values():
             content = getattr(content, "__func__", getattr(content, "fget", content))
             if not isinstance(content, (type, MemberDescriptorType)):
@@ -248,7 +247,7 @@ class Snapshot:
 class Kept:
     """A place where a forward has stored something that was not there before.
 
-    `undo` restores the state before; `owner` is the id of the object whose attributes the place has, None for a
+    `undo` restores the previous state. `owner` is the id of the object if the place is its attributes; None for a
     container or a variable.
     """
 
@@ -274,15 +273,15 @@ class Kept:
         now = self.contents()
         return [tensor.shape for key in self.changed for tensor in _tensors_in(now.get(key))]
 
-    def leave_out_what_changes_from(self, once: dict[Any, Any]) -> None:
-        """Leave out entries without tensors that differ from those of another forward, such as counters."""
+    def drop_entries_that_differ(self, other: dict[Any, Any]) -> None:
+        """Ignore entries without tensors that differ from the contents after another forward, such as counters."""
         now = self.contents()
         self.changed = [
-            key for key in self.changed if _tensors_in(now.get(key)) or now.get(key, _ABSENT) is once.get(key, _ABSENT)
+            key for key in self.changed if _tensors_in(now.get(key)) or now.get(key, _ABSENT) is other.get(key, _ABSENT)
         ]
 
     def forget(self) -> Callable[[], None]:
-        """Restore what was there before; returns a function that undoes it."""
+        """Restore the previous state; return a function that undoes it."""
         now = self.contents()
         if self.owner is None:
             state = now if isinstance(self._thing, dict) else next(iter(now.values()), _ABSENT)
@@ -294,14 +293,14 @@ class Kept:
 
 
 class Content:
-    """Values of a tensor, and the memory that they are stored in."""
+    """Values of a tensor, and its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.alias = tensor, tensor.detach()
         self._copy: Tensor | None = None
 
     def keep(self) -> None:
-        """Copy the values, unless they have been copied or are lost."""
+        """Copy the values, unless there is a copy already or they are lost."""
         if self._copy is None and not is_overwritten(self.alias):
             self._copy = self.alias.clone()
 
@@ -311,9 +310,9 @@ class Content:
             self._copy.copy_(self.alias)
 
     def restore(self) -> None:
-        """Restore the values in the memory where they were."""
+        """Restore the values in their original memory."""
         moved = _memory(self.tensor) != _memory(self.alias) or self.tensor.shape != self.alias.shape
-        # Copying increments the version, which fails a backward pass that is still to come.
+        # Not copied if equal: that increments the version, with which a pending backward pass would fail.
         if not moved and (self._copy is None or _equal(self.tensor, self._copy)):
             return
         with torch.inference_mode() if self.tensor.is_inference() else torch.no_grad():
@@ -324,7 +323,7 @@ class Content:
 
     @property
     def size(self) -> float:
-        """Number of bytes that are still to be copied; infinite where that may take more than to copy memory."""
+        """Number of bytes that are not copied yet; infinite if copying may take more than a memcpy."""
         if self._copy is not None:
             return 0
         plain = type(self.alias) is Tensor and self.alias.device.type == "cpu" and self.alias.layout is torch.strided
@@ -337,17 +336,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def is_overwritten(tensor: Tensor) -> bool:
-    """Return True if a later run of a CUDA graph has overwritten a tensor, which torch refuses to read or add to."""
+    """Return True if a later replay of a CUDA graph has overwritten a tensor, which torch then refuses to read."""
     try:
         tensor.data_ptr()
     except RuntimeError as error:
-        # Sparse tensors have no pointer either, but are not lost.
+        # Sparse tensors raise too, but are not lost.
         return "CUDAGraphs" in str(error)
     return False
 
 
 def watching(contents: Sequence[Content]) -> AbstractContextManager[Any]:
-    """Return a context in which tensors are copied before they are written to; small ones are copied at once."""
+    """Return a context in which tensors are copied before they are written to, or all in advance if they are small."""
     if sum(content.size for content in contents) > _SMALL:
         return _Writes(contents)
     for content in contents:
@@ -356,13 +355,13 @@ def watching(contents: Sequence[Content]) -> AbstractContextManager[Any]:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode of torch for eager operations: nothing is compiled under it."""
+    """Base of dispatch modes for eager operations: nothing is compiled under them."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: being skipped by dynamo triples the cost of a call."""
+        """Return False: with True, a call takes three times as long."""
         return False
 
 
@@ -380,8 +379,9 @@ class _Writes(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         for place in _written_by(func):
-            given = kwargs.get(place) if isinstance(place, str) else args[place : place + 1]
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            written = kwargs.get(place) if isinstance(place, str) else args[place : place + 1]
+            # Not by a pytree, which takes longer.
+            for tensor in written if isinstance(written, (list, tuple)) else (written,):
                 for each in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
                     if isinstance(each, Tensor):
                         for content in self._contents.pop(_memory(each) or id(each), ()):
@@ -393,21 +393,21 @@ class _Writes(DispatchMode):
 def unchanged(
     network: nn.Module, seed: int | None = None, copied: Copied = "buffers", snapshot: Snapshot | None = None
 ) -> Iterator[Snapshot]:
-    """Restore a network, and the generators that it draws from, at the end of the block or after an exception.
+    """Context that restores a network, and the generators that it draws from, at its end or after an exception.
 
     Args:
         network: network to restore, see `Snapshot`.
         seed: seed of all global generators in the block; None: they continue from their state.
         copied: see `Snapshot`; "all but parameters" where dispatch modes are not allowed, as in torch.export.
-        snapshot: a snapshot of the network's present state, taken with the same `copied`; None: one is taken.
+        snapshot: a snapshot of the network's current state, taken with the same `copied`; None: take one.
     """
     snapshot = snapshot or Snapshot(network, copied)
-    with _draws_kept(network, seed):
+    with draws_restored(network, seed):
         try:
             if copied != "buffers":
                 yield snapshot
                 return
-            # torch does not compile under a dispatch mode, and raises for code that has to be compiled as a whole.
+            # torch does not compile under a dispatch mode, and raises an error with fullgraph=True.
             with torch.compiler.set_stance("force_eager"), snapshot.watching():
                 yield snapshot
         finally:
@@ -415,8 +415,8 @@ def unchanged(
 
 
 @contextmanager
-def _draws_kept(network: nn.Module, seed: int | None) -> Iterator[None]:
-    """Restore the global generators of torch, Python and numpy at the end; seed them before if asked."""
+def draws_restored(network: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Context that restores the global generators of torch, CUDA, Python and numpy; seeds them first unless None."""
     put_back = states_of_draws(network)
     try:
         if seed is not None:
@@ -456,7 +456,7 @@ def _cuda_devices(network: nn.Module) -> list[int]:
     return sorted({p.device.index or 0 for p in network.parameters() if p.device.type == "cuda"})
 
 
-#: Functions that read and write the state of objects, by their type.
+#: Class -> functions that read and write the state of its objects.
 STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
@@ -465,7 +465,7 @@ STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.ndarray: (np.copy, lambda array, content: np.copyto(array, content)),
+    np.ndarray: (np.copy, np.copyto),
     bytearray: (bytes, lambda array, content: array.__setitem__(slice(None), content)),
     array: (lambda array: array[:], lambda array, content: array.__setitem__(slice(None), content)),
 }
@@ -476,7 +476,7 @@ def _library(kind: type) -> str:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's numbers; 0 if it has none or it is not known."""
+    """Return the address of a tensor's storage; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -485,11 +485,11 @@ def _memory(tensor: Tensor) -> int:
 
 @cache
 def _written_by(operation: Any) -> tuple[int | str, ...]:
-    """Positions or names of the arguments that an operation writes to."""
+    """Positions, or names if keyword-only, of the arguments that an operation writes to."""
     schema = getattr(operation, "_schema", None)
     if schema is None:
         return ()
-    # The schemas of batch normalisation do not declare that it writes to its statistics.
+    # Schemas of batch normalisation do not declare that it writes to its running statistics.
     every = "batch_norm" in schema.name
     return tuple(
         argument.name if argument.kwarg_only else place
@@ -514,7 +514,7 @@ def _assigned_in(code: CodeType) -> tuple[str, ...]:
 
 
 def _entries_of(undo: Callable[[Any, Any], None], thing: Any, state: Any) -> dict[Any, Any]:
-    """Return the entries of a place by key: the current ones, or those of its saved state."""
+    """Return the entries of a place by key: those of its saved state, or the current ones if that is None."""
     if undo is restore_dict:
         return dict(_kind_of(thing).items(thing)) if state is None else state
     if undo is restore_list:
@@ -570,13 +570,13 @@ def restore_filled(content: Any, state: tuple[Any, ...]) -> None:
         (content.update if isinstance(content, set) else content.extend)(state)
 
 
-# Functions that read, write and delete the content of a place: of a closure, of an object with slots, of a dictionary.
+# Functions that read, write and delete the content of a place: a closure's cell, a slot, a dictionary's item.
 _CELL = (getattr, setattr, delattr)
 _SLOT = (MemberDescriptorType.__get__, MemberDescriptorType.__set__, MemberDescriptorType.__delete__)
 _ITEM = (getitem, setitem, delitem)
-# There is no way to unset one that was unset.
+# A context variable cannot be unset again.
 _VARIABLE = (ContextVar.get, ContextVar.set, lambda variable: None)
-#: These functions, and their first arguments.
+#: Such functions, and their first arguments.
 _Place = tuple[tuple[Callable[..., Any], ...], tuple[Any, ...]]
 
 

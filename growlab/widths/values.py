@@ -13,10 +13,10 @@ from growlab.widths.groups import VARIANCE_OF_GATES, Attention, Axis, Layer, Nor
 from growlab.widths.program import as_computed, module_of, operation_of, rows_of, shape_of, shapes_of
 
 Heads = Literal["dimensions", "number", "values", "sizes"]
-#: Reason why dimensions stay that windows slide over.
+#: Reason why dimensions that windows slide over keep their size.
 SLID_OVER = "neighbouring channels are pooled or convolved"
 _AS_WIDE = "attention as wide as its stream"
-# Roles of the dimensions of an embedding's table.
+# Roles of an embedding's dimensions.
 _TABLE = [None, "out"]
 
 
@@ -32,9 +32,9 @@ class Value:
         linear_in: names of the parameters of one layer that it is linear in, if it is a layer's output, scaled,
             rearranged or summed with itself.
         made_by: weights of the affine layers that it is computed from with no other affine layer in between.
-        turned: the parameter of which it is the transpose (the last two dimensions exchanged), or None.
-        squeezed: the parameter of which it is a reshape, if everything that uses it restores the shape; or None.
-        rows_of: the parameter of which it is some rows, if only linear layers read them; or None.
+        turned: the parameter that it is the transpose of (last two dimensions), or None.
+        squeezed: the parameter that it is a reshape of, if all its users restore the shape; or None.
+        rows_of: the parameter that it is a slice of rows of, if only linear layers read it; or None.
     """
 
     shape: tuple[int, ...]
@@ -76,12 +76,12 @@ class Record:
         model: the network at full width.
         constants: tensors that the forward creates from numbers, by node.
         plain: names of plain tensors of modules that are constants of the program.
-        moved: node name -> how many dimensions left of the last one a reshape's growing dimension is sought.
+        moved: node name -> how many dimensions to the left of the last one a reshape's growing dimension is.
         heads: part of attention that may grow: head "dimensions", where that can be exact; the "number" of heads;
             "values", whose channels pass hand-written products; or "sizes": dimensions in such products too, for a
             network whose code computes its scale from them.
         tied: paths of attention modules whose heads together are assumed to have the width of their stream.
-        weighted_norms: True if channels may grow that normalisations take their statistics over.
+        weighted_norms: True if channels that normalisations take their statistics over may grow.
         follow_norms: see `trace`.
     """
 
@@ -99,23 +99,23 @@ class Record:
         self.atoms, self.scales = Atoms(), ScaleClasses()
         self.model, self.moved, self.heads, self.follow_norms = model, moved or {}, heads, follow_norms
         self._constants, self._tied, self._weighted_norms = constants, tied, weighted_norms
-        #: Names of tensors that are not learned: buffers, and plain tensors of modules that the forward does not write.
+        #: Names of buffers, and of plain tensors of modules that the forward does not write to.
         self.buffers = {name for name, _ in model.named_buffers()} | plain
         trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         #: Tensors that training does not change; in a network that is frozen as a whole, only the buffers.
-        self.still = self.buffers | {n for n, t in trained.items() if not t and any(trained.values())}
-        #: Axes and roles of the dimensions of every parameter and buffer; names of those that any operation reads.
+        self.untrained = self.buffers | {n for n, t in trained.items() if not t and any(trained.values())}
+        #: Axes and roles of the dimensions of every parameter and buffer, and names of those that any operation reads.
         self.parameters: dict[str, list[Runs]] = {}
         self.roles: dict[str, list[Role | None]] = {}
         self.used: set[str] = set()
         self.layers: list[Layer] = []
-        #: Paths of the modules that apply each weight; weights that another layer follows; weights that the output
-        #: depends on with no other layer in between.
+        #: Paths of the modules that apply each weight.
         self.callers: dict[str, dict[str, None]] = {}
+        #: Weights that another layer follows, and weights that the output depends on with no other layer in between.
         self.followed: set[str] = set()
-        # Gains and biases that consume channels in the place of a table that is an embedding's, too.
-        self.gains: set[str] = set()
         self.reaching: set[str] = set()
+        #: Gains and biases in front of a layer tied to an embedding, which consume the channels instead of its weight.
+        self.gains: set[str] = set()
         self.norms: list[Norm] = []
         self.norm_calls: list[NormCall] = []
         self.offsets: dict[str, float] = {}
@@ -126,7 +126,7 @@ class Record:
         self.basis_dependent: list[tuple[Runs, str]] = []
         #: Module path, size and axis of every size that the forward asks for.
         self.sizes: list[tuple[str, int, Runs]] = []
-        #: Buffers that angles are computed from: at another size or in another order their values would be wrong.
+        #: Buffers that angles are computed from, whose values are only valid at their size and in their order.
         self.frequencies: set[str] = set()
         #: Paths of modules that compute attention.
         self.attending: set[str] = set()
@@ -145,7 +145,7 @@ class Record:
         return Value(shape, tuple(axes), self.scales.new(unit=True))
 
     def fixed_outputs(self, node: Any) -> Any:
-        """Return what a node computes as activations of which nothing grows; None if it computes no tensor."""
+        """Return a node's outputs as activations of fixed width; None if it computes no tensor."""
         return as_computed(node, [self.unit(shape, map(fixed, shape)) for shape in shapes_of(node)])
 
     def grows(self, axis: Runs) -> bool:
@@ -210,10 +210,10 @@ class Record:
         self.sizes.append((module_of(node), size, axis))
         runs = self.atoms.resolve(axis) if repeated else ()
         times = sum(run.outer for run in runs)
-        alike = {replace(run, outer=1) for run in runs} if times > 1 else ()
-        if len(alike) == 1:
-            # Heads of each sample of a batch: the module keeps the number of heads.
-            self.sizes.append((module_of(node), size // times, (*alike,)))
+        single = {replace(run, outer=1) for run in runs} if times > 1 else ()
+        if len(single) == 1:
+            # Such as the number of heads, if the axis is batch size times heads.
+            self.sizes.append((module_of(node), size // times, (*single,)))
 
     def note_sizes(self, node: Any, axes: Sequence[Runs]) -> None:
         """Record the sizes of all dimensions of a node's result; see `note_size`."""
@@ -225,43 +225,43 @@ class Record:
         self.attending.add(module_of(node))
 
     def note_width_of_stream(self, node: Any, rows: Runs, columns: Runs) -> None:
-        """Record a layer in attention whose rows, all heads together, are assumed to be as many as its columns."""
-        # Adapters of peft stand around the layer.
+        """Record a layer of attention whose rows, for all heads together, are assumed to be as wide as the stream."""
+        # Adapters of peft wrap the layer.
         path = module_of(node).removesuffix(".base_layer")
         multiple = self.atoms.length(rows) % self.atoms.length(columns) == 0
         if multiple and not {path, path.rpartition(".")[0]}.isdisjoint(self._tied):
             self._as_wide.append((rows, columns))
 
     def tie_heads_to_streams(self) -> None:
-        """Unify the rows of layers in such attention with their stream, so that both grow at the same rate."""
+        """Unify the rows recorded by `note_width_of_stream` with the stream, so that both grow at the same rate."""
         for rows, columns in self._as_wide:
-            own, stream = self.atoms.resolve(rows), self.atoms.resolve(columns)
-            if len(own) == len(stream) == 1 and own[0].atom == stream[0].atom:
+            heads, stream = self.atoms.resolve(rows), self.atoms.resolve(columns)
+            if len(heads) == len(stream) == 1 and heads[0].atom == stream[0].atom:
                 continue
             length = self.atoms.length(stream)
-            times, rest = divmod(self.atoms.length(own), length)
+            times, rest = divmod(self.atoms.length(heads), length)
             if rest or not times:
-                # Another layer, which the same module's forward runs.
+                # Another layer that the same module runs.
                 continue
-            size = self.atoms.sizes[own[0].atom] if len(own) == 1 and own[0].atom is not None else 0
+            size = self.atoms.sizes[heads[0].atom] if len(heads) == 1 and heads[0].atom is not None else 0
             if times > 1 and size and length % size == 0:
                 # Rows may have another order than the stream's channels: (heads, 3, head dimension).
-                self.atoms.unify(stream, (Run(own[0].atom, 1, length // size),), _AS_WIDE)
+                self.atoms.unify(stream, (Run(heads[0].atom, 1, length // size),), _AS_WIDE)
             else:
-                self.atoms.unify(own, self.atoms.nest(stream, times, 1), _AS_WIDE)
+                self.atoms.unify(heads, self.atoms.nest(stream, times, 1), _AS_WIDE)
 
     def note_choice(self, node: Any, axis: Runs, remaining: int) -> None:
         """Record which output dimension of a reshape grows, and how many candidates remain to the left of it."""
         self._choices[node.name] = (module_of(node), axis, remaining)
 
     def summed_over(self) -> list[str]:
-        """Names of reshapes whose growing dimension was frozen: attention sums or a convolution slides over it."""
+        """Names of reshapes whose growing dimension was frozen since attention sums or a window slides over it."""
         return [
             node
             for node, (module, axis, remaining) in self._choices.items()
             if remaining
             and self.atoms.frozen_whole(axis)
-            # A layer of einops reshapes for the module that it belongs to.
+            # A layer of einops reshapes for its parent module.
             and (
                 not self.attending.isdisjoint((module, module.rpartition(".")[0]))
                 or self.atoms.why_fixed(axis) == SLID_OVER
@@ -271,7 +271,7 @@ class Record:
     def weight_axes(
         self, weight: Value, row_role: Role, column_role: Role, kernel: Sequence[Runs] = ()
     ) -> tuple[Runs, Runs]:
-        """Set the roles of an affine map's weight and return its first two axes; the rest is the kernel."""
+        """Set the roles of an affine map's weight and return its first two axes; the others are the kernel's."""
         rows, columns = weight.axes[:2]
         if weight.rows_of is not None and self.is_weight(weight.rows_of):
             weight, kernel = weight.rows_of, ()
@@ -308,7 +308,7 @@ class Record:
     def spread(self, value: Value) -> None:
         """Let any dimension of a parameter carry channels that the code rearranges or reads entry by entry.
 
-        If the result then serves as a weight, they are frozen, as those of all computed weights are.
+        If the result is used as a weight, they are frozen like those of all computed weights.
         """
         if value.name in self.frequencies:
             self.freeze_all(value.axes, f"{value.name} is a table of as many channels")
@@ -351,7 +351,7 @@ class Record:
         # Concatenated biases are not parameters of the layer: its output keeps its scale.
         scale = self.scales.new(unit=bias is not None and bias.name is None)
         bias_name = None if bias is None else bias.name
-        # A tensor that is used twice can be rescaled in one way only: both uses have the same scales.
+        # A tensor that is used twice has the same scales in both uses, because it can be rescaled in one way only.
         for other in self.layers:
             if other.weight == weight.name:
                 self.scales.union(other.scale_in, x.scale)
@@ -396,7 +396,7 @@ class Record:
         shared = query.linear_in & key.linear_in
         if not (query.linear_in and key.linear_in and self.grows(query.axes[-1]) and self.grows(summed)):
             return False
-        rows = [found for node in nodes if shared and (found := rows_of(node)) is not None]
+        rows = [indices for node in nodes if shared and (indices := rows_of(node)) is not None]
         if shared and len(rows) < len(nodes):
             return False
         self.atoms.unify(query.axes[-1], summed, "queries and keys laid out otherwise")
@@ -417,18 +417,17 @@ class Record:
         self, node: Any, names: Mapping[str, str | None], eps: float, x: Value, per_sample: bool = False
     ) -> None:
         """Record a normalisation by statistics of each channel, over the batch or over each sample."""
-        known = next((name for name in names.values() if name is not None), None)
-        name = node.name if known is None else known.rpartition(".")[0]
-        used = {tensor for tensor in names.values() if tensor is not None}
+        tensors = [tensor for tensor in names.values() if tensor is not None]
+        name = tensors[0].rpartition(".")[0] if tensors else node.name
         for other in self.norms:
-            theirs = {other.weight, other.bias, other.running_mean, other.running_var}
-            if used & theirs:
-                self.scales.union(other.scale_in, x.scale)
-            if used and used == theirs - {None}:
+            others = {other.weight, other.bias, other.running_mean, other.running_var} - {None}
+            if not others & {*tensors}:
+                continue
+            self.scales.union(other.scale_in, x.scale)
+            if others == {*tensors}:
                 return
-            if used & theirs:
-                # One weight cannot compensate for eps in two variances.
-                self.scales.pin(x.scale)
+            # One weight cannot compensate for eps in two variances.
+            self.scales.pin(x.scale)
         self.norms.append(Norm(name=name, eps=float(eps), scale_in=x.scale, per_sample=per_sample, **names))
 
     def note_channel_norm(
@@ -446,7 +445,6 @@ class Record:
         self.norm_calls.append(NormCall(module_of(node), operation_of(node)))
 
     def note_radius(self, node: Any, axis: Runs) -> None:
-        """Record a norm over the channels of an axis."""
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        name = stack[-1][0] if stack else ""
+        """Record a Euclidean norm over the channels of an axis."""
+        name = module_of(node)
         self.radii[name] = self.radii.get(name, ()) + axis

@@ -46,7 +46,7 @@ class Walk:
 
     `plain` has the names of modules' plain tensors that are constants of the program, `updated` those of buffers and
     plain tensors that the forward writes to; `several_outputs` is True if the output in any mode is not a single
-    tensor. `settings` are those of `Record`, in which the rules record what they find.
+    tensor. `settings` are arguments of `Record`, which the rules fill.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Walk:
         self._program, self._keep_full, self._plain = program, keep_full, plain
         self._constants = constants_of(program)
         self.record = Record(model, self._constants, plain, **settings)
-        self.record.still -= updated
+        self.record.untrained -= updated
         self._several = several_outputs or not program.call_spec.out_spec.is_leaf()
         signature = program.graph_signature
         lifted = signature.inputs_to_lifted_tensor_constants
-        own = {node: name for node, name in lifted.items() if name in plain}
-        self._names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **own}
+        constants = {node: name for node, name in lifted.items() if name in plain}
+        self._names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **constants}
         self._canonical = canonical_names(model)
         self._unsaved = frozenset(signature.non_persistent_buffers)
         self._known: dict[str, Value] = {}
@@ -84,11 +84,11 @@ class Walk:
             record.reaching |= value.made_by
             record.freeze_all(value.axes, OUTPUT)
         for name in self._plain & {each for x in record.norms for each in (x.running_mean, x.running_var)}:
-            # Training may change them, and no state_dict has them.
+            # Training may change plain tensors, which are not in any state_dict.
             record.freeze_all(record.parameters[name], f"{name} is neither a parameter nor a buffer")
         record.tie_heads_to_streams()
         if self._several:
-            _pin_what_is_more_than_an_output(record, output_class)
+            _pin_shared_outputs(record, output_class)
         self._graph, self._groups = _collect(record, output_class, self._unsaved)
         return self._graph
 
@@ -113,10 +113,10 @@ class Walk:
         """Visit the program, or a subprogram that is called with these inputs, and return its outputs."""
         record, values = self.record, dict[Any, Any]()
         outer, record.values = record.values, values
-        given = iter(inputs)
+        arguments = iter(inputs)
         for node in part.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given) if inputs else self._placeholder(node)
+                values[node] = next(arguments) if inputs else self._placeholder(node)
             elif node.op == "get_attr":
                 values[node] = content = getattr(part, node.target)
                 if isinstance(content, Tensor):
@@ -124,7 +124,7 @@ class Walk:
             elif node.op == "call_function" and is_dead(node):
                 values[node] = record.fixed_outputs(node)
                 if is_pointwise(node):
-                    # Its result is not used, but it is run: its operands must fit at any width.
+                    # The result is not used, but the operation runs: its operands must match at any width.
                     broadcast(record, node, list(values_in([values[each] for each in node.all_input_nodes])))
             elif node.op == "call_function":
                 values[node] = result = self._call(node, values)
@@ -154,7 +154,7 @@ class Walk:
             root = self._origin_of(node)
             return record.unit(shape, [fixed(size, root) for size in shape])
         scale = record.scales.new(unit=True)
-        # A single channel may be broadcast against many: it stays single.
+        # A dimension of size 1 may be broadcast, so it stays.
         axes = [record.atoms.new(size) if size > 1 else fixed(size) for size in shape]
         record.parameters[name], record.roles[name] = axes, [None] * len(axes)
         self._known[name] = Value(shape, tuple(axes), scale, name)
@@ -168,8 +168,8 @@ class Walk:
         if lifted is None:
             return _INPUT
         modules = self.record.model.named_modules()
-        kept = {f"{path}.{name}".lstrip(".") for path, module in modules for name in vars(module)}
-        return f"{lifted} is neither a parameter nor a buffer" if lifted in kept else "numbers in the code"
+        attributes = {f"{path}.{name}".lstrip(".") for path, module in modules for name in vars(module)}
+        return f"{lifted} is neither a parameter nor a buffer" if lifted in attributes else "numbers in the code"
 
     def _call(self, node: Any, values: Mapping[Any, Any]) -> Any:
         operation = operation_of(node)
@@ -182,32 +182,35 @@ class Walk:
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         operands = list(values_in(named))
         if _known_number(node) is not node or not (operands or shapes_of(node)):
-            # A number made of numbers, or read from a tensor, whose scale stays.
-            for value in operands if operation == "item" else ():
-                self.record.scales.pin(value.scale)
+            # A number, computed from numbers or read from a tensor, whose scale then must not change.
+            if operation == "item":
+                self.record.pin(operands)
             return self._with_makers(operation, operands, node.meta.get("val"))
         known = operation in RULES or operation in self._keep_full
         if not known and any(self.record.grows(axis) for value in operands for axis in value.axes):
             if not is_pointwise(node) or len(shapes_of(node)) > 1:
-                return self._taken_apart(node, operation, named)
-            # The rule for element-wise functions of several operands.
+                return self._decomposed(node, operation, named)
+            # Its rule fits all element-wise functions of several operands.
             operation = "where"
         result = self._rooted(operation, operands, self._apply(node, operation, named, operands))
         return result if operation in AFFINE else self._with_makers(operation, operands, result)
 
     def _rooted(self, operation: str, operands: Sequence[Value], result: Any) -> Any:
-        """Set the origin of a result's fixed axes: that of an operand's axis as long, the only one, or this."""
+        """Set the origin of a result's fixed axes: that of an equally long axis of an operand, else the common one.
+
+        If the operands have no common origin, it is this operation.
+        """
         if not any(run.unrooted for value in values_in(result) for axis in value.axes for run in axis):
             return result
         resolve = self.record.atoms.resolve
         runs = [run for value in operands for axis in value.axes for run in resolve(axis)]
         roots = {run.outer: run.root for run in runs if run.root is not None}
-        alone = next(iter(roots.values())) if len({*roots.values()}) == 1 else f"what {operation} puts out"
+        common = next(iter(roots.values())) if len({*roots.values()}) == 1 else f"what {operation} puts out"
 
         def rooted(axis: Runs) -> Runs:
-            return tuple(replace(r, root=roots.get(r.outer, alone)) if r.unrooted else r for r in axis)
+            return tuple(replace(r, root=roots.get(r.outer, common)) if r.unrooted else r for r in axis)
 
-        return _each(result, lambda value: replace(value, axes=tuple(map(rooted, value.axes))))
+        return _map_values(lambda value: replace(value, axes=tuple(map(rooted, value.axes))), result)
 
     def _apply(self, node: Any, operation: str, named: dict[str, Any], operands: Sequence[Value]) -> Any:
         """Apply an operation's channel rule to its arguments and return the result."""
@@ -223,19 +226,19 @@ class Walk:
         if not (operation in AFFINE or operation in MIXING or operation in SIZES_ALONE):
             self._spread_rearranged(operands[:1] if operation.endswith("_as") else operands, result)
         linear = linear_in(operation, named)
-        return _each(result, lambda value: replace(value, linear_in=linear)) if linear else result
+        return _map_values(lambda value: replace(value, linear_in=linear), result) if linear else result
 
     def _spread_rearranged(self, operands: Sequence[Value], result: Any) -> None:
         """Let parameters carry channels that enter a rule's result without a role assigned by the rule."""
         results = list(values_in(result))
-        used = (one for value in results for one in (value, value.turned, value.squeezed, value.rows_of))
-        kept = {one.name for one in used if one is not None}
+        sources = (source for v in results for source in (v, v.turned, v.squeezed, v.rows_of) if source is not None)
+        passed_on = {source.name for source in sources}
         for value in operands if results else ():
             value = value.turned or value
-            if value.name not in self.record.placed | kept:
+            if value.name not in self.record.placed | passed_on:
                 self.record.spread(value)
 
-    def _taken_apart(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
+    def _decomposed(self, node: Any, operation: str, named: dict[str, Any]) -> Any:
         """Visit the decomposition of a composite operation that has no channel rule."""
         if (parts := parts_of(node)) is not None:
             self._inside += 1
@@ -244,13 +247,13 @@ class Walk:
             return result
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):
             raise UnsupportedOperation(
-                f"torch.vmap cannot be followed{place_of(node)}; write it out over one more dimension, as torch.einsum "
-                "or torch.bmm do, or train the network at a fixed size."
+                f"torch.vmap cannot be traced{place_of(node)}; replace it by operations on one more dimension, such as "
+                "torch.einsum or torch.bmm, or train the network at a fixed size."
             )
         raise UnsupportedOperation(
-            f"no channel rule for {node.target}{place_of(node)}; let the channels that enter it keep their full "
-            f"width: python -m growlab ... keep_full=[{operation}], python -m growlab widths ... --keep-full "
-            f"{operation}, or trace(..., keep_full=[{operation!r}])."
+            f"no channel rule for {node.target}{place_of(node)}; keep the channels that enter it at full width: "
+            f"python -m growlab ... keep_full=[{operation}], python -m growlab widths ... --keep-full {operation}, "
+            f"or trace(..., keep_full=[{operation!r}])."
         )
 
     def _with_makers(self, operation: str, operands: Sequence[Value], result: Any) -> Any:
@@ -262,14 +265,14 @@ class Walk:
             # An affine map: its rule has set `made_by`, if it is a layer of the graph.
             self.record.followed |= made_by
             return result
-        return _each(result, lambda value: value if value.made_by == made_by else replace(value, made_by=made_by))
+        return _map_values(lambda v: v if v.made_by == made_by else replace(v, made_by=made_by), result)
 
 
-def _each(result: Any, change: Any) -> Any:
-    """Apply a function to a result that is a Value, or to those in a list."""
+def _map_values(function: Any, result: Any) -> Any:
+    """Apply a function to a Value, or to all that a list contains."""
     if isinstance(result, list):
-        return [_each(one, change) for one in result]
-    return change(result) if isinstance(result, Value) else result
+        return [_map_values(function, item) for item in result]
+    return function(result) if isinstance(result, Value) else result
 
 
 def _known_number(node: Any) -> Any:
@@ -277,7 +280,7 @@ def _known_number(node: Any) -> Any:
     return value if isinstance(value := node.meta.get("val"), (int, float)) else node
 
 
-def _pin_what_is_more_than_an_output(record: Record, output_class: int) -> None:
+def _pin_shared_outputs(record: Record, output_class: int) -> None:
     """Pin the scale of the outputs unless it can be changed at the modules that produce them.
 
     It cannot for a bare parameter, nor if another layer or norm reads them: a factor would reach its output twice.
@@ -292,14 +295,14 @@ def _pin_what_is_more_than_an_output(record: Record, output_class: int) -> None:
         if find(layer.scale_out) != find(output_class):
             continue
         for path in record.callers[layer.weight]:
-            own = {names[f"{path}.{name}" if path else name] for name, _ in modules[path].named_parameters()}
+            parameters = {names[f"{path}.{name}" if path else name] for name, _ in modules[path].named_parameters()}
             length, _ = record.weight_norms.get(layer.weight, (None, 0))
-            if not own <= {layer.weight, layer.bias, length}:
+            if not parameters <= {layer.weight, layer.bias, length}:
                 record.scales.pin(output_class)
 
 
 class _Names:
-    """Names of the groups that atoms become, and axes in terms of groups."""
+    """Names of the groups that atoms become; rewrites axes in terms of groups."""
 
     def __init__(self, record: Record) -> None:
         self._resolve = record.atoms.resolve
@@ -343,7 +346,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
     _freeze_what_no_rule_placed(record)
     _freeze_what_constants_consume(record)
     atoms.freeze_single()
-    still = _kept_constants(record, unsaved)
+    untrained = _constants(record, unsaved)
     names = _Names(record)
     scaled = {name for x in record.layers for name in (x.weight, x.bias)}
     scaled |= {name for x in record.norms for name in (x.weight, x.bias, x.running_mean, x.running_var)}
@@ -359,19 +362,19 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
     fixed_because = _reasons(record, axes)
     radii = [_radius(record, module, names.groups_on(axis)) for module, axis in record.radii.items()]
     axes |= {radius.length: () for radius in radii if radius.length is not None}
-    constants = {name: _dependent_on(record, name, axes[name]) for name in still}
-    dependent_because = dict.fromkeys((group for found in constants.values() for group in found), "is constant")
+    constants = {name: _varies_along(record, name, axes[name]) for name in untrained}
+    basis_dependent = dict.fromkeys((group for groups in constants.values() for group in groups), "is constant")
     for axis, where in record.basis_dependent:
         for group in names.groups_on(axis):
-            dependent_because.setdefault(group, where)
+            basis_dependent.setdefault(group, where)
     inputs = [
         (layer_name(layer.weight), atoms.length(axis), axis)
         for layer in record.layers
         for axis in record.parameters[layer.weight][1:2]
     ]
     sizes = (
-        [(module, n, names.parts(axis)) for module, n, axis in found if record.grows(axis) and names.cover(axis)]
-        for found in (record.sizes, inputs)
+        [(module, n, names.parts(axis)) for module, n, axis in asked if record.grows(axis) and names.cover(axis)]
+        for asked in (record.sizes, inputs)
     )
     layers = (
         replace(
@@ -392,7 +395,7 @@ def _collect(record: Record, output_class: int, unsaved: frozenset[str]) -> tupl
         find(output_class),
         fixed_because,
         tuple(radius for radius in radii if radius.groups),
-        dependent_because,
+        basis_dependent,
         written=written_sizes(record.model, *sizes),
         channel_norms=_norms_over_channels(record, names),
         attentions=tuple(replace(a, axis=names.axis(x)) for x, a in record.attentions if record.grows(x)),
@@ -416,7 +419,7 @@ def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, st
     """Return the reason why each layer that keeps its width does, by module path."""
     atoms, because = record.atoms, dict[str, str]()
     named = [(layer_name(name), axis) for name, runs in record.parameters.items() for axis in runs]
-    # Layer by each atom that its tensors were ever made of.
+    # Atom -> the layer whose tensors it was ever part of.
     owners = {atom: name for name, axis in reversed(named) for atom in atoms.parts(axis)}
 
     def why(axis: Runs) -> str:
@@ -434,19 +437,19 @@ def _reasons(record: Record, axes: Mapping[str, Sequence[Axis]]) -> dict[str, st
         if makes and record.roles[name][:1] == ["out"] and not record.grows(runs[0]):
             because[owner_of(name)] = why(runs[0]) or "a single channel"
     for name, runs in known.items():
-        # Weights that are not called `weight`: those of recurrent layers, and bare parameters.
+        # Recurrent layers and bare parameters have weights of other names than `weight`.
         path = name.rpartition(".")[0] if "weight" in name and name not in record.buffers else name
         path = owner_of(name) if name in record.weight_norms else path
-        # Channels that it produces come first: their reason explains more than that of its inputs.
-        made = sorted(zip(record.roles[name], runs, strict=True), key=lambda entry: entry[0] != "out")
-        reason = next(filter(None, (why(axis) for _, axis in made)), "") if len(runs) > 1 else ""
+        # Produced channels come first: their reason explains more than that of the inputs.
+        axes_by_role = sorted(zip(record.roles[name], runs, strict=True), key=lambda entry: entry[0] != "out")
+        reason = next(filter(None, (why(axis) for _, axis in axes_by_role)), "") if len(runs) > 1 else ""
         if reason and path not in because and not any(a.groups for a in axes.get(name, ())):
             because[path] = reason
     return {path: _by_parametrization(record.model, path, reason) for path, reason in because.items()}
 
 
 def _by_parametrization(model: nn.Module, path: str, reason: str) -> str:
-    """Name the parametrization where it is what keeps a weight's width, not the network around it."""
+    """Name the parametrization if it is the reason that a weight keeps its width, not the network around it."""
     owner, parametrized, name = path.partition("parametrizations.")
     if not parametrized or reason == OUTPUT or ": " in reason:
         return reason
@@ -458,7 +461,7 @@ def _by_parametrization(model: nn.Module, path: str, reason: str) -> str:
 def _freeze_norms_that_need_several_weights(record: Record) -> None:
     """Freeze channels whose statistics growth cannot reweight.
 
-    It applies the same weights to all statistics that a module and its submodules take, so these must run over the
+    Growth applies the same weights to all statistics that a module and its submodules take, so these must run over the
     same channels.
     """
     for call in record.norm_calls:
@@ -470,27 +473,27 @@ def _freeze_norms_that_need_several_weights(record: Record) -> None:
             reason = f"{call.operation} is called outside of its own module"
             if same:
                 reason = f"{call.path or 'the network'} normalises several streams of channels"
-            for one in (call, other) if same else (call,):
-                record.atoms.freeze(one.axis or (), reason)
+            for frozen in (call, other) if same else (call,):
+                record.atoms.freeze(frozen.axis or (), reason)
 
 
-def _same_call(record: Record, one: NormCall, other: NormCall) -> bool:
-    if one.axis is None or other.axis is None:
-        return one.axis is other.axis
+def _same_call(record: Record, left: NormCall, right: NormCall) -> bool:
+    if left.axis is None or right.axis is None:
+        return left.axis is right.axis
     # A mean over another dimension, which does not grow, needs no weights.
-    apart = None not in (one.mean_over, other.mean_over) and one.mean_over != other.mean_over
-    axes = [record.atoms.resolve(axis) for axis in (one.axis, other.axis)]
-    return axes[0] == axes[1] or (apart and not all(map(record.grows, axes)))
+    over_others = None not in (left.mean_over, right.mean_over) and left.mean_over != right.mean_over
+    axes = [record.atoms.resolve(axis) for axis in (left.axis, right.axis)]
+    return axes[0] == axes[1] or (over_others and not all(map(record.grows, axes)))
 
 
 def _norms_over_channels(record: Record, names: _Names) -> tuple[ChannelNorm, ...]:
-    found: dict[ChannelNorm, None] = {}
+    norms: dict[ChannelNorm, None] = {}
     for call in record.norm_calls:
         axis = names.axis(call.axis or ())
         if axis.groups:
-            norm = ChannelNorm(call.path, axis, call.names["weight"], call.names["bias"])
-            found[replace(norm, mean_over=call.mean_over, summed=call.summed)] = None
-    return tuple(found)
+            tensors = call.names["weight"], call.names["bias"]
+            norms[ChannelNorm(call.path, axis, *tensors, call.mean_over, call.summed)] = None
+    return tuple(norms)
 
 
 def _radius(record: Record, module: str, groups: tuple[str, ...]) -> ChannelLength:
@@ -523,49 +526,48 @@ def _freeze_what_no_rule_placed(record: Record) -> None:
 def _freeze_what_constants_consume(record: Record) -> None:
     """Freeze channels read by float8 tensors or by untrained ones outside of layers: growth cannot extend them."""
     layers = {layer.weight for layer in record.layers} | record.gains
-    for name in record.still & record.parameters.keys():
-        path, _, own = name.rpartition(".")
-        dtype = getattr(record.model.get_submodule(path), own).dtype
-        coarse = dtype.is_floating_point and dtype.itemsize == 1
+    for name in record.untrained & record.parameters.keys():
+        path, _, attribute = name.rpartition(".")
+        dtype = getattr(record.model.get_submodule(path), attribute).dtype
+        is_float8 = dtype.is_floating_point and dtype.itemsize == 1
         for axis, role in zip(record.parameters[name], record.roles[name], strict=True):
-            if role == "in" and (coarse or name not in layers):
-                reason = f"has dtype {dtype}, which cannot be scaled" if coarse else "is not trained"
+            if role == "in" and (is_float8 or name not in layers):
+                reason = f"has dtype {dtype}, which cannot be scaled" if is_float8 else "is not trained"
                 record.atoms.freeze(axis, f"{name} takes these channels and {reason}")
 
 
-def _kept_constants(record: Record, unsaved: frozenset[str]) -> list[str]:
+def _constants(record: Record, unsaved: frozenset[str]) -> list[str]:
     """Return tensors that grow but are not trained and only accompany channels; pin the scale of what they scale.
 
     Running statistics do not count, nor does a frozen layer whose inputs grow.
     """
-    still, grows = record.still, record.grows
+    untrained, grows = record.untrained, record.grows
     consumes = {
         name
         for name, runs in record.parameters.items()
         if any(r == "in" and grows(a) for r, a in zip(record.roles[name], runs, strict=True))
     }
-    grown = {name for x in record.layers if x.weight in consumes & still for name in (x.weight, x.bias)} | record.gains
-    trained = (norm for norm in record.norms if not {norm.weight, norm.bias} & still)
+    frozen = [x for x in record.layers if x.weight in consumes & untrained]
+    trained = (norm for norm in record.norms if not {norm.weight, norm.bias} & untrained)
     statistics = {name for norm in trained for name in (norm.running_mean, norm.running_var)}
-    # Those that nothing updates and no state_dict has must end as they began.
-    statistics -= unsaved & still
-    found = [
-        name for name, runs in record.parameters.items() if name in still - grown - statistics and any(map(grows, runs))
-    ]
+    # Statistics that the forward does not update and no state_dict has must not change.
+    statistics -= unsaved & untrained
+    others = {name for x in frozen for name in (x.weight, x.bias)} | record.gains | statistics
+    constants = [n for n, runs in record.parameters.items() if n in untrained - others and any(map(grows, runs))]
     for layer in record.layers:
-        if {layer.weight, layer.bias} & set(found):
+        if {layer.weight, layer.bias} & set(constants):
             record.scales.pin(layer.scale_out)
     for norm in record.norms:
-        if {norm.weight, norm.bias, norm.running_mean, norm.running_var} & set(found):
+        if {norm.weight, norm.bias, norm.running_mean, norm.running_var} & set(constants):
             record.scales.pin(norm.scale_in)
-    return found
+    return constants
 
 
-def _dependent_on(record: Record, name: str, axes: Sequence[Axis]) -> tuple[str, ...]:
-    """Return the groups along whose channels the entries of a tensor differ; all of its groups on device meta."""
-    path, _, own = name.rpartition(".")
-    tensor, found = getattr(record.model.get_submodule(path), own), dict[str, None]()
+def _varies_along(record: Record, name: str, axes: Sequence[Axis]) -> tuple[str, ...]:
+    """Return the groups along whose channels the entries of a tensor differ; on the meta device all of its groups."""
+    path, _, attribute = name.rpartition(".")
+    tensor, groups = getattr(record.model.get_submodule(path), attribute), dict[str, None]()
     for dim, axis in enumerate(axes):
         if axis.groups and (tensor.is_meta or bool((tensor != tensor.narrow(dim, 0, 1)).any())):
-            found.update(dict.fromkeys(axis.groups))
-    return tuple(found)
+            groups.update(dict.fromkeys(axis.groups))
+    return tuple(groups)

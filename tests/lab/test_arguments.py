@@ -153,5 +153,5 @@ def test_a_grower_refuses_half_a_state() -> None:
 
 @pytest.mark.parametrize("names", [(), ("net", "net"), (None, "net")], ids=str)
 def test_lightnings_callback_takes_each_name_once(names: tuple[str | None, ...]) -> None:
-    with pytest.raises(UserError, match="must be different names: of the submodule that grows"):
+    with pytest.raises(UserError, match="must be different names: the submodule that grows"):
         Growth(names, method=growth.PairGrowth(), trigger={0: 0.5, 1: 1.0})  # type: ignore[arg-type]

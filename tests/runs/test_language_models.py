@@ -66,7 +66,7 @@ def test_attention_is_torchs() -> None:
 @pytest.mark.parametrize(
     ("type", "settings", "message"),
     [
-        ("llamma", {}, "no model type 'llamma'; near it are llama"),
+        ("llamma", {}, "no model type 'llamma'; nearest are llama"),
         ("vit", {}, "model.type=vit is no causal language model"),
         ("llama", {"config": {"rope_tetha": 1.0}}, "llama has no entry rope_tetha"),
         ("bloom", {}, "bloom has no intermediate_size to choose: set model.intermediate_size=null"),
@@ -134,7 +134,7 @@ def test_a_narrower_gemma_is_saved_right_or_refused(tied: bool, stream: bool, tm
     network.eval()
     if stream:
         # The stream is narrower, and the factor on embeddings would be another.
-        with pytest.raises(UserError, match="no configuration of gemma2 gives what the network has ended as"):
+        with pytest.raises(UserError, match="no configuration of gemma2 describes the final network"):
             network.save_pretrained(tmp_path / "saved")
         assert not (tmp_path / "saved").exists()
         return
@@ -152,7 +152,7 @@ def test_layers_that_differ_have_no_configuration() -> None:
     layer = network.network.model.layers[0].mlp
     layer.gate_proj, layer.up_proj = (torch.nn.Linear(32, 40, bias=False) for _ in range(2))
     layer.down_proj = torch.nn.Linear(40, 32, bias=False)
-    with pytest.raises(UserError, match="no configuration of llama gives what the network has ended as"):
+    with pytest.raises(UserError, match="no configuration of llama describes the final network"):
         plain_model(network)
 
 

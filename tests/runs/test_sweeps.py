@@ -53,7 +53,7 @@ def test_one_job_fails_the_others_have_rows_and_only_it_runs_again(cli: CommandL
     shutil.copytree(taken, tmp_path / "other" / "0")
     more = ("hydra.sweep.dir=other", "hydra.sweep.subdir=0", "seed=0", "optimizer.lr=0.025")
     other = cli("-m", *SHORT, *more, cwd=tmp_path)
-    assert other.code == 2 and "contains the result of other settings, with optimizer.lr=" in other.err
+    assert other.code == 2 and "has a result with other settings (optimizer.lr=" in other.err
     for name in ("results.json", "model.pt"):
         assert (tmp_path / "other" / "0" / name).read_bytes() == (taken / name).read_bytes()
     # Commands that read the folder later report the failure too.
@@ -133,7 +133,7 @@ def test_a_search_selects_by_what_each_kind_of_data_holds_out(
         {"metric": {"name": name, "higher_is_better": higher_is_better}, **values, "train_cost_percent": 50.0},
     )
     if not holds_out:
-        with pytest.raises(UserError, match=r"neither trained on nor tested on: set data\.validation=split"):
+        with pytest.raises(UserError, match=r"neither for training nor testing: set data\.validation=split"):
             check_selection(cfg)
         assert objective(cfg, tmp_path) is None
         return

@@ -1,10 +1,10 @@
-"""Read run folders and make tables and figures of them.
+"""Read run folders and turn them into tables and figures.
 
     from growlab.lab.analysis import load_runs, markdown, summarise
     print(markdown(summarise(load_runs(["runs"]))))
 
-Figures are in `growlab.lab.analysis.figures`, imported on their own because they bring in matplotlib. Nothing
-here imports torch or Lightning.
+Figures are in `growlab.lab.analysis.figures`, a separate import because they need matplotlib. Nothing here
+imports torch or Lightning.
 """
 
 from growlab.lab.analysis.results import Group, Run, load_runs

@@ -1,4 +1,4 @@
-"""`python -m growlab table DIR...` prints a table of runs; see also `figure`, `paired` and `time`."""
+"""Commands over finished runs: `growlab table`, `figure`, `paired` and `time`."""
 
 import argparse
 import sys
@@ -24,10 +24,12 @@ _AGAINST = {
 
 @command
 def main(argv: Sequence[str]) -> None:
-    """Run `table`, or `figure`, `paired` or `time` where that is the first word."""
-    special = {"figure": _figure, "paired": _paired, "time": _time}
-    run, given = (special[argv[0]], argv[1:]) if argv and argv[0] in special else (_table, argv)
-    run(given)
+    """Run `figure`, `paired` or `time` if that is the first word, else `table`."""
+    others = {"figure": _figure, "paired": _paired, "time": _time}
+    if argv and argv[0] in others:
+        others[argv[0]](argv[1:])
+    else:
+        _table(argv)
 
 
 def warn(message: str) -> None:
@@ -36,7 +38,7 @@ def warn(message: str) -> None:
 
 
 def table_parser(name: str, description: str, epilog: str | None = None, json: bool = False) -> CommandParser:
-    """Make the parser of a command that makes a table of run folders."""
+    """Return the parser of a command that prints or writes a table of runs."""
     parser = CommandParser(prog=f"growlab {name}", description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
     form = parser.add_mutually_exclusive_group()
@@ -51,16 +53,16 @@ def table_parser(name: str, description: str, epilog: str | None = None, json: b
 
 
 def rows_of(arguments: argparse.Namespace) -> list[Row]:
-    """Read the rows of the run folders that a command line of `table_parser` names."""
+    """Summarise the runs in the folders of a command line."""
     return summarise(load_runs(arguments.folders, warn), warn)
 
 
 def put(table: Grid | Sequence[Row], arguments: argparse.Namespace) -> None:
-    """Print or write a table, or the rows of the main one, in the requested form."""
+    """Print or write a table, or the rows of the main table, in the requested format."""
     form = arguments.form or _SUFFIXES.get(Path(arguments.output or "").suffix.lower(), "markdown")
     if isinstance(table, Grid):
         if form == "json":
-            raise UserError(f"{arguments.output}: this table is written as .md, .tex or .csv.")
+            raise UserError(f"cannot write this table to {arguments.output}: its name must end in .md, .tex or .csv.")
         text: str = getattr(table, form)()
     else:
         text = write_table(table, form)
@@ -83,10 +85,11 @@ def _table(argv: Sequence[str]) -> None:
     )
     each: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--by", metavar="KEY", **each, help="one row for each value of a setting; repeatable")
-    metric, only = ("a number of results.json, such as val_loss; repeatable", "only runs with it (* and ? match)")
+    metric = "average this number of results.json, such as val_loss; repeatable"
     parser.add_argument("--metric", metavar="NAME", **each, help=metric)
-    parser.add_argument("--filter", metavar="KEY=VALUE", **each, help=f"{only}; repeatable")
-    parser.add_argument("--sort", metavar="COLUMN", help="--sort=-COLUMN: from the largest")
+    only = "only runs with this setting (* and ? match); repeatable"
+    parser.add_argument("--filter", metavar="KEY=VALUE", **each, help=only)
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column; --sort=-COLUMN: descending")
     arguments = parser.parse_args(argv)
     rows, asked = rows_of(arguments), (arguments.by, arguments.metric, arguments.filter, arguments.sort)
     put(answer(rows, *asked) if any(asked) else rows, arguments)
@@ -109,7 +112,7 @@ def _time(argv: Sequence[str]) -> None:
 
     parser = table_parser(
         "time",
-        "Time to accuracy: cost and seconds that each method takes to the test scores of a reference.",
+        "Time to accuracy: cost and seconds for each method to reach the test scores of a reference.",
         "Example: growlab time runs/frontier_testbed --score 70",
     )
     score = "to this test score in the table's unit, such as 70 for 70 %%"
@@ -131,9 +134,9 @@ def _figure(argv: Sequence[str]) -> None:
     )
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(figures.FIGURES)}, movie")
     parser.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders above them")
-    output = "where to write (.png, .svg or .pdf; .gif for movie)"
+    output = "write to FILE (.png, .svg or .pdf; .gif for movie)"
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help=output)
-    single = "show this one (rate_factors, norms; repeatable)"
+    single = "show this parameter (rate_factors, norms; repeatable)"
     parser.add_argument("--parameter", metavar="NAME", action="append", help=single)
     arguments = parser.parse_args(argv)
     if arguments.name == "movie":

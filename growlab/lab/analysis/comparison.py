@@ -1,4 +1,4 @@
-"""Compare rows of a table in figures: curves and cost, frontiers of cost or time, learning rates."""
+"""Figures that compare rows of a table: curves and cost, frontiers of cost or time, learning rates."""
 
 import math
 import statistics
@@ -22,13 +22,13 @@ from growlab.lab.analysis.results import ACCURACY, Run
 from growlab.lab.analysis.schedules import Point, best_at_cost, series_over_budgets
 from growlab.lab.analysis.tables import Row, one_task, summarise, unique_names
 
-_EQUAL_COST = 0.5  # percentage points within which costs are equal
-# No axis of scores is shorter than so many standard deviations over seeds (the methods' median); where none is known,
-# that of accuracies of ResNet-20 on CIFAR-10 (0.3 points, notebooks/results/resnet20_cifar10_16_epochs) stands in.
+_EQUAL_COST = 0.5  # costs count as equal within this many percentage points
+# An axis of scores spans at least so many standard deviations over seeds (median over methods). If unknown, use that of
+# ResNet-20's accuracy on CIFAR-10 (0.3 points, notebooks/results/resnet20_cifar10_16_epochs).
 _LEAST_DEVIATIONS, _USUAL_DEVIATION = 10.0, 0.3
-# Costs, or losses, that differ by more than this factor are drawn on a logarithmic axis.
+# An axis is logarithmic if costs or losses differ by more than this factor.
 _WIDE = 6.0
-# The paper's symbols that names of series have.
+# The paper's symbols in names of series.
 _SYMBOLS = {
     "T_0": "length of the first stage, in % of all epochs",
     "p_t": "growth rate of the stages' lengths",
@@ -38,7 +38,7 @@ _SYMBOLS = {
 _EDGE: dict[str, Any] = {"color": "0.85", "linewidth": 4}
 _ONE_SEED = "one seed each: no interval is known"
 _SEVERAL_SEEDS = "points: means over n seeds, bars: one sample standard deviation"
-# A method's row, and how its curves look.
+# Methods' rows and the line styles of their curves.
 Drawn = Sequence[tuple[Row, dict[str, Any]]]
 
 
@@ -49,18 +49,18 @@ def _rows(runs: Sequence[Run], what: str) -> list[Row]:
 
 
 def _seeds(rows: Sequence[Row]) -> str:
-    """Number of seeds, or its range over several rows."""
+    """Return the number of seeds, or its range over the rows."""
     return "-".join(map(str, dict.fromkeys((min(row.n for row in rows), max(row.n for row in rows)))))
 
 
 @style.styled()
 def compare(runs: Sequence[Run]) -> Figure:
-    """Compare runs: training loss, accuracy over epochs, and cost against test accuracy.
+    """Compare runs: training loss, accuracy over epochs, and test accuracy against cost.
 
-    Runs are grouped as in the table; a curve is the mean over seeds, its band and the error bars one sample standard
+    Runs are grouped as in the table. Curves are means over seeds; bands and error bars are one sample standard
     deviation. Curves that would be indistinguishable are drawn minus their common mean. If all costs are equal, the
-    last panel has a column for each method. Accuracy is the held-out one if every run has it, else that of training.
-    Growth events are lines if all grown runs share them, else ticks at the top in the method's colour.
+    last panel has one column per method. Accuracy is held-out if every run has it, else on training data. Growth events
+    are lines if all grown runs share them, else ticks at the top in the method's colour.
     """
     rows = _rows(runs, "a comparison")
     drawn = list(zip(rows, style.line_styles([row.group.method for row in rows]), strict=True))
@@ -91,12 +91,12 @@ def compare(runs: Sequence[Run]) -> Figure:
 
 def _legend_name(name: str, row: Row, rows: Sequence[Row]) -> str:
     epochs = f", {row.group.epochs} epochs"
-    said = len({other.group.epochs for other in rows}) == 1 or epochs in f"{name},"
-    return f"{name}{'' if said else epochs} (n={len(row.runs)})"
+    omit = len({other.group.epochs for other in rows}) == 1 or epochs in f"{name},"
+    return f"{name}{'' if omit else epochs} (n={len(row.runs)})"
 
 
 def _curves_note(rows: Sequence[Row]) -> str:
-    """Note on intervals and marks of growth."""
+    """Explain bands and marks of growth for the legend."""
     note = _ONE_SEED
     if any(len(row.runs) > 1 for row in rows):
         note = "lines and points: means over n seeds; bands and bars: one sample standard deviation"
@@ -122,20 +122,20 @@ def _mark_all_growth(axes: Axes, drawn: Drawn) -> None:
 
 
 def _curves(axes: Axes, drawn: Drawn, curve: Callable[[Run], Any], scale: float, name: str, unit: str) -> None:
-    """A curve of each method over epochs done."""
+    """Draw a curve of each method over completed epochs."""
     _mark_all_growth(axes, drawn)
     tables = [_table(row, curve, scale) for row, _ in drawn]
     base = _mean_of_equals(tables) if all(len(row.runs) > 1 for row, _ in drawn) else None
     for table, (_, line) in zip(tables, drawn, strict=True):
         if len(table.columns):
-            # Scores that are measured every few epochs are joined.
+            # Join scores that are measured only every few epochs.
             _seed_band(axes, (table if base is None else table.sub(base, axis=0)).dropna(how="all"), line)
     style.epoch_axis(axes, max(row.group.epochs for row, _ in drawn))
     axes.set_ylabel(name + ("" if base is None else ",\nless the mean") + unit)
 
 
 def _table(row: Row, curve: Callable[[Run], Any], scale: float) -> pandas.DataFrame:
-    """A curve of each run over epochs done, a column each; runs without it have none."""
+    """Return the curves over completed epochs, one column per run that has it."""
     curves = [
         pandas.Series(scale * values, index=run.metrics["epoch"] + 1)
         for run in row.runs
@@ -145,7 +145,7 @@ def _table(row: Row, curve: Callable[[Run], Any], scale: float) -> pandas.DataFr
 
 
 def _mean_of_equals(tables: Sequence[pandas.DataFrame]) -> pandas.Series | None:
-    """The mean of several methods' curves where they differ by less than a twentieth of their range."""
+    """Return the mean of the methods' curves if they differ by less than a twentieth of their range, else None."""
     means = [table.mean(axis=1) for table in tables if len(table.columns)]
     if len(means) < 2 or len({len(mean) for mean in means}) > 1:
         return None
@@ -164,7 +164,7 @@ def _seed_band(axes: Axes, table: pandas.DataFrame, line: dict[str, Any]) -> Non
 
 
 def _scatter(axes: Axes, drawn: Drawn, methods: Sequence[str]) -> None:
-    """Score over cost; over the methods' names where costs are equal."""
+    """Draw score over cost, or over the methods' names if costs are equal."""
     known = [
         (float(row.cost_percent), row.scaled[0], row.scaled[1], line, method)
         for (row, line), method in zip(drawn, methods, strict=True)
@@ -193,9 +193,9 @@ def _scatter(axes: Axes, drawn: Drawn, methods: Sequence[str]) -> None:
 
 
 def _widen(axes: Axes, rows: Sequence[Row]) -> None:
-    """Let the axis of scores span so much that the scatter of seeds does not look like a result.
+    """Widen the axis of scores so that scatter over seeds does not look like a result.
 
-    The scatter is the methods' median one: a method of which one seed collapsed leaves the others apart.
+    The scatter is the median over methods, so that a collapsed seed of one method does not hide the others.
     """
     metric = rows[0].metric
     known = [metric.scale * row.score_std for row in rows if row.score_std is not None]
@@ -207,38 +207,39 @@ def _widen(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def frontier(runs: Sequence[Run]) -> Figure:
-    """Training cost against test accuracy (or BLEU): a curve for each method and shape of schedule over its budgets.
+    """Draw test accuracy (or BLEU) against training cost: a curve over budgets per method and shape of schedule.
 
-    Fixed-size training is black. Means over seeds, bars one sample standard deviation. Markers are open: those behind
-    others show through. The grey steps are the best score measured at a cost or below it. Costs that differ by more
-    than six times stand on a logarithmic axis (Yuan et al. 2023, Figure 6).
+    Fixed-size training is black. Points are means over seeds, bars one sample standard deviation. The grey steps are
+    the best score measured up to each cost. The axis is logarithmic if costs differ by more than a factor of six (Yuan
+    et al. 2023, Figure 6).
     """
     label = "training cost, in epochs of the fixed-size network at full width"
     return _frontier(_rows(runs, "a frontier"), lambda point: point.cost, label, "cost", of_cost=True)
 
 
 def frontier_seconds(runs: Sequence[Run]) -> Figure:
-    """Wall-clock seconds of a training against test accuracy (or BLEU), else as `frontier`.
+    """Draw test accuracy (or BLEU) against wall-clock seconds of training, otherwise like `frontier`.
 
-    Seconds are means over seeds, bars to the left and right one sample standard deviation.
+    Seconds are means over seeds, with horizontal bars of one sample standard deviation.
     """
     rows = _rows(runs, "a frontier")
     machines = sorted({_machine(run) for row in rows for run in row.runs})
     if len(machines) > 1:
         raise UserError(
-            f"seconds of several machines do not compare ({'; '.join(machines)}): name runs of one, or draw frontier."
+            f"seconds of several machines are not comparable ({'; '.join(machines)}): name runs of one, or draw "
+            "frontier."
         )
     if any(row.seconds is None for row in rows):
-        raise UserError("runs without seconds have no place on an axis of them: draw frontier.")
+        raise UserError("frontier_seconds needs runs with seconds: draw frontier.")
     return _frontier(rows, lambda point: point.row.seconds or 0.0, "seconds of a training", "time", of_cost=False)
 
 
 @style.styled()
 def _frontier(rows: Sequence[Row], amount: Callable[[Point], float], label: str, what: str, *, of_cost: bool) -> Figure:
     series = series_over_budgets(rows)
-    points = [point for one in series for point in one.points]
-    lines = style.line_styles([one.points[0].row.group.method for one in series])
-    names = _names([(one.name, [point.row for point in one.points]) for one in series])
+    points = [point for curve in series for point in curve.points]
+    lines = style.line_styles([curve.points[0].row.group.method for curve in series])
+    names = _names([(curve.name, [point.row for point in curve.points]) for curve in series])
     names.append(f"best at this {what} or below")
     columns = 1 if max(map(len, names)) > 45 else 2
     figure = style.new_figure(5.2, 3.4 + 0.16 * -(-len(names) // columns))
@@ -249,31 +250,31 @@ def _frontier(rows: Sequence[Row], amount: Callable[[Point], float], label: str,
     axes.set(xlabel=label, ylabel=rows[0].metric.axis)
     _cost_axis(axes, list(map(amount, points)), rows[0].reference_epochs if of_cost else None)
     handles = [Line2D([], [], **line, markersize=4.5) for line in lines] + [Line2D([], [], **_EDGE)]
-    text = " ".join(one.name for one in series)
-    meanings = [f"{style.symbols(one)}: {meaning}" for one, meaning in _SYMBOLS.items() if one in text]
+    text = " ".join(curve.name for curve in series)
+    meanings = [f"{style.symbols(symbol)}: {meaning}" for symbol, meaning in _SYMBOLS.items() if symbol in text]
     note = _SEVERAL_SEEDS if any(row.n > 1 for row in rows) else _ONE_SEED
     style.legend_below(figure, handles, names, columns, note="; ".join([note, *meanings]))
     marks = []
-    for one, line in zip(series, lines, strict=True):
-        own = [(amount(point), *point.row.scaled, line) for point in one.points]
-        axes.plot(*list(zip(*own, strict=True))[:2], **{**line, "marker": ""}, linewidth=1.1)
-        for point, (at, score, *_) in () if of_cost else zip(one.points, own, strict=True):
+    for curve, line in zip(series, lines, strict=True):
+        places = [(amount(point), *point.row.scaled, line) for point in curve.points]
+        axes.plot(*list(zip(*places, strict=True))[:2], **{**line, "marker": ""}, linewidth=1.1)
+        for point, (at, score, *_) in () if of_cost else zip(curve.points, places, strict=True):
             seconds = [s for run in point.row.runs if (s := run.results.get("seconds")) is not None]
             reach = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
             axes.hlines(score, at - reach, at + reach, line["color"], linewidth=1.1)
-        marks += own
+        marks += places
     axes.margins(0.05)
     style.mark_points(axes, marks, size_points=5.0)
     return figure
 
 
 def _names(curves: Sequence[tuple[str, Sequence[Row]]]) -> list[str]:
-    """Names of curves with their numbers of seeds, for a legend."""
+    """Return names of curves with their numbers of seeds for a legend."""
     return [f"{style.symbols(style.display_name(name))} (n={_seeds(rows)})" for name, rows in curves]
 
 
 def _cost_axis(axes: Axes, amounts: Sequence[float], reference_epochs: float | None) -> None:
-    """Logarithmic where amounts are far apart; percent of the reference above, if there is one."""
+    """Make the x axis logarithmic if amounts are far apart; add a top axis in percent of the reference, if any."""
     wide = max(amounts) > _WIDE * min(amounts)
     axes.set_xscale("log" if wide else "linear")
     shown: list[Any] = [axes.xaxis]
@@ -282,7 +283,7 @@ def _cost_axis(axes: Axes, amounts: Sequence[float], reference_epochs: float | N
         percent = axes.secondary_xaxis("top", functions=both)
         whole = f"{reference_epochs:g} epochs" if reference_epochs >= 1 else "the largest budget"
         percent.set_xlabel(f"% of {whole}")
-        # A frame: an axis on top alone would look cut off.
+        # Without a right side, the top axis would look cut off.
         axes.spines["right"].set_visible(True)
         shown.append(percent.xaxis)
     for axis in shown if wide else ():
@@ -300,10 +301,10 @@ def _machine(run: Run) -> str:
 
 @style.styled()
 def learning_rates(runs: Sequence[Run]) -> Figure:
-    """Training loss of the last epoch and test score over `optimizer.lr`: a curve for each method.
+    """Draw the last epoch's training loss and the test score over `optimizer.lr`: one curve per method.
 
-    Means over seeds, bars one sample standard deviation. A rate whose runs have left no finite value is left out
-    (Yuan et al. 2023, Figure 14).
+    Points are means over seeds, bars one sample standard deviation. Rates without a finite value are left out (Yuan
+    et al. 2023, Figure 14).
     """
     rows = _rows(runs, "a figure over learning rates")
     curves = over_rates(rows)
@@ -339,15 +340,15 @@ def learning_rates(runs: Sequence[Run]) -> Figure:
 
 
 def over_rates(rows: Sequence[Row]) -> dict[str, list[tuple[float, Row]]]:
-    """Join rows that differ by their learning rate only: by name without it, (learning rate, row) by rising rate."""
+    """Join rows that differ only in their learning rate: (learning rate, row) in rising order, by name without it."""
     joined: dict[str, list[tuple[float, Row]]] = defaultdict(list)
     plain = []
     for row in rows:
-        kept = tuple(each for each in row.group.overrides if not each.startswith("optimizer.lr="))
+        kept = tuple(override for override in row.group.overrides if not override.startswith("optimizer.lr="))
         plain.append(replace(row, group=replace(row.group, overrides=kept)))
     for name, row in zip(unique_names(plain), plain, strict=True):
         joined[name].append((float(row.runs[0].config["optimizer"]["lr"]), row))
-    return {name: sorted(of_rates, key=lambda one: one[0]) for name, of_rates in joined.items()}
+    return {name: sorted(of_rates, key=lambda pair: pair[0]) for name, of_rates in joined.items()}
 
 
 def _finite(row: Row, key: str) -> np.ndarray:

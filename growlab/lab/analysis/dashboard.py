@@ -1,6 +1,6 @@
-"""`python -m growlab dashboard ENTITY/PROJECT` makes a workspace and a report in Weights & Biases.
+"""`growlab dashboard ENTITY/PROJECT`: create a workspace and a report in Weights & Biases for `logger=wandb`.
 
-They show what `logger=wandb` logs. `--dry-run` prints what would be made, without an account or any package.
+`--dry-run` prints their panels without an account or additional packages.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ _STEP = "trainer/global_step"
 
 
 class Panel(NamedTuple):
-    """One panel.
+    """Panel of a workspace or report.
 
     Attributes:
-        kind: curves over steps, one run's end against another number, images, or a table of all runs.
-        keys: names of logged values: curves; x and y; images; the table.
-        pattern: curves whose names match this regular expression, in place of `keys`.
+        kind: curves over steps, a scatter plot of final values, images, or a table of all runs.
+        keys: names of the logged curves, x and y values, images, or table.
+        pattern: regular expression that selects curves by name, instead of `keys`.
     """
 
     kind: Literal["curves", "scatter", "images", "table"]
@@ -60,15 +60,15 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
 
 @command
 def main(argv: Sequence[str]) -> None:
-    """Make a workspace and a report, or print them with `--dry-run`."""
+    """Create a workspace and a report, or print their panels with `--dry-run`."""
     parser = CommandParser(
         prog="growlab dashboard",
-        description="Make a workspace and a report in Weights & Biases for runs logged with logger=wandb.",
+        description="Create a workspace and a report in Weights & Biases for runs logged with logger=wandb.",
         epilog="Example: growlab dashboard my-team/growlab --dry-run",
         allow_abbrev=False,
     )
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="where the runs are")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be made")
+    parser.add_argument("--dry-run", action="store_true", help="print the panels without creating them")
     arguments = parser.parse_args(argv)
     entity, slash, project = arguments.project.partition("/")
     if not (entity and slash and project) or "/" in project:
@@ -88,27 +88,27 @@ def main(argv: Sequence[str]) -> None:
 
 
 def build(entity: str, project: str) -> tuple[Any, Any]:
-    """The workspace and the report as objects of `wandb-workspaces`, not saved yet."""
+    """Return the workspace and the report, not saved yet, as objects of `wandb-workspaces`."""
     try:
         import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise UserError(f"a dashboard needs a package that is not installed: {how_to_install('dashboard')}.") from error
     place: dict[str, Any] = {"entity": entity, "project": project}
-    panels = {name: [_panel(reports, panel) for panel in own] for name, own in SECTIONS.items()}
+    sections = {name: [_panel(reports, panel) for panel in panels] for name, panels in SECTIONS.items()}
     workspace = workspaces.Workspace(
         **place,
         name="growlab",
-        sections=[workspaces.Section(name=name, panels=own, is_open=True) for name, own in panels.items()],
+        sections=[workspaces.Section(name=name, panels=panels, is_open=True) for name, panels in sections.items()],
         settings=workspaces.WorkspaceSettings(x_axis=_STEP),
         runset_settings=workspaces.RunsetSettings(groupby=[workspaces.Metric("Group")]),
     )
     blocks: list[Any] = [reports.P("Growing networks: cost, accuracy and what happened at every growth event.")]
-    for name, own in panels.items():
-        grid = reports.PanelGrid(runsets=[reports.Runset(**place, name=name)], panels=own)
+    for name, panels in sections.items():
+        grid = reports.PanelGrid(runsets=[reports.Runset(**place, name=name)], panels=panels)
         blocks += [reports.H2(name), grid]
-    made = "Made by growlab.lab.analysis.dashboard"
-    return workspace, reports.Report(**place, title="growlab", description=made, blocks=blocks)
+    description = "Made by growlab.lab.analysis.dashboard"
+    return workspace, reports.Report(**place, title="growlab", description=description, blocks=blocks)
 
 
 def _panel(reports: Any, panel: Panel) -> Any:

@@ -1,7 +1,7 @@
-"""All figures by name, and the figures that a run draws into its folder at its end.
+"""All figures by name, and those that a run draws into its folder when it ends.
 
-Every x axis of epochs counts epochs done: the values of `metrics.csv`'s epoch e (from 0) stand at e + 1, and a growth
-event at the beginning of epoch e stands at e, between the epoch before it and the one after it.
+An x axis of epochs counts completed epochs: values of epoch e of `metrics.csv` (from 0) are at e + 1, and a growth
+event at the start of epoch e is at e.
 """
 
 import difflib
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Draw = Callable[[Sequence[Run], Sequence[str] | None], Figure]
-# Resources of a stage: the axis's label, and its unit in that of `results.json`.
+# Resources of a stage: the axis's label, and its unit relative to that of `results.json`.
 _RESOURCES = {
     "peak_memory_bytes": ("peak memory (GiB)", 2**30),
     "samples_per_sec": ("samples per second", 1),
@@ -56,22 +56,22 @@ _RESOURCES = {
 
 
 def write_run_figures(run_dir: str | os.PathLike[str]) -> list[Path]:
-    """Draw a run's figures into its folder `figures/`: learning_curves, widths and, if adapted, rate_factors.
+    """Draw a run's figures into its folder `figures/`: learning_curves, widths and, if recorded, rate_factors.
 
-    The run need not have a `results.json` yet. Returns the files written.
+    The run need not have a `results.json` yet. Returns the written files.
     """
     run = open_run(run_dir)
-    wanted: dict[str, Callable[[Run], Figure]] = {"learning_curves": learning_curves}
+    figures: dict[str, Callable[[Run], Figure]] = {"learning_curves": learning_curves}
     if run.growth["groups"]:
-        wanted["widths"] = widths_over_time
+        figures["widths"] = widths_over_time
     if has_rate_factors(run):
-        wanted["rate_factors"] = rate_factors
-    return [save(draw(run), run.path / "figures" / f"{name}.png") for name, draw in wanted.items()]
+        figures["rate_factors"] = rate_factors
+    return [save(draw(run), run.path / "figures" / f"{name}.png") for name, draw in figures.items()]
 
 
 @style.styled()
 def learning_curves(run: Run) -> Figure:
-    """Loss and the task's metric over epochs: training, validation or the test set where watched, and the test value.
+    """Draw loss and the task's metric over epochs on training and validation (or monitored test) data, and at the test.
 
     Raises:
         UserError: the run has no metrics.
@@ -83,31 +83,31 @@ def learning_curves(run: Run) -> Figure:
     shown = [Metric("loss", "loss", higher_is_better=False), *([] if metric.key == "loss" else [metric])]
     figure = style.new_figure(5.2, 0.3 + 2.0 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, one in zip(panels, shown, strict=True):
+    for axes, metric in zip(panels, shown, strict=True):
         style.mark_growth(axes, run.growth_epochs)
-        # Values at the right edge: markers must not be cut in half.
-        for prefix, name, rank in (("train", "training", 0), ("val", "validation", 1), ("test", "test, watched", 1)):
-            y = run.curve(f"{prefix}_{one.key}")
+        # Without clipping, which would halve the markers at the right edge.
+        for prefix, name, rank in (("train", "training", 0), ("val", "validation", 1), ("test", "test, monitored", 1)):
+            y = run.curve(f"{prefix}_{metric.key}")
             if y is not None:
                 known = np.isfinite(y)
                 marker = style.MARKERS[rank] if len(x) <= 40 else ""
                 line = {"color": style.PALETTE[rank], "linestyle": style.DASHES[rank], "marker": marker}
-                axes.plot(x[known], one.scale * y[known], **line, clip_on=False, label=name)
-        test = run.results.get(f"test_{one.key}")
+                axes.plot(x[known], metric.scale * y[known], **line, clip_on=False, label=name)
+        test = run.results.get(f"test_{metric.key}")
         if test is not None and math.isfinite(test):
             star = {"color": "black", "linestyle": "none", "marker": "*", "markersize": 8, "zorder": 4}
-            value = f"{one.text(test)} {one.unit}".strip()
-            axes.plot(x[-1:], [one.scale * test], **star, clip_on=False, label=f"test, final: {value}")
-        axes.set_ylabel(one.name + (f" ({one.unit})" if one.unit else ""))
+            value = f"{metric.text(test)} {metric.unit}".strip()
+            axes.plot(x[-1:], [metric.scale * test], **star, clip_on=False, label=f"test, final: {value}")
+        axes.set_ylabel(metric.name + (f" ({metric.unit})" if metric.unit else ""))
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower right" if one.higher_is_better else "upper right")
+            axes.legend(loc="lower right" if metric.higher_is_better else "upper right")
     style.epoch_axis(panels[-1], x[-1])
     style.thin_out(figure, _label_stages(panels[0], run, x[-1]))
     return figure
 
 
 def _label_stages(axes: Axes, run: Run, num_epochs: float) -> list[Any]:
-    """Write each stage's width above its interval, in percent of the full width over all groups."""
+    """Write each stage's width above its interval, in percent of full width over all groups."""
     shares, edges = relative_widths(run), [0.0, *run.growth_epochs, float(num_epochs)]
     if len(shares) != len(edges) - 1 or len(shares) < 2:
         return []
@@ -122,22 +122,20 @@ def _label_stages(axes: Axes, run: Run, num_epochs: float) -> list[Any]:
 
 @style.styled()
 def resources(runs: Sequence[Run]) -> Figure:
-    """Peak memory, samples per second and seconds of each stage, a bar a run (Yuan et al. 2023, Figure 7).
+    """Draw peak memory, samples per second and seconds of each stage, one bar per run (Yuan et al. 2023, Figure 7).
 
-    A fixed-size run is a line: its memory, its throughput, and the time in which it trains as many epochs as
-    the stage has. Memory is shown if it was recorded, which it is on CUDA devices and, for the process as a whole
-    and only roughly, on CPUs under Linux.
+    A fixed-size run is a line: its memory, its throughput, and its time for as many epochs as the stage has. Memory is
+    shown if recorded: on CUDA devices, and roughly, for the whole process, on CPUs under Linux.
     """
     grown = [run for run in runs if len(run.results.get("stages") or ()) > 1]
     fixed = [run for run in runs if len(run.results.get("stages") or ()) == 1 and run.keeps_full_width]
     if not grown:
         raise UserError("resources compares stages: name at least one run that grows.")
     if len({tuple(stage["epochs"] for stage in run.results["stages"]) for run in grown}) > 1:
-        raise UserError("resources shows runs whose stages last as many epochs, and these differ.")
+        raise UserError("resources needs runs whose stages have equal numbers of epochs: name other runs.")
     epochs = [stage["epochs"] for stage in grown[0].results["stages"]]
     has_memory = all(_of_stages(run, "peak_memory_bytes") is not None for run in (*grown, *fixed))
     quantities = [name for name in _RESOURCES if has_memory or name != "peak_memory_bytes"]
-    # The legend's lines need room of their own.
     figure = style.new_figure(0.6 + 2.55 * len(quantities), 2.4 + 0.16 * (len(grown) + len(fixed)))
     panels = figure.subplots(1, len(quantities), squeeze=False)[0]
     for axes, quantity in zip(panels, quantities, strict=True):
@@ -183,10 +181,10 @@ def _of_stages(run: Run, quantity: str) -> list[float] | None:
 
 
 def _label(run: Run) -> str:
-    own = [each for each in run.group.overrides if not each.startswith(("schedule.", "data."))]
+    overrides = [override for override in run.group.overrides if not override.startswith(("schedule.", "data."))]
     sizes = sorted({stage["batch_size"] for stage in run.results["stages"]})
     batch = f"batch {sizes[0]}" if len(sizes) == 1 else f"batch {sizes[-1]} to {sizes[0]}"
-    name = style.display_name(", ".join([run.group.plain_method, *own]))
+    name = style.display_name(", ".join([run.group.plain_method, *overrides]))
     return f"{name}, {batch}: {run.results['seconds']:.0f} s in all"
 
 
@@ -222,8 +220,8 @@ def one_run(name: str, runs: Sequence[Run]) -> Sequence[Run]:
     """Return `runs`; raise UserError unless there is exactly one."""
     if len(runs) != 1:
         raise UserError(
-            f"{name} shows one run and there are {len(runs)}: name one of their folders, such as "
-            f"{runs[0].path}, or draw compare."
+            f"{name} shows one run, not {len(runs)}: name one of their folders, such as {runs[0].path}, or draw "
+            "compare."
         )
     return runs
 
@@ -232,7 +230,7 @@ def _draw(name: str, runs: Sequence[Run], parameters: Sequence[str] | None) -> F
     if name in _ONE_RUN:
         one_run(name, runs)
     if parameters and name not in _OF_PARAMETERS:
-        raise UserError(f"{name} shows no single parameters: leave out --parameter.")
+        raise UserError(f"{name} does not show single parameters: leave out --parameter.")
     options = (parameters,) if name in _OF_PARAMETERS else ()
     return _ONE_RUN[name](runs[0], *options) if name in _ONE_RUN else _RUNS[name](runs, *options)
 
@@ -241,7 +239,7 @@ FIGURES: dict[str, Draw] = {name: partial(_draw, name) for name in (*_ONE_RUN, *
 
 
 def find(name: str) -> Draw:
-    """Find the function that draws a figure from runs and, if it shows single ones, parameters."""
+    """Return the function that draws a figure from runs and optional names of parameters."""
     if name not in FIGURES:
         near = difflib.get_close_matches(name, FIGURES, 1, cutoff=0.4)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(FIGURES)}."

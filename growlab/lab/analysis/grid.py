@@ -12,15 +12,15 @@ from typing import Any
 
 from growlab.base.command_parser import columns_of
 
-# Also what turns the direction of writing around.
+# Includes characters that change the direction of text.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-# Lines of a cell may end here.
+# Places where a cell may be wrapped.
 _BREAKS = re.compile(r"(\s+|(?<=[.=,_])(?=[a-z]))")
-# Columns that a long name needs at least.
+# Least width of a column of wrapped names.
 _NAME = 15
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 _FORMULAS = tuple("=+-@＝＋－＠")
-# Perhaps with a deviation, a unit and a number of runs: signs and digits, which call nothing.
+# A number, possibly with a deviation, a unit and a number of runs, which no spreadsheet evaluates.
 _NUMBER = re.compile(r"[+-]?(\d|\.\d|inf|nan)[\d.,eE±%x() +-]*")
 _LATEX = {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"±": r"$\pm$", "−": "$-$", "×": r"$\times$"}
 _LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -29,14 +29,14 @@ _LATEX |= {"<": r"\textless{}", ">": r"\textgreater{}"}
 
 @dataclass(frozen=True)
 class Grid:
-    """A table that can be formatted in several ways.
+    """Table that can be formatted as Markdown, LaTeX or CSV.
 
     Attributes:
         header: names of the columns.
-        rows: cells, in Markdown: `**...**` is bold, ± and − stand for themselves.
-        num_text: number of columns of words on the left; the others are numbers.
-        caption: text below it.
-        groups: names that span several columns above the header, (name, number of columns) from the left.
+        rows: cells in Markdown: `**...**` is bold.
+        num_text: number of text columns on the left; the others are numeric.
+        caption: text below the table.
+        groups: spanning headers, (name, number of columns) from the left.
     """
 
     header: Sequence[str]
@@ -46,16 +46,16 @@ class Grid:
     groups: Sequence[tuple[str, int]] = ()
 
     def markdown(self) -> str:
-        """A Markdown table, padded so that it reads well as plain text too; `groups` go into the header."""
+        """Format as Markdown, padded to be readable as plain text; `groups` become part of the header."""
         return self._drawn([[[cell] for cell in line] for line in self._lines()])
 
     def shown(self) -> str:
-        """Markdown for standard output: fitted to the terminal if it is one."""
+        """Format as Markdown for standard output, fitted to its width if it is a terminal."""
         columns = columns_of(sys.stdout)
         return self.fitted(columns) if columns else self.markdown()
 
     def fitted(self, columns: int) -> str:
-        """The table within so many columns of a terminal: names wrap, further numbers come in a further table."""
+        """Format as Markdown for a terminal: wrap names, and split the table if numbers do not fit."""
         text = self.markdown()
         if max(map(len, text.partition("\n\n")[0].splitlines())) <= columns:
             return text
@@ -76,7 +76,7 @@ class Grid:
                 Grid(part[0], part[1:], first, caption).fitted(columns)
                 for part, caption in zip(parts, captions, strict=True)
             )
-        # The narrowest first, so that the others share what it leaves.
+        # Narrowest first, so that wider columns share the remaining room.
         for left, i in enumerate(sorted(range(first), key=widths.__getitem__), -first):
             widths[i] = min(widths[i], room // -left - 3)
             room -= widths[i] + 3
@@ -85,11 +85,11 @@ class Grid:
         )
 
     def _lines(self) -> list[list[str]]:
-        """Header and rows, escaped for Markdown."""
+        """Return header and rows, escaped for Markdown."""
         return [[_markdown(cell).replace("|", "\\|") for cell in line] for line in (self._names(), *self.rows)]
 
     def _drawn(self, lines: Sequence[Sequence[Sequence[str]]]) -> str:
-        """Markdown of cells that may have several lines each."""
+        """Format cells of one or more lines each as Markdown."""
         widths = [max(len(part) for cell in column for part in cell) for column in zip(*lines, strict=True)]
 
         def padded(line: Sequence[Sequence[str]]) -> str:
@@ -108,7 +108,7 @@ class Grid:
         return text + (f"\n{_markdown(self.caption)}\n" if self.caption else "")
 
     def latex(self) -> str:
-        """A LaTeX `table` with rules of the package booktabs."""
+        """Format as a LaTeX `table` with rules of the package booktabs."""
         columns = "l" * self.num_text + "r" * (len(self.header) - self.num_text)
         lines = [r"\begin{table}", r"\centering", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
         if self.groups:
@@ -123,29 +123,29 @@ class Grid:
         return "\n".join([*lines, r"\end{table}"]) + "\n"
 
     def csv(self) -> str:
-        """Comma-separated cells as shown, bold left out; without the caption."""
+        """Format as CSV, without bold and the caption."""
         return as_csv([inert(cell.replace("**", "")) for cell in line] for line in (self._names(), *self.rows))
 
     def _names(self) -> list[str]:
-        """The header, each column after its group."""
+        """Return the header with each column's group in front."""
         groups = [name for name, n in self.groups for _ in range(n)] or [""] * len(self.header)
         return [f"{group} {name}".strip() for group, name in zip(groups, self.header, strict=True)]
 
 
 def as_csv(lines: Iterable[Sequence[Any]]) -> str:
-    """Lines of cells as comma-separated values."""
+    """Format lines of cells as comma-separated values."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
 
 
 def visible(text: str) -> str:
-    r"""Escape control characters in text, such as a terminal's escape codes: `\x1b`."""
+    r"""Escape control characters, such as a terminal's escape codes: `\x1b`."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    """Lines of a cell, broken at spaces; a setting's name that is longer than a line, behind a dot or underscore."""
+    """Wrap a cell at spaces; longer words, such as names of settings, also after a dot or underscore."""
     whole = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     parts = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     parts.wordsep_simple_re = _BREAKS
@@ -159,17 +159,17 @@ def inert(cell: str) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Text for Markdown, in which tags of HTML are text."""
+    """Escape tags of HTML for Markdown."""
     return _TAG.sub(r"\\<", visible(text))
 
 
 def _latex_row(cells: Sequence[str]) -> str:
     row = " & ".join(map(_latex, cells)) + r" \\"
-    # Behind a row's end or a rule LaTeX takes [ and * for an argument.
+    # After a row's end or a rule, LaTeX would take [ and * as an argument.
     return "{}" + row if row.startswith(("[", "*")) else row
 
 
 def _latex(text: str) -> str:
-    """One cell for LaTeX: special characters escaped, bold and mathematical signs as commands."""
+    """Convert a cell to LaTeX: escape special characters; bold and mathematical signs become commands."""
     text = re.sub("|".join(map(re.escape, _LATEX)), lambda match: _LATEX[match[0]], visible(text))
     return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)

@@ -1,4 +1,4 @@
-"""Identity of a run: the settings that make it the same run when resumed, or a run of one row of a table."""
+"""Identity of a run: the settings that a resumed run, or runs of the same table row, must share."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Settings that do not change what is trained, each with all below it.
+# Settings, each with all below it, that do not affect training.
 FREE = (
     *("name", "ckpt_path", "checkpoint", "logger", "num_threads", "check_ranks", "plan"),
     *("log_every_n_steps", "log_rates_every_n_steps", "schedule.max_memory_gib_per_device"),
@@ -14,24 +14,24 @@ FREE = (
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
     "trainer.max_restarts",
 )
-# Besides, a resumed run may compile and read its data elsewhere; its task compares what matters of `sync_batchnorm`.
+# A resumed run may also compile or read its data from elsewhere; its task checks `sync_batchnorm` itself.
 _FREE_ON_RESUME = (*FREE, "compile", "data.root", "trainer.sync_batchnorm")
-# Besides, a row averages over seeds and over what changes numbers by rounding alone or nothing but records. Other
-# options of Lightning, such as clipping, change what is trained.
+# A row also averages over seeds and settings that affect only rounding or records. Other options of Lightning, such as
+# gradient clipping, change the training.
 _FREE_IN_ROW = (
     *(*FREE, "seed", "probe_size", "log_layers_every_n_steps", "trainer._target_", "trainer.precision"),
     *("trainer.benchmark", "trainer.deterministic", "trainer.profiler", "trainer.detect_anomaly"),
     *("trainer.inference_mode", "trainer.enable_autolog_hparams", "trainer.model_registry"),
 )
-# Overrides that `Group` has fields for: a row's name has them already.
+# Overrides that `Group` has fields for, so that a row's name does not repeat them.
 _FIELDS = (
     *("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "method", "trainer"),
     *("schedule.total_epochs", "data.root", "data.limit_train"),
 )
-# Network or data that one choice of many stands for.
+# Settings that name the network or data within a choice of its group.
 _WHICH = {"model": ("_target_", "name", "type"), "data": ("_target_", "source", "source._target_", "name", "path")}
 _NAMED = {*_FIELDS, *(f"{group}.{key}" for group, keys in _WHICH.items() for key in keys)}
-# Choices of `method` as the settings that they stand for in a row's name, beyond the fields of `Group`.
+# Settings that choices of `method` add to a row's name, beyond the fields of `Group`.
 _MEANS = {
     "method=equal_flops": ("schedule.equal_flops=true",),
     "method=equal_flops_mup": ("schedule.equal_flops=true", "growth.initialisation=mup"),
@@ -48,9 +48,9 @@ _MEANS = {
     "method=ours_without_state": ("optimizer_state=reset",),
     "method=smaller": ("depth.blocks=auto", "growth.depth_multiple=0.0"),
 }
-# Likewise for an optimizer whose default is another.
+# Likewise for an optimizer with another default.
 _MEANS_FOR = {("method=ours_with_state", "sgd"): ("optimizer_state=inherit",)}
-# Data that only their folder distinguishes; elsewhere it is a place on this machine.
+# Data that `data.root` identifies; for other data it is only a place on this machine.
 KNOWN_BY_ROOT = {"folder"}
 _RENAMED = {"RegionalSGD": "SGD"}
 
@@ -71,39 +71,39 @@ def row_settings(config: Mapping[str, Any], data: str, optimizer: str, growth: s
 
 
 def row_overrides(overrides: Iterable[str], optimizer: str = "") -> tuple[str, ...]:
-    """Hydra overrides that distinguish a run's method, sorted, in one spelling each.
+    """Return the Hydra overrides that distinguish a run's method, sorted and with normalised values.
 
-    Seed, places, hardware, loggers and the fields of `Group` are left out. Settings that change the training are kept,
-    such as `trainer.gradient_clip_val`, and so is `compile`: compiled and eager seconds must not share a row.
+    Seed, paths, hardware, loggers and the fields of `Group` are left out. Settings that change the training, such as
+    `trainer.gradient_clip_val`, are kept, and so is `compile`: compiled and eager seconds must not share a row.
     """
     overrides = list(overrides)
-    meant = [each for override in overrides for each in _MEANS_FOR.get((override, optimizer), ())]
-    meant += [each for override in overrides for each in _MEANS.get(override, (override,))]
+    expanded = [setting for override in overrides for setting in _MEANS_FOR.get((override, optimizer), ())]
+    expanded += [setting for override in overrides for setting in _MEANS.get(override, (override,))]
     kept: dict[str, str] = {}
-    for override in meant:
+    for override in expanded:
         key, equals, value = override.partition("=")
         deleted = key.startswith("~")
         key = key.lstrip("+~").strip()
         if key in _NAMED or key.startswith("hydra/") or _is_below(key, (*_FREE_IN_ROW, "hydra")):
             continue
-        # Hydra takes the later one of two overrides of one key.
+        # Of two overrides of a key, the later one wins, as in Hydra.
         kept[key] = f"~{key}" if deleted else f"{key}={spelling(value)}" if equals else key
     return tuple(sorted(kept.values()))
 
 
 def choice_of(group: str, choice: str, overrides: Sequence[str]) -> str:
-    """Choice in a config group, with the network or data that the command line names: `timm resnet18`."""
-    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    """Return the choice in a config group, with the network or data that overrides name: `timm resnet18`."""
+    values = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     keys = [*_WHICH[group], *(("root",) if group == "data" and choice in KNOWN_BY_ROOT else ())]
-    which = [spelling(given[key]) for key in (f"{group}.{each}" for each in keys) if key in given]
-    # A part of the data is other data: its epochs cost less, and it is learned less well.
-    if given.get(f"{group}.limit_train", "null") != "null":
-        which.append(f"limit_train={spelling(given[f'{group}.limit_train'])}")
-    return " ".join([choice, *which])
+    names = [spelling(values[key]) for key in (f"{group}.{setting}" for setting in keys) if key in values]
+    # Part of the data counts as other data: its epochs cost less, and its scores are lower.
+    if values.get(f"{group}.limit_train", "null") != "null":
+        names.append(f"limit_train={spelling(values[f'{group}.limit_train'])}")
+    return " ".join([choice, *names])
 
 
 def resume_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested settings that determine a run's numbers, which a resuming run must share."""
+    """Return the nested settings that determine a run's numbers, which a resumed run must share."""
     settings = copy.deepcopy(dict(config))
     for name in _FREE_ON_RESUME:
         *parents, key = name.split(".")
@@ -115,7 +115,7 @@ def resume_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spelling(value: str) -> str:
-    """One spelling for equal values: 0.10 and .1, True and true, 'a' and a."""
+    """Normalise a value, so that 0.10 and .1, True and true, 'a' and a are equal."""
     value = value.strip().strip("'\"")
     if value.lower() in ("true", "false", "null"):
         return value.lower()
@@ -126,7 +126,7 @@ def spelling(value: str) -> str:
 
 
 def _is_below(key: str, names: Sequence[str]) -> bool:
-    """True if a dotted name is one of others or below one."""
+    """True if a dotted name is one of `names` or below one."""
     return f"{key}.".startswith(tuple(f"{name}." for name in names))
 
 
@@ -152,10 +152,11 @@ class Identity:
     """Settings of a run, in plain containers.
 
     Attributes:
-        run_id: name for loggers that survives interruptions.
-        settings: those that determine the run's numbers; a checkpoint of other settings is not resumed.
+        run_id: name for loggers, the same after an interruption.
+        settings: the settings that determine the run's numbers; a checkpoint with other settings is not resumed.
+        yaml: the composed configuration.
         row: entries of results.json that follow from settings alone.
-        before: those of the run in the folder to resume, or None.
+        before: `settings` of the run already in the folder, or None.
     """
 
     run_id: str
@@ -166,7 +167,7 @@ class Identity:
 
     @property
     def replaces(self) -> bool:
-        """True if the folder contains a run with other settings."""
+        """True if the folder has a run with other settings."""
         return self.before is not None and bool(differences(self.before, self.settings))
 
 
@@ -188,20 +189,20 @@ def other_settings(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Settings that differ, as `name=theirs, not ours`.
+    """List the settings that differ, as `name=theirs, not ours`.
 
     Examples:
         >>> differences({"seed": 0, "model": {"width": 16}}, {"seed": 0, "model": {"width": 32}})
         ['model.width=16, not 32']
     """
-    found = []
+    lines = []
     for key in sorted({*theirs, *ours}):
-        one, other, name = theirs.get(key), ours.get(key), f"{prefix}{key}"
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            found += differences(one, other, f"{name}.")
-        elif one != other:
-            found.append(f"{name}={_brief(one)}, not {_brief(other)}")
-    return found
+        their, our, name = theirs.get(key), ours.get(key), f"{prefix}{key}"
+        if isinstance(their, Mapping) and isinstance(our, Mapping):
+            lines += differences(their, our, f"{name}.")
+        elif their != our:
+            lines.append(f"{name}={_brief(their)}, not {_brief(our)}")
+    return lines
 
 
 def _brief(value: Any) -> str:

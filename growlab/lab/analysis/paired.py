@@ -1,4 +1,4 @@
-"""Methods compared seed by seed: the mean difference and its confidence interval."""
+"""Paired comparison of methods over seeds: mean differences and their confidence intervals."""
 
 import itertools
 import math
@@ -15,12 +15,12 @@ from growlab.lab.analysis.tables import Row, unique_names
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method against another over the seeds that both were run with.
+    """Comparison of one method against another over their common seeds.
 
     Attributes:
         row: the method.
         against: the other one.
-        differences: test score of the first less that of the second (of accuracy a fraction), one for each seed.
+        differences: test score of `row` minus that of `against`, one per seed; accuracy as a fraction.
     """
 
     row: Row
@@ -29,63 +29,62 @@ class Comparison:
 
     @property
     def mean(self) -> float | None:
-        """The mean difference; None without a common seed."""
+        """Mean difference; None without a common seed."""
         return statistics.fmean(self.differences) if self.differences else None
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Student's t interval of the mean difference, n - 1 degrees of freedom; None for fewer than two seeds."""
+        """Return Student's t interval of the mean difference; None for fewer than two seeds."""
         return interval(self.differences, level)
 
     def text(self, difference: float) -> str:
-        """A difference in the metric's unit, with its sign."""
+        """Format a difference in the metric's unit, with its sign."""
         return f"{self.row.metric.scale * difference:+.2f}".replace("-", "−")
 
 
 def interval(differences: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Student's t interval of their mean, n - 1 degrees of freedom; None for fewer than two."""
+    """Return Student's t interval of the mean, with n - 1 degrees of freedom; None for fewer than two values."""
     n = len(differences)
     if n < 2:
         return None
-    # Not scipy's confidence_interval, which warns where differences are equal.
+    # scipy's confidence_interval would warn if all differences are equal.
     reach = float(student_t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
     mean = statistics.fmean(differences)
     return mean - reach, mean + reach
 
 
 def compare_pairs(rows: Sequence[Row], against: str | None = None) -> list[Comparison]:
-    """Compare the rows of each network, data set and metric over equal seeds: each with each, or all with one.
+    """Compare rows of the same network, data and metric over equal seeds: each pair, or all with one.
 
     Args:
         rows: from `summarise`.
-        against: a method's name, as the tables print it, that all others are compared with.
+        against: name of the method, as in tables, that all others are compared with.
     """
     names = dict(zip(map(id, rows), unique_names(rows), strict=True))
-    wanted = {id(row) for row in rows if against in (row.method, names[id(row)])}
-    if against is not None and not wanted:
+    references = {id(row) for row in rows if against in (row.method, names[id(row)])}
+    if against is not None and not references:
         known = ", ".join(names.values())
         raise UserError(f"there is no method {against} among the runs; choose one of: {known}.")
     comparisons = []
     for one, other in itertools.combinations(rows, 2):
         if (one.group.task, one.metric) != (other.group.task, other.metric):
             continue
-        # The better one comes first, so that most differences are gains; the named one comes second.
+        # The better one comes first, so that most differences are gains; the reference, if any, comes second.
         pair = sorted((one, other), key=lambda row: -row.metric.quality(row.score_mean))
         if against is not None:
-            if not wanted & {id(one), id(other)}:
+            if not references & {id(one), id(other)}:
                 continue
-            pair = [other, one] if id(one) in wanted else [one, other]
+            pair = [other, one] if id(one) in references else [one, other]
         comparisons.append(Comparison(pair[0], pair[1], _differences(*pair)))
     if not comparisons:
         known = ", ".join(dict.fromkeys(row.method for row in rows))
         raise UserError(
-            "there are no two methods on one network and data set to compare, judged by one metric; the runs have "
-            f"{known}."
+            f"there are no two methods with the same network, data set and metric to compare; the runs have {known}."
         )
     return comparisons
 
 
 def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid:
-    """One line a comparison: common seeds, mean difference (accuracy in percentage points), confidence interval."""
+    """Return a table with a row per comparison: common seeds, mean difference, confidence interval."""
     head = ["network", "data"] if len({one.row.group.task for one in comparisons}) > 1 else []
     compared = list({id(row): row for one in comparisons for row in (one.row, one.against)}.values())
     names = dict(zip(map(id, compared), unique_names(compared), strict=True))
@@ -94,12 +93,12 @@ def paired_table(comparisons: Sequence[Comparison], level: float = 0.95) -> Grid
         bounds = one.interval(level)
         mean = "" if one.mean is None else one.text(one.mean)
         if bounds is None:
-            said = "no common seed" if one.mean is None else "one seed: no interval"
+            limits = "no common seed" if one.mean is None else "one seed: no interval"
         else:
-            said = f"{one.text(bounds[0])} to {one.text(bounds[1])}"
+            limits = f"{one.text(bounds[0])} to {one.text(bounds[1])}"
             mean = f"**{mean}**" if bounds[0] > 0 or bounds[1] < 0 else mean
-        own = [names[id(one.row)], names[id(one.against)], str(len(one.differences)), mean, said]
-        rows.append([*(one.row.group.task if head else ()), *own])
+        cells = [names[id(one.row)], names[id(one.against)], str(len(one.differences)), mean, limits]
+        rows.append([*(one.row.group.task if head else ()), *cells])
     metrics = " and ".join(metric.difference for metric in sorted({one.row.metric for one in comparisons}))
     return Grid(
         header=[*head, "method", "against", "seeds", "difference", f"{100 * level:g} % interval"],

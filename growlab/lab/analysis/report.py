@@ -1,4 +1,4 @@
-"""Reports of runs: the table that a run ends with, and `growlab report`, a page for any browser, offline."""
+"""Reports of runs: the table printed at the end of a run, and `growlab report`, an offline HTML page."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from growlab.lab.analysis.__main__ import warn
 from growlab.lab.analysis.figures import write_run_figures
 from growlab.lab.analysis.results import Run, load_runs, metric_of, open_run
 
-# FLOPs of a sample below which a table counts in thousands.
+# Below this many FLOPs per sample, a table counts in thousands.
 _SMALL = 1e5
-# Points of a curve that a screen can show.
+# Most points of a curve.
 _POINTS = 150
-# Columns of metrics.csv that are no curve.
+# Columns of metrics.csv that are not curves.
 _NOT_CURVES = ("epoch", "step", "stage")
 _STAGE = ("stage", "epochs", "batch_size", "num_params", "flops_per_sample", "samples_per_sec", "seconds")
 _PARITY = ("parity_error_eval", "parity_error_train")
@@ -32,13 +32,12 @@ _RECEIPT_END = ("parity_tolerance_eval", "output_factor", "seconds")
 
 
 def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | None = None) -> None:
-    """Print a run's stages and its result, of `results.json`; on standard output without a console."""
+    """Print a run's stages and result from `results.json`, by default on standard output."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        # Piped output is read by programs and logs: no wrapping at a terminal's width.
+        # Programs and logs read piped output: do not wrap it at a terminal's width.
         console.width = 120
     table = Table(title=f"{results['experiment']}: {results['growth']}, seed {results['seed']}")
-    # Small networks in thousands: 0.00 million says nothing.
     small = max((stage["flops_per_sample"] for stage in results["stages"]), default=0) < _SMALL
     unit, scale = ("kFLOPs", 1e3) if small else ("MFLOPs", 1e6)
     length = "steps" if "steps" in results else "epochs"
@@ -59,11 +58,11 @@ def print_results(results: Mapping[str, Any], run_dir: Path, console: Console | 
         f"{results['seconds']:.0f} s" + ("" if parity is None else f"; largest parity error {parity:.1e}")
     )
     console.print(f"everything about the run: {run_dir}", soft_wrap=True)
-    console.print(f"look at it in a browser: {run_dir / 'report.html'}", soft_wrap=True)
+    console.print(f"open it in a browser: {run_dir / 'report.html'}", soft_wrap=True)
 
 
 def write_run_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write a run's figures, and its page `report.html`, into its folder; return the page."""
+    """Write a run's figures and its page `report.html` into its folder; return the page's path."""
     write_run_figures(run_dir)
     run = open_run(run_dir)
     write_text(run.path / "report.html", page([run]))
@@ -71,16 +70,16 @@ def write_run_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page about finished runs: self-contained HTML."""
+    """Return a page about finished runs as self-contained HTML."""
     template = files("growlab.lab.analysis").joinpath("report.html").read_text(encoding="utf-8")
     methods = list(dict.fromkeys(map(_method, runs)))
     colours = {name: line["color"] for name, line in zip(methods, style.line_styles(methods), strict=True)}
     names = [f"{_method(run)}, seed {run.results['seed']}" if run.results else _method(run) for run in runs]
-    # With its folder where others have the same name.
+    # Add the folder to names that are not unique.
     places = [f" ({run.path.parent.name}/{run.path.name})" for run in runs]
     unique = [name + (names.count(name) > 1) * place for name, place in zip(names, places, strict=True)]
     content = [_content(run, name, colours[_method(run)]) for run, name in zip(runs, unique, strict=True)]
-    # Inside a script, `</script` would end it, and behind `<!--<script` nothing would.
+    # Escape "<": in a script element, `</script` would end it, and `<!--<script` would keep it from ending.
     return template.replace("/*RUNS*/[]", json.dumps(content, allow_nan=False).replace("<", "\\u003c"))
 
 
@@ -104,10 +103,9 @@ def _method(run: Run) -> str:
 
 
 def _content(run: Run, name: str, colour: str) -> dict[str, Any]:
-    """Content of the page about a run, in types of JSON."""
+    """Return the page's content about a run, as JSON types."""
     results = run.results
     stages = results.get("stages") or ()
-    # Width of each group at each stage.
     widths = pandas.DataFrame([stage["widths"] for stage in stages if stage.get("widths")]).astype(object)
     return {
         "name": name,
@@ -127,20 +125,20 @@ def _content(run: Run, name: str, colour: str) -> dict[str, Any]:
 
 
 def _facts(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers at the top, by name."""
+    """Return the numbers at the top of the page, by name."""
     facts: dict[str, Any] = {
         f"test {key.removeprefix('test_')}": value
         for key, value in results.items()
         if key.startswith("test_") and isinstance(value, int | float)
     }
-    named = {"cost % of fixed size": "train_cost_percent", "seconds": "seconds", "epochs": "epochs"}
-    named["largest parity error"] = "parity_max_error"
-    facts |= {name: results.get(key) for name, key in named.items()}
+    keys = {"cost % of fixed size": "train_cost_percent", "seconds": "seconds", "epochs": "epochs"}
+    keys["largest parity error"] = "parity_max_error"
+    facts |= {name: results.get(key) for name, key in keys.items()}
     return {key: _number(value) for key, value in facts.items() if value is not None}
 
 
 def _curves(run: Run) -> dict[str, list[float | None]]:
-    """Columns of metrics.csv that are numbers, thinned; `cost` and `time` accumulate over the epochs."""
+    """Return the numeric columns of metrics.csv, thinned, with cumulative `cost` and `time`."""
     if not (run.path / "metrics.csv").exists():
         return {}
     names = [name for name in run.metrics.columns if name not in _NOT_CURVES]
@@ -150,7 +148,7 @@ def _curves(run: Run) -> dict[str, list[float | None]]:
     flops = {stage.get("stage"): stage.get("flops_per_sample") for stage in run.results.get("stages") or ()}
     of_epoch = [flops.get(int(stage)) for stage in run.metrics["stage"]]
     if all(of_epoch):
-        # Relative to the whole run: an epoch's cost is proportional to the forward FLOPs of its stage.
+        # In percent of the whole run; an epoch's cost is proportional to the forward FLOPs of its stage.
         curves["cost"] = 100 * np.array(of_epoch, dtype=object).cumsum() / sum(filter(None, of_epoch))
     kept = _thinned(len(run.metrics))
     epochs = {"epoch": [float(run.metrics["epoch"][i]) + 1 for i in kept]}
@@ -158,16 +156,16 @@ def _curves(run: Run) -> dict[str, list[float | None]]:
 
 
 def _regions(run: Run) -> dict[str, dict[str, dict[str, list[float | None]]]]:
-    """Rate factor, weight and gradient norm of each region of each parameter over steps, thinned."""
-    found: dict[str, dict[str, dict[str, list[float | None]]]] = {}
+    """Return rate factor, weight norm and gradient norm over steps by parameter and region, thinned."""
+    regions: dict[str, dict[str, dict[str, list[float | None]]]] = {}
     if (rates := run.rates) is None:
-        return found
+        return regions
     columns = ["step", *(n for n in ("rate_factor", "weight_norm", "grad_norm") if n in rates.columns)]
     for (parameter, region), rows in rates.groupby(["parameter", "region"], sort=False):
         kept = rows.iloc[_thinned(len(rows), _POINTS // 3)]
         curves = {name: [_number(value) for value in kept[name]] for name in columns}
-        found.setdefault(str(parameter), {})[str(region)] = curves
-    return found
+        regions.setdefault(str(parameter), {})[str(region)] = curves
+    return regions
 
 
 def _receipt(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,13 +179,13 @@ def _picked(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _thinned(length: int, points: int = _POINTS) -> list[int]:
-    """Positions of so many of a curve's points at most, the last one among them."""
+    """Return indices of about `points` evenly spaced points of a curve, including the last one."""
     step = max(1, -(-length // points))
     return sorted({*range(0, length, step), length - 1} if length else set())
 
 
 def _number(value: Any) -> Any:
-    """A number as JSON has it: six significant digits, None for NaN and infinity."""
+    """Convert a number for JSON: six significant digits, None for NaN and infinity."""
     if isinstance(value, bool) or value is None or isinstance(value, str | list | dict):
         return value
     number = float(value)

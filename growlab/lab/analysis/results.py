@@ -1,4 +1,4 @@
-"""Run folders as objects: files of a finished run, read when asked for, and the metric that runs are compared by."""
+"""Run folders as objects that read their files lazily, and the metric that runs are compared by."""
 
 import contextlib
 import json
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     import numpy
     import pandas
 
-# Folders that have no runs in them and can be large.
+# Folders without runs, which can be large.
 _PRUNED = {"checkpoints", "figures", "wandb", "tensorboard", "__pycache__", "node_modules"}
-# Names of several overrides together.
+# Names for combinations of overrides.
 _TOGETHER = {
     ("depth.blocks=auto", "growth.depth_multiple=0"): "fewer blocks",
     ("depth.blocks=auto", "schedule.initial_width=0.5"): "grown in depth and from 1/2 of the width",
     ("depth.blocks=auto", "schedule.initial_width=1"): "grown in depth",
 }
-# Entries of `results.json` that are read of every run; older ones lack others.
+# Required entries of `results.json`; older runs may lack others.
 _OF_RESULTS = ("model", "data", "growth", "lr_adapt", "seed", "epochs", "train_cost_percent", "test_loss", "seconds")
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, order=True)
 class Metric:
-    """A number of `results.json` by which runs of a task are compared.
+    """Number in `results.json` that runs of a task are compared by.
 
     Attributes:
-        key: its name there, after the split's ("test_bleu").
-        scale: factor of tables and figures.
-        digits: format of the scaled number.
+        key: its name there without the split's prefix: "bleu" for "test_bleu".
+        scale: factor for tables and figures.
+        digits: format specification of the scaled number.
     """
 
     key: str
@@ -53,12 +53,12 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """Name and unit, for the head of a column."""
+        """Name and unit for the header of a column."""
         return f"{self.name} {self.unit}".strip()
 
     @property
     def axis(self) -> str:
-        """Name and unit of the test value, for an axis."""
+        """Name and unit of the test value for an axis."""
         return f"test {self.name}" + (f" ({self.unit})" if self.unit else "")
 
     @property
@@ -67,13 +67,13 @@ class Metric:
         return f"{self.name} in percentage points" if self.unit == "%" else self.name
 
     def quality(self, value: float | None) -> float:
-        """A number that is larger for better values; None is the worst."""
+        """Return a number that is larger for better values; None is the worst."""
         if value is None:
             return float("-inf")
         return value if self.higher_is_better else -value
 
     def text(self, value: float) -> str:
-        """The value as tables show it, without its unit."""
+        """Format a value for tables, without its unit."""
         return format(self.scale * value, self.digits)
 
 
@@ -83,7 +83,7 @@ BITS = Metric("bits_per_character", "bits per character", higher_is_better=False
 
 
 def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
-    """The metric that all of these `results.json` share; accuracy if there is no common one.
+    """Return the metric that all of these `results.json` share; accuracy if there is no common one.
 
     Examples:
         >>> metric_of([{"test_accuracy": 0.6, "test_bleu": 31.8}]).label, metric_of([{"test_accuracy": 0.9}]).label
@@ -103,7 +103,7 @@ def metric_of(results: Iterable[Mapping[str, Any]]) -> Metric:
 
 @dataclass(frozen=True, order=True)
 class Group:
-    """Row of a table: the fields that runs share which differ only by their seed."""
+    """Row of a table: the fields shared by runs that differ only in their seed."""
 
     experiment: str
     model: str
@@ -133,21 +133,21 @@ class Group:
 
     @property
     def method(self) -> str:
-        """A short name: growth method, rate adaptation and the overrides that set the group apart."""
+        """Short name: growth method, rate adaptation and the overrides that distinguish the group."""
         return self.name_without(())
 
     def name_without(self, shared: Collection[str]) -> str:
-        """The same name without overrides that every group it is compared with has too."""
+        """Return `method` without the overrides `shared` by all compared groups."""
         return ", ".join([self.plain_method, *in_words(self.overrides, shared)])
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder. `results` is read at once; the rest when it is first asked for.
+    """Run folder, whose files other than `results.json` are read on first access.
 
     Attributes:
         path: the run folder.
-        results: content of `results.json`; empty for a run that has not finished.
+        results: content of `results.json`; empty for an unfinished run.
     """
 
     path: Path
@@ -155,7 +155,7 @@ class Run:
 
     @cached_property
     def group(self) -> Group:
-        """The row of a table that this run belongs to."""
+        """Row of a table that this run belongs to."""
         r = self.results
         overrides = [str(override) for override in r.get("overrides") or ()]
         experiment, optimizer, precision = (str(r.get(key) or "") for key in ("experiment", "optimizer", "precision"))
@@ -173,7 +173,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, str] | None:
-        """Composed settings that decide the numbers of its row; None if no configuration was kept."""
+        """Composed settings that determine the numbers of its row; None if no configuration was saved."""
         if "settings" in self.results or not (self.path / "config.yaml").exists():
             return self.results.get("settings")
         with _reading(self.path / "config.yaml"):
@@ -183,49 +183,49 @@ class Run:
     def reference_epochs(self) -> float:
         """Epochs of the fixed-size training that `train_cost_percent` is relative to.
 
-        Not the run's own for a fixed-size run cut short to the cost of a grown one.
+        More than the run's own for a fixed-size run that is cut to the cost of a grown one.
         """
         return self.results.get("reference_epochs") or self.results["epochs"]
 
     @property
     def reference_passes(self) -> float:
-        """The same in passes over the training data, also where epochs are parts of them (`schedule.budget`)."""
+        """The same in passes over the training data; they differ from epochs with `schedule.budget`."""
         return self.budget or self.reference_epochs
 
     @property
     def pass_flops(self) -> float | None:
-        """FLOPs of the fixed-size training for one pass over the training data; None where the cost is not known."""
+        """FLOPs of one pass of the fixed-size training over the data; None if the cost is unknown."""
         cost, flops = self.results["train_cost_percent"], self.results.get("train_flops")
         return 100 * flops / (cost * self.reference_passes) if cost and flops else None
 
     @property
     def budget(self) -> float | None:
-        """Passes over the training data whose cost at full width was there for the run; None: not `schedule.budget`."""
+        """`schedule.budget`: the run's cost in passes over the training data at full width; None without it."""
         return (self.results.get("schedule") or {}).get("budget")
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Machine that its seconds were measured on: the device's name, threads, and how many devices and machines."""
+        """Machine that its seconds were measured on: device name, threads, numbers of processes and nodes."""
         devices = {name: self.results.get(name) or 1 for name in ("world_size", "num_nodes")}
         return {**(self.results.get("machine") or {}), **devices}
 
     @property
     def keeps_full_width(self) -> bool:
-        """True if each epoch cost as much as one of the fixed-size network at full width."""
+        """True if each epoch cost as much as an epoch of the fixed-size network at full width."""
         cost = self.results["train_cost_percent"]
         share = None if cost is None else cost * self.reference_epochs / (100 * self.results["epochs"])
         return self.group.is_fixed_size and share is not None and math.isclose(share, 1, rel_tol=1e-3)
 
     @cached_property
     def metrics(self) -> "pandas.DataFrame":
-        """`metrics.csv`: one row an epoch; `epoch` counts from 0, values are those at that epoch's end."""
-        # An epoch that was trained again counts as it was trained last.
+        """`metrics.csv`: one row per epoch with the values at its end; `epoch` counts from 0."""
+        # Of an epoch that was trained again, the last values count.
         return self._table("metrics.csv", "epoch", "step", "stage").drop_duplicates(
             "epoch", keep="last", ignore_index=True
         )
 
     def curve(self, column: str) -> "numpy.ndarray | None":
-        """A column of `metrics` as floats, one an epoch (nan where absent); None if it has no number."""
+        """Return a column of `metrics` as floats, one per epoch (nan if missing); None if it has no number."""
         import numpy
         import pandas
 
@@ -235,9 +235,9 @@ class Run:
         return values if numpy.isfinite(values).any() else None
 
     def held_out(self, quantity: str) -> "numpy.ndarray | None":
-        """The curve of a quantity on data that was not trained on: validation's, else that of a test set watched."""
-        found = self.curve(f"val_{quantity}")
-        return self.curve(f"test_{quantity}") if found is None else found
+        """Return the curve of a quantity on the validation set, else on the monitored test set, else None."""
+        validation = self.curve(f"val_{quantity}")
+        return self.curve(f"test_{quantity}") if validation is None else validation
 
     @cached_property
     def rates(self) -> "pandas.DataFrame | None":
@@ -271,12 +271,12 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The growth events, in the order in which they happened."""
+        """Growth events in chronological order."""
         return self.growth["events"]
 
     @property
     def growth_epochs(self) -> list[float]:
-        """Epochs done at each growth event: its place on an axis of epochs."""
+        """Number of completed epochs at each growth event."""
         return [float(event["epoch"]) for event in self.events]
 
     @property
@@ -287,7 +287,7 @@ class Run:
 
     @property
     def class_schedule(self) -> dict[int, list[int]]:
-        """The classes from each epoch on, `data.class_schedule`; empty where the data have all from the start."""
+        """Classes from each epoch on (`data.class_schedule`); empty if all are there from the start."""
         return (self.config.get("data") or {}).get("class_schedule") or {}
 
     def _table(self, name: str, *columns: str) -> "pandas.DataFrame":
@@ -301,7 +301,7 @@ class Run:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Context in which errors of reading name the file."""
+    """Turn errors of reading a file into a UserError that names it."""
     try:
         yield
     except (OSError, yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -323,12 +323,12 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
 def load_runs(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], report: Report | None = None
 ) -> list[Run]:
-    """Find every finished run in the given folders and below, each once, sorted by path.
+    """Find all finished runs in the given folders and below, without duplicates, sorted by path.
 
     Args:
         paths: run folders or any folders above them.
-        report: called with one sentence for each `results.json` that is torn or not a run's, and for each
-            reason why jobs of sweeps failed; by default the sentence is issued as a warning.
+        report: called with one sentence for each `results.json` that is damaged or not a run's, and for each reason
+            for which jobs of sweeps failed; a warning by default.
     """
     report = report or (lambda message: warnings.warn(message, stacklevel=3))
     folders = [Path(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
@@ -363,13 +363,13 @@ def load_runs(
 
 
 def in_words(overrides: Sequence[str], shared: Collection[str] = ()) -> list[str]:
-    """Overrides in words where there are any, without those that every group it is compared with has too."""
-    left, words = list(overrides), list[str]()
+    """Replace known combinations of overrides by their names; drop those `shared` by all compared groups."""
+    rest, words = list(overrides), list[str]()
     for together, name in _TOGETHER.items():
-        if set(together) <= set(left):
+        if set(together) <= set(rest):
             words.append(name)
-            left = [override for override in left if override not in together]
-    return [*words, *(override for override in left if override not in shared)]
+            rest = [override for override in rest if override not in together]
+    return [*words, *(override for override in rest if override not in shared)]
 
 
 def _reason(path: Path) -> str:
@@ -380,11 +380,11 @@ def _reason(path: Path) -> str:
 
 
 def _read_results(path: Path) -> dict[str, Any]:
-    """Read a `results.json`; ValueError, with half a sentence, if it is torn or not a run's."""
+    """Read a `results.json`; raise ValueError, with half a sentence, if it is damaged or not a run's."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError("it is torn or not JSON.") from error
+        raise ValueError("it is damaged or not JSON.") from error
     missing = [key for key in _OF_RESULTS if not isinstance(content, dict) or key not in content]
     if missing:
         raise ValueError(f"it is not the result of a growlab run ({missing[0]} is missing).")

@@ -1,4 +1,4 @@
-"""Cost against score over schedules: runs that make one curve, gains over fixed size, and time to a score."""
+"""Score against cost over schedules: curves over budgets, frontiers, and cost or time to a score."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from growlab.lab.analysis.grid import Grid
 from growlab.lab.analysis.results import in_words
 from growlab.lab.analysis.tables import Row, one_task
 
-# Settings that a curve of one schedule runs over: the budget. Everything else of a schedule makes another curve.
+# Settings of the budget, which varies along a curve. All other settings of a schedule distinguish curves.
 _LENGTH = {"total_epochs", "initial_epochs", "epochs", "equal_flops", "budget"}
 _WORDS = {
     "num_stages": "{} stages",
@@ -30,10 +30,10 @@ _WORDS = {
     "max_memory_gib_per_device": "{} GiB a device",
     "batch_size_stage": "batch size of the {} stage",
 }
-# Settings that say that something is not done: no word about them. A run that is older than a setting has it off.
+# Values that switch a setting off and are not named. In runs that are older than a setting it is off.
 _OFF = {"batch_growth_rate": "0.0", "warmup_fraction": "0.0", "warmup_steps_after_growth": "0", "milestones": "[]"}
 _OFF |= {"batch_rule": '"none"', "restarts": '"none"', "batch_size_stage": '"last"', "progress_unit": '"epochs"'}
-# Columns that a table has next to the method, where rows differ in it.
+# Columns of a table besides the method, if rows differ in them.
 _FIELDS = ("optimizer", "precision", "experiment")
 _RATE = "optimizer.lr="
 _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
@@ -41,12 +41,12 @@ _FRACTIONS = {0.5: "1/2", 0.25: "1/4", 0.125: "1/8"}
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the table as a point.
+    """Row of a table as a point.
 
     Attributes:
         row: the row.
         cost: forward FLOPs in epochs of the fixed-size network at full width.
-        score: mean test score, of accuracy a fraction.
+        score: mean test score; accuracy as a fraction.
     """
 
     row: Row
@@ -55,13 +55,13 @@ class Point:
 
     @property
     def quality(self) -> float:
-        """A number that is larger for the better score."""
+        """A number that is larger for better scores."""
         return self.row.metric.quality(self.score)
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one method and shape of schedule, by rising cost; only their budgets differ."""
+    """Points of one method and shape of schedule, by rising cost, that differ only in their budgets."""
 
     name: str
     is_fixed_size: bool
@@ -69,10 +69,10 @@ class Series:
 
 
 def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
-    """Join the rows that differ by their budget only: fixed-size ones first, then the rest by name.
+    """Join rows that differ only in their budget: fixed-size series first, then the rest by name.
 
-    A name has what distinguishes a series from the others, schedules in words. A method that has a learning rate of
-    its own at each budget, as tuned ones have, is one series, whose name lists the rates by rising cost.
+    A name lists what distinguishes a series from the others. If each budget of a method has a single, perhaps tuned,
+    learning rate, they form one series, whose name lists the rates by rising cost.
 
     Args:
         rows: rows of one network and data set, from `summarise`.
@@ -84,12 +84,12 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
     ]
     shapes = [_shape(point.row) for point in points]
     grown = [shape for shape, point in zip(shapes, points, strict=True) if not point.row.group.is_fixed_size]
-    varying = {key for one in grown for key in one if len({o.get(key, _off(key)) for o in grown}) > 1}
+    varying = {key for shape in grown for key in shape if len({other.get(key, _off(key)) for other in grown}) > 1}
     apart = [field for field in _FIELDS if len({getattr(point.row.group, field) for point in points}) > 1]
     joined: dict[tuple[bool, str, str], dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for point, shape in zip(points, shapes, strict=True):
         group, shared = point.row.group, point.row.shared_overrides
-        # The width that it starts from may be in words already.
+        # A name for several overrides may include the initial width.
         named = bool(set(in_words(group.overrides)) - set(group.overrides))
         words = "".join(
             ", " + _WORDS.get(key, key + " {}").format(_value(key, shape[key]))
@@ -97,10 +97,11 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
             if shape[key] not in ("null", _off(key)) and not (key == "initial_width" and named)
         )
         others = in_words(group.overrides, shared)
-        own = [each for each in others if not each.lstrip("~").startswith("schedule.")]
-        rate = next((each.removeprefix(_RATE) for each in own if each.startswith(_RATE)), "")
-        own = [one for one in own if not one.startswith(_RATE)] + [getattr(group, field) for field in apart]
-        key = (not group.is_fixed_size, ", ".join([group.plain_method, *own]), "" if group.is_fixed_size else words)
+        kept = [override for override in others if not override.lstrip("~").startswith("schedule.")]
+        rate = next((override.removeprefix(_RATE) for override in kept if override.startswith(_RATE)), "")
+        kept = [override for override in kept if not override.startswith(_RATE)]
+        name = ", ".join([group.plain_method, *kept, *(getattr(group, field) for field in apart)])
+        key = (not group.is_fixed_size, name, "" if group.is_fixed_size else words)
         joined[key][rate].append(point)
     return [
         Series(name + (f", {_RATE}{rates}" if rates else "") + words, not is_grown, members)
@@ -110,7 +111,7 @@ def series_over_budgets(rows: Sequence[Row]) -> list[Series]:
 
 
 def _over_rates(of_rates: dict[str, list[Point]]) -> list[tuple[str, tuple[Point, ...]]]:
-    """One series where no budget has two rates, else one for each rate."""
+    """Return one series if every budget has a single rate, else one series per rate."""
     pairs = [(point, rate) for rate, points in of_rates.items() for point in points]
     pairs.sort(key=lambda pair: pair[0].cost)
     if "" not in of_rates and len({_budget(point.row) for point, _ in pairs}) == len(pairs):
@@ -127,7 +128,7 @@ def _budget(row: Row) -> str:
 
 
 def best_at_cost(points: Sequence[Point], amount: Callable[[Point], float] | None = None) -> list[Point]:
-    """The points that no other one beats at equal or lower cost, by rising cost (or by another amount)."""
+    """Return the points that no other one beats at equal or lower cost (or `amount`), in rising order."""
     amount = amount or (lambda point: point.cost)
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (amount(p), -p.quality)):
@@ -137,16 +138,16 @@ def best_at_cost(points: Sequence[Point], amount: Callable[[Point], float] | Non
 
 
 def _shape(row: Row) -> dict[str, str]:
-    """The schedule's settings but its length, as words."""
+    """Return the schedule's settings except its length, as JSON."""
     schedule = _schedule(row)
     shape = {key: value for key, value in schedule.items() if key not in _LENGTH | {"learning_rate"}}
     rate = schedule.get("learning_rate") or {}
     shape |= {key: value for key, value in rate.items() if not key.startswith("_")}
-    unused = [] if shape.get("milestones") else ["decay"]  # of the milestones
+    unused = [] if shape.get("milestones") else ["decay"]  # used by milestones only
     if rate.get("shape") != "wsd":
         unused += ["decay_fraction", "decay_shape"]
     if schedule.get("epochs"):
-        # Explicit lists win over the rates.
+        # Explicit lists override the growth rates.
         shape["num_stages"] = len(schedule["epochs"])
         unused.append("epoch_growth_rate")
     if schedule.get("epochs") or schedule.get("initial_epochs"):
@@ -171,22 +172,22 @@ def _value(key: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class Amount:
-    """Amount that it takes to reach a score.
+    """Cost or time to reach a score.
 
     Attributes:
-        value: the amount; None where nothing was measured.
-        sign: "" between two budgets of the curve, "<" below its smallest budget, ">" beyond its largest.
+        value: the amount; None if unknown.
+        sign: "" between two budgets of the curve, "<" below its smallest budget, ">" above its largest.
     """
 
     value: float | None
     sign: str = ""
 
     def text(self, digits: int) -> str:
-        """The amount with its sign and so many decimals; empty where nothing was measured."""
+        """Format the amount with its sign; empty if unknown."""
         return "" if self.value is None else f"{self.sign} {self.value:.{digits}f}".strip()
 
     def over(self, reference: "Amount") -> "Amount":
-        """The ratio, bounded from the side that is known; none where both ends are open."""
+        """Return the ratio, with its bound; unknown if the bounds of both amounts do not combine."""
         opposite = {"": "", "<": ">", ">": "<"}[reference.sign]
         if self.value is None or reference.value is None or (self.sign and opposite and self.sign != opposite):
             return Amount(None)
@@ -195,14 +196,14 @@ class Amount:
 
 @dataclass(frozen=True)
 class TimeToScore:
-    """Cost and seconds of one method to a test score, and ratios to the reference.
+    """Cost and seconds for one method to reach a test score, and their ratios to a reference.
 
     Attributes:
-        level: the score, of accuracy a fraction.
+        level: the score; accuracy as a fraction.
         series: the method over its budgets.
-        reference: the method that ratios are to.
-        cost: forward FLOPs, in epochs of the fixed-size network at full width; `cost_ratio` over the reference's.
-        seconds: wall-clock seconds; without a value where machines differ; `seconds_ratio` over the reference's.
+        reference: the reference method of the ratios.
+        cost: forward FLOPs in epochs of the fixed-size network at full width; `cost_ratio` relative to the reference.
+        seconds: wall-clock seconds, unknown if machines differ; `seconds_ratio` relative to the reference.
     """
 
     level: float
@@ -215,17 +216,17 @@ class TimeToScore:
 
 
 def times_to_scores(rows: Sequence[Row], against: str | None = None, level: float | None = None) -> list[TimeToScore]:
-    """Cost and seconds of every method to the scores of the reference, or to one score ("time to accuracy").
+    """Return each method's cost and seconds to the scores of a reference, or to one score ("time to accuracy").
 
-    A method's test score is interpolated linearly over the logarithm of cost, and over that of seconds, between
-    neighbouring budgets; the first crossing counts. Nothing is extrapolated: a score below that of the smallest
-    budget, or above that of the largest, bounds the amount from one side.
+    Between neighbouring budgets, a method's test score is interpolated linearly over the logarithm of cost or seconds;
+    the first crossing counts. Nothing is extrapolated: a score below that of the smallest budget, or above that of the
+    largest, bounds the amount from one side.
 
     Args:
         rows: from `summarise`, of one network and data set, each method at several budgets.
-        against: name of the reference, as `time_to_score_table` prints it; if None, the fixed-size network at full
+        against: name of the reference, as printed by `time_to_score_table`; None: the fixed-size network at full
             width.
-        level: the score, of accuracy a fraction; if None, that of the reference at each of its budgets.
+        level: the score, accuracy as a fraction; None: the reference's score at each of its budgets.
     """
     one_task(rows, "the time to a score")
     if level is not None and not math.isfinite(level):
@@ -233,30 +234,28 @@ def times_to_scores(rows: Sequence[Row], against: str | None = None, level: floa
     series = series_over_budgets(rows)
     reference = _reference(series, against)
     timed = len({str(run.machine) for row in rows for run in row.runs}) == 1
-    found = []
-    for each in [point.score for point in reference.points] if level is None else [level]:
-        costs, seconds = (
-            [_amount(one, each, in_seconds) if timed or not in_seconds else Amount(None) for one in series]
-            for in_seconds in (False, True)
-        )
-        place = series.index(reference)
-        for one, cost, time in zip(series, costs, seconds, strict=True):
+    place = series.index(reference)
+    times = []
+    for score in [point.score for point in reference.points] if level is None else [level]:
+        costs = [_amount(method, score, in_seconds=False) for method in series]
+        seconds = [_amount(method, score, in_seconds=True) if timed else Amount(None) for method in series]
+        for method, cost, time in zip(series, costs, seconds, strict=True):
             ratios = cost.over(costs[place]), time.over(seconds[place])
-            found.append(TimeToScore(each, one, reference, cost, time, *ratios))
-    return found
+            times.append(TimeToScore(score, method, reference, cost, time, *ratios))
+    return times
 
 
 def time_to_score_table(times: Sequence[TimeToScore]) -> Grid:
-    """A line for each score and method."""
+    """Return a table with a row per score and method."""
     metric = times[0].series.points[0].row.metric
     rows = [
         [
-            *(metric.text(one.level), one.series.name),
-            *(one.cost.text(2), one.cost_ratio.text(2), one.seconds.text(0), one.seconds_ratio.text(2)),
+            *(metric.text(time.level), time.series.name),
+            *(time.cost.text(2), time.cost_ratio.text(2), time.seconds.text(0), time.seconds_ratio.text(2)),
         ]
-        for one in times
+        for time in times
     ]
-    untimed = all(one.seconds.value is None for one in times)
+    untimed = all(time.seconds.value is None for time in times)
     return Grid(
         header=[f"test {metric.label}", "method", "cost", "cost ratio", "seconds", "seconds ratio"],
         rows=rows,
@@ -269,17 +268,17 @@ def time_to_score_table(times: Sequence[TimeToScore]) -> Grid:
 
 
 def _reference(series: Sequence[Series], against: str | None) -> Series:
-    for one in series:
-        full = all(run.keeps_full_width for point in one.points for run in point.row.runs)
-        if full if against is None else one.name == against:
-            return one
-    names = "; ".join(one.name for one in series)
-    what = "the runs hold no fixed-size network at full width" if against is None else f"no method {against}"
-    raise UserError(f"{what}; name a method to compare with by --against, one of: {names}.")
+    for method in series:
+        full = all(run.keeps_full_width for point in method.points for run in point.row.runs)
+        if full if against is None else method.name == against:
+            return method
+    names = "; ".join(method.name for method in series)
+    what = "there is no fixed-size network at full width" if against is None else f"there is no method {against}"
+    raise UserError(f"{what}; choose the method to compare with by --against, one of: {names}.")
 
 
 def _amount(series: Series, level: float, in_seconds: bool) -> Amount:
-    """Cost or seconds at which the score first reaches `level`."""
+    """Return the cost or seconds at which the score first reaches `level`."""
     amounts = [point.row.seconds if in_seconds else point.cost for point in series.points]
     aim = series.points[0].row.metric.quality(level)
 

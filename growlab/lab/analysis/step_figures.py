@@ -1,9 +1,9 @@
-"""Records over steps: norms and rate factors of regions (`rates.csv`), and statistics of layers (`layers.csv`).
+"""Figures over steps: norms and rate factors of regions (`rates.csv`), and statistics of layers (`layers.csv`).
 
-Those of layers are the figures of Chang et al. 2020, Section 5.1 and Appendix B.1, without biases (in brackets: with
-them): activations before training 1 (18), over it 7 (19), at its end 8 (20); gradients 9, 10, 11 (21, 22, 23); outputs
-of the hypernetwork's last layer, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16 (27, 28,
-29); loss and accuracy 3 (17).
+The figures of layers are those of Chang et al. 2020, Section 5.1 and Appendix B.1, without biases (in brackets: with
+biases). Before, during and at the end of training: activations 1, 7, 8 (18, 19, 20); gradients 9, 10, 11 (21, 22, 23);
+outputs of the hypernetwork's last layer, which are the weights, 12, 2, 13 (24, 25, 26); gradients by these 14, 15, 16
+(27, 28, 29). Loss and accuracy: 3 (17).
 """
 
 import difflib
@@ -34,13 +34,13 @@ QUANTITIES = {
     "weight": "weights",
     "weight_gradient": "gradients by weights",
 }
-# Half the width of a histogram's axis, in standard deviations of its widest layer.
+# Half-width of a histogram's axis, in standard deviations of its widest layer.
 _REACH = 3.5
-# A histogram shows a shape if a standard deviation spans so many of its bins.
+# A histogram is drawn if a standard deviation spans at least this many bins.
 _FEWEST_BINS = 2
 # Held-out images behind each accuracy of layers.csv (Chang et al. 2020, Appendix B.1).
 _IMAGES = 300
-# Overrides in words; an initialisation is called by its name.
+# Names of overrides; that of an initialisation is its value.
 _WORDS = {
     "model.sharing=none": "classical",
     "model.biases=true": "with biases",
@@ -54,14 +54,14 @@ def _shades(number: int) -> np.ndarray:
 
 
 def has_rate_factors(run: Run) -> bool:
-    """True if the run recorded rate factors: norms are recorded without rate adaptation too."""
+    """True if the run recorded rate factors; without rate adaptation, `rates.csv` has norms only."""
     adapted = run.results.get("lr_adapt") != "none"
     return adapted and run.rates is not None and bool(run.rates["rate_factor"].notna().any())
 
 
 @style.styled()
 def rate_factors(run: Run, parameters: Sequence[str] | None = None) -> Figure:
-    """Rate factor of every region over epochs: median, then single parameters (the first, a middle, the last)."""
+    """Draw each region's rate factor over epochs: the median, then `parameters` (default: first, middle, last)."""
     if not has_rate_factors(run):
         raise UserError(f"{run.path} has no rate factors: it was run without rate adaptation (lr_adapt=none).")
     rates = _over_epochs(run)
@@ -95,14 +95,14 @@ def rate_factors(run: Run, parameters: Sequence[str] | None = None) -> Figure:
 
 @style.styled()
 def region_norms(runs: Sequence[Run], parameters: Sequence[str] | None = None) -> Figure:
-    """Norms of the weights (above) and of their gradients (below) of every region over epochs.
+    """Draw the Frobenius norms of weights (above) and gradients (below) of every region over epochs.
 
-    Regions are the paper's sub-components: the elements of one weight that came with one stage. Of
-    one run the columns are parameters; of two or three runs, such as with and without rate adaptation, they
-    are the runs, and one parameter is shown. The axes of a row are shared, logarithmic, and Frobenius norms.
+    Regions are the paper's sub-components: the elements of a weight that were added at one stage. With one run, columns
+    are parameters; with two or three, such as with and without rate adaptation, columns are runs and show one
+    parameter. A row shares its logarithmic axis.
     """
     if len(runs) > _MOST_RUNS:
-        raise UserError(f"norms shows {_MOST_RUNS} runs side by side and there are {len(runs)}: name fewer.")
+        raise UserError(f"norms shows at most {_MOST_RUNS} runs, not {len(runs)}: name fewer.")
     tables = [_over_epochs(run) for run in runs]
     if len(runs) == 1:
         names = list(parameters or _first_middle_last(tables[0]))
@@ -141,10 +141,7 @@ def region_norms(runs: Sequence[Run], parameters: Sequence[str] | None = None) -
 
 
 def _over_epochs(run: Run) -> pandas.DataFrame:
-    """`rates.csv` with the epochs done at each step in the column x.
-
-    Steps an epoch change with the batch size, so steps become epochs by interpolation between epoch ends.
-    """
+    """Return `rates.csv` with completed epochs, interpolated between the steps of epoch ends, in the column x."""
     rates, metrics = run.rates, run.metrics
     if rates is None:
         raise UserError(f"{run.path} has no rates.csv, so there are no rates or norms of regions to draw.")
@@ -176,7 +173,7 @@ def _titles(runs: Sequence[Run]) -> list[str]:
 
 
 def _region_colours(rates: pandas.DataFrame) -> np.ndarray:
-    """A colour for each stage of birth."""
+    """Return one colour per stage of birth."""
     num_regions = int(rates["region"].max()) + 1
     return _shades(max(num_regions, 2))[:num_regions]
 
@@ -197,10 +194,10 @@ def _region_bar(figure: Figure, panels: Sequence[Axes], colours: np.ndarray) -> 
 
 @style.styled()
 def loss_over_steps(runs: Sequence[Run]) -> Figure:
-    """Loss and accuracy over steps, a colour a run.
+    """Draw loss and accuracy over steps, one colour per run.
 
-    Lines are the loss (left) and accuracy (right) on the held-out images of `layers.csv`; markers the training loss,
-    the mean of each epoch. The band is one standard error, which is what 300 images leave open.
+    Lines are the loss (left) and accuracy (right) on the held-out images of `layers.csv`, markers the mean training
+    loss of each epoch. The band is one standard error of the accuracy on 300 images.
     """
     figure, names = style.new_figure(7.0, 2.9), labels(runs)
     left, right = figure.subplots(1, 2)
@@ -209,7 +206,7 @@ def loss_over_steps(runs: Sequence[Run]) -> Figure:
         held_out = _quantity(run, "loss")
         left.plot(held_out["step"], held_out["mean"], **line)
         if losses is not None:
-            # An epoch's mean belongs to its middle.
+            # Draw an epoch's mean at its middle.
             ends = run.metrics["step"].to_numpy(dtype=float)
             middles = ends - np.diff(ends, prepend=0.0) / 2
             left.plot(middles, losses, **(line | {"linestyle": "none"}), marker=marker, markersize=4.5)
@@ -242,7 +239,7 @@ def _quantity(run: Run, quantity: str) -> pandas.DataFrame:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: the overrides of its network that not all others have."""
+    """Return a short name per run: the overrides of its network that not all runs share."""
     overrides = [[o for o in run.results.get("overrides", ()) if o.startswith("model")] for run in runs]
     shared = set.intersection(*(set(of_run) for of_run in overrides)) if len(runs) > 1 else set()
     names = []
@@ -254,17 +251,17 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Those of the methods, and dashes in turn: lines of hypernetworks often lie on one another."""
+    """Return `style.line_styles` with alternating dashes, because lines of hypernetworks often coincide."""
     dashes = style.DASHES * len(names)
     return [line | {"linestyle": dashes[index]} for index, line in enumerate(style.line_styles(names))]
 
 
 @style.styled()
 def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
-    """Draw a panel of histograms a run, and one of the standard deviations of all, which a histogram's axis hides."""
+    """Draw a panel of histograms per run, and a panel of all standard deviations, which the histograms' axes hide."""
     tables, names, columns = [_of_step(run, quantity, at_end) for run in runs], labels(runs), 2
     rows = math.ceil((len(runs) + 1) / columns)
-    # A whole row leaves the last panel one for itself.
+    # If the runs fill their rows, the last panel has a row of its own and room for a wider legend.
     legend_columns = 1 if len(runs) % columns else 2 if max(map(len, names)) > 30 else min(4, len(runs))
     num_lines = math.ceil(len(runs) / legend_columns)
     figure = style.new_figure(3.5 * columns, 0.7 + 2.2 * rows + 0.12 * num_lines)
@@ -277,8 +274,8 @@ def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
     colours = dict(zip(layers, _shades(len(layers)), strict=True))
     shown: dict[str, Any] = {}
     for axes, table, name in zip(panels, tables, names, strict=True):
-        unresolved = _draw_histograms(axes, table, colours)
-        heavy = f" (too heavy-tailed to show: {', '.join(unresolved)})" if unresolved else ""
+        omitted = _draw_histograms(axes, table, colours)
+        heavy = f" (too heavy-tailed to show: {', '.join(omitted)})" if omitted else ""
         axes.set(title="\n".join(textwrap.wrap(name + heavy, 58)), xlabel=QUANTITIES[quantity])
         shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True)) | shown
     for line, table, name in zip(_line_styles(names), tables, names, strict=True):
@@ -287,7 +284,7 @@ def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
     last.set_xticks(range(len(layers)), layers, rotation=20, ha="right")
     style.log_axis(last)
     last.set(ylabel="standard deviation", xlabel="layer")
-    # In place of a title.
+    # The legend takes the place of a title.
     place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": legend_columns}
     last.legend(fontsize=6.5, **place, handlelength=3)
     order = sorted(shown, key=layers.index)
@@ -299,22 +296,22 @@ def histograms(runs: Sequence[Run], quantity: str, at_end: bool) -> Figure:
 
 
 def _of_step(run: Run, quantity: str, at_end: bool) -> pandas.DataFrame:
-    """A quantity's rows of the first or the last step, by layer."""
+    """Return a quantity's records at the first or last step, indexed by layer."""
     table = _quantity(run, quantity)
     step = table["step"].max() if at_end else table["step"].min()
     return table[table["step"] == step].set_index("layer")
 
 
 def _draw_histograms(axes: Axes, table: pandas.DataFrame, colours: Mapping[str, Any]) -> list[str]:
-    """Draw them, the peak of each at 1; returns the layers whose deviation spans too few bins."""
-    unresolved, shown = [], []
+    """Draw histograms with peaks of 1; return the layers left out because their deviation spans too few bins."""
+    omitted, shown = [], []
     for layer, row in table.iterrows():
         if not isinstance(row["counts"], str):
             continue
         counts = np.array([int(count) for count in row["counts"].split("|")], dtype=float)
         edges = np.linspace(row["low"], row["high"], len(counts) + 1)
         if row["std"] < _FEWEST_BINS * (edges[1] - edges[0]):
-            unresolved.append(str(layer))
+            omitted.append(str(layer))
             continue
         shown.append(float(row["std"]))
         axes.stairs(counts / counts.max(), edges, color=colours[str(layer)], label=str(layer), linewidth=1)
@@ -322,14 +319,14 @@ def _draw_histograms(axes: Axes, table: pandas.DataFrame, colours: Mapping[str, 
         axes.set_xlim(-_REACH * max(shown), _REACH * max(shown))
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set(ylim=(0, 1.05), ylabel="frequency (peak = 1)")
-    return unresolved
+    return omitted
 
 
 @style.styled()
 def deviations(runs: Sequence[Run], quantity: str) -> Figure:
-    """Draw a quantity's deviations over steps: a panel a run, a line a layer, equal scales.
+    """Draw a quantity's standard deviations over steps: one panel per run, one line per layer, equal scales.
 
-    The title says how far from 0 means are, which the lines leave out.
+    The title states the largest mean, relative to its standard deviation.
     """
     columns = min(2, len(runs))
     rows = math.ceil(len(runs) / columns)

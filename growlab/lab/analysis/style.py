@@ -1,4 +1,4 @@
-"""Style of figures: palette, growth events, and labels that do not touch. `growlab.mplstyle` sets matplotlib's own."""
+"""Style of figures: palette, growth events, labels without overlap; `growlab.mplstyle` has matplotlib's settings."""
 
 import csv
 import io
@@ -24,7 +24,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from growlab.base.errors import UserError
 from growlab.base.files import write_atomically
 
-# Okabe and Ito (2008), without its yellow, which vanishes on white paper, then two of Tol's muted colours; black is for
+# Okabe and Ito (2008) without yellow, which vanishes on white paper, then two of Tol's muted colours. Black is for
 # fixed-size networks.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#44AA99")
 FIXED_SIZE = ("#000000", "#777777")
@@ -32,28 +32,28 @@ _GREYS = ("black", "grey")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h", "<", ">")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 HATCHES = ("", "////", "....", "xxxx")
-# Born in stage 0, 1, ...: an order, so a map of growing lightness that survives grey print.
+# Stages of birth are ordered: a map of growing lightness, which survives grey print.
 STAGE_MAP = "viridis"
-# gid of the artists that mark growth events: found by tests and by whoever restyles an SVG.
+# gid of the artists that mark growth events, for tests and for restyling an SVG.
 EVENT = "growth-event"
-# Kinds of files, each without a date: the same data give the same file.
+# File types. Without a date, the same data give the same file.
 _METADATA: dict[str, dict[str, None]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def styled() -> Any:
-    """Context manager, and decorator, that applies the style sheet; global settings are restored after it."""
+    """Return a context manager and decorator that applies the style sheet and restores global settings afterwards."""
     return matplotlib.style.context("growlab.lab.analysis.growlab")
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """A figure outside pyplot's registry: nothing to close, no display needed."""
+    """Return a figure outside pyplot's registry, which needs neither closing nor a display."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def check_output(path: str | os.PathLike[str]) -> str:
-    """File ending of a figure's path, such as ".png"."""
+    """Return the suffix of a figure's path, such as ".png"; raise UserError if it is not supported."""
     suffix = Path(path).suffix.lower()
     if suffix not in _METADATA:
         raise UserError(f"cannot write a figure to {path}: its name must end in {', '.join(_METADATA)}.")
@@ -61,7 +61,7 @@ def check_output(path: str | os.PathLike[str]) -> str:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure atomically; the kind of file follows from the name's end."""
+    """Write a figure atomically, in the format of the path's suffix."""
     suffix, content = check_output(path), io.BytesIO()
     with styled():
         figure.savefig(content, format=suffix[1:], metadata=_METADATA[suffix])
@@ -82,7 +82,7 @@ def legend_below(
         legend.remove()
 
 
-# Names that tables have from configurations, in the words of figures.
+# Patterns in tables' names of methods, and their words in figures.
 _WORDS = (
     (r"^ours \+ stagewise_\w+", "ours (variance transfer + rates by age)"),
     (r"\+ stagewise_\w+", "+ rates by age"),
@@ -94,7 +94,7 @@ _WORDS = (
 
 
 def display_name(method: str) -> str:
-    """A method's name in a figure: `ours` alone is variance transfer, with rates by region it is the whole method.
+    """Return a method's name for figures: `ours` alone is variance transfer, with rates by region the whole method.
 
     Examples:
         >>> [display_name(name) for name in ("ours", "ours + stagewise_norm, p_t = 0", "fixed-size, fewer blocks")]
@@ -108,35 +108,35 @@ def display_name(method: str) -> str:
 
 
 def line_styles(methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour, dashes and marker of each curve: a method has the same ones in every figure.
+    """Return colour, dashes and marker of each curve; a method has the same ones in every figure.
 
-    Black is the full network that never grows, grey a smaller or shorter one, all others have the palette;
-    `colours.csv` says which has which, by its name. Of several curves of a figure that belong to one colour the one
-    with the shortest name has it; the others, and those that belong to none, get the next that is free.
+    `colours.csv` maps patterns of names to colours: black for the full network of fixed size, grey for a smaller or
+    shorter one, the palette for all others. If several curves map to one colour, the shortest name gets it; the rest,
+    and names without a pattern, get the next free one.
 
     Examples:
         >>> [one["color"] for one in line_styles(["net2net", "fixed-size", "net2net, optimizer.lr=0.1"])]
         ['#D55E00', '#000000', '#0072B2']
     """
     homes = [next((colour for like, colour in _homes() if re.search(like, name)), None) for name in methods]
-    # Of several with one home the plainest name has it, whatever order they come in.
+    # The shortest name gets a shared colour, whatever the order of `methods`.
     plainest_last = sorted(range(len(homes)), key=lambda index: (len(methods[index]), index), reverse=True)
     firsts = {homes[index]: index for index in plainest_last}
     taken = {(home, 0) for home in firsts if home is not None}
-    found = []
+    styles = []
     for index, home in enumerate(homes):
         colour, turn = (home, 0) if home is not None and firsts[home] == index else _next_free(home, taken)
         taken.add((colour, turn))
         grey = colour in _GREYS
         marker = _GREYS.index(colour) if grey else len(_GREYS) + int(colour)
-        found.append(
+        styles.append(
             {
                 "color": FIXED_SIZE[_GREYS.index(colour)] if grey else PALETTE[int(colour)],
                 "linestyle": DASHES[turn % len(DASHES)],
                 "marker": MARKERS[(marker + turn) % len(MARKERS)],
             }
         )
-    return found
+    return styles
 
 
 @cache
@@ -146,31 +146,31 @@ def _homes() -> list[tuple[str, str]]:
 
 
 def _next_free(home: str | None, taken: Collection[tuple[str, int]]) -> tuple[str, int]:
-    """A colour and a turn through the dashes: where a network never grows another turn, else another colour first."""
-    own = [home] if home is not None and home in _GREYS else [str(index) for index in range(len(PALETTE))]
-    return next((colour, turn) for turn in itertools.count() for colour in own if (colour, turn) not in taken)
+    """Return the next free colour and turn through the dashes; fixed-size networks keep their colour."""
+    colours = [home] if home is not None and home in _GREYS else [str(index) for index in range(len(PALETTE))]
+    return next((colour, turn) for turn in itertools.count() for colour in colours if (colour, turn) not in taken)
 
 
 def symbols(text: str) -> str:
-    """The paper's symbols such as p_t as mathematics, other underscores as they are."""
+    """Format the paper's symbols such as p_t as mathematics; keep other underscores."""
     return re.sub(r"\b([pCT])_([tcb0])\b", r"$\1_\2$", text)
 
 
 def epoch_axis(axes: Axes, num_epochs: float, num_ticks: int = 9) -> None:
-    """Label the x axis in epochs done, whole numbers only."""
+    """Label the x axis in completed epochs, with integer ticks."""
     axes.set(xlabel="epoch", xlim=(0, num_epochs))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True, min_n_ticks=1))
 
 
 def plain_ticks(axis: Any, ticks: Any) -> None:
-    """Put ticks where a locator says, as plain numbers, on an axis that need not be linear, and no minor labels."""
+    """Put ticks with plain numbers at a locator's places, on an axis of any scale, without minor labels."""
     axis.set_major_locator(ticks)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def log_axis(axes: Axes) -> None:
-    """A logarithmic y axis in plain numbers, the fewer the more decades it spans; linear where nothing is positive."""
+    """Make the y axis logarithmic with plain numbers as ticks; linear if there is no positive value."""
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if not 0 < low < high < math.inf:
@@ -188,7 +188,7 @@ def mark_growth(axes: Axes, epochs: Sequence[float]) -> None:
 
 
 def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) -> None:
-    """Hide labels that would touch one already shown; the last (the full width), then the first, go first."""
+    """Hide labels that overlap others; the last one (full width) has priority, then those from the first on."""
     if not labels:
         return
     figure.draw_without_rendering()
@@ -203,7 +203,7 @@ def thin_out(figure: Figure, labels: Sequence[Text], gap_points: float = 1.5) ->
 
 
 def mark_points(axes: Axes, points: Sequence[tuple[float, float, float, dict[str, Any]]], size_points: float) -> None:
-    """Draw a marker a point, with its deviation: open ones, so that those behind others show through."""
+    """Draw points (x, y, standard deviation, line style) as open markers, so that hidden ones show through."""
     form: dict[str, Any] = {"markersize": size_points, "markerfacecolor": "none", "markeredgewidth": 1.2, "capsize": 2}
     for x, y, reach, line in points:
         mark: dict[str, Any] = {"color": line["color"], "marker": line["marker"], "elinewidth": 0.8, "clip_on": False}
@@ -211,14 +211,14 @@ def mark_points(axes: Axes, points: Sequence[tuple[float, float, float, dict[str
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Move labels at the given positions apart until neighbours keep `gap`, as little as is needed.
+    """Move positions apart, as little as possible, until neighbours keep `gap`.
 
     Examples:
         >>> spread([0.0, 0.1, 5.0], gap=1.0)
         [-0.45, 0.55, 5.0]
     """
     order = sorted(range(len(positions)), key=lambda i: positions[i])
-    # Blocks of labels that touch: [indices, centre]; two that overlap merge around their common mean.
+    # Blocks of touching labels, (indices, centre); overlapping blocks merge around their common mean.
     blocks: list[tuple[list[int], float]] = []
     for i in order:
         members, centre = [i], float(positions[i])

@@ -1,4 +1,4 @@
-"""Tables over runs: one row a method, averaged over seeds, as text in four forms; or grouped by any settings."""
+"""Tables over runs: one row per method, averaged over seeds, in four formats; or grouped by any settings."""
 
 import json
 import math
@@ -16,15 +16,15 @@ from growlab.lab.analysis.grid import Grid, as_csv, inert
 from growlab.lab.analysis.identity import leaves, spelling
 from growlab.lab.analysis.results import Group, Metric, Report, Run, metric_of
 
-# Overrides below these keys are what a grown run and its fixed-size reference are expected to differ in.
+# A grown run and its fixed-size reference are expected to differ in overrides with these prefixes.
 _GROWTH_KEYS = ("growth.", "lr_adapt.", "schedule.")
-# Costs of an epoch that differ by less are equal: last batches that are left out make so much.
+# Ratio up to which costs of an epoch count as equal: dropped last batches make such a difference.
 _EQUAL_COST = 1.02
 
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that differ only by their seed, summarised.
+    """Summary of runs that differ only in their seed.
 
     Attributes:
         group: settings that the runs have in common.
@@ -33,14 +33,13 @@ class Row:
             `reference_epochs`, the longest training of that network and data in the table.
         reference_epochs: number of epochs whose fixed-size cost counts as 100.
         metric: the score.
-        score_mean: its mean over the test set, for accuracy a fraction.
-        score_std: the sample standard deviation (n - 1) over seeds; None for a single run.
+        score_mean: mean test score over seeds; accuracy as a fraction.
+        score_std: sample standard deviation (n - 1) over seeds; None for a single run.
         n: number of runs with a score.
         seconds: mean wall-clock seconds of a run.
-        speedup: seconds of the fixed-size runs of as many epochs over those of these runs, on the same
-            machine (the mean over machines, if on several); None where there is no such fixed-size run.
-        shared_overrides: Hydra overrides that all groups of this network and data have; the method's name
-            leaves them out.
+        speedup: seconds of the fixed-size runs of as many epochs divided by those of these runs, on the same machine
+            (averaged over machines); None without such a fixed-size run.
+        shared_overrides: Hydra overrides that all groups of this network and data have, omitted from method names.
     """
 
     group: Group
@@ -62,29 +61,29 @@ class Row:
 
     @property
     def scaled(self) -> tuple[float, float]:
-        """Mean score and its deviation (0 for a single run) in the metric's unit; nan without a score."""
+        """Mean score and standard deviation (0 for a single run) in the metric's unit; nan without a score."""
         mean = math.nan if self.score_mean is None else self.score_mean
         return self.metric.scale * mean, self.metric.scale * (self.score_std or 0.0)
 
     @property
     def score_text(self) -> str:
-        """The score as tables show it, accuracy in percent: `91.62 ± 0.12 (3)`; empty without one."""
+        """Score as tables show it, accuracy in percent: `91.62 ± 0.12 (3)`; empty without a score."""
         if self.score_mean is None:
             return ""
         spread = "" if self.score_std is None else f" ± {self.metric.text(self.score_std)}"
         return f"{self.metric.text(self.score_mean)}{spread} ({self.n})"
 
     def column(self, name: str) -> str:
-        """Text of a column that distinguishes rows: a field of its group, its epochs in passes, or its metric."""
+        """Return the cell of a column that distinguishes rows: a field of the group, epochs in passes, or metric."""
         if name == "epochs":
-            # Within a budget, epochs of the loop may be parts of those of the data.
+            # With `schedule.budget`, an epoch may be part of a pass over the data.
             run = self.runs[0]
             return f"{self.group.epochs * run.reference_passes / run.reference_epochs:g}"
         return self.metric.label if name == "metric" else str(getattr(self.group, name))
 
     @property
     def record(self) -> dict[str, Any]:
-        """Plain numbers and texts: accuracy as a fraction, None where nothing is known."""
+        """Plain numbers and strings for JSON: accuracy as a fraction, None if unknown."""
         group, own = self.group, ("cost_percent", "reference_epochs", "score_mean", "score_std")
         fields = ("experiment", "model", "data", "growth", "lr_adapt", "optimizer", "epochs", "precision")
         record = {"method": self.method} | {name: getattr(group, name) for name in fields}
@@ -96,10 +95,10 @@ class Row:
 
 
 def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
-    """Group runs whose composed configurations differ by nothing but the seed.
+    """Group runs whose composed configurations differ only in the seed.
 
-    Rows come per network and data, fixed-size ones first (longest first), then the others from the best.
-    A seed that was run twice counts once, with its newest run: two equal seeds are not two samples.
+    Rows are sorted by network and data, then fixed-size ones (longest first), then the others (best first). Of several
+    runs with the same settings and seed only the newest counts.
 
     Args:
         runs: finished runs.
@@ -116,7 +115,7 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     of_task: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for group, members in kept.items():
         of_task[group.task] += members
-    # With a budget, costs are relative to that, however many epochs a run trained for.
+    # With a budget, costs are relative to it, however many epochs a run trained for.
     epochs = {
         task: max(run.budget or max(run.reference_epochs, run.group.epochs) for run in members)
         for task, members in of_task.items()
@@ -127,15 +126,15 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
     for group, members in kept.items():
         metric = metrics[group.task]
         if not any(f"test_{metric.key}" in run.results for run in members):
-            # Of one network and data set, but with another objective.
+            # Same network and data, but another objective.
             metric = metric_of(run.results for run in members)
         scores = _finite(run.results.get(f"test_{metric.key}") for run in members)
         if 0 < len(scores) < len(members):
             report(
                 f"{len(members) - len(scores)} of {len(members)} runs of {group.method} have no finite test "
-                f"{metric.name}: its row is of the others."
+                f"{metric.name}: its row averages the others."
             )
-        # Each run's record has its own reference; rows are comparable only against one.
+        # Each run's record has its own reference; rescale to a common one.
         costs = [
             cost * run.reference_passes / epochs[group.task]
             for run in members
@@ -153,9 +152,9 @@ def summarise(runs: Sequence[Run], report: Report | None = None) -> list[Row]:
 
 
 def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
-    """Runs of equal composed settings, by a group that no others have.
+    """Collect runs of equal composed settings under a unique group.
 
-    Groups that share a name get the settings in which they differ as overrides.
+    Groups of the same name get the settings in which they differ as overrides.
     """
     equal: dict[Any, list[Run]] = defaultdict(list)
     for run in runs:
@@ -163,14 +162,14 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
         equal[run.group if run.settings is None else (*same, *sorted(run.settings.items()))].append(run)
     named: dict[Group, list[list[Run]]] = defaultdict(list)
     for members in equal.values():
-        # Of runs that type a default and runs that do not, those that type less give the name.
+        # Some runs may spell out a default; name the group after the one with the fewest overrides.
         named[min((run.group for run in members), key=lambda group: (len(group.overrides), group))].append(members)
     groups: dict[Group, list[Run]] = defaultdict(list)
     for group, several in named.items():
         of_each = [members[0].settings or {} for members in several]
         keys = set[str]().union(*of_each)
         if not all("settings" in run.results for members in several for run in members):
-            # Of an older version, which may not have had each setting.
+            # Older versions may lack some settings.
             keys = set.intersection(*map(set, of_each))
         differing = [key for key in keys if len({settings.get(key) for settings in of_each}) > 1]
         for members, settings in zip(several, of_each, strict=True):
@@ -180,18 +179,18 @@ def _grouped(runs: Sequence[Run]) -> dict[Group, list[Run]]:
 
 
 def one_task(rows: Sequence[Row], what: str) -> None:
-    """Raise UserError if rows of a figure or table are of several networks, data sets or metrics."""
+    """Raise UserError if rows of a figure or table have several networks, data sets or metrics."""
     tasks = {f"{model} on {data}" for model, data in (row.group.task for row in rows)}
+    metrics = {row.metric for row in rows}
     if len(tasks) > 1:
-        kind, listed = "of one network and data set", ", ".join(sorted(tasks))
-    else:
-        kind, listed = "of runs judged by one metric", " and ".join(sorted({row.metric.name for row in rows}))
-    if len(tasks) > 1 or len({row.metric for row in rows}) > 1:
-        raise UserError(f"{what} is {kind}, not {listed}: name the folders of one.")
+        raise UserError(f"{what} needs one network and data set, not {', '.join(sorted(tasks))}: name folders of one.")
+    if len(metrics) > 1:
+        names = " and ".join(sorted({metric.name for metric in metrics}))
+        raise UserError(f"{what} needs runs with one metric, not {names}: name folders of one.")
 
 
 def unique_names(rows: Sequence[Row]) -> list[str]:
-    """Unique row names: the method, plus optimizer, epochs, precision and experiment where two rows would share it."""
+    """Return unique row names: the method, plus optimizer, epochs, precision and experiment where needed."""
     names = [row.method for row in rows]
     for field in ("optimizer", "epochs", "precision", "experiment"):
         seen: dict[tuple[str, ...], set[str]] = defaultdict(set)
@@ -207,7 +206,7 @@ def unique_names(rows: Sequence[Row]) -> list[str]:
 
 
 def _shared_overrides(groups: Iterable[Group]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Overrides that all groups of a network and data have in common, if there are several."""
+    """Return the overrides that all groups of a network and data have in common, if there are several groups."""
     rivals: dict[tuple[str, str], list[set[str]]] = defaultdict(list)
     for group in groups:
         rivals[group.task].append(set(group.overrides))
@@ -217,7 +216,7 @@ def _shared_overrides(groups: Iterable[Group]) -> dict[tuple[str, str], tuple[st
 
 
 def _one_per_seed(runs: Sequence[Run]) -> tuple[list[Run], list[tuple[Run, Run]]]:
-    """The newest run of each seed, and each older one with the one that supersedes it."""
+    """Return the newest run of each seed, and pairs of each older run and the one that supersedes it."""
     by_seed: dict[int, list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda r: ((r.path / "results.json").stat().st_mtime_ns, str(r.path))):
         by_seed[run.results["seed"]].append(run)
@@ -230,10 +229,10 @@ _Reference = tuple[Group, int, dict[str, float]]
 
 
 def _references(kept: dict[Group, list[Run]]) -> dict[tuple[Any, ...], dict[tuple[Any, ...], list[_Reference]]]:
-    """Fixed-size groups by their work, and by their settings apart from those of growth."""
+    """Collect fixed-size groups by `_work` and `_settings`."""
     found: dict[Any, dict[Any, list[_Reference]]] = defaultdict(lambda: defaultdict(list))
     for group, runs in kept.items():
-        # A narrower network kept at its width is no reference for the full-width one.
+        # A narrower network of fixed size is no reference for the full-width one.
         full = [run for run in runs if run.keeps_full_width] if group.is_fixed_size else []
         if full:
             found[_work(group)][_settings(group)].append((group, len(full), _seconds_by_machine(full)))
@@ -243,7 +242,7 @@ def _references(kept: dict[Group, list[Run]]) -> dict[tuple[Any, ...], dict[tupl
 def _speedup(
     group: Group, members: Sequence[Run], references: Mapping[Any, Mapping[Any, list[_Reference]]]
 ) -> float | None:
-    """Speed-up over the nearest fixed-size group, on the same machines; None without one."""
+    """Return the speed-up over the nearest fixed-size group on the same machines; None without one."""
     rivals = {} if group.is_fixed_size else references.get(_work(group), {})
     if not rivals:
         return None
@@ -256,7 +255,7 @@ def _speedup(
                 distance = len(own[0] ^ settings[0]) + (own[1] != settings[1])
                 yield distance, -len(ratios), -number, other, ratios
 
-    # None is nearer than those of equal settings.
+    # A group of equal settings is always the nearest.
     nearest = min(candidates(own), default=None) or min(
         (one for key in rivals for one in candidates(key)), default=None
     )
@@ -269,7 +268,7 @@ def _work(group: Group) -> tuple[Any, ...]:
 
 
 def _settings(group: Group) -> tuple[frozenset[str], str]:
-    """Overrides apart from those of growth, and the optimizer: groups that differ in fewer of them are nearer."""
+    """Return the overrides except those of growth, and the optimizer; fewer differences mean nearer groups."""
     return frozenset(o for o in group.overrides if not o.lstrip("~").startswith(_GROWTH_KEYS)), group.optimizer
 
 
@@ -296,7 +295,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def table(rows: Sequence[Row]) -> Grid:
-    """The rows as a table, and below it the meaning of its 100 %.
+    """Return the rows as a table whose caption defines 100 % cost.
 
     Columns in which all rows agree (network, data, epochs, ...) are left out.
     """
@@ -315,14 +314,14 @@ def table(rows: Sequence[Row]) -> Grid:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table that reads well as plain text too, and the meaning of its 100 %."""
+    """Format `table(rows)` as Markdown that is also readable as plain text."""
     return table(rows).markdown()
 
 
 def write_table(rows: Sequence[Row], form: str) -> str:
-    """The rows as "markdown", "latex" (package booktabs), or with plain numbers as "csv" or "json" (a list).
+    """Format rows as "markdown", "latex" (package booktabs), or with plain numbers as "csv" or "json" (a list).
 
-    Of plain numbers accuracy is a fraction; cells are empty, or null, where nothing is known.
+    In plain numbers, accuracy is a fraction, and unknown values are empty or null.
     """
     if form == "json":
         return json.dumps([row.record for row in rows], indent=2) + "\n"
@@ -347,18 +346,18 @@ def _legend(rows: Sequence[Row]) -> str:
     references = sorted({(*row.group.task, row.reference_epochs) for row in rows})
     work = "; ".join(f"{model} on {data}, {epochs:g} epochs" for model, data, epochs in references)
     shared = sorted({(*row.group.task, row.shared_overrides) for row in rows})
-    said = "; ".join(f"{model} on {data} with {' '.join(common)}" for model, data, common in shared if common)
+    common = "; ".join(f"{model} on {data} with {' '.join(each)}" for model, data, each in shared if each)
     names = " and ".join(sorted({row.metric.name for row in rows}))
     tasks = sorted({row.group.task for row in rows})
     return (
         f"Cost 100 % = the fixed-size network at full width ({work}). {names[:1].upper() + names[1:]}: test, mean ± "
         "sample standard deviation over n seeds. Speed-up: against the fixed-size run of as many epochs on the "
-        "same machine." + (f" All of {said}." if said else "")
+        "same machine." + (f" All of {common}." if common else "")
     ) + "".join(_sizes([row for row in rows if row.group.task == task]) for task in tasks)
 
 
 def _sizes(rows: Sequence[Row]) -> str:
-    """A sentence where rows of one network and data are of different sizes, so that their costs do not compare."""
+    """Return a sentence if rows of one network and data differ in size, so that their costs are not comparable."""
     known = [flops for row in rows for run in row.runs if (flops := run.pass_flops)]
     if not known or max(known) <= _EQUAL_COST * min(known):
         return ""
@@ -378,11 +377,12 @@ def answer(
     """Group runs by settings and average numbers of their results over each group.
 
     Args:
-        rows: from `summarise`, which has left out superseded runs.
-        by: settings (`optimizer.lr`), entries of `results.json` (`seed`) or "method", one column each; none: "method".
-        metrics: numbers of `results.json`, such as "val_loss"; none: the metric that the runs are compared by.
-        filters: `KEY=VALUE` or `KEY=PATTERN` with * and ?, all of which a run must match.
-        sort: name of a column, with - in front from the largest; None: the columns of `by`.
+        rows: from `summarise`, without superseded runs.
+        by: settings (`optimizer.lr`), entries of `results.json` (`seed`) or "method", one column each; default:
+            "method".
+        metrics: numbers of `results.json`, such as "val_loss"; default: the metric that the runs are compared by.
+        filters: `KEY=VALUE` or `KEY=PATTERN` with * and ?; a run must match all.
+        sort: name of a column, with a leading - for descending order; None: the columns of `by`.
     """
     by, metrics = [*by] or ["method"], [*metrics]
     metrics = metrics or sorted({f"test_{row.metric.key}" for row in rows})
@@ -392,9 +392,10 @@ def answer(
         if not any(name in facts for _, facts in known):
             near = get_close_matches(name, {key for _, facts in known for key in facts}, n=3)
             raise UserError(f"no run has '{name}'" + (f"; near it: {', '.join(near)}." if near else "."))
-    for one in filters:
-        name, _, wanted = one.partition("=")
-        known = [(run, facts) for run, facts in known if fnmatch(_spelled(facts.get(name)), spelling(wanted))]
+    for condition in filters:
+        name, _, value = condition.partition("=")
+        pattern = spelling(value).replace("[", "[[]")  # brackets of lists are no pattern
+        known = [(run, facts) for run, facts in known if fnmatch(_spelled(facts.get(name)), pattern)]
     if not known:
         raise UserError(f"no run matches {' '.join(filters)}.")
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
@@ -414,7 +415,7 @@ def answer(
 
 def _facts(row: Row, run: Run, asked: set[str]) -> dict[str, Any]:
     facts = {**(run.settings or {}), **run.results, "method": row.method}
-    # Settings that rows average over are in the configuration alone, which takes longer to read.
+    # Settings that rows average over are only in the configuration, which is slower to read.
     return facts if asked <= facts.keys() else {**dict(leaves(run.config)), **facts}
 
 

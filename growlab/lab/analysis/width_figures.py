@@ -1,4 +1,4 @@
-"""Widths over epochs: of one run as lines, table, silhouettes and movie; of several that decide or change them."""
+"""Widths over epochs: lines, map, silhouettes and movie of one run; paths and effects of width over several runs."""
 
 import itertools
 import math
@@ -24,21 +24,21 @@ from growlab.base.files import write_atomically
 from growlab.lab.analysis import style
 from growlab.lab.analysis.results import Run, metric_of
 
-# Up to this width every neuron shows on a linear axis.
+# Up to this width the axis is linear, with a tick per neuron.
 _FEW = 20
-# Networks of more groups than this have neighbours that grow equally in one row.
+# With more groups than this, neighbours that grow equally share a row.
 _MOST_ROWS = 40
-_FRAMES, _FADE = 60, 5  # frames of the training; frames in which new channels take the colour of old ones
+_FRAMES, _FADE = 60, 5  # frames in total; frames in which new channels fade to the colour of old ones
 _FRAME_MS, _END_MS = 100, 2500
 _AGES = LinearSegmentedColormap.from_list("ages", [style.PALETTE[1], style.PALETTE[0]])
 TASK = "task"
-"""gid of the lines that mark another set of classes."""
+"""gid of the lines where the set of classes changes."""
 CHANGE = "width-change"
-"""gid of the bars that mark the epochs in which a line's width changes."""
+"""gid of the bars over the epochs in which a line's width changes."""
 
 
 def relative_widths(run: Run) -> list[float]:
-    """Channels in all width groups over those at full width, one number a stage."""
+    """Return the channels in all width groups relative to full width, one number per stage."""
     groups = [g for g in run.growth["groups"].values() if g.get("widths") and g.get("full_width")]
     full = sum(group["full_width"] for group in groups)
     return [sum(widths) / full for widths in zip(*(group["widths"] for group in groups), strict=False)]
@@ -46,7 +46,7 @@ def relative_widths(run: Run) -> list[float]:
 
 @style.styled()
 def widths_over_time(run: Run) -> Figure:
-    """Width of every group over epochs; groups that grow equally share a line."""
+    """Draw the width of every group over epochs; groups that grow equally share a line."""
     equal: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, group in run.groups.items():
         equal[tuple(group["widths"])].append(name)
@@ -67,27 +67,27 @@ def widths_over_time(run: Run) -> Figure:
         colour = style.PALETTE[i % len(style.PALETTE)]
         steps = list(widths)[: len(edges) - 1]
         x = edges[: len(steps) + 1]
-        # Groups that part only later: the line below shows as a rim of the one drawn over it.
+        # Where lines coincide, the lower one is wider and shows as a rim.
         hidden = sum(any(a == b for a, b in zip(widths, other, strict=False)) for other in paths[i + 1 :])
         line: dict[str, Any] = {"color": colour, "linestyle": style.DASHES[i // len(style.PALETTE) % len(style.DASHES)]}
         width = 1.4 + min(1.6 * hidden, 3.2)
         axes.plot(x, [*steps, steps[-1]], drawstyle="steps-post", **line, linewidth=width)
         for stage, (left, right, size) in enumerate(zip(x, x[1:], steps, strict=False) if len(paths) < 5 else ()):
-            # Else the number would stand on that line.
+            # Otherwise the number would overlap that line.
             if not any(size < other[stage] < 1.3 * size for other in paths):
                 place = ((left + right) / 2, size)
                 numbers.append(axes.annotate(str(size), place, color=colour, **number))
     style.epoch_axis(axes, num_epochs)
     axes.set_ylabel("channels")
     _binary_axis(axes, [width for widths in paths for width in widths])
-    named = {p: equal[p][0] if len(equal[p]) == 1 else f"{len(equal[p])} groups" for p in paths}
-    _end_labels(axes, [(p[-1], f"{p[-1]}: {named[p]}") for p in paths])
+    names = {p: equal[p][0] if len(equal[p]) == 1 else f"{len(equal[p])} groups" for p in paths}
+    _end_labels(axes, [(p[-1], f"{p[-1]}: {names[p]}") for p in paths])
     style.thin_out(figure, numbers)
     return figure
 
 
 def _binary_axis(axes: Axes, widths: Sequence[int]) -> None:
-    """A logarithmic axis with ticks at powers of two: equal factors of growth are equal distances."""
+    """Make the y axis logarithmic with ticks at powers of two, so that equal growth factors are equal distances."""
     low, high = math.floor(math.log2(min(widths))), math.ceil(math.log2(max(widths)))
     axes.set_yscale("log", base=2)
     axes.set_ylim(min(widths) / 1.25, max(widths) * 1.3)
@@ -96,17 +96,17 @@ def _binary_axis(axes: Axes, widths: Sequence[int]) -> None:
 
 
 def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
-    """Names at the lines' right ends, moved apart where lines end close to each other."""
+    """Label the lines at their right ends, without overlap."""
     low, high = (math.log2(limit) for limit in axes.get_ylim())
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
     line_height = 8.5 / 72 * figure.dpi / axes.get_window_extent().height * (high - low)
     room = int((high - low) / line_height)
-    # More lines than places: the widest and the narrowest keep their names, and what is between, evenly.
+    # If not all labels fit, keep the widest, the narrowest and evenly spaced ones between.
     kept = sorted({round(i) for i in np.linspace(0, len(ends) - 1, min(len(ends), max(room, 2)))})
     places = style.spread([math.log2(ends[i][0]) for i in kept], line_height)
-    # Labels pushed past the top or the bottom come back in as one stack.
+    # Shift all labels back if some were pushed past the top or the bottom.
     shift = min(0.0, high - line_height / 2 - max(places)) or max(0.0, low + line_height / 2 - min(places))
     places = [place + shift for place in places]
     shifts = (place - math.log2(ends[i][0]) for i, place in zip(kept, places, strict=True))
@@ -130,9 +130,9 @@ def _end_labels(axes: Axes, ends: Sequence[tuple[float, str]]) -> None:
 
 @style.styled()
 def network_map(run: Run) -> Figure:
-    """Every width group (a row) and its width at every stage (a column); the shade is the share of full width.
+    """Draw the width of every group (row) at every stage (column), shaded by its share of full width.
 
-    In a network of more than forty groups, neighbours that grow equally share a row.
+    With more than forty groups, neighbours that grow equally share a row.
     """
     rows, lengths = rows_of_groups(run), _stage_epochs(run)
     num_stages = len(lengths)
@@ -140,7 +140,7 @@ def network_map(run: Run) -> Figure:
     figure = style.new_figure(name_in + 0.42 * num_stages + 0.75, 0.17 * len(rows) + 0.75)
     axes = figure.subplots()
     shares = np.array([[width / full for width in widths] for _, widths, full in rows])
-    # From almost white to dark blue: dark always means wide, in grey print too.
+    # From almost white to dark blue: dark means wide, in grey print too.
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto")
     for row, (_, widths, _) in enumerate(rows):
         for stage, width in enumerate(widths):
@@ -162,7 +162,7 @@ def network_map(run: Run) -> Figure:
 
 @style.styled()
 def silhouettes(run: Run) -> Figure:
-    """The network's shape at each stage: a bar a width group, input on top, new channels in colour at its ends."""
+    """Draw the network's shape at each stage: one bar per width group, input on top, new channels at the ends."""
     rows, lengths = rows_of_groups(run), _stage_epochs(run)
     num_stages, num_rows, widest = len(lengths), len(rows), max(full for _, _, full in rows)
     apart = widest + 0.12 * widest
@@ -189,7 +189,7 @@ def draw_silhouette(
     centre: float = 0.0,
     new: Any = style.PALETTE[1],
 ) -> None:
-    """Draw a bar for each row of `rows_of_groups`: full width in grey, kept channels, and new ones at its ends."""
+    """Draw a bar per row of `rows_of_groups`: full width in grey, kept channels, and new ones in colour `new`."""
     for row, (_, widths, full) in enumerate(rows):
         bars = ((full, "0.93"), (widths[stage], new), (widths[max(stage - 1, 0)], style.PALETTE[0]))
         for width, colour in bars:
@@ -197,19 +197,19 @@ def draw_silhouette(
 
 
 def rows_of_groups(run: Run) -> list[tuple[str, tuple[int, ...], int]]:
-    """(name, width at each stage, full width) of each row."""
+    """Return (name, width at each stage, full width) of each group, or of each run of equal neighbours if many."""
     rows = [(name, tuple(group["widths"]), group["full_width"]) for name, group in run.groups.items()]
     if len(rows) <= _MOST_ROWS:
         return rows
-    found = []
+    merged = []
     for (widths, full), part in itertools.groupby(rows, key=lambda row: row[1:]):
         first, *others = (name for name, *_ in part)
-        found.append((f"{first} ... {others[-1]} ({1 + len(others)})" if others else first, widths, full))
-    return found
+        merged.append((f"{first} ... {others[-1]} ({1 + len(others)})" if others else first, widths, full))
+    return merged
 
 
 def _stage_epochs(run: Run) -> list[float]:
-    """Epochs of each stage from the growth events; zeros (unknown) for a run that has not come so far."""
+    """Return the epochs of each stage, from the growth events; zeros if the run has not had all of them."""
     num_stages = len(next(iter(run.groups.values()))["widths"])
     try:
         edges = [0.0, *run.growth_epochs, float(run.metrics["epoch"].iloc[-1]) + 1]
@@ -222,9 +222,9 @@ def _stage_epochs(run: Run) -> list[float]:
 
 @style.styled()
 def width_paths(runs: Sequence[Run]) -> Figure:
-    """Channels of all groups over epochs above, held-out accuracy below; runs of one start share a colour.
+    """Draw the channels of all groups over epochs (above) and held-out accuracy (below).
 
-    They show whether layers that decide their widths arrive at the same one.
+    Runs with the same initial width share a colour, which shows if layers that choose their widths converge.
     """
     paths = [run.width_path for run in runs]
     starts = sorted({path[0] for path in paths})
@@ -256,13 +256,12 @@ def width_paths(runs: Sequence[Run]) -> Figure:
 
 
 def _held_out_name(runs: Sequence[Run]) -> str:
-    """Name of the held-out accuracy: "test accuracy" if all runs watched the test set."""
-    tested = all(run.curve("val_accuracy") is None for run in runs)
-    return "test accuracy" if tested else "validation accuracy"
+    """Return "test accuracy" if all runs monitored the test set, else "validation accuracy"."""
+    return f"{'test' if all(run.curve('val_accuracy') is None for run in runs) else 'validation'} accuracy"
 
 
 def _width_axis(axes: Axes, least: int, most: int) -> None:
-    """Every width as a tick where they are few, else a logarithmic axis with powers of two."""
+    """Put a tick at every width if they are few, else make the axis logarithmic with powers of two."""
     if most <= _FEW:
         axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.set_ylim(max(least - 1, 0), most + 1)
@@ -274,7 +273,7 @@ def _width_axis(axes: Axes, least: int, most: int) -> None:
 
 
 def _tasks(runs: Sequence[Run]) -> list[tuple[int, str]]:
-    """Epochs at which the classes change, and to which, if all runs agree on it."""
+    """Return the epochs at which the classes change and names of the new classes, if all runs agree."""
     schedule = runs[0].class_schedule
     if any(run.class_schedule != schedule for run in runs):
         return []
@@ -287,7 +286,7 @@ def _tasks(runs: Sequence[Run]) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class _Line:
-    """Mean curve of equal runs; `events` are epochs at whose beginning the width of any of them changed."""
+    """Mean curve of equal runs; `events` are the epochs at whose start the width of any of them changed."""
 
     is_fixed_size: bool
     ends: tuple[int, int]
@@ -300,13 +299,13 @@ class _Line:
 
 @style.styled()
 def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
-    """Held-out accuracy over epochs, a panel a width, means over equal runs (seeds).
+    """Draw held-out accuracy over epochs, one panel per width, as means over seeds.
 
-    A panel has the runs that start at (or end with) its width, a line for each width at the other end, and in
-    black the runs of that width that do not grow. Lines that are one up to some epoch are drawn once up to there, in
-    grey. Behind the last epoch stands each line's mean with one sample standard deviation; bands of noise would cover
-    each other. The bar of a line's colour at the foot spans the epochs in which its width changes. The panels of
-    Bird, "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
+    A panel shows the runs that start at (or end with) its width: a line for each width at the other end, and in black
+    the runs of that width that do not grow. Lines that coincide up to some epoch are grey until then. Each line's last
+    mean, with one sample standard deviation, is drawn to the right of the last epoch, as bands would overlap. Bars
+    at the bottom span the epochs in which the width of the line of that colour changes. These are the panels of Bird,
+    "On De-Individuated Neurons", Figures 3 and 5 ("start") and 4 ("end").
     """
     lines = _lines(runs)
     here, there = (0, 1) if by == "start" else (1, 0)
@@ -337,20 +336,19 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
                 continue
             end = line.ends[there]
             rank, colour = others.index(end), colours[end]
-            # The grey part's last point joins them; curves that lie on one another show through each other's gaps.
+            # Start at the grey part's last point; dashes let coinciding curves show through.
             first = max(0, shared - 1)
             x, dashes = np.arange(1, len(line.mean) + 1)[first:], style.DASHES[rank % len(style.DASHES)]
             drawn = axes.plot(x, line.mean[first:], color=colour, linestyle=dashes, linewidth=1.1)
             (handles[end, f"{'to' if by == 'start' else 'from'} {end}"],) = drawn
             if line.std[-1] > 0:
-                # Its last mean and the deviation over seeds, behind the last epoch.
                 mark = {"color": colour, "marker": "o", "markersize": 2.5, "capsize": 1.5, "elinewidth": 0.9}
                 axes.errorbar(last * (1.025 + 0.025 * rank), line.mean[-1], yerr=line.std[-1], **mark)
         axes.set_title(f"{'from' if by == 'start' else 'to'} width {width}")
         style.epoch_axis(axes, last)
         axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= last])
         axes.set_xlim(right=last * (1.025 + 0.025 * len(others)))
-        # What stands behind the last epoch has no place on the axis.
+        # Points to the right of the last epoch are not on the axis.
         axes.spines["bottom"].set_bounds(0, last)
         axes.set(xlabel="epoch" if index + columns >= len(widths) else "")
         axes.set(ylabel=f"{_held_out_name(runs)} (%)" if index % columns == 0 else "")
@@ -361,19 +359,18 @@ def width_changes(runs: Sequence[Run], by: Literal["start", "end"]) -> Figure:
 
 
 def _note(lines: Sequence[_Line]) -> str:
-    """Note on the number of runs, bars and bands."""
     counts = sorted({line.n for line in lines})
     note = "one run each: no interval is known"
     if counts != [1]:
         n = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
         bars = "bars and bands" if any(line.is_fixed_size for line in lines) else "bars"
-        note = f"lines: means over n = {n} seeds; points behind the last epoch: its mean; "
+        note = f"lines: means over n = {n} seeds; points right of the last epoch: its mean; "
         note += f"their {bars}: one sample standard deviation"
-    return f"{note}; bars at the foot: epochs in which the width changes"
+    return f"{note}; bars at the bottom: epochs in which the width changes"
 
 
 def _mark_changes(axes: Axes, lines: Sequence[_Line], colours: Sequence[str]) -> None:
-    """A bar for each line, below the curves, one above the other."""
+    """Draw a bar for each line at the bottom, one above the other."""
     changing = [(line, colour) for line, colour in zip(lines, colours, strict=True) if line.events]
     look: dict[str, Any] = {"linewidth": 2.2, "solid_capstyle": "butt", "gid": CHANGE}
     for rank, (line, colour) in enumerate(changing):
@@ -382,7 +379,7 @@ def _mark_changes(axes: Axes, lines: Sequence[_Line], colours: Sequence[str]) ->
 
 
 def _shared(lines: Sequence[_Line]) -> int:
-    """Number of epochs up to which several lines are one."""
+    """Return the number of first epochs over which several lines coincide."""
     if len(lines) < 2:
         return 0
     length = min(len(line.mean) for line in lines)
@@ -391,7 +388,7 @@ def _shared(lines: Sequence[_Line]) -> int:
 
 
 def _fixed(axes: Axes, line: _Line) -> Line2D:
-    """Draw the line of runs that do not grow, with a band, below no other line."""
+    """Draw the line of runs that do not grow, with a band."""
     epochs, colour = np.arange(1, len(line.mean) + 1), style.FIXED_SIZE[0]
     (drawn,) = axes.plot(epochs, line.mean, color=colour, linewidth=1.1)
     band = (line.mean - line.std, line.mean + line.std)
@@ -400,13 +397,13 @@ def _fixed(axes: Axes, line: _Line) -> Line2D:
 
 
 def _lines(runs: Sequence[Run]) -> list[_Line]:
-    """Curves in percent over equal runs."""
+    """Average the curves, in percent, over equal runs."""
     curves: dict[tuple[bool, int, int], list[np.ndarray]] = defaultdict(list)
     events: dict[tuple[bool, int, int], set[int]] = defaultdict(set)
     shared = [set(run.group.overrides) for run in runs if run.group.is_fixed_size]
-    own = set.intersection(*shared) if shared else set()
-    own -= {override for run in runs if not run.group.is_fixed_size for override in run.group.overrides}
-    name = ", ".join(["without growth", *sorted(override.partition("=")[2] for override in own)])
+    only_fixed = set.intersection(*shared) if shared else set()
+    only_fixed -= {override for run in runs if not run.group.is_fixed_size for override in run.group.overrides}
+    name = ", ".join(["without growth", *sorted(override.partition("=")[2] for override in only_fixed)])
     for run in runs:
         path, accuracy = run.width_path, run.held_out("accuracy")
         if accuracy is None:
@@ -423,7 +420,7 @@ def _lines(runs: Sequence[Run]) -> list[_Line]:
 
 
 def save_movie(run: Run, path: str | os.PathLike[str]) -> Path:
-    """Write a GIF of a run: its silhouette stage by stage, new channels in colour, next to the held-out metric."""
+    """Write a GIF of a run: its silhouette, with new channels in colour, next to its held-out metric over epochs."""
     if Path(path).suffix.lower() != ".gif":
         raise UserError(f"cannot write a movie to {path}: its name must end in .gif.")
     (first, *others), times = zip(*_frames(run), strict=True)
@@ -433,7 +430,7 @@ def save_movie(run: Run, path: str | os.PathLike[str]) -> Path:
 
 
 def _frames(run: Run) -> Iterator[tuple[Image.Image, int]]:
-    """Yield (picture, milliseconds)."""
+    """Yield (image, milliseconds)."""
     metric, epochs = metric_of([run.results]), run.metrics["epoch"].to_numpy() + 1.0
     curves = (run.curve(f"{split}_{metric.key}") for split in ("val", "test", "train"))
     values = next((metric.scale * curve for curve in curves if curve is not None), None)
@@ -449,7 +446,7 @@ def _frames(run: Run) -> Iterator[tuple[Image.Image, int]]:
     points = np.searchsorted(epochs, times, side="right").tolist()
     for (stage, fade, seen), equal in itertools.groupby(zip(stages, fades, points, strict=True)):
         with style.styled():
-            # An engine would move the axes between frames.
+            # A layout engine would move the axes between frames.
             figure = Figure(figsize=(6.4, 2.6), layout="none")  # type: ignore[arg-type]
             figure.subplots_adjust(left=0.08, right=0.97, bottom=0.19, top=0.88, wspace=0.28)
             shape, curve = figure.subplots(1, 2, width_ratios=[2, 3])

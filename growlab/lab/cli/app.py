@@ -1,7 +1,7 @@
-"""The command line: `python -m growlab` or `growlab` composes and runs one experiment, or runs another command.
+"""The command line: `growlab` or `python -m growlab` composes and runs an experiment, or runs another command.
 
-Exit codes: 0 done, or saved and ended by a signal; 2 input that cannot be used, with one
-sentence on stderr; 130 interrupted by Ctrl-C; 1 anything else, with its traceback.
+Exit codes: 0 success, or saved and ended by a signal; 2 invalid input, with one sentence on stderr; 130 interrupted by
+Ctrl-C; 1 anything else, with its traceback.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ try:
     from hydra.types import RunMode
     from omegaconf import DictConfig, OmegaConf
 except ModuleNotFoundError as missing:
-    # After `pip install --no-deps growlab` where torch is installed already.
+    # Installed without dependencies, as by `pip install --no-deps growlab` next to an existing torch.
     sys.exit(commands.run_without(missing))
 
 from growlab.base.command_parser import whole_words
@@ -49,12 +49,12 @@ from growlab.lab.training.configuration import (
 )
 
 _HELP_COLUMNS = 79
-# Numbers of a sweep's jobs that failed in this process, by the reason.
+# Numbers of a sweep's failed jobs in this process, by reason.
 _FAILED: dict[str, list[int]] = {}
 
 
 class JobFailed(BaseException):
-    """Carries a job's exception past Hydra, which would print a line about it; never seen by users."""
+    """Carries a job's exception past Hydra, which would print a message about it; users never see it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -67,7 +67,7 @@ def _job(cfg: DictConfig) -> Any:
     try:
         sweeps.check_selection(cfg)
     except UserError as error:
-        # The whole search, not this trial.
+        # This concerns the whole search, not one trial.
         raise JobFailed(error) from None
     try:
         if alone and sweeps.has_finished(cfg, run_dir):
@@ -95,12 +95,12 @@ def _job(cfg: DictConfig) -> Any:
             if not isinstance(error, FolderLocked):
                 _remove_if_empty(run_dir)
             raise JobFailed(error) from None
-        # In a sweep Hydra runs the other jobs and raises the first failure after the last one.
+        # In a sweep, Hydra runs the remaining jobs and raises the first failure at the end.
         overrides = list(job.overrides.task)
         reason = explain(error, overrides) or repr(error)
-        same = _FAILED.setdefault(reason, [])
-        text = f"as job {same[0]} did." if same else reason
-        same.append(job.job.num)
+        failed = _FAILED.setdefault(reason, [])
+        text = f"as job {failed[0]} did." if failed else reason
+        failed.append(job.job.num)
         print(f"job {job.job.num} ({job.job.override_dirname}) failed: {text}", file=sys.stderr)
         if not isinstance(error, FolderLocked):
             trace = "".join(traceback.format_exception(error))
@@ -109,11 +109,11 @@ def _job(cfg: DictConfig) -> Any:
 
 
 def _remove_if_empty(run_dir: Path) -> None:
-    """Remove the folder of a run that was refused before it wrote anything but Hydra's files, and empty ones above."""
+    """Remove the folder of a run that failed before it wrote anything but Hydra's files, and empty folders above."""
     if not processes.is_first() or not run_dir.is_dir():
         return
-    there = (path for path in run_dir.iterdir() if path.name != ".hydra")
-    if any(path.suffix != ".log" or path.stat().st_size for path in there):
+    paths = (path for path in run_dir.iterdir() if path.name != ".hydra")
+    if any(path.suffix != ".log" or path.stat().st_size for path in paths):
         return
     if run_dir.resolve() in (Path.cwd(), *Path.cwd().parents):
         return
@@ -125,10 +125,10 @@ def _remove_if_empty(run_dir: Path) -> None:
 
 
 def _read_arguments() -> Namespace:
-    """Parse the command line as Hydra will."""
+    """Parse the command line as Hydra does."""
 
     def complain(message: str) -> None:
-        raise UserError(f"{message}; options stand before or after all overrides, see growlab --help")
+        raise UserError(f"{message}; put options before or after all overrides, see growlab --help")
 
     parser = get_args_parser()
     for action in parser._actions:
@@ -142,7 +142,7 @@ def _read_arguments() -> Namespace:
 
 
 def _printed(arguments: Namespace, overrides: list[str]) -> bool:
-    """Print the configuration for `--cfg job`, `--cfg diff` and `--help-config`; False where nothing of it is asked."""
+    """Print the configuration for `--cfg job`, `--cfg diff` or `--help-config`; return False without these options."""
     name = arguments.help_config
     if name is None and (arguments.cfg not in ("job", "diff") or arguments.package):
         return False
@@ -155,13 +155,13 @@ def _printed(arguments: Namespace, overrides: list[str]) -> bool:
     else:
         if arguments.resolve:
             OmegaConf.resolve(cfg)
-        typed = {processes.name_of(one) for one in overrides}
+        typed = set(map(processes.name_of, overrides))
         sys.stdout.write(settings.in_short(cfg, composed([], *where), typed))
     return True
 
 
 def _with_more(argv: list[str], overrides: list[str], more: list[str]) -> list[str]:
-    """Insert more overrides after those of the command line: options may not stand between overrides."""
+    """Insert more overrides right after those of the command line, as options may not be between overrides."""
     last = len(argv)
     if overrides:
         ends = range(last, 0, -1)
@@ -172,7 +172,7 @@ def _with_more(argv: list[str], overrides: list[str], more: list[str]) -> list[s
 def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> int:
     try:
         sentence = explain(error, overrides)
-    except Exception:  # explaining must never hide what it explains
+    except Exception:  # a failed explanation must not hide the error
         sentence = None
     if processes.report(1 if sentence is None else 2, sentence or "".join(traceback.format_exception(error)).rstrip()):
         return 1 if sentence is None else 2
@@ -183,7 +183,7 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
     if sentence is None:
         return 1
     if sentence in _FAILED:
-        # Each job has said why.
+        # Each job has printed its reason.
         number = sum(map(len, _FAILED.values()))
         sentence = f"{number} job{'s' if number > 1 else ''} of the sweep failed."
     print(f"error: {sentence}", file=sys.stderr)
@@ -191,15 +191,15 @@ def _fail(error: BaseException, overrides: list[str], with_traceback: bool) -> i
 
 
 def _groups() -> str:
-    """Groups of the configuration, wrapped for a terminal."""
-    started: Any = GlobalHydra.instance().hydra
-    groups = started.list_all_config_groups()
-    named = ", ".join(one for one in groups if "/" not in one and one not in ("hydra", "plan", "experiment"))
-    return textwrap.fill(named, _HELP_COLUMNS, initial_indent="  ", subsequent_indent="  ")
+    """Return the groups of the configuration, wrapped for a terminal."""
+    running: Any = GlobalHydra.instance().hydra
+    groups = running.list_all_config_groups()
+    names = ", ".join(name for name in groups if "/" not in name and name not in ("hydra", "plan", "experiment"))
+    return textwrap.fill(names, _HELP_COLUMNS, initial_indent="  ", subsequent_indent="  ")
 
 
 def _interrupted(error: BaseException | None) -> bool:
-    """Return True if Ctrl-C caused the exception; Lightning turns it into a SystemExit."""
+    """True if Ctrl-C caused the exception; Lightning turns it into a SystemExit."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -208,7 +208,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def _complete_commands() -> bool:
-    """Complete commands for a shell; return False unless Hydra has to complete configuration."""
+    """Print completions of commands for a shell; return False if there is nothing left for Hydra to do."""
     if not any(argument.startswith("query=") for argument in sys.argv[1:]):
         return True
     names, line = commands.complete(os.environ.get("COMP_LINE", ""))
@@ -227,7 +227,7 @@ def main(job: Callable[[DictConfig], Any] = _job, more: Sequence[str] = ()) -> i
             finally:
                 sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has gone, as in `growlab --cfg job | head`; Python would complain as it ends.
+        # The reader of our output is gone, as in `growlab --cfg job | head`; avoid Python's message at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -242,24 +242,24 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
     code = commands.run_command(sys.argv[1:]) if job is _job else None
     if code is not None:
         return code
-    # With this set Hydra raises what went wrong instead of printing it. A user who sets it sees tracebacks
-    # as well as sentences.
+    # With this variable Hydra raises errors instead of printing them. If the user has set it, we also print tracebacks.
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
     overrides: list[str] = []
     try:
         arguments = _read_arguments()
         overrides, multirun = list(arguments.overrides), bool(arguments.multirun)
-        given = set(map(processes.name_of, overrides))
-        if "method" in given and (instead := [one for one in overrides if one.startswith(("growth=", "lr_adapt="))]):
-            print(f"note: {' and '.join(instead)} in the place of what method= chooses", file=sys.stderr)
-        added = [one for one in more if processes.name_of(one) not in given]
+        names = set(map(processes.name_of, overrides))
+        explicit = [override for override in overrides if override.startswith(("growth=", "lr_adapt="))]
+        if "method" in names and explicit:
+            print(f"note: {' and '.join(explicit)} overrides the choice of method=", file=sys.stderr)
+        added = [override for override in more if processes.name_of(override) not in names]
         set_plugin_defaults()
         short = partial(commands.described, short=True)
         OmegaConf.register_new_resolver("growlab.commands", short, replace=True)
         begin = partial(commands.experiments, config_dir() / "experiment") if arguments.help else str
         OmegaConf.register_new_resolver("growlab.experiments", begin, replace=True)
-        # Composing resolves it, help or not, and the list takes a second.
+        # Composing always resolves it, and the list takes a second.
         OmegaConf.register_new_resolver("growlab.groups", _groups if arguments.help else str, replace=True)
         plan = partial(commands.settings_of_plan, config_dir() / "plan" / "default.yaml")
         OmegaConf.register_new_resolver("growlab.settings_of_plan", plan, replace=True)
@@ -267,14 +267,12 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
         added += [] if folder is None else [folder]
         if _printed(arguments, [*overrides, *added]):
             return 0
-        if multirun and not any(
-            processes.name_of(one).startswith("hydra.job.config.override_dirname") for one in overrides
-        ):
+        if multirun and not any(name.startswith("hydra.job.config.override_dirname") for name in names):
             added.append(naming_override(overrides))
         added += processes.apart([*overrides, folder or ""], multirun)
         sys.argv = _with_more(sys.argv, overrides, added)
         processes.end_with_parent()
-        # It would print errors that are raised as well.
+        # It prints errors that are also raised.
         logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=PRIMARY)(job)()
     except JobFailed as failed:
@@ -292,13 +290,13 @@ def _main(job: Callable[[DictConfig], Any], more: Sequence[str]) -> int:
             raise
         if processes.report(130, "interrupted"):
             return 130
-        further = "growlab resume RUN resumes from the last checkpoint in a run's folder"
-        print(f"interrupted; {further if job is _job else 'nothing of it is kept'}", file=sys.stderr)
+        hint = "growlab resume RUN resumes from the last checkpoint in a run's folder"
+        print(f"interrupted; {hint if job is _job else 'nothing is kept'}", file=sys.stderr)
         return 130
     except Exception as error:
         sweeps.conclude()
         if _FAILED and str(error) == "Record does not exist.":
-            # Optuna's words for a search without a best trial, as every trial failed.
+            # Optuna's message for a search without a best trial, because every trial failed.
             error = UserError(next(iter(_FAILED)))
         return _fail(error, overrides, with_traceback)
     return 0

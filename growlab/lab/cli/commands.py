@@ -1,4 +1,4 @@
-"""Commands of `growlab`: the first word of a command line, and the module that runs it."""
+"""Commands of `growlab`: the first word of a command line, and the module that implements it."""
 
 import importlib
 import os
@@ -15,12 +15,13 @@ from growlab.base.errors import how_to_install
 
 
 class Command(NamedTuple):
-    """A command.
+    """Command of `growlab`.
 
     Attributes:
-        module: whose `main` takes the arguments and returns the exit code.
-        first: arguments put before the user's.
-        imports: packages whose import takes seconds, to name on a terminal while the user waits.
+        module: module whose `main` takes the arguments and returns the exit code.
+        first: arguments before the user's.
+        does: description for the help.
+        imports: packages whose import takes seconds, to print on a terminal while the user waits.
     """
 
     module: str
@@ -55,7 +56,7 @@ COMMANDS = {
 }
 
 
-# The commands that the help begins with.
+# Commands at the top of the help.
 _FIRST = ("widths", "plan", "table", "resume")
 
 
@@ -64,17 +65,17 @@ def run_command(arguments: Sequence[str]) -> int | None:
     if not arguments or arguments[0] not in COMMANDS:
         return None
     command = COMMANDS[arguments[0]]
-    given = [*command.first, *arguments[1:]]
-    # Help and errors of the command name it as it was typed; the script's own path is kept for commands to copy.
+    arguments = [arguments[0], *command.first, *arguments[1:]]
+    # Help and errors show the command as it was typed, with the script's path so that it can be copied.
     script = sys.argv[0] if os.path.basename(sys.argv[0]) == "growlab" else "growlab"
-    sys.argv = [f"{script} {arguments[0]}", *given]
+    sys.argv = [f"{script} {arguments[0]}", *arguments[1:]]
     if command.imports and sys.stderr.isatty():
         print(f"importing {command.imports} ...", file=sys.stderr, flush=True)
-    return importlib.import_module(command.module).main(given)
+    return importlib.import_module(command.module).main(arguments[1:])
 
 
 def described(short: bool = False) -> str:
-    """The commands, a line each; in short, the names of those that the help does not begin with."""
+    """Describe the commands, one per line; `short`: only names of those not at the top of the help."""
     if short:
         names = ", ".join(name for name in COMMANDS if name not in _FIRST)
         return textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ")
@@ -82,17 +83,17 @@ def described(short: bool = False) -> str:
 
 
 def experiments(folder: Path) -> str:
-    """The experiments to begin with, a line each with the first words of its file."""
+    """Describe the experiments in a folder, one per line, with the first words of their files."""
     lines = []
     for path in sorted(folder.glob("*.yaml")):
-        said = path.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
-        purpose = textwrap.shorten(re.split(r":|[(;]|[.] ", said)[0], 54, placeholder="").strip(".")
+        comment = path.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+        purpose = textwrap.shorten(re.split(r":|[(;]|[.] ", comment)[0], 54, placeholder="").strip(".")
         lines.append(f"  {path.stem:<22} {purpose}")
     return "\n".join(lines)
 
 
 def settings_of_plan(file: Path) -> str:
-    """List the settings of a plan as overrides, one per line with value and comment; candidates verbatim."""
+    """List the settings of a plan as overrides, one per line with value and comment."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines()[1:] if line]
     return "\n".join(re.sub(r"^([a-z_]+): ?", r"plan.\1=", line) for line in lines)
 
@@ -104,7 +105,7 @@ def import_from_here() -> None:
 
 
 def run_without(missing: ModuleNotFoundError) -> int:
-    """Run a command that does not need the packages of experiments, which are not installed; return the exit code."""
+    """Run a command without the packages of experiments, which are not installed; return the exit code."""
     with whole_words():
         return _without(missing)
 
@@ -129,7 +130,7 @@ def _without(missing: ModuleNotFoundError) -> int:
 
 
 def complete(line: str) -> tuple[list[str], str | None]:
-    """Complete the commands of a line: candidates for its last word, and the line whose overrides come next, or None.
+    """Complete a command line: return candidates for its command, and the line for Hydra to complete, or None.
 
     Examples:
         >>> complete("growlab wid")

@@ -24,11 +24,11 @@ from growlab.lab.training.configuration import config_dir
 
 _EXTRAS = {name: name for name in ("wandb", "tensorboard", "timm")}
 _EXTRAS |= {"tensorboardX": "tensorboard", "fairseq": "translation"}
-# Beginnings of lines in which Hydra, OmegaConf and torch describe their own objects.
+# Prefixes of lines in which Hydra, OmegaConf and torch describe their own objects.
 _INSIDES = ("full_key:", "object_type=", "reference_type=", "See https:", "Config search", "Exception raised")
 
-# Beginnings of libraries' messages about a run's settings, and the advice to add ("": the message has it).
-_MEANT = {
+# Prefixes of libraries' messages about a run's settings, and the sentence to print instead ("": their own).
+_ADVICE = {
     "Expected more than 1 value per channel when training": (
         "batch normalisation cannot compute statistics from a single value per channel, and a training batch, perhaps "
         "the last of an epoch, has only one: change data.batch_size, or use a network with another normalisation"
@@ -45,14 +45,14 @@ _MEANT = {
 
 def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
     """Return the sentence to print after `error:`, without a line break; None if the failure deserves a traceback."""
-    for link in sorted(_chain(error), key=lambda link: not isinstance(link, UserError)):
-        if text := _sentence(link, overrides):
+    for cause in sorted(_chain(error), key=lambda cause: not isinstance(cause, UserError)):
+        if text := _sentence(cause, overrides):
             return text if text.endswith((".", "!", "?")) else f"{text}."
     return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception and its causes; Hydra sometimes leaves that link implicit."""
+    """Yield the exception and its causes, for Hydra's exceptions also implicit ones."""
     while error is not None:
         yield error
         implicit = error.__context__ if isinstance(error, CompactHydraException) else None
@@ -66,11 +66,11 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return " ".join(str(error).split())
         case MissingConfigException(missing_cfg_file=str(name)):
             group, _, option = name.rpartition("/")
-            known = [one for one in error.options or () if not one.startswith("_")]
+            known = [choice for choice in error.options or () if not choice.startswith("_")]
             if group == "experiment":
                 known += [f"papers/{path.stem}" for path in (config_dir() / "experiment/papers").glob("*.yaml")]
-            near = get_close_matches(option, {one.rpartition("/")[2]: one for one in known}, n=5)
-            options = ", ".join(one for one in known if one.rpartition("/")[2] in near or not near)
+            near = get_close_matches(option, {choice.rpartition("/")[2] for choice in known}, n=5)
+            options = ", ".join(choice for choice in known if choice.rpartition("/")[2] in near or not near)
             more = f"; more come with {how_to_install('sweeps')}" if group.startswith("hydra/") else ""
             listed = f"; {'near it' if near else 'choose one of'}: {options}" if options else ""
             return f"there is no {group or 'configuration'} '{option}'{listed}{more}"
@@ -79,11 +79,11 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
         case OverrideParseException():
             return f"cannot read '{error.override}' (is a quote or bracket missing?): {text}"
         case ConfigCompositionException():
-            cause = next((link for link in _chain(error) if isinstance(link, OmegaConfBaseException)), None)
+            cause = next((each for each in _chain(error) if isinstance(each, OmegaConfBaseException)), None)
             where = f"{text.partition(': ')[0]}: " if text.startswith("In '") else ""
             return text if cause is None else f"{where}{_of_value(cause)}"
-        case ConfigAttributeError() | ConfigKeyError() if not any(one.startswith("~") for one in overrides):
-            return None  # our own code asks for a key that does not exist
+        case ConfigAttributeError() | ConfigKeyError() if not any(each.startswith("~") for each in overrides):
+            return None  # a bug: our code reads a key that does not exist
         case OmegaConfBaseException():
             return _of_value(error)
         case InstantiationException():
@@ -98,21 +98,21 @@ def _sentence(error: BaseException, overrides: Sequence[str]) -> str | None:
             return f"a text is not in UTF-8: {text}"
         case MemoryError():
             return f"there is not enough memory: {text}"
-        case RuntimeError() | ValueError() if meant := [one for one in _MEANT if str(error).startswith(one)]:
-            return _MEANT[meant[0]] or text
+        case RuntimeError() | ValueError() if known := [each for each in _ADVICE if str(error).startswith(each)]:
+            return _ADVICE[known[0]] or text
         case _ if _raised_by_hydra(error):
             return text or f"Hydra cannot use {' '.join(overrides)}"
-    # Compare names, so that help and composition need neither torch nor Lightning.
+    # Compare by name, so that help and composition need not import torch or Lightning.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "ParityError" in kinds:
         return f"{text} Lower optimizer.lr or choose another growth method."
-    # MisconfigurationException is Lightning's, for arguments that cannot work; wandb's are about keys and connections.
-    theirs = type(error).__module__.partition(".")[0] == "wandb"
-    return text if theirs or kinds & {"MisconfigurationException", "UnsupportedOperation"} else None
+    # Lightning's MisconfigurationException is about invalid arguments; wandb's are about keys and connections.
+    of_wandb = type(error).__module__.partition(".")[0] == "wandb"
+    return text if of_wandb or kinds & {"MisconfigurationException", "UnsupportedOperation"} else None
 
 
 def _first_lines(error: BaseException) -> str:
-    """Return an exception's message on one line, without libraries' appended details of their objects."""
+    """Return an exception's message on one line, without appended details of libraries' objects."""
     lines = [line.strip() for line in str(error).partition("Exception raised from ")[0].splitlines()]
     end = next((number for number, line in enumerate(lines) if line.startswith(_INSIDES)), len(lines))
     return " ".join(filter(None, lines[:end]))
@@ -125,14 +125,14 @@ def _of_value(error: OmegaConfBaseException) -> str:
     if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(parent, DictConfig):
         names: Any = OmegaConf.to_container(parent)
         inside = {
-            one: (value is None, f"{group}.{one}")
+            key: (value is None, f"{group}.{key}")
             for group, inner in names.items()
             if isinstance(inner, dict)
-            for one, value in inner.items()
+            for key, value in inner.items()
         }
         near = get_close_matches(error.key, names, n=1, cutoff=0.7)
-        # First those that have a value, such as schedule.total_epochs.
-        nested = sorted((inside[one] for one in get_close_matches(error.key, inside)), key=lambda place: place[0])
+        # Settings with a value first, such as schedule.total_epochs.
+        nested = sorted((inside[key] for key in get_close_matches(error.key, inside)), key=lambda place: place[0])
         near = near or [place for _, place in nested]
         if "is not in struct" in text:
             name, text = "", f"there is no setting '{error.full_key}'"
@@ -146,30 +146,30 @@ def _of_constructor(error: InstantiationException, overrides: Sequence[str]) -> 
     found = re.search(r"full_key: (\S+)", str(error)) or re.search(r"target '([^']+)'", str(error))
     name = found[1] if found else "a constructor"
     if cause is None or isinstance(cause, InstantiationException):
-        return _first_lines(error) if cause is None else None  # the next link of the chain says more
-    said = _first_lines(cause)
-    if isinstance(cause, ImportError) and (missing := re.search(rf"\b({'|'.join(_EXTRAS)})\b", said)):
+        return _first_lines(error) if cause is None else None  # the cause is more specific
+    text = _first_lines(cause)
+    if isinstance(cause, ImportError) and (missing := re.search(rf"\b({'|'.join(_EXTRAS)})\b", text)):
         return f"{name} needs a package that is not installed: {how_to_install(_EXTRAS[missing[1]])}"
-    if isinstance(cause, ImportError) and (missing := re.search(r"\b(mlflow|aim|comet[-_]ml)\b", said)):
+    if isinstance(cause, ImportError) and (missing := re.search(r"\b(mlflow|aim|comet[-_]ml)\b", text)):
         return f"{name} needs a package that is not installed: pip install {missing[1].replace('_', '-')}"
     if str(error).startswith("Error locating target"):
-        return f"{name}: {_first_lines(error)}: {said}"
+        return f"{name}: {_first_lines(error)}: {text}"
     if isinstance(cause, ValueError):
-        # `batches must be at least 1` of `growth` names the setting growth.batches.
-        inside = re.match(r"[a-z_]+ must ", said) is not None
-        return said if said.startswith(f"{name}.") else f"{name}{'.' if inside else ': '}{said}"
-    # One frame (Hydra's own): the arguments do not fit the signature.
+        # `batches must be at least 1` from `growth` names the setting growth.batches.
+        inside = re.match(r"[a-z_]+ must ", text) is not None
+        return text if text.startswith(f"{name}.") else f"{name}{'.' if inside else ': '}{text}"
+    # A single frame (Hydra's): the arguments do not match the signature.
     at_the_call = cause.__traceback__ is not None and cause.__traceback__.tb_next is None
-    at_the_call = at_the_call or "unexpected keyword argument" in said
-    # Deeper inside, settings of the command line are the likely reason, but in code of the user's own.
-    given = [one.lstrip("+") for one in overrides if one.lstrip("+").startswith(f"{name}.")]
-    if at_the_call or (given and not any(one.startswith(f"{name}._target_=") for one in given)):
-        return f"{name} cannot be made{' with ' if given else ''}{' '.join(given)}: {said}"
+    at_the_call = at_the_call or "unexpected keyword argument" in text
+    # Deeper inside, the command line's settings are the likely cause, unless the class is the user's own.
+    typed = [each.lstrip("+") for each in overrides if each.lstrip("+").startswith(f"{name}.")]
+    if at_the_call or (typed and not any(each.startswith(f"{name}._target_=") for each in typed)):
+        return f"{name} cannot be created{' with ' if typed else ''}{' '.join(typed)}: {text}"
     return None
 
 
 def _raised_by_hydra(error: BaseException) -> bool:
-    """Return True if Hydra's code has failed, or its call to Python's library or OmegaConf."""
+    """True if Hydra's code failed, or its call of the standard library or OmegaConf."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     ignored = {*sys.stdlib_module_names, "omegaconf"}
     outside = [name for name in modules if name.partition(".")[0] not in ignored]

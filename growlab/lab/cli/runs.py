@@ -1,4 +1,4 @@
-"""Commands about one run's folder: `growlab resume RUN`, `growlab show RUN` and `growlab eval RUN`."""
+"""Commands on a run's folder: `growlab resume RUN`, `growlab show RUN` and `growlab eval RUN`."""
 
 import json
 import sys
@@ -14,26 +14,26 @@ from growlab.base.files import write_json
 from growlab.lab.training.configuration import LAST, PRIMARY, composed
 from growlab.lab.training.processes import in_folder, name_of, quoted
 
-# Settings that say where data are.
+# Settings that locate the data.
 _PLACES = ("data.root.", "data.path.", "data.name.", "data.source.")
 _FOLDER = {"hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode", "ckpt_path"}
 
 
 @command
 def main(argv: Sequence[str]) -> int | None:
-    """Run the command `resume`, `show` or `eval`, which is the first of `argv`, with the other arguments."""
-    name, *given = argv
+    """Run the command `argv[0]`, which is `resume`, `show` or `eval`, with the other arguments."""
+    name, *arguments = argv
     if name != "resume":
-        (show if name == "show" else evaluate)(given)
+        (show if name == "show" else evaluate)(arguments)
         return None
-    sys.argv = ["growlab", *resumed(given)]
+    sys.argv = ["growlab", *resumed(arguments)]
     from growlab.lab.cli import app
 
     return app.main()
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
-    """Return the command line that resumes a run, or a sweep with the jobs that are not done."""
+    """Return the arguments that resume a run, or the unfinished jobs of a sweep."""
     parser = CommandParser(
         prog="growlab resume",
         description="Resume an interrupted run, or a sweep: finished jobs are skipped.",
@@ -41,24 +41,23 @@ def resumed(argv: Sequence[str]) -> list[str]:
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run or of a sweep")
     free = "settings that do not change the numbers"
-    # With a default, or argparse says that the settings are required too.
+    # Without a default, argparse's usage would show the settings as required.
     parser.add_argument("overrides", metavar="NAME=VALUE", nargs="*", default=[], help=free)
     arguments = parser.parse_args(argv)
     sweep = arguments.folder / "multirun.yaml"
     if sweep.is_file():
-        options, given = _command(sweep)
+        options, overrides = _command(sweep)
         options, where = [*options, "-m"], [f"hydra.sweep.dir={quoted(arguments.folder)}"]
     else:
-        options, given = _command(arguments.folder / ".hydra" / "hydra.yaml")
+        options, overrides = _command(arguments.folder / ".hydra" / "hydra.yaml")
         where = [LAST, in_folder(arguments.folder)]
-    return [*options, *given, *arguments.overrides, *where]
+    return [*options, *overrides, *arguments.overrides, *where]
 
 
 def _command(file: Path) -> tuple[list[str], list[str]]:
-    """Options that a run's configuration was found with, and its overrides, as Hydra has written them down."""
+    """Return the options that locate a run's configuration, and its overrides, from the file that Hydra wrote."""
     if not file.is_file():
-        raise UserError(f"{file.parent.parent} is no folder of a run or sweep that growlab has written.")
-    # Interpolations are left as they are.
+        raise UserError(f"{file.parent.parent} is not the folder of a growlab run or sweep.")
     hydra: Any = OmegaConf.to_container(OmegaConf.load(file))
     hydra = hydra["hydra"]
     name = hydra["job"]["config_name"]
@@ -67,11 +66,11 @@ def _command(file: Path) -> tuple[list[str], list[str]]:
         if source["provider"] == "command-line":
             options += ["--config-dir", source["path"]]
     overrides = [*hydra["overrides"]["hydra"], *hydra["overrides"]["task"]]
-    return options, [one for one in overrides if name_of(one) not in _FOLDER]
+    return options, [override for override in overrides if name_of(override) not in _FOLDER]
 
 
 def show(argv: Sequence[str]) -> None:
-    """Print what a run has reached: its stages and result, or its last epoch, its events and its command."""
+    """Print a run's stages and result (or its last epoch), growth events and command."""
     from growlab.lab.analysis.report import print_results
     from growlab.lab.analysis.results import open_run
 
@@ -92,14 +91,14 @@ def show(argv: Sequence[str]) -> None:
     for event in run.events:
         sizes = f"{event['num_params_before']:,} -> {event['num_params']:,} parameters"
         print(f"stage {event['stage']} at step {event['step']}: {sizes}, output error {event['parity_error_eval']:.1e}")
-    # Rows that are kept may lack it.
+    # Archived runs may lack it.
     if (file := folder / ".hydra" / "hydra.yaml").exists():
         options, overrides = _command(file)
         print(shell_lines(["growlab", *options, *overrides]))
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Test a run's weights on the data of its configuration, or on others."""
+    """Test a run's weights on the data of its configuration, or on other data."""
     parser = CommandParser(
         prog="growlab eval",
         description="Test a finished run's weights, on its own test set or on other data of the same shape and "
@@ -114,16 +113,16 @@ def evaluate(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     file = arguments.folder / arguments.weights
     if not file.is_file():
-        raise UserError(f"{file} is not there: {arguments.folder} is no finished run with such weights.")
-    options, given = _command(arguments.folder / ".hydra" / "hydra.yaml")
-    found = dict(zip(options[::2], options[1::2], strict=True))
-    where = (found.get("--config-dir"), found.get("--config-name", PRIMARY))
-    given = [one for one in given if not one.startswith("hydra")]
-    own = composed(given, *where)
+        raise UserError(f"{file} does not exist: {arguments.folder} is not a finished run with such weights.")
+    options, overrides = _command(arguments.folder / ".hydra" / "hydra.yaml")
+    values = dict(zip(options[::2], options[1::2], strict=True))
+    where = (values.get("--config-dir"), values.get("--config-name", PRIMARY))
+    overrides = [override for override in overrides if not override.startswith("hydra")]
+    own = composed(overrides, *where)
     if "data" in map(name_of, arguments.overrides):
-        # Another data set is not where the run's was; how images are prepared stays.
-        given = [one for one in given if not f"{name_of(one)}.".startswith(_PLACES) and name_of(one) != "data"]
-    cfg = composed([*given, *arguments.overrides], *where)
+        # Drop the choice and location of the run's data, but keep the preprocessing.
+        overrides = [o for o in overrides if not f"{name_of(o)}.".startswith(_PLACES) and name_of(o) != "data"]
+    cfg = composed([*overrides, *arguments.overrides], *where)
     numbers = _tested(own, cfg, file)
     if arguments.output:
         write_json(arguments.output, numbers)
@@ -131,10 +130,10 @@ def evaluate(argv: Sequence[str]) -> None:
 
 
 def _tested(own: DictConfig, cfg: DictConfig, weights: Path) -> dict[str, float]:
-    """Metrics of weights on the test set of a configuration; of a classifier its expected calibration error too.
+    """Return the metrics of weights on the test set of a configuration, with a classifier's calibration error.
 
-    Other images are standardised as those that the run (`own`) trained on. The calibration error is over 15 bins of
-    confidence (Guo et al. 2017), by torchmetrics.
+    Other images are normalised like those that the run (`own`) trained on. The expected calibration error uses 15 bins
+    of confidence (Guo et al. 2017).
     """
     import torch
     from torchmetrics.classification import MulticlassCalibrationError
@@ -144,7 +143,7 @@ def _tested(own: DictConfig, cfg: DictConfig, weights: Path) -> dict[str, float]
     from growlab.lab.training.build import make_data, make_network, make_objective
     from growlab.lab.training.objectives import Classification
 
-    data, other = (make_data(one.data, one.seed) for one in (own, cfg))
+    data, other = (make_data(config.data, config.seed) for config in (own, cfg))
     try:
         if own.data != cfg.data and isinstance(data, ImageData) and isinstance(other, ImageData):
             data.setup()
@@ -159,7 +158,7 @@ def _tested(own: DictConfig, cfg: DictConfig, weights: Path) -> dict[str, float]
         total, calibration = None, None
         with torch.no_grad():
             for batch in data.evaluation("test"):
-                *inputs, target = (one.to(device) for one in batch)
+                *inputs, target = (tensor.to(device) for tensor in batch)
                 output = network(*inputs)
                 sums = objective(output, target)[1].double()
                 total = sums if total is None else total + sums

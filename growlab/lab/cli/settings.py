@@ -1,4 +1,4 @@
-"""The configuration for readers: `--cfg job` without what is off, `--cfg diff`, and `--help-config NAME`."""
+"""Readable configurations: `--cfg job` without settings that are off, `--cfg diff`, and `--help-config NAME`."""
 
 import inspect
 import re
@@ -18,26 +18,26 @@ from growlab.base.settings import left_out
 from growlab.lab.analysis.identity import leaves as _leaves
 from growlab.lab.training.configuration import config_dir
 
-# Values of a setting that is not in use.
+# Values of unused settings.
 _OFF: tuple[Any, ...] = (None, False, 0, "none", [], {})
 _OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_")
 _COLUMNS = 79
 
 
 def in_short(cfg: DictConfig, default: DictConfig, typed: Collection[str] = ()) -> str:
-    """The settings of a run in YAML, without parts that are left out and settings that are not set or off.
+    """Return a run's settings as YAML, without unused parts and settings.
 
-    Those that are on in the `default` run, or were `typed` on the command line, are shown whatever their values.
+    Settings that are used in the `default` run, or were `typed` on the command line, are always shown.
     """
     config = _plain(cfg)
     parts: Any = OmegaConf.to_container(cfg.parts, resolve=True)
-    left = [name for name, part in parts.items() if left_out(part)]
-    hidden = ["parts", *left]
+    unused = [name for name, part in parts.items() if left_out(part)]
+    hidden = ["parts", *unused]
     on = {name for name, value in _leaves(_plain(default)) if _is_on(name, value)}
     shown = _shown({key: value for key, value in config.items() if key not in hidden}, "", {*on, *typed})
-    # Growlab's own parts have their settings at the top.
-    if own := {name: part for name, part in parts.items() if name not in {*left, *config}}:
-        shown["parts"] = own
+    # growlab's own parts have their settings at the top level.
+    if users := {name: part for name, part in parts.items() if name not in {*unused, *config}}:
+        shown["parts"] = users
     more = len(list(_leaves(config))) - len(list(_leaves(shown)))
     return (
         OmegaConf.to_yaml(OmegaConf.create(shown))
@@ -46,7 +46,7 @@ def in_short(cfg: DictConfig, default: DictConfig, typed: Collection[str] = ()) 
 
 
 def difference(cfg: DictConfig, default: DictConfig) -> str:
-    """The settings in which a run differs from the default one, a line each, with the default behind it."""
+    """Return the settings in which a run differs from the default run, one per line, followed by the default."""
     ours, theirs = dict(_leaves(_plain(cfg))), dict(_leaves(_plain(default)))
     lines = [
         f"{name}={_text(value)}" + (f"  # {_text(theirs[name])}" if name in theirs else "")
@@ -57,7 +57,7 @@ def difference(cfg: DictConfig, default: DictConfig) -> str:
 
 
 def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
-    """Value, type and meaning of a setting, or of every one in a group, from classes and the files of `choices`."""
+    """Describe value, type and meaning of a setting, or of all in a group, from docstrings and configuration files."""
     group, _, option = name.partition("=")
     if option and (file := config_dir() / group / f"{option}.yaml").is_file():
         return textwrap.fill(f"{name}: {_head(file)}", _COLUMNS, subsequent_indent="    ")
@@ -69,18 +69,18 @@ def explanation(cfg: DictConfig, name: str, choices: Mapping[str, Any]) -> str:
         break_on_hyphens=False,
     )
     leaves = dict(_leaves(_plain(cfg)))
-    names = [one for one in leaves if f"{one}.".startswith(f"{name}.") and not one.endswith(_OF_HYDRA)]
-    names = names or [one for one in leaves if one.endswith(f".{name}")]
+    names = [leaf for leaf in leaves if f"{leaf}.".startswith(f"{name}.") and not leaf.endswith(_OF_HYDRA)]
+    names = names or [leaf for leaf in leaves if leaf.endswith(f".{name}")]
     if not names and options:
         return f"{listed}\n--help-config {name}=NAME explains one."
     if not names:
-        near = get_close_matches(name, {*leaves, *(one.rpartition(".")[2] for one in leaves)}, n=3)
+        near = get_close_matches(name, {*leaves, *(leaf.rpartition(".")[2] for leaf in leaves)}, n=3)
         raise UserError(f"there is no setting '{name}'" + (f"; near it: {', '.join(near)}" if near else ""))
-    return "\n".join([listed] * bool(options) + [_entry(cfg, one, leaves[one], choices) for one in names])
+    return "\n".join([listed] * bool(options) + [_entry(cfg, leaf, leaves[leaf], choices) for leaf in names])
 
 
 def _head(file: Path) -> str:
-    """The remark at the top of a file of settings."""
+    """Return the comment at the top of a file of settings."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return " ".join(
         line.removeprefix("# ")
@@ -97,47 +97,42 @@ def _entry(cfg: DictConfig, name: str, value: Any, choices: Mapping[str, Any]) -
 
     hint = hints_of(parent, target).get(key)
     kind = f"{in_words(hint)}. " if hint is not None else ""
-    said = _described(target or ("schedule" if parent == "schedule" else "")).get(key)
-    said = said or _remark(key, parent.partition(".")[0], choices) or "see the documentation of its class."
-    body = textwrap.fill(f"{kind}{said}", _COLUMNS, initial_indent="    ", subsequent_indent="    ")
+    meaning = _described(target or ("schedule" if parent == "schedule" else "")).get(key)
+    meaning = meaning or _comment(key, parent.partition(".")[0], choices) or "see the documentation of its class."
+    body = textwrap.fill(f"{kind}{meaning}", _COLUMNS, initial_indent="    ", subsequent_indent="    ")
     return f"{name}={_text(value)}\n{body}"
 
 
 @cache
 def _described(target: str) -> dict[str, str]:
-    """Descriptions of parameters in the docstrings of a class, those above it and its constructor."""
+    """Return descriptions of parameters from the docstrings of a class, its bases and its constructor."""
     if not target:
         return {}
     try:
         made = get_object("growlab.growth.make_schedule" if target == "schedule" else target)
-    except Exception:  # Raised again, with its reason, when it is called.
+    except Exception:  # raised again when the run calls it
         return {}
     owners = [*getattr(made, "__mro__", ()), made]
     for owner in owners:
         owners += getattr(owner, "SETTINGS", ()) if owner not in owners[: owners.index(owner)] else ()
     texts = [inspect.cleandoc(doc) for owner in owners if (doc := getattr(owner, "__doc__", None))]
     texts += [inspect.cleandoc(owner.__init__.__doc__ or "") for owner in owners if inspect.isclass(owner)]
-    found = {}
+    descriptions = {}
     for text in reversed(texts):
         for match in re.finditer(r"^ {4}(\w+)(?: \([^)]*\))?: (.+(?:\n {5,}.+)*)", text, re.MULTILINE):
-            found[match[1]] = " ".join(match[2].split())
-    return found
+            descriptions[match[1]] = " ".join(match[2].split())
+    return descriptions
 
 
-def _remark(key: str, group: str, choices: Mapping[str, Any]) -> str:
-    """The remark on a setting in the file that sets it: behind it, or in the lines above."""
+def _comment(key: str, group: str, choices: Mapping[str, Any]) -> str:
+    """Return the comment on a setting in the file that sets it: on its line or the lines above."""
     if not group:
-        # A group without settings, such as logger=csv: the first line of its file.
+        # For a group without settings, such as logger=csv, use the first line of its file.
         path = config_dir() / key / f"{choices.get(key)}.yaml"
         if path.is_file():
             return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-    places = [
-        f"{group}/{choices.get(group)}.yaml",
-        f"{group}/exponential.yaml",
-        "hydra/data/images.yaml",
-        "config.yaml",
-    ]
-    for path in (config_dir() / place for place in places):
+    files = (f"{group}/{choices.get(group)}.yaml", f"{group}/exponential.yaml", "hydra/data/images.yaml", "config.yaml")
+    for path in (config_dir() / file for file in files):
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
         if found := re.search(rf"^ *{key}:[^#\n]*# (.+)$", text, re.MULTILINE):
             return found[1]
@@ -146,27 +141,26 @@ def _remark(key: str, group: str, choices: Mapping[str, Any]) -> str:
     return ""
 
 
-def _shown(node: Mapping[str, Any], name: str, wanted: Collection[str]) -> dict[str, Any]:
+def _shown(node: Mapping[str, Any], name: str, always: Collection[str]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in node.items():
         full = f"{name}.{key}" if name else key
-        if isinstance(value, Mapping) and value and full not in wanted:
-            if inner := _shown(value, full, wanted):
+        if isinstance(value, Mapping) and value and full not in always:
+            if inner := _shown(value, full, always):
                 kept[key] = inner
-            continue
-        if full in wanted or key == "_target_" or _is_on(key, value):
+        elif full in always or key == "_target_" or _is_on(key, value):
             kept[key] = value
     return kept
 
 
 def _is_on(name: str, value: Any) -> bool:
-    """True for a setting that is in use and not taken from another one."""
+    """True for a setting that is used and not an interpolation of another one."""
     return not (value in _OFF or str(value).startswith("${") or name.endswith(_OF_HYDRA))
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
-    made: Any = OmegaConf.to_container(cfg)
-    return {key: value for key, value in made.items() if key != "hydra"}
+    config: Any = OmegaConf.to_container(cfg)
+    return {key: value for key, value in config.items() if key != "hydra"}
 
 
 def _text(value: Any) -> str:

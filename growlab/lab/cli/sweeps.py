@@ -1,4 +1,4 @@
-"""Sweeps: skip finished runs, check what a search selects on, print the final table."""
+"""Sweeps: skip finished runs, validate a search's selection criterion, print the final table."""
 
 import json
 import os
@@ -17,32 +17,32 @@ from growlab.base.files import CHECKPOINT_FOLDER, write_text
 from growlab.lab.training.processes import is_first
 
 _ACCURACY_AND_COST = ["maximize", "minimize"]
-# Launchers that run several jobs at once on this machine, in processes that see all its GPUs.
-_SIDE_BY_SIDE = ("JoblibLauncher", "submitit_launcher.LocalLauncher")
+# Launchers of concurrent jobs on this machine, in processes that all see all GPUs.
+_CONCURRENT = ("JoblibLauncher", "submitit_launcher.LocalLauncher")
 
 
 def check_selection(cfg: DictConfig) -> None:
-    """Refuse a search that would select on training or test images, or by an objective that runs do not return."""
+    """Raise UserError if a search would select on training or test data, or by values that runs do not return."""
     job = HydraConfig.get()
     searches = "BasicSweeper" not in str(job.sweeper.get("_target_"))
     if job.mode != RunMode.MULTIRUN or not searches:
         return
     if not _has_validation(cfg):
         raise UserError(
-            "a sweeper that selects needs samples that are neither trained on nor tested on: set data.validation=split."
+            "a sweeper that selects needs samples that are neither for training nor testing: set data.validation=split."
         )
     directions = _directions()
     if directions not in (["maximize"], _ACCURACY_AND_COST):
         raise UserError(
             f"hydra.sweeper.direction={','.join(directions)} does not fit: a run returns its accuracy (maximize) or, "
-            "with [maximize,minimize], its accuracy and its cost; a metric that is better lower comes with a minus."
+            "with [maximize,minimize], its accuracy and its cost; metrics where lower is better are negated."
         )
 
 
 def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | None:
-    """Return the values that a search may select on, or None without validation data or before the run's end.
+    """Return the values that a search selects on; None without validation data or before the run's end.
 
-    The metric that the objective is compared by, negative where lower is better; for a search in two directions also
+    They are the task's metric on validation data, negated if lower is better, and for a search in two directions also
     `train_cost_percent`.
     """
     path = run_dir / "results.json"
@@ -53,40 +53,39 @@ def objective(cfg: DictConfig, run_dir: Path) -> float | tuple[float, float] | N
     held_out = results.get(f"val_{metric['name']}")
     if held_out is None:
         return None
-    value = float(held_out)
-    value = value if metric["higher_is_better"] else -value
+    value = float(held_out if metric["higher_is_better"] else -held_out)
     return (value, float(results["train_cost_percent"])) if len(_directions()) == 2 else value
 
 
 def _directions() -> list[str]:
-    known = HydraConfig.get().sweeper.get("direction", "maximize")
-    known = [known] if isinstance(known, (str, Enum)) else known
-    return [getattr(each, "name", str(each)) for each in known]
+    directions = HydraConfig.get().sweeper.get("direction", "maximize")
+    directions = [directions] if isinstance(directions, (str, Enum)) else directions
+    return [getattr(direction, "name", str(direction)) for direction in directions]
 
 
 def _has_validation(cfg: DictConfig) -> bool:
     data = cfg.get("data") or {}
-    # Text always has a validation split, and no such setting.
+    # Text always has a validation split and no setting for it.
     always = "validation_fraction" in data and "validation" not in data
     return always or data.get("validation") == "split" or bool((data.get("split") or {}).get("validation"))
 
 
 def has_finished(cfg: DictConfig, run_dir: Path) -> bool:
-    """Return True if a job of a sweep has finished in this folder before."""
+    """True if a job of a sweep has already finished in this folder."""
     if HydraConfig.get().mode != RunMode.MULTIRUN or not (run_dir / "results.json").exists():
         return False
     if other := _other_settings(cfg, run_dir):
         raise UserError(
-            f"{run_dir} contains the result of other settings, with {other[0]}: choose another hydra.sweep.dir, or "
-            "remove that folder."
+            f"{run_dir} has a result with other settings ({other[0]}): choose another hydra.sweep.dir, or remove that "
+            "folder."
         )
     return (run_dir / "config.yaml").exists()
 
 
 def resumes(cfg: DictConfig, run_dir: Path) -> bool:
-    """Resume an interrupted job of a sweep from the checkpoint in its folder, with a message.
+    """Set up an interrupted job of a sweep to resume from its checkpoint; return False if it starts from scratch.
 
-    A job with other settings, or with damaged checkpoints, starts from the beginning.
+    A job with other settings or damaged checkpoints starts from scratch.
     """
     checkpoints = any((run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")) and (run_dir / "config.yaml").exists()
     if HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("ckpt_path") or not checkpoints:
@@ -115,52 +114,52 @@ def _other_settings(cfg: DictConfig, run_dir: Path) -> list[str]:
 
 
 def gpus_in_turn(cfg: DictConfig) -> list[int] | None:
-    """Assign GPUs to a job of a launcher that runs several jobs at once: each would take the first ones.
+    """Return the GPUs for a job of a concurrent launcher, as all jobs would otherwise use the first ones; else None.
 
-    Jobs that want k of n GPUs get them in turn, by their number in the sweep. With as many jobs at once as there are
-    turns (`hydra.launcher.n_jobs` = n / k) each has its own as long as they take equally long.
+    Jobs with k of n GPUs get them round robin, by their number in the sweep. With `hydra.launcher.n_jobs` = n / k, they
+    do not share GPUs as long as they take equally long.
     """
     job, trainer = HydraConfig.get(), cfg.get("trainer") or {}
     launcher = str(job.launcher.get("_target_"))
-    if job.mode != RunMode.MULTIRUN or not launcher.endswith(_SIDE_BY_SIDE):
+    if job.mode != RunMode.MULTIRUN or not launcher.endswith(_CONCURRENT):
         return None
-    wanted = str(trainer.get("devices", "auto"))
-    if trainer.get("accelerator", "auto") not in ("auto", "gpu", "cuda") or not wanted.isdigit():
+    devices = str(trainer.get("devices", "auto"))
+    if trainer.get("accelerator", "auto") not in ("auto", "gpu", "cuda") or not devices.isdigit():
         return None
     import torch
 
-    wanted_gpus, there = int(wanted), torch.cuda.device_count()
-    if not 0 < wanted_gpus < there:
+    num_gpus, num_available = int(devices), torch.cuda.device_count()
+    if not 0 < num_gpus < num_available:
         return None
-    turn = job.job.num % (there // wanted_gpus)
-    return list(range(turn * wanted_gpus, (turn + 1) * wanted_gpus))
+    turn = job.job.num % (num_available // num_gpus)
+    return list(range(turn * num_gpus, (turn + 1) * num_gpus))
 
 
 def name_group(cfg: DictConfig) -> None:
-    """Group the runs of a sweep in Weights & Biases, by the environment variable that it reads."""
+    """Group the runs of a sweep in Weights & Biases through its environment variable."""
     job = HydraConfig.get()
     if job.mode == RunMode.MULTIRUN:
         folder = Path(job.sweep.dir)
-        # A job over several networks or data sets has a name of its own; the default folder is in the sweep's.
+        # Jobs over several networks or data sets differ in name, but the default folder's parent has the sweep's name.
         name = folder.parent.name if folder.name.startswith("sweep_") else cfg.name
         group = folder.name if folder.name == name else f"{name} {folder.name}"
         os.environ.setdefault("WANDB_RUN_GROUP", group)
 
 
 class SweepTable(Callback):
-    """Prints a table of all runs of a sweep when the last has ended, and the failures."""
+    """Prints a table of all runs at the end of a sweep."""
 
     unfinished: ClassVar[Path | None] = None
-    """Folder of the sweep that runs in this process and has not printed its table yet."""
+    """Folder of the running sweep in this process, until its table is printed."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Remember the folder: Hydra calls no hook at the end of a sweep with a failed job."""
-        # Interpolations such as the experiment's name are resolved from here before the first job begins.
+        """Remember the folder, because Hydra calls no hook at the end of a sweep with a failed job."""
+        # Needed to resolve interpolations such as the experiment's name before the first job starts.
         HydraConfig.instance().set_config(config)
         SweepTable.unfinished = Path(config.hydra.sweep.dir)
         sweeper = str(config.hydra.sweeper.get("_target_"))
         if "BasicSweeper" not in sweeper:
-            # As Hydra's own sweeper leaves it, for `growlab resume`.
+            # Only Hydra's own sweeper writes this file, which `growlab resume` reads.
             write_text(SweepTable.unfinished / "multirun.yaml", OmegaConf.to_yaml(config))
         if "optuna" in sweeper and config.hydra.sweeper.storage:
             _continue_search(config.hydra.sweeper)
@@ -171,11 +170,11 @@ class SweepTable(Callback):
 
 
 def _continue_search(sweeper: DictConfig) -> None:
-    """Run the interrupted trials of an earlier search in the folder first, then as many as are left of `n_trials`."""
+    """Continue an earlier search in the folder: queue its interrupted trials, and count finished ones in `n_trials`."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if sweeper.study_name not in [one.study_name for one in optuna.get_all_study_summaries(sweeper.storage)]:
+    if sweeper.study_name not in [study.study_name for study in optuna.get_all_study_summaries(sweeper.storage)]:
         return
     study = optuna.load_study(study_name=sweeper.study_name, storage=sweeper.storage)
     state = optuna.trial.TrialState
@@ -189,7 +188,7 @@ def _continue_search(sweeper: DictConfig) -> None:
 
 
 def conclude() -> None:
-    """Print the table of the sweep that has ended, if any, also if jobs failed."""
+    """Print the table of the sweep that has ended, if any, even if jobs failed."""
     folder, SweepTable.unfinished = SweepTable.unfinished, None
     if folder is None or not is_first() or not any(folder.rglob("results.json")):
         return

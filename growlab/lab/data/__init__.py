@@ -1,4 +1,4 @@
-"""Image data, found in a folder; text by characters or tokens; a user's own data."""
+"""Data modules: images from a folder, text as characters or tokens, and a user's own data."""
 
 from growlab.lab.data.arrival import Incremental
 from growlab.lab.data.image_data import ImageData

@@ -1,4 +1,4 @@
-"""The user's cache folder: locks between processes, and arrays that only the first run has to make."""
+"""The user's cache folder: locks between processes, and cached arrays."""
 
 import hashlib
 import logging
@@ -23,29 +23,29 @@ def cache_dir() -> Path:
 
 
 def files_fingerprint(paths: Sequence[Path]) -> str:
-    """Return a text that changes when one of the files does: absolute names, sizes, times of change."""
+    """Return a string of absolute paths, sizes and modification times, which changes when a file does."""
 
     def state(path: Path) -> str:
         try:
             stat = path.stat()
             return f"{stat.st_size}\t{stat.st_mtime_ns}"
         except FileNotFoundError:
-            # A link to nowhere, which reading it will report.
+            # A broken link; reading it will report that.
             return "missing"
 
     return "\n".join(f"{path.resolve()}\t{state(path)}" for path in paths)
 
 
 def refuse(error: OSError) -> NoReturn:
-    """Raise an error of `os.walk`, which passes over folders that it may not read."""
+    """Raise the error: an `onerror` for `os.walk`, which skips unreadable folders by default."""
     raise error
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time in, where the cache folder can be written; else everyone."""
+    """Lock between processes; without effect if the cache folder is not writable."""
     with ExitStack() as stack:
-        # A folder that cannot be written, a system without locks, a holder that hangs: doing the work twice is no harm.
+        # If the folder is not writable, locks are unsupported or another process hangs, duplicate work does no harm.
         with suppress(OSError, NotImplementedError, Timeout):
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(f"{path}.lock", timeout=3600))
@@ -58,17 +58,17 @@ def is_cached(key: str) -> bool:
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array cached under a key; make and store it if it is missing. The key must change with the content."""
+    """Return the array cached under a key, which must change with the content; make and store it if missing."""
     path = _path(key)
-    # One process at a time makes it; the others wait, and load it.
+    # One process makes it; others wait and load it.
     with locked(path):
-        if (found := _loaded(path)) is None:
-            found = make()
+        if (array := _loaded(path)) is None:
+            array = make()
             try:
-                write_atomically(path, lambda file: np.save(file, found))
+                write_atomically(path, lambda file: np.save(file, array))
             except UserError as error:
-                log.warning("decoded images are not kept for the next run: %s", error)
-    return found
+                log.warning("cannot cache decoded images for the next run: %s", error)
+    return array
 
 
 def _path(key: str) -> Path:

@@ -1,4 +1,4 @@
-"""Documents in files of text (plain, gzipped, HTML, Parquet, Hugging Face's `datasets`), and tokenizers for them."""
+"""Documents from text files (plain, gzipped, HTML, Parquet, Hugging Face's `datasets`), and their tokenizers."""
 
 import glob
 import gzip
@@ -20,32 +20,32 @@ import pyarrow.parquet as pq
 from growlab.base.errors import UserError, first_line, how_to_install
 from growlab.lab.data.cache import refuse
 
-#: Of a tokenizer that is trained here: stands after each document.
+#: Token after each document, for tokenizers trained here.
 END_OF_TEXT = "<|endoftext|>"
-# Names by which other tokenizers call it, the likelier ones first.
+# Names tried for it in other tokenizers, in order.
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[SEP]")
 _TOKENIZER = "tokenizer.json"
-# Next to tokenizer.json these may say which token ends a text.
+# Files next to tokenizer.json that may have "eos_token".
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-# Files that `datasets.save_to_disk` leaves in a folder of splits and in one of a single split.
+# Files that `datasets.save_to_disk` writes for a DatasetDict and for a single Dataset.
 _SAVED = ("dataset_dict.json", "state.json")
 _HTML = (".html", ".htm")
-# Elements whose content nobody reads, and those that end a line.
-_UNSEEN = {"script", "style", "template"}
+# Elements whose content is not displayed, and elements that start a new line.
+_HIDDEN = {"script", "style", "template"}
 _BLOCKS = re.compile("p|div|br|[uod]l|li|d[td]|tr|table|pre|section|article|blockquote|h[1-6]")
-_CHUNK = 1024  # rows of a column that are read at once
+_CHUNK = 1024  # rows read at once
 
 
 @dataclass
 class Documents:
-    """Documents of files, read again each time that they are iterated over, in the order of their paths.
+    """Documents in files, in the order of their paths; each iteration reads the files again.
 
     Args:
-        path: a file, a folder (searched with all below it), a pattern with `*`, or a folder that `datasets` saved.
-        split: of a saved data set of several splits, the one that is read.
+        path: a file, a folder (searched recursively), a pattern with `*`, or a folder that `datasets` saved.
+        split: the split to read of a saved DatasetDict.
 
     Attributes:
-        skipped: files of a folder without text in UTF-8; known once the documents were read.
+        skipped: files of a folder without text in UTF-8; known after an iteration.
     """
 
     path: str
@@ -74,13 +74,13 @@ class Documents:
                 yield text
 
     def digest(self) -> str:
-        """Return a hash of the files' content and of how they are read."""
-        found = hashlib.sha256(repr((self.column, self.strip_html, self.split)).encode())
+        """Return a hash of the files' content and of the settings for reading them."""
+        digest = hashlib.sha256(repr((self.column, self.strip_html, self.split)).encode())
         for path in self.files:
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256")
-            found.update(f"{path.suffixes[-2:]}\t{content.hexdigest()}\n".encode())
-        return found.hexdigest()
+            digest.update(f"{path.suffixes[-2:]}\t{content.hexdigest()}\n".encode())
+        return digest.hexdigest()
 
     def _files(self) -> list[Path]:
         place = Path(self.path).expanduser()
@@ -97,13 +97,13 @@ class Documents:
                 for name in names
                 if name.endswith((*endings, ".parquet"))
             )
-            missing = f"no file that ends with {', '.join(self.suffixes)} or .parquet; set data.suffixes"
+            missing = f"no file with the suffix {', '.join(self.suffixes)} or .parquet; set data.suffixes"
         elif glob.has_magic(str(place)):
             found = (Path(name) for name in glob.iglob(str(place), recursive=True))
-            missing = "no file of this pattern"
+            missing = "no matching file"
         else:
             raise UserError(
-                f"data.path={self.path} is not there: give a file, a folder or a pattern such as 'docs/**/*.txt'."
+                f"data.path={self.path} does not exist: give a file, a folder or a pattern such as 'docs/**/*.txt'."
             )
         files = sorted(file for file in found if file.is_file())
         if not files:
@@ -141,14 +141,14 @@ class Documents:
     def _check_column(self, names: Sequence[str], where: str) -> None:
         if self.column not in names:
             raise UserError(
-                f"{where} has no column {self.column}: its columns are {', '.join(names)}; name one with data.column."
+                f"{where} has no column {self.column}: its columns are {', '.join(names)}; choose one with data.column."
             )
 
     def _strings(self, values: Sequence[Any], where: str) -> Iterator[str]:
         for value in values:
             if not isinstance(value, str | None):
                 raise UserError(
-                    f"the column {self.column} of {where} has values of type {type(value).__name__}, not text; name "
+                    f"the column {self.column} of {where} has values of type {type(value).__name__}, not text; choose "
                     "another with data.column."
                 )
             if value is not None:
@@ -156,7 +156,7 @@ class Documents:
 
 
 def saved_datasets(path: str | Path) -> Any:
-    """Return the data set, or its splits by name, that `datasets.save_to_disk` wrote into a folder; None for others."""
+    """Load the Dataset or DatasetDict that `datasets.save_to_disk` wrote to a folder; None for other folders."""
     folder = Path(path).expanduser()
     if not any((folder / name).is_file() for name in _SAVED):
         return None
@@ -170,7 +170,7 @@ def saved_datasets(path: str | Path) -> Any:
 
 
 def text_of_html(source: str) -> str:
-    r"""Return the text that a page shows, a line for each paragraph.
+    r"""Return the visible text of a page, one line per paragraph.
 
     Examples:
         >>> text_of_html("<p>a &lt; b<br>c</p><script>x()</script><li>d")
@@ -179,40 +179,42 @@ def text_of_html(source: str) -> str:
     parser = _Text()
     parser.feed(source)
     parser.close()
-    lines = ("".join(parser.found) + "\n").splitlines()
+    lines = "".join(parser.pieces).splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines if line.strip())
 
 
 class _Text(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
-        self._unseen = 0
+        self.pieces: list[str] = []
+        self._hidden_depth = 0
 
     def handle_starttag(self, tag: str, attrs: Any, step: int = 1) -> None:
-        self._unseen = max(0, self._unseen + step * (tag in _UNSEEN))
-        self.found += ["\n"] * bool(_BLOCKS.fullmatch(tag))
+        self._hidden_depth = max(0, self._hidden_depth + step * (tag in _HIDDEN))
+        if _BLOCKS.fullmatch(tag):
+            self.pieces.append("\n")
 
     def handle_endtag(self, tag: str) -> None:
         self.handle_starttag(tag, (), -1)
 
     def handle_data(self, data: str) -> None:
-        self.found += [data] * (not self._unseen)
+        if not self._hidden_depth:
+            self.pieces.append(data)
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text to token ids by the library `tokenizers`; `end_text` is the token after each document."""
+    """Tokenizer of the library `tokenizers`; `end_text` is the token after each document."""
 
     core: Any
     end_text: str
 
     def __post_init__(self) -> None:
-        # A text that quotes a special token has its letters, not the token.
+        # Encode special tokens that occur in a text letter by letter.
         self.core.encode_special_tokens = True
 
     def __len__(self) -> int:
-        """Token ids run from 0 to below this number."""
+        """One more than the largest token id."""
         return max(self.core.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
@@ -221,34 +223,35 @@ class TextTokenizer:
         return self.core.token_to_id(self.end_text)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text and the end, int64 [T]."""
-        found = self.core.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*one.ids, self.end], dtype=np.int64) for one in found]
+        """Return the token ids of each text, with the end of text, int64 [T]."""
+        encodings = self.core.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*encoding.ids, self.end], dtype=np.int64) for encoding in encodings]
 
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of UTF-8 that each token stands for, int64 [vocabulary]; None where tokens do not stand for bytes."""
+        """Return the bytes of UTF-8 per token id, int64 [vocabulary]; None if tokens do not stand for bytes."""
         described = json.loads(self.core.to_str())
         if not _is_byte_level(described.get("decoder")):
             return None
         lengths = np.zeros(len(self), dtype=np.int64)
         for token, number in self.core.get_vocab(with_added_tokens=False).items():
-            # The alphabet of byte-level tokenizers has a character for each byte.
+            # Byte-level tokenizers write each byte as one character.
             lengths[number] = len(token)
         for token in described.get("added_tokens", ()):
             lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         return lengths
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and what `AutoTokenizer.from_pretrained` needs with it."""
+        """Write `tokenizer.json` and the settings that `AutoTokenizer.from_pretrained` needs."""
         self.core.save(str(folder / _TOKENIZER))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_text}
         (folder / _SETTINGS[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Byte-level byte-pair encoding (Radford et al. 2019): no text is unknown, and every one comes back to the letter.
+    """Train byte-level byte-pair encoding (Radford et al. 2019), which encodes any text without loss.
 
-    The 256 bytes and the end of a text are among the tokens; there are fewer where the text has no more to merge.
+    The vocabulary includes the 256 bytes and `END_OF_TEXT`; it is smaller than `vocab_size` if the text has no more
+    pairs to merge.
     """
     library = _library()
     core = library.Tokenizer(library.models.BPE())
@@ -265,32 +268,32 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(path: str, end_of_text: str | None = None) -> TextTokenizer:
-    """A tokenizer from a `tokenizer.json` or its folder, which says what ends a text unless `end_of_text` does."""
+    """Load a `tokenizer.json`, or its folder, whose settings name the end of text unless `end_of_text` does."""
     file = tokenizer_file(path)
     try:
         core = _library().Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exceptions
         raise UserError(f"data.tokenizer={path} cannot be read: {first_line(error)}.") from error
-    # Truncation and padding are settings of whoever saved it.
+    # Saved with the tokenizer, but not wanted here.
     core.no_truncation()
     core.no_padding()
     known = core.get_vocab(with_added_tokens=True)
-    named = end_of_text or _end_in(file.parent) or next((token for token in _ENDS if token in known), None)
-    if named is None or named not in known:
+    end = end_of_text or _end_in(file.parent) or next((token for token in _ENDS if token in known), None)
+    if end is None or end not in known:
         raise UserError(
-            f"data.tokenizer={path}: the end of a text ({named or 'none of the usual names'}) is not among its "
-            f"{len(known)} tokens; name the one that ends a text with data.end_of_text."
+            f"data.tokenizer={path}: the end of a text ({end or 'none of the usual names'}) is not among its "
+            f"{len(known)} tokens; choose the token that ends a text with data.end_of_text."
         )
-    return TextTokenizer(core, named)
+    return TextTokenizer(core, end)
 
 
 def tokenizer_file(path: str) -> Path:
-    """The `tokenizer.json` that a path means."""
+    """Return a path to `tokenizer.json` from that path or its folder."""
     place = Path(path).expanduser()
     file = place / _TOKENIZER if place.is_dir() else place
     if not file.is_file():
         raise UserError(
-            f"data.tokenizer={path}: there is no {file}; transformers writes one with "
+            f"data.tokenizer={path}: {file} does not exist; transformers writes one with "
             "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
     return file
@@ -298,8 +301,8 @@ def tokenizer_file(path: str) -> Path:
 
 def _end_in(folder: Path) -> str | None:
     for path in (folder / name for name in _SETTINGS):
-        if path.is_file() and (found := json.loads(path.read_text(encoding="utf-8")).get("eos_token")):
-            return found["content"] if isinstance(found, dict) else found
+        if path.is_file() and (token := json.loads(path.read_text(encoding="utf-8")).get("eos_token")):
+            return token["content"] if isinstance(token, dict) else token
     return None
 
 

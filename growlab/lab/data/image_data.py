@@ -1,6 +1,5 @@
 """The data module of labelled images."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,9 +28,7 @@ from growlab.lab.data.loaders import EpochPlan, ImageBatches, MemoryLoader, Stre
 from growlab.lab.data.run_data import RunData
 from growlab.parts import Part
 
-log = logging.getLogger(__name__)
-
-# Images of a streamed set from which mean and standard deviation are estimated.
+# Size of the sample of a streamed set that estimates mean and standard deviation.
 _SAMPLE = 4096
 # Decoded images up to this many bytes are kept in memory by default.
 _IN_MEMORY_BYTES = 2 << 30
@@ -49,40 +46,39 @@ class ImageData(RunData):
         name: digits, cifar10, cifar100, mnist, fashion_mnist, or any name for data in `root`.
         root: folder with torchvision's files, Hugging Face Parquet files or `train/<class>/*.png`; None =
             `$GROWLAB_DATA/<name>`, else `~/.cache/growlab/<name>`; digits then come from scikit-learn.
-        download: fetch the data where nothing is there.
-        batch_size: images in a training batch over all ranks; B_base of Eq. 8 of the growth schedule.
+        download: fetch the data if the folder is empty.
+        batch_size: images in a training batch over all ranks; B_base in Eq. 8 of the growth schedule.
         eval_batch_size: most images in a validation or test batch over all ranks.
         seed: of order and augmentation.
-        validation: "none"; "split": the data's own validation set where it has one as well as a test set, else part of
-            the training set; "test": the test set, watched under this name and not selected on, so that all training
-            images are trained on.
-        validation_fraction: part of the training set that "split" takes, the same part of each class.
-        test_fraction: part of the training set that the test takes where the data have no test set; the images may
-            then also be in `<class>/` in `root` itself. None: data without a test set are refused.
-        split_seed: decides which images these are, whatever the seed of the run.
-        limit_train: use only so many training images, the first ones of each class.
-        limit_test: likewise of the test set.
+        validation: "none"; "split": the data's own validation set if it has one as well as a test set, else part of
+            the training set; "test": monitor the test set without selecting on it, and train on all training images.
+        validation_fraction: fraction of the training set for "split", stratified by class.
+        test_fraction: fraction of the training set to test on if the data have no test set, stratified by class; the
+            images may then also be in `<class>/` in `root` itself. None: data without a test set are an error.
+        split_seed: of these splits, independent of the seed of the run.
+        limit_train: use at most this many training images, class-balanced, the first ones of each class.
+        limit_test: likewise for the test set.
         on_error: "raise" ends the run at an image that cannot be decoded, such as a truncated file; "skip" decodes
-            all images in class folders once, and leaves such ones out with a warning.
-        image_size: bring images to this many pixels square; None = as they are.
-        resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = the same.
-        crop_scale: least and largest area, relative to the image, of random crops to train on; None = no random crops.
-        crop_ratio: least and largest width over height of these crops.
-        interpolation: of images and crops: nearest, bilinear, bicubic, box, hamming or lanczos.
+            all images in class folders once and leaves out damaged ones with a warning.
+        image_size: resize images to this many pixels square; None = as they are.
+        resize_size: pixels of the shorter side before the centre is cropped to `image_size`; None = `image_size`.
+        crop_scale: range of the area of random training crops, relative to the image; None = no random crops.
+        crop_ratio: range of the aspect ratio (width over height) of these crops.
+        interpolation: for resizing and crops: nearest, bilinear, bicubic, box, hamming or lanczos.
         shift: largest random shift of a training image in pixels.
-        mirror: mirror training images left to right with chance 1/2.
-        mean: of each channel on the scale 0..1; None = computed from the training images.
+        mirror: flip training images horizontally with probability 1/2.
+        mean: per channel on the scale 0..1; None = computed from the training images.
         std: likewise.
-        standardise: "channel", or "feature": every pixel of every channel by its own mean and deviation over the
-            training images, in the place of `mean` and `std`.
-        class_schedule: classes by epoch, for tasks that change while a network trains: `{0: [0, 1], 10: [0, 1, 2]}`
-            trains and validates on two classes at first and on three from epoch 10 on, with as many images an
-            epoch (those of fewer classes are repeated); the test takes the last ones. None = all classes.
-        incremental: part of the classes or images that each stage of the run has. None = all.
-        epochs_per_pass: divide each pass over the training images into so many epochs of nearly equal length, so that
-            schedules, budgets and validation are finer than a pass.
+        standardise: "channel"; or "feature": each pixel of each channel by its own mean and standard deviation over
+            the training images, instead of `mean` and `std`.
+        class_schedule: classes by epoch, for tasks that change during training: `{0: [0, 1], 10: [0, 1, 2]}` trains and
+            validates on two classes at first and on three from epoch 10 on. Epochs keep their length (images of fewer
+            classes are repeated); the test uses the last entry. None = all classes.
+        incremental: fraction of the classes or images that each stage of the run has. None = all.
+        epochs_per_pass: divide each pass over the training images into this many epochs of nearly equal length, for
+            schedules, budgets and validation finer than a pass.
         in_memory: keep decoded images as one tensor on the training device; None = up to 2 GiB.
-        num_workers: processes that read images which are not in memory; None = one a core, at most 16.
+        num_workers: worker processes for images that are not in memory; None = one per core, at most 16.
         channels_last: memory layout of the batches.
     """
 
@@ -145,8 +141,8 @@ class ImageData(RunData):
         self.only_in_epochs = "data.class_schedule" if class_schedule else "data.incremental" if incremental else ""
         self.in_memory, self.num_workers = in_memory, num_workers
         self._images: dict[str, Images] = {}
-        # Of each part of the data the images of the current task: the key that they were chosen by, and the images.
-        self._of_task: dict[str, tuple[Any, Images]] = {}
+        # For each part of the data, the subset of the current epoch: its key and images.
+        self._subsets: dict[str, tuple[Any, Images]] = {}
 
     def _read(self) -> None:
         skip, without_test = self.on_error == "skip", self.test_fraction is not None
@@ -179,31 +175,31 @@ class ImageData(RunData):
         self._images = images
 
     def test_on(self, other: "ImageData") -> None:
-        """Take another data set's test images, or all images of a folder without parts, as the test set.
+        """Use another data set's test images, or all images of a folder without parts, as the test set.
 
-        They are standardised as the training images of this one.
+        They are normalised like the training images of this one.
 
         Raises:
             UserError: they have other classes or another size.
         """
-        found = open_images(other.name, other.root, other.download, other.fit, other.on_error == "skip", True)
-        test = found.get("test", found["train"])
+        images = open_images(other.name, other.root, other.download, other.fit, other.on_error == "skip", True)
+        test = images.get("test", images["train"])
         train = self._images["train"]
-        if tuple(test.classes) != tuple(train.classes):
-            named = [", ".join(one.classes[:5]) for one in (test, train)]
+        if test.classes != train.classes:
+            names = [", ".join(classes[:5]) for classes in (test.classes, train.classes)]
             raise UserError(
-                f"these images are of {len(test.classes)} classes ({named[0]} ...), not the run's ({named[1]} ...)."
+                f"these images are of {len(test.classes)} classes ({names[0]} ...), not the run's ({names[1]} ...)."
             )
         test = other._prepared(test.select(first_balanced(test.labels, other.limit_test or len(test))))
         if test.frame != train.frame:
             raise UserError(
                 f"these images have the shape {tuple(test.frame)} (height, width, channels), the run's "
-                f"{tuple(train.frame)}; bring them to its size with data.image_size=N."
+                f"{tuple(train.frame)}; resize them with data.image_size=N."
             )
         self._images["test"], self.num_test = test, len(test)
 
     def _prepared(self, images: Images) -> Images:
-        """Images of one size, decoded if they are to be kept in memory."""
+        """Resize images and decode those to keep in memory."""
         if isinstance(images, ImageArray):
             if self.fit.size is None:
                 return images
@@ -213,7 +209,7 @@ class ImageData(RunData):
         return images.decoded() if (few if self.in_memory is None else self.in_memory) else images
 
     def _is_in_memory(self, part: str) -> bool:
-        """True if batches are made of images in memory; random crops for training are cut as files are read."""
+        """True if batches come from a tensor in memory; random crops are cut while images are decoded instead."""
         cropped = part == "train" and self.crop is not None
         return isinstance(self._images[part], ImageArray) and self.in_memory is not False and not cropped
 
@@ -233,7 +229,7 @@ class ImageData(RunData):
                 sample = train.images_NHWC
             else:
                 sample = train.read(first_balanced(train.labels, _SAMPLE))
-            mean, std = (found.tolist() for found in image_statistics(sample))
+            mean, std = (statistic.tolist() for statistic in image_statistics(sample))
             self.mean, self.std = (mean if self.mean is None else self.mean, std if self.std is None else self.std)
         self.mean, self.std = list(map(float, self.mean)), list(map(float, self.std))
         if {len(self.mean), len(self.std)} != {channels}:
@@ -250,7 +246,7 @@ class ImageData(RunData):
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the first batches of an epoch without random crops, leaving the epoch's own alone; see `RunData`."""
+        """Return the first training batches of an epoch, without random crops; see `RunData`."""
         epoch = self._now if epoch is None else epoch
         train, plan = self._current("train", epoch), self._plan(epoch, epoch)
         labels, batches = torch.from_numpy(train.labels), []
@@ -262,26 +258,26 @@ class ImageData(RunData):
         return batches
 
     def training_loader(self, epoch: int, draw: int) -> MemoryLoader | StreamLoader:
-        """Return batches of the training images of an epoch, in the order and augmented as those of another."""
+        """Return the training batches of the images of `epoch`, with the order and augmentation of epoch `draw`."""
         return self._loader("train", self._plan(epoch, draw), epoch)
 
     def _plan(self, epoch: int, draw: int) -> EpochPlan:
         return self._training_plan(len(self._current("train", epoch)), epoch, draw)
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
-        """Return the number of training images in this epoch, with batches of this size if it is given."""
+        """Return the number of training images in this epoch, with `batch_size` in place of the epoch's own."""
         if self.incremental is None:
             return self.num_train
         size = batch_size or self.global_batch_size(epoch)
         return len(self._positions("train", self._arrival.key(epoch, size)))
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
-        """Let incremental data arrive with stages that start so in a run `of` epochs; see `RunData`."""
+        """Set the stages at which incremental data arrive; see `RunData`."""
         self._arrival.follow_stages(starts, of, epochs)
 
     @property
     def watched(self) -> str:
-        """The set that `val_dataloader` reads: "val", or "test" with `validation="test"`."""
+        """Part that `val_dataloader` reads: "val", or "test" with `validation="test"`."""
         return "test" if self.validation == "test" else "val"
 
     @property
@@ -290,21 +286,21 @@ class ImageData(RunData):
         return {"image_shape": list(self.image_shape), "num_classes": self.num_classes}
 
     def parts(self) -> list[Part]:
-        """Return a head that grows with classes that arrive, if they do."""
+        """Return a head that grows with the classes, if these arrive in stages."""
         arriving = self.incremental
         if arriving is None or arriving.mode != "classes":
             return []
         return [parts.Classes(arriving.order(self.num_classes), partial(arriving.num_classes, self.num_classes))]
 
     def held_bytes(self) -> int:
-        """Return the bytes of all images that a run keeps on the training device, besides its batches."""
+        """Return the bytes of all images that a run keeps on the training device."""
         kept = [] if self.in_memory is False else self._images.values()
         return sum(images.images_NHWC.nbytes for images in kept if isinstance(images, ImageArray))
 
     def probe_batch(self, n: int) -> Tensor:
-        """Return n training images, normalised, not augmented: float32 [n, C, H, W] on the CPU.
+        """Return n fixed training images, normalised, not augmented: float32 [n, C, H, W] on the CPU.
 
-        Always the same ones, as many of each class as can be; repeated if there are fewer than n.
+        They are class-balanced, and repeated if there are fewer than n.
         """
         train = self._images["train"]
         positions = np.resize(first_balanced(train.labels, n), n)
@@ -314,15 +310,15 @@ class ImageData(RunData):
         return self._arrival.positions(part, self._images[part].labels, self.num_classes, key)
 
     def _current(self, part: str, epoch: int) -> Images:
-        """The images of a part of the data, or those of the epoch's classes or stage."""
+        """Return the images of a part of the data, restricted to the epoch's classes or stage."""
         key = self._arrival.key(epoch, self.global_batch_size(epoch))
         if key is None:
             return self._images[part]
         if not self._is_in_memory(part):
             raise UserError(f"data.class_schedule and data.incremental work with {_STREAMED}")
-        if part not in self._of_task or self._of_task[part][0] != key:
-            self._of_task[part] = (key, self._images[part].select(self._positions(part, key)))
-        return self._of_task[part][1]
+        if part not in self._subsets or self._subsets[part][0] != key:
+            self._subsets[part] = (key, self._images[part].select(self._positions(part, key)))
+        return self._subsets[part][1]
 
     def evaluation(self, part: str) -> MemoryLoader | StreamLoader:
         """Return the batches of "val" or "test", in order."""
@@ -335,8 +331,8 @@ class ImageData(RunData):
             current = self._current(part, epoch)
             assert isinstance(current, ImageArray)
             images = current.to(device)
-            if part in self._of_task:
-                self._of_task[part] = (self._of_task[part][0], images)
+            if part in self._subsets:
+                self._subsets[part] = (self._subsets[part][0], images)
             else:
                 self._images[part] = images
             return MemoryLoader(plan, images, self.augmentation, self._normalisation, self.channels_last)
@@ -348,7 +344,7 @@ class ImageData(RunData):
             self._workers[part] = WorkerPool(batches, workers, pinned=device.type == "cuda")
 
         def finish(batch: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
-            # Bytes travel, a quarter of what numbers would take, and are normalised where they arrive.
+            # Transfer uint8, a quarter of the bytes of float32, and normalise on the device.
             images_BHWC, y_B = (tensor.to(device, non_blocking=True) for tensor in batch)
             return self._normalisation.apply(images_BHWC, self.channels_last), y_B
 

@@ -1,4 +1,4 @@
-"""Open labelled images in a folder: torchvision's files, Hugging Face's Parquet files, or a folder for each class."""
+"""Open labelled images in a folder: torchvision's files, Hugging Face's Parquet files, or one folder per class."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ from growlab.lab.data.run_data import PART_NAMES
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# name: (class in torchvision.datasets, what it keeps in its root)
+# name: (class in torchvision.datasets, its files or folders under `root`)
 DATASETS = {
     "cifar10": ("CIFAR10", ("cifar-10-batches-py", "cifar-10-python.tar.gz")),
     "cifar100": ("CIFAR100", ("cifar-100-python", "cifar-100-python.tar.gz")),
@@ -40,14 +40,14 @@ _LAYOUTS = (
     "test/<class>/*.png; data=folder also takes <class>/*.png)"
 )
 _EXTENSIONS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-# Parquet files up to this size are read into memory.
-_HELD_BYTES = 2 << 30
-# Seconds that a network may swallow packets.
+# Parquet files up to this total size are read into memory; larger ones are memory-mapped.
+_IN_MEMORY_BYTES = 2 << 30
+# A download fails after this long without a response.
 _TIMEOUT_SEC = 20
 
 
 def default_root(name: str) -> Path:
-    """Return the folder of data where none is given: `$GROWLAB_DATA/<name>`, else in the cache folder."""
+    """Return the default folder of a data set: `$GROWLAB_DATA/<name>`, else in the cache folder."""
     base = os.environ.get("GROWLAB_DATA")
     return (Path(base) if base else cache_dir()) / name
 
@@ -60,10 +60,15 @@ def open_images(
     skip_damaged: bool = False,
     without_test: bool = False,
 ) -> dict[str, Images]:
-    """Return the sets of `name`: "train", "test", and "val" where the data has one as well as a test set.
+    """Return the sets of `name`: "train", "test", and "val" if the data has one as well as a test set.
 
-    A folder has Parquet files, folders of images or torchvision's files. `skip_damaged` leaves out images in class
-    folders that cannot be decoded, `without_test` accepts data without a test set, such as `<class>/*.png` in `root`.
+    Args:
+        name: key of `DATASETS`, "digits", or any name for data in `root`.
+        root: folder with Parquet files, class folders or torchvision's files; None: `default_root(name)`.
+        download: fetch the data if the folder is empty.
+        fit: brings images to one size.
+        skip_damaged: leave out images in class folders that cannot be decoded.
+        without_test: accept class folders directly in `root`, as a training set without a test set.
     """
     if name == "digits" and root is None:
         return load_digits()
@@ -87,8 +92,8 @@ def _open_folder(
         return {**_open_class_folders(_with_test(parts), fit, skip_damaged)}
     if splits := _find_parquet(folder):
         return {**_open_parquet(splits, fit)}
-    if without_test and len(_class_folders(folder)) > 1:
-        if both := sorted(set(parts.values()) & set(_class_folders(folder))):
+    if without_test and len(classes := _class_folders(folder)) > 1:
+        if both := sorted(set(parts.values()) & set(classes)):
             raise UserError(
                 f"{folder} has {both[0].name}/ among class folders: is it a class or a part? Put the class folders of "
                 "the training images below train/, or give that folder another name."
@@ -108,9 +113,9 @@ def _with_test(parts: dict[str, T]) -> dict[str, T]:
 
 
 def load_digits() -> dict[str, Images]:
-    """Return the 1,797 handwritten digits of 8x8 pixels: 1,438 training and 359 test images, a fixed stratified split.
+    """Return scikit-learn's 1,797 handwritten digits of 8x8 pixels, scaled from 0..16 to 0..255.
 
-    Pixels are scaled from scikit-learn's 0..16 to 0..255.
+    A fixed stratified split gives 1,438 training and 359 test images.
     """
     import sklearn.datasets
 
@@ -123,13 +128,13 @@ def load_digits() -> dict[str, Images]:
 
 
 def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]:
-    """Return the training and the test set from torchvision's files, downloaded first if they are missing."""
+    """Return the training and test sets from torchvision's files, which are downloaded if missing."""
     import torchvision.datasets
 
-    dataset = getattr(torchvision.datasets, DATASETS[name][0])
+    kind = getattr(torchvision.datasets, DATASETS[name][0])
 
     def opened(fetch: bool) -> list[Any]:
-        return [dataset(str(root), train=train, download=fetch) for train in (True, False)]
+        return [kind(str(root), train=train, download=fetch) for train in (True, False)]
 
     try:
         sets = opened(False)
@@ -137,23 +142,23 @@ def load_torchvision(name: str, root: Path, download: bool) -> dict[str, Images]
         if not download:
             raise
         sets = _downloaded(lambda: opened(True), name, root)
-    found: dict[str, Images] = {}
-    for part, made in zip(("train", "test"), sets, strict=True):
-        images = torch.from_numpy(np.ascontiguousarray(made.data))
-        labels_N = torch.as_tensor(made.targets, dtype=torch.int64)
-        classes = tuple(str(name) for name in made.classes)
-        found[part] = ImageArray(images if images.ndim == 4 else images[..., None], labels_N, classes)
-    return found
+    parts: dict[str, Images] = {}
+    for part, dataset in zip(("train", "test"), sets, strict=True):
+        images = torch.from_numpy(np.ascontiguousarray(dataset.data))
+        labels_N = torch.as_tensor(dataset.targets, dtype=torch.int64)
+        classes = tuple(str(name) for name in dataset.classes)
+        parts[part] = ImageArray(images if images.ndim == 4 else images[..., None], labels_N, classes)
+    return parts
 
 
 def _downloaded(fetch: Callable[[], list[Any]], name: str, root: Path) -> list[Any]:
     timeout = socket.getdefaulttimeout()
     try:
         socket.setdefaulttimeout(_TIMEOUT_SEC)
-        # torchvision prints its progress; standard output is for results.
+        # torchvision prints its progress; keep standard output for results.
         with locked(cache_dir() / f"download-{name}"), contextlib.redirect_stdout(sys.stderr):
             sets = fetch()
-    except Exception as error:  # exceptions of torchvision and urllib have no common base
+    except Exception as error:  # torchvision's and urllib's exceptions have no common base
         reason = str(getattr(error, "reason", "") or error).partition("\n")[0] or type(error).__name__
         raise UserError(
             f"found no {name} in {root} and could not download it ({reason}); {_searched_for(name)}."
@@ -165,17 +170,17 @@ def _downloaded(fetch: Callable[[], list[Any]], name: str, root: Path) -> list[A
 
 
 def _part_folders(root: Path) -> dict[str, Path]:
-    """The folders in `root` of "train", "test" and "val" where they are there; plain spelling comes first."""
-    there = [path for path in _entries(root) if path.is_dir()]
+    """Return the folders of "train", "val" and "test" in `root`; lower-case names win over other spellings."""
+    folders = [path for path in _entries(root) if path.is_dir()]
     found = {}
     for part, names in PART_NAMES.items():
-        if called := [path for path in there if path.name.lower() in names]:
-            found[part] = min(called, key=lambda p: (names.index(p.name.lower()), p.name not in names, p))
+        if matching := [path for path in folders if path.name.lower() in names]:
+            found[part] = min(matching, key=lambda p: (names.index(p.name.lower()), p.name not in names, p))
     return found
 
 
 def _class_folders(root: Path) -> dict[Path, list[str]]:
-    """The folders in `root` that have images, by name, with the images' paths from `root`."""
+    """Return the folders in `root` that contain images, with the images' paths relative to `root`."""
     found = {}
     for folder in _entries(root):
         if folder.is_dir() and (names := sorted(_image_names(folder))):
@@ -184,7 +189,7 @@ def _class_folders(root: Path) -> dict[Path, list[str]]:
 
 
 def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) -> dict[str, EncodedImages]:
-    """Open the sets, "train" first; classes are the training set's folders with images, in alphabetical order."""
+    """Open the sets, "train" first; its folders with images, in alphabetical order, are the classes."""
     sets: dict[str, EncodedImages] = {}
     classes: tuple[str, ...] = ()
     for part, folder in folders.items():
@@ -198,33 +203,32 @@ def _open_class_folders(folders: dict[str, Path], fit: Fit, skip_damaged: bool) 
                 f"{', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}."
             )
         source = _Files(folder, [name for images in names.values() for name in images])
-        labels = np.repeat([classes.index(name) for name in names], [len(own) for own in names.values()])
-        found = _whole(source, labels, classes, fit, sets)
-        if skip_damaged and (damaged := found.damaged()):
-            first = source.describe(damaged[0])
+        labels = np.repeat([classes.index(name) for name in names], [len(images) for images in names.values()])
+        encoded = _encoded(source, labels, classes, fit, sets)
+        if skip_damaged and (damaged := encoded.damaged()):
             log.warning(
-                "left out: %s of %s images in %s cannot be read, the first one %s",
-                *(len(damaged), len(source), folder, first),
+                "skipped %s of %s images in %s that cannot be read, the first one %s",
+                *(len(damaged), len(source), folder, source.describe(damaged[0])),
             )
             kept = np.setdiff1d(np.arange(len(source)), damaged)
             files = _Files(folder, [os.fsdecode(source.names[position]) for position in kept])
-            found = _whole(files, labels[kept], classes, fit, sets)
-        sets[part] = found
+            encoded = _encoded(files, labels[kept], classes, fit, sets)
+        sets[part] = encoded
     return sets
 
 
-def _whole(
+def _encoded(
     source: Source, labels: np.ndarray, classes: tuple[str, ...], fit: Fit, sets: dict[str, EncodedImages]
 ) -> EncodedImages:
     return EncodedImages(source, labels, classes, np.arange(len(labels)), fit, sets.get("train"))
 
 
 class _Files(Source):
-    """Image files, read when asked for; see `Source`."""
+    """Image files, read on demand."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
-        # One array: a million strings would be copied into every worker process, as Python counts references.
+        # One array: reference counting would copy a million strings into every worker process.
         self.names = np.array([os.fsencode(name) for name in names])
 
     def __len__(self) -> int:
@@ -244,7 +248,7 @@ class _Files(Source):
 
 
 def _image_names(folder: Path) -> Iterator[str]:
-    # Not Path.rglob, which takes ten times as long for a million files, and passes over folders that it may not read.
+    # Not Path.rglob: ten times as slow for a million files, and it silently skips unreadable folders.
     for parent, _, files in os.walk(folder, onerror=refuse, followlinks=True):
         below = os.path.relpath(parent, folder)
         for name in files:
@@ -257,10 +261,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _find_parquet(root: Path) -> dict[str, list[Path]]:
-    """Return the Parquet files of "train", "test" and "val", in `root` or below it, if any.
+    """Return the Parquet files of "train", "test" and "val" in `root` or up to two folders below.
 
-    The beginning of a file's name, train, test or val(idation), or its folder, as in `train/0000.parquet`, says its
-    split.
+    The split is the start of a file's name (train, test or val), or its folder, as in `train/0000.parquet`.
     """
     splits: dict[str, list[Path]] = {split: [] for split in PART_NAMES}
     for path in sorted(path for pattern in ("", "*/", "*/*/") for path in root.glob(f"{pattern}*.parquet")):
@@ -276,15 +279,12 @@ def _find_parquet(root: Path) -> dict[str, list[Path]]:
             )
         counts = [int(found[1]) for path in paths if (found := re.search(r"-of-(\d{5})", path.stem))]
         if len(paths) < max(counts, default=0):
-            raise UserError(f"{folders[0]} lacks files of {split}: {len(paths)} of {max(counts)} are there; fetch all.")
+            raise UserError(f"{folders[0]} has only {len(paths)} of {max(counts)} files of {split}; fetch all.")
     return _with_test(splits) if "train" in splits else {}
 
 
 def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedImages]:
-    """Open the sets; images are read when asked for.
-
-    Validation data are the test set where that has no labels (-1), as in ImageNet's.
-    """
+    """Open the sets; the validation set is used for the test if test labels are missing (-1), as in ImageNet."""
     columns = {split: _columns(paths[0]) for split, paths in splits.items()}
     labels = {split: _labels(paths, columns[split][1]) for split, paths in splits.items()}
     if "val" in splits and (labels["test"] < 0).all():
@@ -294,8 +294,8 @@ def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedI
     for split in splits:
         if names and columns[split][2] not in (None, names):
             raise UserError(
-                f"{splits[split][0]} numbers its classes otherwise than {splits['train'][0].name}: write both with the "
-                "same names."
+                f"{splits[split][0]} has other class names than {splits['train'][0].name}, or another order; write "
+                "both with the same names."
             )
     low, high = (int(end(end(part) for part in labels.values())) for end in (min, max))
     if low < 0 or (names and high >= len(names)):
@@ -306,19 +306,19 @@ def _open_parquet(splits: dict[str, list[Path]], fit: Fit) -> dict[str, EncodedI
     classes = tuple(names or map(str, range(high + 1)))
     sets: dict[str, EncodedImages] = {}
     for split, paths in splits.items():
-        sets[split] = _whole(_Rows(paths, image_column), labels[split], classes, fit, sets)
+        sets[split] = _encoded(_Rows(paths, image_column), labels[split], classes, fit, sets)
     return sets
 
 
 def _columns(path: Path) -> tuple[str, str, list[str] | None]:
-    """Names of the columns of images and labels, and those of the classes if the file has them."""
+    """Return the image column, the label column, and the class names if the file has them."""
     schema = _readable(path, lambda: pq.read_schema(path))
     image = next((name for name in ("img", "image") if name in schema.names), None)
     label = next((name for name in ("label", "fine_label", "labels") if name in schema.names), None)
     if image is None or label is None or not pa.types.is_integer(schema.field(label).type):
         raise UserError(
-            f"{path} has the columns {', '.join(schema.names)}, but an image column (img or image) and a "
-            "column of whole numbers (label, fine_label or labels) are needed; rename them."
+            f"{path} has the columns {', '.join(schema.names)}, but an image column (img or image) and an "
+            "integer column (label, fine_label or labels) are needed; rename them."
         )
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -330,12 +330,12 @@ def _columns(path: Path) -> tuple[str, str, list[str] | None]:
 def _labels(paths: Sequence[Path], column: str) -> np.ndarray:
     labels = _readable(paths[0], lambda: pq.ParquetDataset(paths).read(columns=[column]).column(column))
     if labels.null_count:
-        raise UserError(f"{paths[0]} has rows without a label; take them out.")
+        raise UserError(f"{paths[0]} has rows without a label; remove them.")
     return labels.to_numpy().astype(np.int64)
 
 
 class _Rows(Source):
-    """The image column of Parquet files, memory-mapped from an uncompressed copy in the cache if it is large."""
+    """Image column of Parquet files; large ones are memory-mapped from an uncompressed copy in the cache."""
 
     def __init__(self, paths: Sequence[Path], column: str) -> None:
         self.paths, self.column = list(paths), column
@@ -344,7 +344,7 @@ class _Rows(Source):
 
     @cached_property
     def _values(self) -> pa.ChunkedArray:
-        if sum(path.stat().st_size for path in self.paths) <= _HELD_BYTES:
+        if sum(path.stat().st_size for path in self.paths) <= _IN_MEMORY_BYTES:
             read = partial(pq.read_table, columns=[self.column])
             columns = [_readable(path, partial(read, path)) for path in self.paths]
             return pa.concat_tables(columns).column(0)
@@ -364,7 +364,7 @@ class _Rows(Source):
                     written.write_batch(batch.cast(schema))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes read for themselves.
+        # Each worker process reads the column itself.
         return {name: value for name, value in vars(self).items() if name != "_values"}
 
     def __len__(self) -> int:

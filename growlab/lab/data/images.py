@@ -1,4 +1,4 @@
-"""Labelled images, decoded in one array or encoded and read on demand; crops, random shifts and normalisation.
+"""Labelled images, decoded in one array or decoded on demand; crops, random shifts and normalisation.
 
 Shape suffixes: N, B images, H rows, W columns, C channels.
 """
@@ -24,13 +24,13 @@ from growlab.lab.data.order import AUGMENT, CROP, draws
 View = Callable[[PIL.Image.Image], PIL.Image.Image]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
-# Below this many images decoding is as quick as reading a cache.
+# With fewer images, decoding is as fast as reading a cache.
 _WORTH_CACHING = 2000
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Scale the shorter side to `resize` pixels and crop `size`, as torchvision's `Resize` and `CenterCrop`."""
+    """Scale the shorter side to `resize` pixels and crop the centre, like torchvision's `Resize` and `CenterCrop`."""
 
     size: int | None = None
     resize: int | None = None
@@ -40,8 +40,8 @@ class Fit:
         whole(1, **not_none(image_size=self.size, resize_size=self.resize))
         if self.resize is not None and (self.size is None or self.resize < self.size):
             raise UserError(
-                f"data.resize_size={self.resize} must be at least data.image_size, which is {self.size}: it is the "
-                "shorter side from whose centre that many pixels are taken."
+                f"data.resize_size={self.resize} must be at least data.image_size, which is {self.size}: the image is "
+                "cropped from one with that shorter side."
             )
 
     def __call__(self, image: PIL.Image.Image) -> PIL.Image.Image:
@@ -59,7 +59,7 @@ class Fit:
 class RandomCrop:
     """torchvision's `RandomResizedCrop`, seeded by (seed, epoch, index of the image).
 
-    The crop of Szegedy et al. 2015 that networks are trained with on ImageNet.
+    The usual training crop on ImageNet (Szegedy et al. 2015).
     """
 
     scale: tuple[float, ...] = (0.08, 1.0)
@@ -67,7 +67,7 @@ class RandomCrop:
     interpolation: Interpolation = "bilinear"
 
     def views(self, indices_B: np.ndarray, seed: int, epoch: int, size: tuple[int, int]) -> list[View]:
-        """Return a function for each of these images that crops it and scales the crop to `size` (height, width)."""
+        """Return one function per image that crops it and scales the crop to `size` (height, width)."""
         from torchvision.transforms import InterpolationMode, v2
 
         crop = v2.RandomResizedCrop(size, self.scale, self.ratio, InterpolationMode(self.interpolation))
@@ -82,10 +82,10 @@ def _seeded(transform: View, seed: int, image: PIL.Image.Image) -> PIL.Image.Ima
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random shifts of up to `shift` pixels with zero padding, and mirroring with chance 1/2.
+    """Random shifts of up to `shift` pixels with zero padding, and mirroring with probability 1/2.
 
-    The same as torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the raw image,
-    as He et al. 2016 train on CIFAR; the draws are a function of (seed, epoch, index of the image) alone.
+    Equals torchvision's `RandomCrop(size, padding=shift)` followed by `RandomHorizontalFlip()` on the raw image, as in
+    He et al. 2016 on CIFAR. The draws are a function of (seed, epoch, index of the image) alone.
     """
 
     shift: int = 0
@@ -103,14 +103,14 @@ class Augmentation:
         bits_B = draws(indices_B, AUGMENT, seed, epoch)
         positions = np.uint64(2 * self.shift + 1)
         word = np.uint64(0xFFFFF)
-        # Twenty bits each; scaled, not a remainder, so that positions are equally likely.
+        # Twenty bits each, scaled instead of taken modulo, so that positions are equally likely.
         top_B = ((bits_B >> np.uint64(1)) & word) * positions >> np.uint64(20)
         left_B = ((bits_B >> np.uint64(21)) & word) * positions >> np.uint64(20)
         mirrored_B = (bits_B & np.uint64(1)) * np.uint64(self.mirror)
         return torch.from_numpy(np.stack([top_B, left_B, mirrored_B]).astype(np.int64))
 
     def apply(self, images_BHWC: Tensor, draw_3B: Tensor) -> Tensor:
-        """Return the shifted and mirrored images, same shape, type and device."""
+        """Return the shifted and mirrored images, with the same shape, dtype and device."""
         if not self.shift and not self.mirror:
             return images_BHWC
         B, H, W, C = images_BHWC.shape
@@ -123,7 +123,7 @@ class Augmentation:
         columns_W = torch.arange(W, device=device)
         columns_BW = left_B[:, None] + torch.where(mirrored_B[:, None] == 1, W - 1 - columns_W, columns_W)
         rows_BH = rows_BH + (H + 2 * s) * torch.arange(B, device=device)[:, None]
-        # One gather of whole pixels does shift and mirror together.
+        # A single gather of whole pixels both shifts and mirrors.
         pixels_BHW = rows_BH[:, :, None] * (W + 2 * s) + columns_BW[:, None, :]
         return padded.view(-1, C).index_select(0, pixels_BHW.view(-1)).view(B, H, W, C)
 
@@ -132,8 +132,8 @@ class Normalisation:
     """(image / 255 - mean) / std for each channel, from uint8 [B, H, W, C] to float32 [B, C, H, W].
 
     Args:
-        mean: one number a channel, or one a pixel and channel [H, W, C], on the scale 0..1.
-        std: likewise; 0 (a constant channel or pixel) counts as 1.
+        mean: per channel [C], or per pixel and channel [H, W, C], on the scale 0..1.
+        std: likewise; 0 (a constant channel or pixel) is replaced by 1.
     """
 
     def __init__(self, mean: Sequence[float] | np.ndarray, std: Sequence[float] | np.ndarray) -> None:
@@ -149,7 +149,7 @@ class Normalisation:
         B, H, W, C = images_BHWC.shape
         key = (W, images_BHWC.device)
         if key not in self._rows:
-            # Repeated along a row to make the inner loop long: ten times as fast as three numbers.
+            # Repeat along a row for a long inner loop: ten times as fast as broadcasting three numbers.
             both = (self._scale, self._offset)
             rows = [t.repeat(W) if t.dim() == 1 else t.reshape(len(t), W * C) for t in both]
             self._rows[key] = (rows[0].to(images_BHWC.device), rows[1].to(images_BHWC.device))
@@ -160,7 +160,7 @@ class Normalisation:
 
 
 class Frame(NamedTuple):
-    """The form of every image of a set: `height` x `width` pixels of `channels` (1 grey, 3 colour)."""
+    """Size of every image of a set: `height` x `width` pixels of `channels` (1 grey, 3 colour)."""
 
     height: int
     width: int
@@ -169,7 +169,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageArray:
-    """Decoded images, uint8 [N, H, W, C], their classes, int64 [N], and a name for each class."""
+    """Decoded images, uint8 [N, H, W, C], their labels, int64 [N], and the class names."""
 
     images_NHWC: Tensor
     labels_N: Tensor
@@ -180,7 +180,7 @@ class ImageArray:
 
     @property
     def labels(self) -> np.ndarray:
-        """Labels [N] as numpy."""
+        """Labels [N] as a numpy array."""
         return self.labels_N.cpu().numpy()
 
     @property
@@ -201,16 +201,16 @@ class ImageArray:
         if views is None:
             return images
         pictures = (PIL.Image.fromarray(image.squeeze(-1)) for image in images.cpu().numpy())
-        seen = np.stack([np.asarray(view(picture)) for view, picture in zip(views, pictures, strict=True)])
-        return torch.from_numpy(seen.reshape(*seen.shape[:3], -1)).to(images.device)
+        viewed = np.stack([np.asarray(view(picture)) for view, picture in zip(views, pictures, strict=True)])
+        return torch.from_numpy(viewed.reshape(*viewed.shape[:3], -1)).to(images.device)
 
     def to(self, device: torch.device | str) -> "ImageArray":
-        """Return the set on another device (itself if it is there already)."""
+        """Return the set on a device."""
         return replace(self, images_NHWC=self.images_NHWC.to(device), labels_N=self.labels_N.to(device))
 
 
 class Source(ABC):
-    """Encoded images, found by position."""
+    """Encoded images by position."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -221,21 +221,21 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self, position: int) -> str:
-        """Name the file, for an error message."""
+        """Name the file for error messages."""
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that changes when the images do."""
+        """Return a string that changes when the images do."""
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedImages:
-    """Images as JPEG, PNG and the like, decoded when read.
+    """Images in JPEG, PNG or similar, decoded when read.
 
     Attributes:
         source: the encoded images of the whole set.
-        positions: int64 [N], of the selected images in `source`.
-        frame_of: images whose frame this set shares (a test set is read as its training set); None = its own.
+        positions: indices of the selected images in `source`, int64 [N].
+        frame_of: set whose frame and levels this one uses (a test set is read like its training set); None = its own.
     """
 
     source: Source
@@ -250,43 +250,43 @@ class EncodedImages:
 
     @cached_property
     def frame(self) -> Frame:
-        """Size of the first image (or of `fit`); three channels if any of a few images is coloured."""
+        """Size of the first image (or of `fit`); three channels if any of a few sampled images has colours."""
         if self.frame_of is not None:
             return self.frame_of.frame
-        seen = self._seen()
-        width, height = (self.fit.size, self.fit.size) if self.fit.size else seen[0].size
-        grey = all(image.mode in ("1", "L", "LA") or _is_deep(image) for image in seen)
+        images = self._sampled()
+        width, height = (self.fit.size, self.fit.size) if self.fit.size else images[0].size
+        grey = all(image.mode in ("1", "L", "LA") or _is_deep(image) for image in images)
         return Frame(height, width, 1 if grey else 3)
 
     @cached_property
     def levels(self) -> tuple[float, float] | None:
-        """Values that become 0 and 255 of images with more than 8 bits a channel; None without such images.
+        """Values mapped to 0 and 255 in images of more than 8 bits a channel; None without such images.
 
-        For integers 0 and the largest number of as many bits as a few images use (4095 of a microscope's 12); for real
-        numbers 0 and 1 or 0 and 255 where these enclose them; else the least and the largest of a few images.
+        Decided by a few sampled images. For integers: 0 and the largest number of as many bits as these use, such as
+        4095 for a 12-bit microscope. For floats: 0 and 1, or 0 and 255, if these enclose the values; else their minimum
+        and maximum.
         """
         if self.frame_of is not None:
             return self.frame_of.levels
-        seen = [np.asarray(image) for image in self._seen() if _is_deep(image)]
-        values = [finite for pixels in seen if (finite := pixels[np.isfinite(pixels)]).size]
+        images = [np.asarray(image) for image in self._sampled() if _is_deep(image)]
+        values = [finite for pixels in images if (finite := pixels[np.isfinite(pixels)]).size]
         if not values:
-            return (0.0, 65535.0) if seen else None
+            return (0.0, 65535.0) if images else None
         low, high = float(min(map(np.min, values))), float(max(map(np.max, values)))
-        if all(np.issubdtype(pixels.dtype, np.integer) for pixels in seen) and low >= 0:
+        if all(np.issubdtype(pixels.dtype, np.integer) for pixels in images) and low >= 0:
             return 0.0, float(2 ** max(8, int(high).bit_length()) - 1)
         return next(((0.0, end) for end in (1.0, 255.0) if low >= 0 and high <= end), (low, high))
 
-    def _seen(self) -> list[PIL.Image.Image]:
-        """A few images, from all over the set."""
-        places = np.unique(np.linspace(0, len(self.source) - 1, 16).astype(int)).tolist()
-        return [self._open(place) for place in places]
+    def _sampled(self) -> list[PIL.Image.Image]:
+        """Up to 16 images, evenly spaced over the set."""
+        return [self._open(place) for place in np.unique(np.linspace(0, len(self.source) - 1, 16, dtype=int)).tolist()]
 
     def select(self, positions: np.ndarray) -> "EncodedImages":
         """Return the images at these positions, in that order."""
         return replace(self, labels=self.labels[positions], positions=self.positions[positions])
 
     def read(self, positions: np.ndarray, views: Sequence[View] | None = None) -> Tensor:
-        """Decode images into uint8 [B, H, W, C], each brought to the frame's size by its view or `fit`."""
+        """Decode images into uint8 [B, H, W, C]; each image's view, or else `fit`, brings it to the frame's size."""
         frame = self.frame
         images_BHWC = np.empty((len(positions), *frame), dtype=np.uint8)
         for number, position in enumerate(self.positions[positions].tolist()):
@@ -297,14 +297,13 @@ class EncodedImages:
             if image.size != (frame.width, frame.height):
                 raise UserError(
                     f"images differ in size: {self.source.describe(position)} has {image.width}x{image.height} "
-                    f"pixels, the first one {frame.width}x{frame.height}; bring all to one size with "
-                    "data.image_size=N."
+                    f"pixels, the first one {frame.width}x{frame.height}; resize all with data.image_size=N."
                 )
             images_BHWC[number] = np.asarray(image).reshape(frame)
         return torch.from_numpy(images_BHWC)
 
     def damaged(self) -> list[int]:
-        """Return the positions of images that cannot be decoded, cached for the next time."""
+        """Return the positions of images that cannot be decoded; the list is cached."""
 
         def is_damaged(position: int) -> bool:
             try:
@@ -314,16 +313,16 @@ class EncodedImages:
             return False
 
         def found() -> np.ndarray:
-            # Threads: PIL decodes without holding the interpreter's lock.
+            # Threads suffice: PIL releases the GIL while it decodes.
             with ThreadPoolExecutor(max_workers=8) as pool:
                 return np.flatnonzero(list(pool.map(is_damaged, range(len(self.source)))))
 
         return cached_array(f"damaged\n{self.source.fingerprint()}", found).tolist()
 
     def decoded(self) -> ImageArray:
-        """Return the images decoded, from the cache if they are there.
+        """Return the decoded images, from the cache if possible.
 
-        A few images of a large set are decoded alone; else the whole set is decoded once and cached.
+        The whole set is decoded once and cached, unless it is small or only a small part of it is selected.
         """
         total, labels_N = len(self.source), torch.from_numpy(self.labels)
         if total >= _WORTH_CACHING:
@@ -339,7 +338,7 @@ class EncodedImages:
 
     def _read_all(self) -> Tensor:
         chunks = np.array_split(np.arange(len(self)), max(1, len(self) // 512))
-        # The first one alone: it opens the files that all share.
+        # Read the first chunk before the threads start: it opens the shared files.
         parts = [self.read(chunks[0])]
         with ThreadPoolExecutor(max_workers=8) as pool:
             return torch.cat([*parts, *pool.map(self.read, chunks[1:])])
@@ -350,8 +349,8 @@ class EncodedImages:
             image.load()
         except UserError:
             raise
-        except Exception as error:  # decoders of damaged files raise almost anything
-            # The message of UnidentifiedImageError is an address in memory.
+        except Exception as error:  # decoders raise almost anything on damaged files
+            # UnidentifiedImageError's message has only an address in memory.
             unknown = isinstance(error, PIL.UnidentifiedImageError)
             raise self._unreadable(position, "no known image format" if unknown else str(error)) from error
         return image
@@ -359,25 +358,25 @@ class EncodedImages:
     def _plain(
         self, position: int, image: PIL.Image.Image, channels: int, levels: tuple[float, float] | None
     ) -> PIL.Image.Image:
-        """An image of 8 bits, grey or in three colours."""
+        """Convert an image to 8 bits, grey or RGB."""
         try:
             if _is_deep(image):
-                # The few images that decide the levels had 8 bits: assume the full range of 16 bits.
+                # No sampled image had more than 8 bits: assume the full range.
                 low, high = levels or (0.0, 1.0 if image.mode == "F" else 65535.0)
                 pixels = np.nan_to_num(np.asarray(image, dtype=np.float64), nan=low, posinf=high, neginf=low)
                 scaled = np.clip((pixels - low) * (255 / max(high - low, 1e-30)), 0, 255)
                 image = PIL.Image.fromarray(np.rint(scaled).astype(np.uint8))
             if image.mode == "P" and "transparency" in image.info:
-                # Straight to RGB, Pillow warns of some of them.
+                # Pillow warns if some of these are converted directly to RGB.
                 image = image.convert("RGBA")
             return image.convert("L" if channels == 1 else "RGB")
         except ValueError as error:
-            raise self._unreadable(position, f"its colours, {image.mode}, are not known") from error
+            raise self._unreadable(position, f"unknown colour mode {image.mode}") from error
 
     def _unreadable(self, position: int, reason: str) -> UserError:
         return UserError(
-            f"cannot read the image {self.source.describe(position)} ({reason}); repair it, take it out, or leave such "
-            "images out with data=folder data.on_error=skip."
+            f"cannot read the image {self.source.describe(position)} ({reason}); repair or remove it, or skip such "
+            "images with data=folder data.on_error=skip."
         )
 
 
@@ -385,14 +384,14 @@ Images = ImageArray | EncodedImages
 
 
 def _is_deep(image: PIL.Image.Image) -> bool:
-    """True for an image of more than 8 bits a channel: integers of 16 or 32 bits, or real numbers."""
+    """True for more than 8 bits a channel: integers of 16 or 32 bits, or floats."""
     return image.mode.startswith(("I", "F"))
 
 
 def image_statistics(images_NHWC: Tensor, of_each: str = "channel") -> tuple[np.ndarray, np.ndarray]:
     """Mean and population standard deviation on the scale 0..1 of each channel, [C], or each "feature", [H, W, C]."""
     total, squares = torch.zeros(2, *images_NHWC.shape[1:], dtype=torch.float64)
-    # 256 * 255^2 < 2^24: the sums over 256 images are whole numbers that float32 represents exactly.
+    # 256 * 255^2 < 2^24: sums over 256 images are integers that float32 represents exactly.
     for images in images_NHWC.split(256):
         x = images.float()
         total += x.sum(0).double().cpu()

@@ -1,4 +1,4 @@
-"""Loaders: the finished batches of one epoch, on one rank; worker processes read what is not in memory."""
+"""Resumable loaders of one epoch's batches on one rank, and the worker processes that read data not in memory."""
 
 import os
 import signal
@@ -19,22 +19,22 @@ from growlab.base.errors import UserError
 from growlab.lab.data.images import Augmentation, ImageArray, Images, Normalisation, RandomCrop
 from growlab.lab.data.order import ORDER, evaluation_batches, permutation, training_batches
 
-# First words of torch's RuntimeError about a dead worker process. Its handler of SIGCHLD raises it wherever the
-# main thread is just then, so a whole run has to expect it.
+# Start of torch's RuntimeError about a dead worker process. Its SIGCHLD handler raises it wherever the main thread
+# happens to be, so any code of a run may see it.
 DIED = "DataLoader worker (pid"
-# More worker processes than this hardly pay for one training process.
+# More worker processes per training process hardly help.
 _MOST_WORKERS = 16
-# Seconds that a worker process which should end may take to finish the batch it is reading.
+# Time for a worker process to finish its current batch before it is killed.
 _GRACE_SEC = 1.0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Batches of a run whose epochs are so many steps and not passes over the data.
+    """Lengths of the epochs of a run that counts steps instead of passes over the data.
 
     Attributes:
-        lengths: batches of each epoch; it begins in a pass where the one before it ended.
-        repeat: train on so many batches of the first pass again and again; None: on all.
+        lengths: batches of each epoch; an epoch continues the pass where the previous epoch ended.
+        repeat: cycle through this many batches of the first pass; None: use all.
     """
 
     lengths: Sequence[int]
@@ -52,12 +52,12 @@ class EpochPlan:
     """The samples in each batch of an epoch on this rank.
 
     Attributes:
-        num_samples: in the set; in a pass over it, where `order` draws them.
+        num_samples: in a pass over the set.
         training: False = evaluation: in order, every sample once over all ranks.
-        parts: epochs that a pass over the samples is divided into.
-        order: positions of a pass by its number, int64 [N]; None = a permutation by (seed, number).
-        drop_last: leave out a last, smaller batch of training, unless it is the only one.
-        steps: those of each epoch; None = parts of a pass.
+        parts: number of epochs in a pass over the samples.
+        order: maps the number of a pass to its positions, int64 [N]; None = a permutation by (seed, number).
+        drop_last: drop a smaller last training batch, unless it is the only one.
+        steps: lengths of the epochs in steps; None = a pass has `parts` epochs.
     """
 
     num_samples: int
@@ -77,6 +77,7 @@ class EpochPlan:
 
     @property
     def _in_pass(self) -> int:
+        """Batches in a pass."""
         whole = self.num_samples // self.batch_size
         return max(1, whole) if self.drop_last else -(-self.num_samples // self.batch_size)
 
@@ -101,11 +102,11 @@ class EpochPlan:
         return [min(size, self.num_samples - number % in_pass * size) for number in self._numbers]
 
     def pass_of(self, place: int) -> int:
-        """Number of the pass over the samples that a batch of the epoch is of, by its place in the epoch."""
+        """Return the number of the pass that the epoch's batch at `place` belongs to."""
         return self._numbers[place] // self._in_pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to another epoch."""
+        """Switch to another epoch."""
         self.epoch = epoch
 
     def batches(self) -> list[np.ndarray]:
@@ -123,23 +124,22 @@ class EpochPlan:
 
 @dataclass
 class ResumableLoader:
-    """Base of all loaders, with the attributes that Lightning asks a loader for.
+    """Base class of all loaders, with the attributes that Lightning expects.
 
-    A loader is resumable: Lightning puts what `state_dict` returns into checkpoints and gives it back before
-    the first batch. Batches are functions of seed, epoch and number, so the number is all there is to keep, and
-    it is the same on any number of ranks.
+    Lightning saves `state_dict` in checkpoints and restores it before the first batch. A batch is a function of seed,
+    epoch and its number in the epoch, so the number is the only state, and it is valid on any number of ranks.
     """
 
     plan: Any
     _given: int = field(default=0, init=False)
     _skip: int = field(default=0, init=False)
 
-    # Lightning asks every loader that has a `sampler` for this one too.
+    # Lightning reads this from every loader that has a `sampler`.
     batch_sampler: ClassVar[None] = None
 
     @property
     def sampler(self) -> Any:
-        """The plan: Lightning calls its `set_epoch` at the start of each epoch, so a kept loader moves on."""
+        """The plan; Lightning calls its `set_epoch` at the start of each epoch."""
         return self.plan
 
     def __len__(self) -> int:
@@ -153,14 +153,14 @@ class ResumableLoader:
 
     @abstractmethod
     def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the batches of the samples at these positions; `_given` is the number of each in its epoch."""
+        """Yield the batches of the samples at these positions; `_given` is the current batch's number in the epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the number of its batches that the loader has given."""
+        """Return the epoch and the number of batches that it has yielded."""
         return {"epoch": self.plan.epoch, "batches": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next pass, and that one alone, after the batches that were given before the checkpoint."""
+        """Skip the batches yielded before the checkpoint, in the next iteration only."""
         if state["epoch"] != self.plan.epoch:
             raise ValueError(f"a loader of epoch {self.plan.epoch} cannot resume in epoch {state['epoch']}.")
         self._skip = self._given = state["batches"]
@@ -182,7 +182,7 @@ class MemoryLoader(ResumableLoader):
         if not batches:
             return
         plan, device = self.plan, self.images.labels_N.device
-        # One transfer an epoch instead of one a batch.
+        # One transfer per epoch instead of one per batch.
         positions = np.concatenate(batches)
         drawn = self.augmentation.draw(positions, plan.seed, plan.epoch) if plan.training else None
         draw_3N = None if drawn is None else drawn.to(device)
@@ -200,7 +200,7 @@ class MemoryLoader(ResumableLoader):
 
 @dataclass
 class StreamLoader(ResumableLoader):
-    """Batches that `workers` read; `finish` makes (inputs..., target) of each by its number in the epoch."""
+    """Batches from `workers`; `finish` turns each, with its number in the epoch, into (inputs..., target)."""
 
     workers: "WorkerPool"
     finish: Callable[[Any, int], tuple[Tensor, ...]]
@@ -211,12 +211,12 @@ class StreamLoader(ResumableLoader):
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def workers_of_rank(num_ranks: int) -> int:
-    """Return the number of worker processes for each rank on this machine: its share of the cores, at most 16."""
+    """Return the number of worker processes per rank on this machine: its share of the cores, at most 16."""
     return min(_MOST_WORKERS, max(1, cores() // num_ranks))
 
 
@@ -224,12 +224,12 @@ class BatchSource(Protocol):
     """Reads whole batches of a set."""
 
     def read_batch(self, positions: np.ndarray, epoch: int | None) -> Any:
-        """Return the batch of the samples at these positions, int64 [B]; `epoch` is None in evaluation."""
+        """Return the batch of the samples at these positions, int64 [B]; `epoch` is None for evaluation."""
 
 
 @dataclass
 class ImageBatches:
-    """Batches of images (uint8 [B, H, W, C], labels int64 [B]), cropped and augmented in training, in the workers."""
+    """Reads batches (images uint8 [B, H, W, C], labels int64 [B]), cropped and augmented in training."""
 
     images: Images
     seed: int
@@ -250,18 +250,18 @@ class ImageBatches:
 
 
 class WorkerPool:
-    """Reads batches of one set in worker processes, which are kept from epoch to epoch.
+    """Reads batches of one set in persistent worker processes.
 
     A batch is a function of (positions, epoch) alone, whatever the number of workers. The workers end with `close()`,
-    with this object, and with this process, whatever ends it.
+    with this object, and with this process, however it ends.
 
     Args:
-        num_workers: processes, of which there are no more than cores that this one may use; 0 reads in this one.
-        pinned: copy batches to page-locked memory, from which a GPU fetches them faster.
+        num_workers: number of processes, capped at the number of usable cores; 0 reads in this process.
+        pinned: copy batches to page-locked memory for faster transfer to a GPU.
     """
 
     def __init__(self, source: BatchSource, num_workers: int = 0, pinned: bool = False) -> None:
-        # torch warns of more processes than cores.
+        # torch warns about more processes than cores.
         self._requests, num_workers = _Requests(), min(num_workers, cores())
         self._loader = DataLoader(
             _Batches(source),
@@ -271,7 +271,7 @@ class WorkerPool:
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
             pin_memory=pinned,
-            # Without its own generator, making the iterator would draw from the global one.
+            # Without it, creating the iterator would draw from the global generator.
             generator=torch.Generator(),
             worker_init_fn=_ignore_signals,
         )
@@ -279,17 +279,17 @@ class WorkerPool:
         self._end: Callable[[], object] | None = None
 
     def read(self, batches: Sequence[np.ndarray], epoch: int | None) -> Iterator[Any]:
-        """Yield the batches, on the CPU; a new reading ends the one before it.
+        """Yield the batches, on the CPU; a new call ends the previous iteration.
 
         Raises:
-            RuntimeError: another reading began meanwhile, or a worker process died (`DIED`).
+            RuntimeError: a newer call has ended this iteration, or a worker process died (`DIED`).
         """
         self._readings += 1
         reading = self._readings
         self._requests.items = ((positions, epoch) for positions in batches)
         iterator = iter(self._loader)
         if self._end is None and self._loader.num_workers:
-            # Not weakref.finalize: at the interpreter's exit multiprocessing waits for the workers before that runs.
+            # Not weakref.finalize: at exit, multiprocessing would wait for the workers before running it.
             self._end = Finalize(self, _end_workers, (iterator,), exitpriority=0)
         try:
             while reading == self._readings:
@@ -300,15 +300,15 @@ class WorkerPool:
                     raise batch
                 yield batch
         except (EOFError, ConnectionError) as error:
-            # Its half of a pipe is gone: as torch says it where it notices by itself.
+            # A worker's pipe broke before torch noticed its death: raise the same message as torch.
             raise RuntimeError(f"{DIED} ?) is gone.") from error
         finally:
-            # A traceback with this frame would keep the worker processes alive.
+            # A traceback that references this frame would keep the worker processes alive.
             del iterator
         raise RuntimeError("these batches are read no further: another reading has begun")
 
     def close(self) -> None:
-        """End the worker processes, whatever they are doing; nothing can be read any more."""
+        """End the worker processes, whatever they are doing; the pool cannot be used afterwards."""
         self._readings += 1
         if self._end is not None:
             self._end()
@@ -316,7 +316,7 @@ class WorkerPool:
 
 
 class _Requests:
-    """The sampler: each request that it yields is sent to a worker, a few ahead of the batches."""
+    """Sampler whose items are sent to the workers, a few ahead of the batches."""
 
     items: Iterator[Any] = iter(())
 
@@ -334,7 +334,7 @@ class _Batches(Dataset):
         try:
             return self.source.read_batch(*request)
         except UserError as error:
-            # Raised here, it would reach the user inside the traceback of a worker process.
+            # Raised here, its message would be buried in a worker's traceback.
             return error
 
 
@@ -343,16 +343,15 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    # Ctrl-C and SLURM signal every process of a run; the one that trains still needs batches to end its step.
+    # Ctrl-C and SLURM signal every process of a run, but the training process still needs batches to end its step.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers(iterator: Any) -> None:
-    """End the worker processes of a loader's iterator and wait until they are gone.
+    """End the worker processes of a loader's iterator, which may still be referenced, and wait until they are gone.
 
-    The iterator may still be referenced, such as by a traceback. torch alone would wait for each worker for five
-    seconds and then send it SIGTERM, which workers ignore.
+    torch alone would wait five seconds for each worker and then send SIGTERM, which our workers ignore.
     """
     workers = list(iterator._workers)
 
@@ -360,7 +359,7 @@ def _end_workers(iterator: Any) -> None:
         for worker in workers:
             worker.kill()
 
-    # Else torch's handler of SIGCHLD would raise an error for each worker that is killed.
+    # Otherwise torch's SIGCHLD handler would raise an error for each killed worker.
     signal_handling._remove_worker_pids(id(iterator))
     iterator._worker_pids_set = False
     late = threading.Timer(_GRACE_SEC, kill)

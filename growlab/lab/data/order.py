@@ -1,13 +1,13 @@
-"""Stateless randomness: which images make a batch, as a function of seed and epoch alone.
+"""Stateless randomness: the images of each batch as a function of seed and epoch alone.
 
-Every draw is the output of a counter-based generator (splitmix64, Steele et al. 2014) keyed by integers such
-as (purpose, seed, epoch) and counted by the index of the image. Nothing is drawn from a global generator, so
-a resumed run, a run on other devices or with another number of workers sees the same numbers.
+Every draw is the output of a counter-based generator (splitmix64, Steele et al. 2014) with integers such as (purpose,
+seed, epoch) as key and the index of the image as counter. Nothing is drawn from a global generator, so resumed runs,
+other devices and other numbers of workers give the same numbers.
 """
 
 import numpy as np
 
-# First part of every key, so that different uses of one seed draw unrelated numbers.
+# First integer of every key, so that different uses of one seed draw independent numbers.
 ORDER, AUGMENT, SPLIT, CROP, BLOCKS, APPEARANCE, OFFSET, SAMPLE, COLLATE = range(1, 10)
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -15,7 +15,7 @@ _WORD = (1 << 64) - 1
 
 
 def draws(indices_N: np.ndarray, *key: int) -> np.ndarray:
-    """Return one uniform uint64 number for each index, a function of (key, index) alone."""
+    """Return one uniform uint64 per index, a function of (key, index) alone."""
     state_1 = np.zeros(1, dtype=np.uint64)
     for part in key:
         state_1 = _mix(state_1 + _GAMMA + np.uint64(part & _WORD))
@@ -30,9 +30,9 @@ def permutation(length: int, *key: int) -> np.ndarray:
 def training_batches(order_N: np.ndarray, batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
     """Cut an order into global batches and return this rank's slice of each.
 
-    Rank r takes the r-th contiguous slice of every global batch. Only a last, smaller batch may not divide
-    evenly: it is filled up from the start of the order, as `DistributedSampler` does, because gradients are
-    averaged over ranks with equal weight.
+    Rank r takes the r-th contiguous slice of every global batch. If a smaller last batch does not divide evenly, it is
+    padded from the start of the order, as in `DistributedSampler`, because gradients are averaged over ranks with equal
+    weight.
     """
     batches = []
     for start in range(0, len(order_N), batch_size):
@@ -48,9 +48,8 @@ def training_batches(order_N: np.ndarray, batch_size: int, rank: int = 0, world_
 def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> list[np.ndarray]:
     """Cut `range(length)` into nearly equal global batches and return this rank's slice of each.
 
-    No image is repeated, so that accuracies over several ranks are exact, and no rank's slice is empty: a batch is
-    larger than `batch_size` only if that is less than the number of ranks. Only a set
-    smaller than the number of ranks has its images repeated.
+    No image is repeated, so accuracies over several ranks are exact, unless the set is smaller than the number of
+    ranks. No slice is empty: batches exceed `batch_size` if that is less than the number of ranks.
     """
     positions = np.arange(length) if length >= world_size else np.resize(np.arange(length), world_size)
     num_batches = min(-(-len(positions) // batch_size), len(positions) // world_size)
@@ -58,7 +57,7 @@ def evaluation_batches(length: int, batch_size: int, rank: int = 0, world_size: 
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    # The finaliser of splitmix64; numpy arrays of uint64 wrap round silently, as it needs.
+    # The finaliser of splitmix64 relies on uint64 overflow, which numpy arrays wrap silently.
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

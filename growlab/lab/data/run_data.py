@@ -1,4 +1,4 @@
-"""The interface between data and runs: everything that the runner and the planner ask of a data module."""
+"""Interface between data and runs: everything that the runner and the planner use of a data module."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from growlab.lab.data.loaders import EpochPlan, Steps, WorkerPool
 from growlab.parts import Part
 
 Batch = tuple[Tensor, ...]
-#: Names of folders, files and splits of each part of the data, the usual one first.
+#: Accepted names of folders, files and splits for each part of the data, the usual one first.
 PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev"), "test": ("test", "testing")}
 
 
@@ -30,13 +30,13 @@ class RunData(LightningDataModule, ABC):
     Attributes:
         batch_size_at_epoch: global batch size of an epoch, set by the run from the growth schedule; None:
             `batch_size`.
-        num_train: number of training samples; known after `setup()`, as `num_val` and `num_test` are.
-        epochs_per_pass: epochs that a pass over the training samples is divided into.
-        steps: training batches of a run in steps, set by its plan; None: epochs are passes or parts of them.
-        tokens_per_sample: that a sample is trained to predict; None for other data than windows of tokens.
-        incremental: the part of the data that each stage of the run has; None: all data from the start.
-        only_in_epochs: setting that counts epochs, so that the run's length cannot be in steps; "": none.
-        goes_with: networks and objectives that the data suit, for messages.
+        num_train: number of training samples; known after `setup()`, like `num_val` and `num_test`.
+        epochs_per_pass: number of epochs in a pass over the training samples.
+        steps: lengths of the epochs of a run that counts steps, set by its plan; None: see `epochs_per_pass`.
+        tokens_per_sample: number of predicted tokens in a sample; None for data other than windows of tokens.
+        incremental: fraction of the data that each stage of the run has; None: all data from the start.
+        only_in_epochs: name of a setting that counts epochs and so rules out a run in steps, else "".
+        goes_with: networks and objectives that fit the data, for messages.
     """
 
     goes_with = ""
@@ -54,33 +54,33 @@ class RunData(LightningDataModule, ABC):
         self.batch_size, self.seed = batch_size, seed
         self.batch_size_at_epoch: Callable[[int], int] | None = None
         self._is_read = False
-        # Of each part of the data, as far as worker processes read it.
+        # By part of the data, for parts that worker processes read.
         self._workers: dict[str, WorkerPool] = {}
 
     def prepare_data(self) -> None:
-        """Fetch and read what is not there yet; Lightning calls this in one process a machine."""
+        """Download and read the data; Lightning calls this in one process per machine."""
         self.setup()
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the data at the first call, whatever the stage."""
+        """Read the data on the first call, whatever the stage."""
         if not self._is_read:
             self._read()
             self._is_read = True
         if not self.num_val and self.trainer is not None:
-            # Else Lightning warns of an empty list, and likewise if `val_dataloader` were missing.
+            # Lightning would warn about an empty list of loaders, and also about a missing `val_dataloader`.
             self.trainer.limit_val_batches = 0
 
     @abstractmethod
     def _read(self) -> None:
-        """Read the data; `num_train`, `num_val` and `num_test` are known then."""
+        """Read the data and set `num_train`, `num_val` and `num_test`."""
 
     @abstractmethod
     def training_loader(self, epoch: int, draw: int) -> Iterable[Batch]:
         """Return the training batches of an epoch.
 
         Args:
-            epoch: decides which samples there are, and the batch size.
-            draw: order and augmentation are functions of the seed and this number.
+            epoch: determines the available samples and the batch size.
+            draw: determines order and augmentation, with the seed.
         """
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
@@ -90,7 +90,7 @@ class RunData(LightningDataModule, ABC):
 
     @abstractmethod
     def probe_batch(self, n: int) -> Any:
-        """Return the inputs of n training samples on the CPU, always the same ones."""
+        """Return the inputs of n fixed training samples on the CPU."""
 
     def train_dataloader(self) -> Any:
         """Return the batches of the trainer's current epoch (0 without a trainer)."""
@@ -112,9 +112,9 @@ class RunData(LightningDataModule, ABC):
         """Return the first batches of an epoch, this rank's part of each.
 
         Args:
-            count: number of batches; as many as there are, if there are fewer.
+            count: most batches to return.
             epoch: None: the trainer's current one.
-            augmented: augment images as training does.
+            augmented: augment images as in training.
         """
         epoch = self._now if epoch is None else epoch
         return list(islice(self.training_loader(epoch, epoch), count))
@@ -125,51 +125,51 @@ class RunData(LightningDataModule, ABC):
 
     @property
     def watched(self) -> str:
-        """The set that `val_dataloader` reads: "val" or "test"."""
+        """Part that `val_dataloader` reads: "val" or "test"."""
         return "val"
 
     def num_train_at(self, epoch: int, batch_size: int | None = None) -> int:
-        """Return the number of training samples in this epoch, with batches of this size if it is given."""
+        """Return the number of training samples in this epoch, with `batch_size` in place of the epoch's own."""
         return self.num_train
 
     def follow_stages(self, starts: Sequence[int], of: int, epochs: int) -> None:
-        """Let incremental data arrive with stages that start so in a run `of` epochs, stretched to this run's `epochs`.
+        """Set the first epoch of each stage, in a run `of` epochs, and the number of `epochs` to scale them to.
 
-        Until it is called all of the data is there.
+        Incremental data arrive with these stages; until the call, a single stage has all data.
         """
 
     @property
     @abstractmethod
     def network_arguments(self) -> dict[str, Any]:
-        """Arguments that every network for this data takes."""
+        """Arguments to pass to every network for this data."""
 
     def offer(self, name: str) -> Any:
-        """Return the value of an argument that a network may take, or None if the data do not know it."""
+        """Return the value of an argument that a network may take; None if it cannot be inferred from the data."""
         return None
 
     def parts(self) -> list[Part]:
-        """Return parts of the run that the data need."""
+        """Return the parts of the run that the data require."""
         return []
 
     @property
     def probe_size(self) -> int:
-        """Training samples that growth is checked on unless the configuration says otherwise."""
+        """Default number of training samples that growth is checked on."""
         return 32
 
     @property
     def bytes_of_tokens(self) -> Tensor | None:
-        """Bytes of text that each token stands for, float32 [vocabulary]; None for other data than tokens."""
+        """Bytes of text per token id, float32 [vocabulary]; None for data other than tokens."""
         return None
 
     def describe(self) -> str:
-        """Return one line about the data to print at the start of a run, or ""."""
+        """Return a line about the data to print at the start of a run, or ""."""
         return ""
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer's files, if there is a tokenizer, into a folder for `from_pretrained`."""
+        """Copy the files of the tokenizer, if any, to a folder for `from_pretrained`."""
 
     def teardown(self, stage: str | None = None) -> None:
-        """End the processes that read."""
+        """End the worker processes."""
         for workers in self._workers.values():
             workers.close()
         self._workers.clear()
@@ -179,11 +179,11 @@ class RunData(LightningDataModule, ABC):
         return self.trainer.current_epoch if self.trainer is not None else 0
 
     def _place(self) -> tuple[int, int]:
-        """Rank of this process and number of processes."""
+        """Return this process's rank and the world size."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
     def _training_plan(self, num_samples: int, epoch: int, draw: int, **more: Any) -> EpochPlan:
-        """The training batches in the sizes of an epoch, and in the order of another."""
+        """Return the plan of the training batches with the sizes of `epoch` and the order of epoch `draw`."""
         size, (rank, world_size) = self.global_batch_size(epoch), self._place()
         if size % world_size:
             raise UserError(
@@ -194,7 +194,7 @@ class RunData(LightningDataModule, ABC):
         return EpochPlan(num_samples, size, self.seed, draw, True, rank, world_size, **more)
 
     def _evaluation_plan(self, num_samples: int, batch_size: int) -> EpochPlan:
-        """All samples in order."""
+        """Return the plan of all samples in order."""
         return EpochPlan(num_samples, batch_size, self.seed, 0, False, *self._place())
 
     @property

@@ -1,4 +1,4 @@
-"""Windows of long sequences of tokens, in an order that depends on seed and epoch alone; text by characters."""
+"""Windows of token sequences, in an order that depends on seed and epoch alone; text by characters."""
 
 import hashlib
 from abc import abstractmethod
@@ -19,7 +19,7 @@ from growlab.lab.data.loaders import EpochPlan, ResumableLoader
 from growlab.lab.data.order import OFFSET, draws
 from growlab.lab.data.run_data import RunData
 
-#: Stands in targets where there is no token to predict.
+#: Target where there is no token to predict; cross-entropy's default `ignore_index`.
 NO_TOKEN = -100
 _PROBE_TOKENS = 512
 
@@ -28,7 +28,7 @@ _PROBE_TOKENS = 512
 class WindowLoader(ResumableLoader):
     """Windows of a sequence of tokens.
 
-    Yields (tokens int64 [B, T], the next tokens int64 [B, T]); after the sequence's end there is `NO_TOKEN`.
+    Yields (tokens int64 [B, T], next tokens int64 [B, T]), with `NO_TOKEN` in targets past the end of the sequence.
     """
 
     tokens_N: np.ndarray
@@ -38,17 +38,17 @@ class WindowLoader(ResumableLoader):
     def _made(self, batches: list[np.ndarray]) -> Iterator[tuple[Tensor, Tensor]]:
         offset, before = 0, None
         for batch in batches:
-            # Windows begin elsewhere in each pass, or the same few tokens would always lack their context.
+            # Windows start at another offset in each pass; otherwise the same tokens would never have a context.
             if self.plan.training and (number := self.plan.pass_of(self._given)) != before:
                 draw, before = draws(np.zeros(1), OFFSET, self.plan.seed, number)[0], number
                 offset = int(draw % np.uint64(self.context))
             windows_BT = windows_at(self.tokens_N, batch * self.context + offset, self.context + 1)
-            found = torch.from_numpy(windows_BT).to(self.device)
-            yield found[:, :-1].clamp(min=0), found[:, 1:]
+            tokens_BT = torch.from_numpy(windows_BT).to(self.device)
+            yield tokens_BT[:, :-1].clamp(min=0), tokens_BT[:, 1:]
 
 
 def check_fractions(validation: float, test: float) -> None:
-    """Raise UserError if parts to hold out are empty or leave nothing to train on."""
+    """Raise UserError if held-out fractions are zero or leave nothing to train on."""
     if not (validation > 0 and test > 0 and validation + test < 1):
         raise UserError(
             f"data.validation_fraction={validation} and data.test_fraction={test} must be above 0 and leave something "
@@ -57,7 +57,7 @@ def check_fractions(validation: float, test: float) -> None:
 
 
 def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.ndarray:
-    """Windows of so many tokens that begin at these places, int64 [B, length]; `NO_TOKEN` after the last token."""
+    """Return the windows that start at `starts_B`, int64 [B, length], padded with `NO_TOKEN` at the end."""
     places_BT = starts_B[:, None] + np.arange(length)
     windows_BT = np.asarray(tokens_N[np.minimum(places_BT, len(tokens_N) - 1)]).astype(np.int64)
     windows_BT[places_BT >= len(tokens_N)] = NO_TOKEN
@@ -65,14 +65,14 @@ def windows_at(tokens_N: np.ndarray, starts_B: np.ndarray, length: int) -> np.nd
 
 
 class WindowData(RunData):
-    """Sequences of tokens to train, validate and test on; subclasses read them in `_sequences`.
+    """Token sequences to train, validate and test on; subclasses read them in `_sequences`.
 
     Attributes:
-        whole_windows: leave out the windows of validation and test that the sequence ends in.
+        whole_windows: drop an incomplete last window of validation and test.
     """
 
     whole_windows = True
-    #: Unit that sequences are counted in, for messages.
+    #: Unit of sequences, for messages.
     unit = "tokens"
 
     def __init__(
@@ -87,52 +87,52 @@ class WindowData(RunData):
 
     @property
     def probe_size(self) -> int:
-        """Windows that growth is checked on: logits of long ones, over all tokens that are known, take much memory."""
+        """Number of windows that growth is checked on: few if they are long, as their logits take much memory."""
         return max(2, _PROBE_TOKENS // self.context)
 
     @abstractmethod
     def _sequences(self) -> dict[str, np.ndarray]:
-        """Tokens of "train", "val" and "test", integers [N]."""
+        """Read the tokens of "train", "val" and "test", integers [N]."""
 
     @property
     @abstractmethod
     def vocabulary_size(self) -> int:
-        """Tokens are below this number; known after `setup()`."""
+        """Upper bound (exclusive) of token ids; known after `setup()`."""
 
     def _read(self) -> None:
         tokens = self._sequences()
-        # Training windows may begin up to a window later.
+        # Leave room for the offset, which is at most a window.
         self._windows = {"train": (len(tokens["train"]) - self.context) // self.context}
         for part in ("val", "test"):
             whole_windows, rest = divmod(len(tokens[part]) - 1, self.context)
             self._windows[part] = whole_windows + bool(rest and not self.whole_windows)
         if min(self._windows.values()) < 1:
             raise UserError(
-                f"a text of {sum(map(len, tokens.values()))} {self.unit} has no whole window of data.context="
-                f"{self.context} in each of its parts; take a longer text or a smaller context."
+                f"a text of {sum(map(len, tokens.values()))} {self.unit} is too short for a window of data.context="
+                f"{self.context} in each of its parts; use a longer text or a smaller context."
             )
         self._tokens = tokens
         self.num_train, self.num_val, self.num_test = self._windows.values()
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all tokens."""
-        found = hashlib.blake2b(digest_size=16)
+        """Hash of all tokens."""
+        digest = hashlib.blake2b(digest_size=16)
         for part, tokens in sorted(self._tokens.items()):
-            found.update(f"{part} {len(tokens)} {tokens.dtype}".encode())
-            found.update(np.ascontiguousarray(tokens).data)
-        return found.hexdigest()
+            digest.update(f"{part} {len(tokens)} {tokens.dtype}".encode())
+            digest.update(np.ascontiguousarray(tokens).data)
+        return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the digest of the text, for checkpoints."""
+        """Return the digest of the text."""
         return {"digest": self.digest}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare with a checkpoint's text."""
+        """Raise UserError if the checkpoint was trained on another text."""
         if state_dict.get("digest", self.digest) != self.digest:
             raise UserError(
                 "the text is not the one that the checkpoint was trained on: its files, its split or its tokenizer "
-                "have changed; bring them back, or begin another run."
+                "have changed; restore them, or start another run."
             )
 
     @property
@@ -141,11 +141,11 @@ class WindowData(RunData):
         return {"vocabulary_size": self.vocabulary_size, "context": self.context}
 
     def training_loader(self, epoch: int, draw: int) -> WindowLoader:
-        """Return the training windows in batches of an epoch's size, in the order of another."""
+        """Return the training windows with the batch size of `epoch` and the order of epoch `draw`."""
         return self._loader("train", self._training_plan(self.num_train, epoch, draw))
 
     def probe_batch(self, n: int) -> Tensor:
-        """Return n training windows, int64 [n, T] on the CPU: always the same ones, repeated if there are fewer."""
+        """Return n fixed training windows, int64 [n, T] on the CPU, repeated if there are fewer."""
         starts = np.arange(n) % self.num_train * self.context
         return torch.from_numpy(windows_at(self._tokens["train"], starts, self.context))
 
@@ -158,20 +158,20 @@ class WindowData(RunData):
 
 
 class TextData(WindowData):
-    """One text for causal language modelling over characters: the first part to train on, the last two held out.
+    """One text for causal language modelling over characters, cut into train, validation and test, in this order.
 
-    A sample is a window of `context` characters and the next character of each. An epoch has every window of the
-    training part once.
+    A sample is a window of `context` characters, with the next character of each as target. An epoch has every window
+    of the training part once.
 
     Args:
-        path: of a text file in UTF-8; None: the language reference that comes with Python (`pydoc_data.topics`, some
-            460,000 characters, another text in each version of Python).
-        context: characters that a window predicts from.
-        batch_size: windows in a training batch over all devices.
-        eval_batch_size: windows in another batch.
-        validation_fraction: part of the text that is watched each epoch.
-        test_fraction: part of the text after it, which the result is of.
-        limit_characters: use only so many characters from the beginning; None: all.
+        path: text file in UTF-8; None: the language reference that comes with Python (`pydoc_data.topics`, about
+            460,000 characters, different in each version of Python).
+        context: characters in a window.
+        batch_size: windows in a training batch over all ranks.
+        eval_batch_size: windows in a validation or test batch.
+        validation_fraction: fraction of the text to validate on each epoch.
+        test_fraction: fraction of the text to test on.
+        limit_characters: use only this many characters from the beginning; None: all.
         seed: of the order.
     """
 
@@ -194,7 +194,7 @@ class TextData(WindowData):
         check_fractions(validation_fraction, test_fraction)
         self.path, self.limit_characters = path, limit_characters
         self._fractions = {"val": validation_fraction, "test": test_fraction}
-        #: The characters of the text; a token is a place among them. Known after `setup()`.
+        #: Characters of the text, sorted; a token is an index of this list. Known after `setup()`.
         self.vocabulary: list[str] = []
 
     @property

@@ -1,4 +1,4 @@
-"""Text files as packed windows of tokens: memory-mapped files in the cache folder, under a key of their content."""
+"""Text files as packed windows of tokens, memory-mapped from the cache folder under a key of their content."""
 
 import hashlib
 import json
@@ -32,11 +32,11 @@ from growlab.lab.data.run_data import PART_NAMES
 from growlab.lab.data.text import WindowData, check_fractions
 
 PARTS = ("train", "val", "test")
-# Of a prepared folder: its description, written last.
+# Description of a prepared folder, written last.
 _MADE = "growlab.json"
-# Another way of preparing makes other folders.
+# Part of the cache key; increment it when prepared folders change.
 _VERSION = 1
-# Texts are encoded together up to so many bytes, and longer ones in pieces that end with a line.
+# Texts are encoded in batches of about this size; longer ones are cut at the end of a line.
 _BATCH_BYTES = 1 << 20
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
 
@@ -44,32 +44,32 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json"
 class TokenData(WindowData):
     """Text files for causal language modelling over tokens of a byte-level tokenizer.
 
-    Documents are packed: they follow each other with an end of text between, and a window of `context` tokens may begin
-    in one and end in another. A training epoch has every window once (or a part of them, with `epochs_per_pass`), in an
-    order of (seed, epoch) alone. Every token of validation and test is predicted once.
+    Documents are packed: they are concatenated with an end-of-text token after each, and a window of `context` tokens
+    may span several. A training epoch has every window once (or a share of them, with `epochs_per_pass`), in an order
+    by (seed, epoch) alone. Every token of validation and test is predicted once.
 
     Token ids are in the cache folder, under a key of the files' content and of the settings.
 
     Args:
-        path: a file, a folder (with all below it), a pattern such as `docs/**/*.txt`, Parquet files, or a folder that
-            `save_to_disk` of Hugging Face's `datasets` wrote.
-        context: tokens that a window predicts from.
-        batch_size: windows in a training batch over all devices.
-        eval_batch_size: windows in another batch.
-        epochs_per_pass: divide each pass over the training windows into so many epochs of nearly equal length, so that
-            schedules, budgets and validation are finer than a pass.
+        path: a file, a folder (searched recursively), a pattern such as `docs/**/*.txt`, Parquet files, or a folder
+            that `save_to_disk` of Hugging Face's `datasets` wrote.
+        context: tokens in a window.
+        batch_size: windows in a training batch over all ranks.
+        eval_batch_size: windows in a validation or test batch.
+        epochs_per_pass: divide each pass over the training windows into this many epochs of nearly equal length, for
+            schedules, budgets and validation finer than a pass.
         seed: of the order.
-        suffixes: of the files that are taken from a folder, each also gzipped (`.txt.gz`); Parquet files always are.
-        column: of text in Parquet files and data sets of Hugging Face.
-        strip_html: read the text of HTML files, in place of their source.
-        validation_fraction: part of the text, in bytes, that is watched each epoch.
-        test_fraction: part of it that the result is of.
-        split_seed: decides which documents these are, whatever the seed of the run.
-        validation_path: files to watch in place of a part.
-        test_path: likewise, of the result.
+        suffixes: of the files to read in a folder, each also gzipped (`.txt.gz`); Parquet files are always read.
+        column: text column of Parquet files and Hugging Face data sets.
+        strip_html: read the visible text of HTML files instead of their source.
+        validation_fraction: fraction of the text, in bytes, to validate on each epoch.
+        test_fraction: fraction of it to test on.
+        split_seed: of the split, independent of the seed of the run.
+        validation_path: files to validate on instead of a fraction of the text.
+        test_path: files to test on instead of a fraction of the text.
         vocab_size: of the byte-level tokenizer that is trained on the training part.
-        tokenizer: a `tokenizer.json`, or its folder, to take in its place.
-        end_of_text: of that one, the token after each document; None: as its own settings say.
+        tokenizer: a `tokenizer.json`, or its folder, to use instead.
+        end_of_text: token of `tokenizer` to put after each document; None: the one in its settings.
     """
 
     goes_with = "tokens go with objective=tokens and model=transformers or model=gpt"
@@ -106,7 +106,7 @@ class TokenData(WindowData):
 
     @property
     def store(self) -> "TokenStore":
-        """Prepared text and its tokenizer, from the cache or made for it; several processes may ask at once."""
+        """Prepared text and its tokenizer, from the cache if possible; safe to call from several processes."""
         if self._store is None:
             sources = self._sources()
             folder = cache_dir() / "tokens" / hashlib.sha256(self._key(sources).encode()).hexdigest()[:24]
@@ -117,22 +117,22 @@ class TokenData(WindowData):
         return self._store
 
     def _sources(self) -> dict[str, Documents]:
-        """Documents of each part; parts to be taken from the training text are left out."""
+        """Return the documents of each part, except parts that are split off the training text."""
         if self.path is None:
             raise UserError("data.path is not set: give a text file, a folder or a pattern of files.")
         saved = saved_datasets(self.path)
         splits = saved if isinstance(saved, dict) else ()
         sources = {"train": Documents(self.path, **self._reading, split="train" if splits else None)}
-        for part, own in self._paths.items():
-            known = next((name for name in PART_NAMES[part] if name in splits), None)
-            if own is not None or known is not None:
-                sources[part] = Documents(own or self.path, **self._reading, split=None if own else known)
+        for part, path in self._paths.items():
+            split = next((name for name in PART_NAMES[part] if name in splits), None)
+            if path is not None or split is not None:
+                sources[part] = Documents(path or self.path, **self._reading, split=None if path else split)
         return sources
 
     def _key(self, sources: dict[str, Documents]) -> str:
-        """Text that changes when the tokens would."""
+        """Return a string that changes when the tokens would."""
         if self.tokenizer is None:
-            # The release decides what a tokenizer learns.
+            # Another release of the library may train another tokenizer.
             made_by = version("tokenizers") if find_spec("tokenizers") else ""
         else:
             made_by = hashlib.sha256(tokenizer_file(self.tokenizer).read_bytes()).hexdigest()
@@ -145,7 +145,7 @@ class TokenData(WindowData):
         return json.dumps([_VERSION, content, settings, made_by], sort_keys=True)
 
     def _prepare(self, folder: Path, sources: dict[str, Documents]) -> None:
-        """Make the folder of tokens, complete or not at all."""
+        """Create the folder of tokens atomically."""
         plan = _Plan(sources, self._fractions, self.split_seed)
         if self.tokenizer is None:
             texts = (text for part, text in plan.texts() if part == "train")
@@ -161,28 +161,28 @@ class TokenData(WindowData):
                 _copy_tokenizer(own, made)
             else:
                 tokenizer.save(made)
-            # Only a folder that is not complete can be there.
+            # A folder that exists here is incomplete.
             shutil.rmtree(folder, ignore_errors=True)
             made.rename(folder)
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of tokens; known after `setup()`."""
+        """Number of different tokens; known after `setup()`."""
         return len(self.store.tokenizer)
 
     @property
     def bytes_of_tokens(self) -> Tensor:
-        """Bytes of text that each token stands for, float32 [vocabulary].
+        """Bytes of text per token id, float32 [vocabulary].
 
-        Exact for byte-level tokenizers. Where tokens do not stand for bytes, such as after a normaliser, it is the
-        mean over the parts that are not trained on, for every token.
+        Exact for byte-level tokenizers. If tokens do not stand for bytes, such as after a normaliser, every entry is
+        the mean over the validation and test parts.
         """
         store = self.store
         lengths = store.tokenizer.byte_lengths() if store.byte_level else None
         if lengths is not None:
             return torch.from_numpy(lengths.astype(np.float32))
-        kept = [store.parts[name] for name in PARTS[1:]]
-        mean = sum(part["bytes"] for part in kept) / sum(part["tokens"] - 1 for part in kept)
+        held_out = [store.parts[name] for name in PARTS[1:]]
+        mean = sum(part["bytes"] for part in held_out) / sum(part["tokens"] - 1 for part in held_out)
         return torch.full((len(store.tokenizer),), mean)
 
     def offer(self, name: str) -> Any:
@@ -190,19 +190,19 @@ class TokenData(WindowData):
         return self.store.tokenizer.end if name == "end_of_text" else None
 
     def describe(self) -> str:
-        """Return one line with the sizes of the parts, and how many documents are left out."""
+        """Return one line with the sizes of the parts and the number of skipped documents."""
         store = self.store
         sizes = ", ".join(
             f"{name} {part['bytes']:,} bytes in {part['tokens']:,} tokens of {part['documents']:,} documents"
             for name, part in store.parts.items()
         )
-        left = {"files without text": store.skipped, "empty or repeated documents": store.dropped}
-        counted = " and ".join(f"{number:,} {kind}" for kind, number in left.items() if number)
+        left_out = {"files without text": store.skipped, "empty or repeated documents": store.dropped}
+        counted = " and ".join(f"{number:,} {kind}" for kind, number in left_out.items() if number)
         more = f"; left out: {counted}" if counted else ""
-        return f"{self.path}: split by {store.split}: {sizes}; {self.vocabulary_size:,} tokens are known{more}"
+        return f"{self.path}: split by {store.split}: {sizes}; a vocabulary of {self.vocabulary_size:,} tokens{more}"
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """Put the tokenizer's files into a folder, for `from_pretrained`."""
+        """Copy the tokenizer's files to a folder, for `from_pretrained`."""
         _copy_tokenizer(self.store.folder, folder)
 
     def _sequences(self) -> dict[str, np.ndarray]:
@@ -210,15 +210,15 @@ class TokenData(WindowData):
 
 
 class TokenStore:
-    """Prepared text.
+    """Text prepared as files of tokens.
 
     Attributes:
-        parts: for each of `PARTS` the numbers of "documents", their "bytes" of UTF-8 and "tokens": an end of text in
-            front, and one after each document.
-        split: "documents" or "position": how the parts were taken from the text.
-        dropped: documents that were left out because they are empty or the same as another.
-        skipped: files without text in UTF-8.
-        byte_level: each token stands for certain bytes, which together are those of the text.
+        parts: for each of `PARTS` the numbers of "documents", their "bytes" of UTF-8 and their "tokens", including an
+            end of text at the start and after each document.
+        split: "documents" or "position": unit in which parts were split off the text.
+        dropped: number of empty or repeated documents, which were left out.
+        skipped: number of files without text in UTF-8.
+        byte_level: each token stands for fixed bytes, and these add up to the text.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -229,7 +229,7 @@ class TokenStore:
         self.dropped, self.skipped = made["dropped"], made["skipped"]
 
     def tokens(self, part: str) -> np.ndarray:
-        """Token ids of a part, uint16 or uint32 [N], memory-mapped."""
+        """Return the token ids of a part, uint16 or uint32 [N], memory-mapped."""
         return np.memmap(self.folder / f"{part}.bin", dtype=_dtype(len(self.tokenizer)), mode="r")
 
 
@@ -238,7 +238,7 @@ def _dtype(size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def _is_complete(folder: Path) -> bool:
-    """True if a folder was written to its end and nothing of it was lost since."""
+    """True if a folder was written completely and its files still have their sizes."""
     try:
         sizes = {part: (folder / f"{part}.bin").stat().st_size for part in PARTS}
         return json.loads((folder / _MADE).read_text())["file_bytes"] == sizes
@@ -253,11 +253,11 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 class _Plan:
-    """The part that each document goes to; reads all documents once, for their sizes and which are the same.
+    """Assignment of documents to parts; reads all documents once to find their sizes and duplicates.
 
     Attributes:
-        part_of: for each source the part of each of its documents: a place in `PARTS`; -1: left out.
-        cuts: where the training text is cut by position, the parts' ends, as parts of each document; else None.
+        part_of: for each source, the part of each of its documents as an index of `PARTS`; -1: left out.
+        cuts: if each training document is split by position, the fractions where parts end; None: split by document.
     """
 
     def __init__(self, sources: dict[str, Documents], fractions: dict[str, float], seed: int) -> None:
@@ -267,28 +267,28 @@ class _Plan:
         self.dropped = 0
         seen: set[bytes] = set()
         sizes_N = np.zeros(0, dtype=np.int64)
-        # The training documents last: those that are held out too are not trained on.
+        # The training documents last, so that duplicates of validation and test documents are not trained on.
         for name in reversed(self.sources):
             lengths = []
             for text in sources[name]:
                 content = text.encode()
-                number = hashlib.blake2b(content, digest_size=16).digest()
-                lengths.append(0 if number in seen else len(content))
-                seen.add(number)
+                digest = hashlib.blake2b(content, digest_size=16).digest()
+                lengths.append(0 if digest in seen else len(content))
+                seen.add(digest)
             sizes_N = np.array(lengths, dtype=np.int64)
             self.dropped += int((sizes_N == 0).sum())
             self.part_of[name] = np.where(sizes_N > 0, PARTS.index(name), -1)
             if not sizes_N.any():
                 raise UserError(f"data.path: {sources[name].path} has no text for {name}.")
-        wanted = {part: fraction for part, fraction in fractions.items() if part not in sources}
-        if wanted and not _by_document(self.part_of["train"], sizes_N, wanted, seed):
-            rest = 1 - sum(wanted.values())
-            # Training text comes first; of two other parts, the one that is watched.
-            self.cuts = (rest, rest + wanted["val"]) if len(wanted) == 2 else (rest,)
+        fractions = {part: fraction for part, fraction in fractions.items() if part not in sources}
+        if fractions and not _by_document(self.part_of["train"], sizes_N, fractions, seed):
+            rest = 1 - sum(fractions.values())
+            # Of each document, train comes first, then val, then test.
+            self.cuts = (rest, rest + fractions["val"]) if len(fractions) == 2 else (rest,)
             self.part_of["train"] = np.where(sizes_N > 0, 0, -1)
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """(part, text) of every document, those of one part always in the same order."""
+        """Yield (part, text) of every document, in a fixed order."""
         for name, documents in self.sources.items():
             for place, text in zip(self.part_of[name].tolist(), documents, strict=True):
                 if place < 0:
@@ -296,30 +296,29 @@ class _Plan:
                 if name == "train" and self.cuts is not None:
                     ends = [_line_end(text, round(cut * len(text)), len(text) // 200) for cut in self.cuts]
                     pieces = zip([0, *ends], [*ends, len(text)], strict=True)
-                    own = [part for part in PARTS if part == "train" or part not in self.sources]
-                    yield from ((p, text[a:b]) for p, (a, b) in zip(own, pieces, strict=True) if b > a)
+                    parts = [part for part in PARTS if part == "train" or part not in self.sources]
+                    yield from ((part, text[a:b]) for part, (a, b) in zip(parts, pieces, strict=True) if b > a)
                 else:
                     yield PARTS[place], text
 
 
-def _by_document(part_N: np.ndarray, sizes_N: np.ndarray, wanted: dict[str, float], seed: int) -> bool:
-    """Give documents in random order to parts that have room; False where a part stays empty."""
+def _by_document(part_N: np.ndarray, sizes_N: np.ndarray, fractions: dict[str, float], seed: int) -> bool:
+    """Move random documents to parts until these are full, in place; return False if one stays half empty."""
     total = sizes_N.sum()
-    room = {part: int(fraction * total) for part, fraction in wanted.items()}
+    room = {part: int(fraction * total) for part, fraction in fractions.items()}
     order = permutation(len(sizes_N), SPLIT, seed)
     for place in order[sizes_N[order] > 0].tolist():
         part = next((part for part, left in room.items() if sizes_N[place] <= left), None)
         if part is not None:
             part_N[place] = PARTS.index(part)
             room[part] -= int(sizes_N[place])
-    # A part with much room left was meant to be larger than its documents allow.
-    return all(left < 0.5 * wanted[part] * total for part, left in room.items())
+    return all(left < 0.5 * fractions[part] * total for part, left in room.items())
 
 
 def _line_end(text: str, place: int, within: int = 1000) -> int:
-    """The next place after a line's end, if one follows within so many characters; else the place itself."""
-    found = text.find("\n", place, place + within)
-    return place if found < 0 else found + 1
+    """Return the next start of a line within so many characters of `place`, else `place` itself."""
+    newline = text.find("\n", place, place + within)
+    return place if newline < 0 else newline + 1
 
 
 def _write(folder: Path, plan: _Plan, tokenizer: TextTokenizer) -> None:
@@ -329,7 +328,7 @@ def _write(folder: Path, plan: _Plan, tokenizer: TextTokenizer) -> None:
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in PARTS}
         for file in files.values():
-            # So that the first token of a part is predicted from something, and counts.
+            # So that the first token of a part has something to be predicted from.
             np.array([tokenizer.end], dtype=dtype).tofile(file)
         for batch in _batches(plan.texts()):
             encoded = tokenizer.encode([text for _, text, _ in batch])
@@ -353,7 +352,7 @@ def _write(folder: Path, plan: _Plan, tokenizer: TextTokenizer) -> None:
 
 
 def _batches(texts: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str, bool]]]:
-    """(part, text, whether the document ends with it), as many together as make a batch."""
+    """Yield batches of (part, text, True if the document ends with it)."""
     batch: list[tuple[str, str, bool]] = []
     size = 0
     for part, text in texts:

@@ -1,7 +1,7 @@
-"""A user's own data in growlab's runs: split, ordered and batched as growing and exact resuming need it.
+"""Data module for a user's own data: splits, order and batches that growth and bit-exact resuming need.
 
-What transforms draw from the generators of torch, numpy and random is a function of (seed, epoch, position of the
-sample) alone, so that a resumed run, another number of workers or of ranks sees the same samples.
+The global generators of torch, numpy and random are seeded for each sample from (seed, epoch, position), so random
+transforms give the same samples in a resumed run and with any number of workers or ranks.
 """
 
 import contextlib
@@ -43,26 +43,23 @@ from growlab.lab.data.order import COLLATE, SAMPLE, draws
 from growlab.lab.data.run_data import PART_NAMES, RunData
 
 _BATCH_SIZE = 128
-# Samples that are read through for their classes: to split by them, and at most to count them.
+# Up to _FEW samples are read to find their classes for a stratified split; up to _MANY to count the classes.
 _FEW, _MANY = 2_000, 50_000
 _READ_TOGETHER = 256
-# Names under which the target of a sample that is a mapping is searched for.
+# Keys tried for the target of a mapping sample, in order.
 _TARGETS = ("target", "targets", "label", "labels", "y", "mask", "fine_label", "class")
-# Samplers that an order by (seed, epoch) takes the place of.
-_PLAIN = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Parts of the training set to hold out where the source has no validation or test set.
+    """Fractions of the training set to hold out if the source has no validation or test set.
 
-    Each class gives the same part of its samples where a sample's target is a class; otherwise they are drawn at
-    random.
+    The split is stratified by class if targets are classes, otherwise random.
 
     Attributes:
-        validation: part that is validated on after each epoch; 0: no validation, also on a set of the source.
-        test: part that the result is of.
-        seed: decides which samples, whatever the seed of the run.
+        validation: fraction to validate on after each epoch; 0: no validation, not even on the source's own set.
+        test: fraction to test on.
+        seed: of the split, independent of the seed of the run.
     """
 
     validation: float = 0.1
@@ -79,18 +76,18 @@ class Split:
 
 @dataclass(frozen=True)
 class Columns:
-    """Inputs and target of samples that are mappings.
+    """Keys of the inputs and the target in mapping samples.
 
     Attributes:
-        inputs: their names, in the order of the network's arguments; None: all but the target.
-        target: its name; None: target, targets, label, labels, y, mask, fine_label or class, the first there is.
+        inputs: keys in the order of the network's arguments; None: all but the target.
+        target: key; None: the first present of target, targets, label, labels, y, mask, fine_label and class.
     """
 
     inputs: Sequence[str] | None = None
     target: str | None = None
 
     def of(self, names: Sequence[str]) -> tuple[list[str], str]:
-        """Names of the inputs and of the target among those of a sample."""
+        """Input keys and target key of samples that have the keys `names`."""
         target = self.target or next((name for name in _TARGETS if name in names), "target")
         inputs = [name for name in names if name != target] if self.inputs is None else list(self.inputs)
         for key, name in [*(("inputs", name) for name in inputs), ("target", target)]:
@@ -103,13 +100,13 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class SamplePart:
-    """The training, validation or test part of a user's data, whose samples are read by position.
+    """Training, validation or test part of a user's data.
 
     Attributes:
-        positions: int64 [N], of those that belong to this part.
-        sampler: draws the positions of an epoch in place of a permutation; None: a permutation.
-        batch_size: of the loader that the part came from, if it came from one; `num_workers` likewise.
-        in_rows: the data set reads many samples at once, and draws nothing.
+        positions: this part's indices into `dataset`, int64 [N].
+        sampler: draws the samples of an epoch; None: a permutation of all.
+        batch_size: of the source's loader; None without a loader. `num_workers` likewise.
+        in_rows: read a batch with one `__getitems__` call, without seeding each sample: nothing in it is random.
     """
 
     dataset: Any
@@ -132,7 +129,7 @@ class SamplePart:
         return len(self if self.sampler is None else self.sampler)
 
     def order(self, epoch: int) -> np.ndarray:
-        """Draw the places of an epoch's samples by the part's own sampler, seeded by (seed, epoch)."""
+        """Return the order of an epoch, drawn by the part's own sampler seeded by (seed, epoch)."""
         seed = hash((self.seed, epoch)) & (2**62 - 1)
         with isolate_rng(include_cuda=False):
             _seed_all(seed)
@@ -143,7 +140,7 @@ class SamplePart:
             return np.array([int(position) for position in self.sampler], dtype=np.int64)
 
     def read_batch(self, places: np.ndarray, epoch: int | None) -> Any:
-        """The collated batch of the samples at these places."""
+        """Return the collated batch of the samples at `places`, indices into `positions`."""
         positions = self.positions[places]
         if type(self.dataset) is TensorDataset and self.collate is default_collate:
             index = torch.from_numpy(positions)
@@ -163,10 +160,10 @@ class SamplePart:
             return self.collate(samples)
 
     def inputs_and_target(self, batch: Any) -> tuple[Tensor, ...]:
-        """A batch as (inputs..., target): numbers in float32, images of bytes ([C, H, W]) in 0..1, classes in int64."""
+        """Return (inputs..., target): floats as float32, uint8 images [B, C, H, W] in 0..1, integer targets int64."""
         if isinstance(batch, Mapping):
-            inputs, target = self.columns.of(list(batch))
-            batch = [batch[name] for name in (*inputs, target)]
+            input_names, target_name = self.columns.of(list(batch))
+            batch = [batch[name] for name in (*input_names, target_name)]
         entries = batch if isinstance(batch, (tuple, list)) else [batch]
         if len(entries) < 2 or not all(isinstance(entry, Tensor) for entry in entries):
             kinds = ", ".join(type(entry).__name__ for entry in entries)
@@ -174,97 +171,93 @@ class SamplePart:
                 f"samples must be (inputs..., target) or a mapping with a target, of tensors, not ({kinds}): "
                 "let the data set's transform make tensors, or data.columns leave others out."
             )
-        *found, last = (entry.float() if entry.is_floating_point() else entry for entry in entries)
-        found = [x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 3 else x for x in found]
-        return (*found, last if last.is_floating_point() else last.long())
+        *inputs, target = (entry.float() if entry.is_floating_point() else entry for entry in entries)
+        inputs = [x.float() / 255 if x.dtype == torch.uint8 and x.dim() > 3 else x for x in inputs]
+        return (*inputs, target if target.is_floating_point() else target.long())
 
 
-def _classes_of(dataset: Any, columns: Columns) -> np.ndarray | None:
+def _stored_labels(dataset: Any, columns: Columns) -> np.ndarray | None:
+    """Class labels, int64 [N], that the data set keeps apart from its samples; else None."""
     if isinstance(dataset, Subset):
-        inside = _classes_of(dataset.dataset, columns)
-        return None if inside is None else inside[np.asarray(dataset.indices)]
+        labels = _stored_labels(dataset.dataset, columns)
+        return None if labels is None else labels[np.asarray(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
-        parts = [_classes_of(one, columns) for one in dataset.datasets]
+        parts = [_stored_labels(part, columns) for part in dataset.datasets]
         known = [part for part in parts if part is not None]
         return np.concatenate(known) if len(known) == len(parts) else None
     if type(dataset) is TensorDataset:
-        found = dataset.tensors[-1].cpu().numpy()
+        targets = dataset.tensors[-1].cpu().numpy()
     elif hasattr(dataset, "column_names") and hasattr(dataset, "features"):
-        # Of Hugging Face's datasets: a column is read without the others.
-        column = dataset.with_format("numpy")[columns.of(dataset.column_names)[1]]
-        found = np.asarray(column[:])
+        # Hugging Face's datasets read a column without the others.
+        targets = np.asarray(dataset.with_format("numpy")[columns.of(dataset.column_names)[1]][:])
     else:
-        # As torchvision's data sets have them; a transform might make other targets of them.
-        targets = getattr(dataset, "targets", None)
-        if targets is None or getattr(dataset, "target_transform", None) is not None:
+        # torchvision's data sets have `targets`, but a transform may change them.
+        if getattr(dataset, "target_transform", None) is not None:
             return None
         try:
-            found = np.asarray(targets)
+            targets = np.asarray(getattr(dataset, "targets", None))
         except ValueError:
             return None
-    right = found.ndim == 1 and found.dtype.kind in "iub" and len(found) == len(dataset)
-    return found.astype(np.int64) if right else None
+    are_labels = targets.ndim == 1 and targets.dtype.kind in "iub" and len(targets) == len(dataset)
+    return targets.astype(np.int64) if are_labels else None
 
 
 def _seed_all(seed: int) -> None:
-    """Seed the generators of torch (on the CPU), numpy and random."""
     torch.default_generator.manual_seed(seed & (2**63 - 1))
     np.random.seed(seed & (2**32 - 1))
     random.seed(seed)
 
 
 def open_source(source: Any, columns: Columns, seed: int) -> dict[str, SamplePart]:
-    """Open the parts of a user's data: "train", and "val" and "test" where the source has them; see `CustomData`."""
+    """Open the parts of a user's data: "train", and "val" and "test" if the source has them; see `CustomData`."""
     source = _opened(source)
     if isinstance(source, LightningDataModule):
-        found = _loaders(source)
+        sources = _loaders(source)
     else:
-        found = dict(source) if isinstance(source, Mapping) else {"train": source}
+        sources = dict(source) if isinstance(source, Mapping) else {"train": source}
         parts = {name: part for part, names in PART_NAMES.items() for name in names}
-        if unknown := ", ".join(str(name) for name in found if name not in parts):
+        if unknown := ", ".join(str(name) for name in sources if name not in parts):
             raise UserError(f"data.source has the parts {unknown}, but train, val and test are wanted.")
-        found = {parts[name]: one for name, one in found.items() if one is not None}
-    if "train" not in found:
+        sources = {parts[name]: part for name, part in sources.items() if part is not None}
+    if "train" not in sources:
         raise UserError("data.source has no part to train on: name one train, or give it a train_dataloader.")
-    return {part: _part(one, columns, seed, part) for part, one in found.items()}
+    return {part: _part(opened, columns, seed, part) for part, opened in sources.items()}
 
 
 def _loaders(module: LightningDataModule) -> dict[str, Any]:
-    """Loader of each part."""
-    # Downloads once a machine; the others wait, and find what is there.
+    # One process per machine downloads; the others wait and find the files.
     with locked(cache_dir() / "prepare" / type(module).__qualname__):
         module.prepare_data()
     for stage in ("fit", "test"):
         module.setup(stage)
-    found = {}
+    loaders = {}
     for part in PART_NAMES:
-        # Lightning's own methods, which the user has not overridden, raise.
+        # Raised by Lightning's default of a method that the user has not overridden.
         with contextlib.suppress(MisconfigurationException):
             loader = getattr(module, f"{part}_dataloader")()
             several = loader if isinstance(loader, (list, tuple)) else [loader]
             if len(several) > 1:
                 raise UserError(f"{part}_dataloader gives {len(several)} loaders; growlab takes one.")
             if several and several[0] is not None:
-                found[part] = several[0]
-    return found
+                loaders[part] = several[0]
+    return loaders
 
 
-def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
+def _part(source: Any, columns: Columns, seed: int, name: str) -> SamplePart:
     source = _opened(source)
-    dataset: Any
     loader = source if isinstance(source, DataLoader) else None
-    dataset = source if loader is None else loader.dataset
-    named = f"{where} ({type(dataset).__name__})"
+    dataset: Any = source if loader is None else loader.dataset
+    named = f"{name} ({type(dataset).__name__})"
     by_position = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not by_position or isinstance(dataset, IterableDataset | Mapping):
         raise UserError(
-            f"data.source: {named} is not a LightningDataModule, DataLoader, Dataset or Hugging Face data set, or a "
-            "mapping of such by train, val, test, with samples that are read by position: what is iterated over cannot "
-            "be resumed in the middle, and a function is called by its _target_, without _partial_."
+            f"data.source: {named} is not a LightningDataModule, DataLoader, Dataset or Hugging Face data set (or a "
+            "mapping from train, val and test to these) that reads samples by index: an iterable cannot be resumed in "
+            "the middle, and a function is called by its _target_, without _partial_."
         )
     in_rows = hasattr(dataset, "with_format") and hasattr(dataset, "column_names")
     if in_rows:
-        # A Hugging Face data set, in torch's format unless it has another; one with a transform may draw.
+        # A Hugging Face data set: torch's format is the default; format "custom" is a transform, perhaps a random one.
         format = (getattr(dataset, "format", None) or {}).get("type")
         dataset, in_rows = dataset.with_format("torch") if format is None else dataset, format != "custom"
     if not len(dataset):
@@ -274,45 +267,50 @@ def _part(source: Any, columns: Columns, seed: int, where: str) -> SamplePart:
         return part
     if type(loader.batch_sampler) not in (BatchSampler, type(None)) or loader.batch_size is None:
         raise UserError(
-            f"data.source: {named} has a batch sampler of its own ({type(loader.batch_sampler).__name__}), but batch "
-            "sizes follow the growth schedule: give a sampler of single positions, or none."
+            f"data.source: {named} has a custom batch sampler ({type(loader.batch_sampler).__name__}), but batch "
+            "sizes follow the growth schedule: use a sampler of single indices, or none."
         )
-    sampler = None if isinstance(loader.sampler, _PLAIN) else loader.sampler
+    sampler: Any = loader.sampler
+    if isinstance(sampler, RandomSampler):
+        plain = not sampler.replacement and sampler.num_samples == len(dataset)
+    else:
+        plain = isinstance(sampler, SequentialSampler | DistributedSampler)
     of_loader = {name: getattr(loader, name) for name in ("drop_last", "batch_size", "num_workers")}
-    return replace(part, collate=loader.collate_fn, sampler=sampler, **of_loader)
+    # A plain sampler is replaced by our own (seed, epoch) order.
+    return replace(part, collate=loader.collate_fn, sampler=None if plain else sampler, **of_loader)
 
 
 def _opened(source: Any) -> Any:
-    """The source, or the data set in the folder that it names."""
+    """Load a data set from its folder; return any other source as it is."""
     if not isinstance(source, str | Path):
         return source
-    if (found := saved_datasets(source)) is None:
+    if (saved := saved_datasets(source)) is None:
         raise UserError(
             f"data.source={source} is no folder that datasets.save_to_disk wrote; images in class folders are read "
             "by data=folder data.root=FOLDER, anything else by data.source._target_=MODULE.FUNCTION."
         )
-    return found
+    return saved
 
 
 class CustomData(RunData):
     """A user's own data: a LightningDataModule, DataLoader, Dataset or data set of Hugging Face's `datasets`.
 
-    Samples are (inputs..., target), or mappings, see `columns`. A batch is (inputs..., target): numbers in float32,
-    images of bytes ([C, H, W] of uint8) in 0..1, whole targets int64. Order and what transforms draw are functions of
-    (seed, epoch, sample), so a resumed run and a run on another number of ranks see the same. Of a LightningDataModule
-    its loaders' data sets, `collate_fn`, samplers and `drop_last` are taken, and its hooks around the transfer of a
-    batch to the device.
+    Samples are (inputs..., target), or mappings, see `columns`. A batch is (inputs..., target): floats as float32,
+    uint8 images ([C, H, W]) in 0..1, integer targets as int64. Order and random transforms are functions of (seed,
+    epoch, sample), so they are the same in a resumed run and on another number of ranks. From a DataLoader, or those of
+    a LightningDataModule, the data set, `collate_fn`, sampler and `drop_last` are used; a LightningDataModule's hooks
+    around the transfer of a batch to the device are called.
 
     Args:
-        source: the data; a folder that `datasets.save_to_disk` wrote; or a mapping of train, val and test to data
+        source: the data; a folder that `datasets.save_to_disk` wrote; or a mapping from train, val and test to data
             sets.
-        batch_size: samples in a training batch over all ranks; None: the source's loader's, else 128.
-        eval_batch_size: likewise of validation and test; None: their loaders', else as in training.
-        split: parts of the training set to hold out where the source has no validation or test set.
-        columns: inputs and target of samples that are mappings.
-        network: arguments that the network is made with, such as `num_classes`; others are found from the data.
-        num_workers: processes that read; None: the source's loader's, else 0.
-        seed: of the order and of transforms.
+        batch_size: samples in a training batch over all ranks; None: that of the source's loader, else 128.
+        eval_batch_size: samples in a validation or test batch; None: that of their loaders, else `batch_size`.
+        split: fractions of the training set to hold out if the source has no validation or test set.
+        columns: keys of the inputs and the target in mapping samples.
+        network: arguments of the network, such as `num_classes`; they override those inferred from the data.
+        num_workers: worker processes; None: that of the source's loader, else 0.
+        seed: of the order and of random transforms.
     """
 
     goes_with = (
@@ -349,67 +347,71 @@ class CustomData(RunData):
             parts.pop("val", None)
         self.num_train, self.num_test = sum(self.samples_in_batches(0, self.batch_size)), len(parts["test"])
         self.num_val = len(parts["val"]) if "val" in parts else 0
-        # Two samples, so that faults in them are reported before anything else begins.
+        # Read two samples now, so that errors in the data surface early.
         *inputs, target = self._first(2)
         self._shapes, self._target = [list(x.shape[1:]) for x in inputs], target
 
     def teardown(self, stage: str | None = None) -> None:
-        """End the processes that read samples."""
+        """End the worker processes."""
         super().teardown(stage)
         if self._module is not None:
             self._module.teardown(stage or "test")
 
     def state_dict(self) -> dict[str, Any]:
-        """The source's own state, if it has any."""
+        """Return the state of a source that is a LightningDataModule, else an empty dict."""
         return {} if self._module is None else self._module.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the source's own state."""
+        """Restore the state of a source that is a LightningDataModule."""
         if self._module is not None:
             self._module.load_state_dict(state_dict)
 
     def training_loader(self, epoch: int, draw: int) -> StreamLoader:
-        """Return batches of the training samples in the sizes of an epoch, ordered and drawn as those of another."""
+        """Return the training batches with the sizes of `epoch`, and the order and random draws of epoch `draw`."""
         return self._loader("train", self._plan(epoch, draw))
 
     def training_batches(
         self, count: int, epoch: int | None = None, augmented: bool = False
     ) -> list[tuple[Tensor, ...]]:
-        """Return the first batches of an epoch as they are trained on, read in this process; see `RunData`."""
+        """Return the first training batches of an epoch, read in this process; see `RunData`."""
         epoch = self._now if epoch is None else epoch
         batches = self._plan(epoch, epoch).batches()[:count]
         return [self._batch("train", places, epoch, number) for number, places in enumerate(batches)]
 
     def samples_in_batches(self, epoch: int, batch_size: int) -> list[int]:
-        """Return the number of samples in each training batch of an epoch that has batches of this size."""
+        """Return the number of samples in each training batch of an epoch with global batches of this size."""
         train = self._parts["train"]
         plan = EpochPlan(train.num_drawn, batch_size, self.seed, epoch, drop_last=train.drop_last, steps=self.steps)
         return plan.sizes
 
     def probe_batch(self, n: int) -> Tensor | tuple[Tensor, ...]:
-        """Return the network's inputs of n training samples: always the same ones, repeated if there are fewer.
+        """Return the network's inputs for n fixed training samples, class-balanced if classes are known.
 
-        As many of each class as can be, where classes are known.
+        Samples are repeated if there are fewer than n.
         """
         *inputs, _ = self._first(n)
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """The arguments that the user gives as `network`."""
+        """The user's arguments of the network."""
         return self._network
 
     def offer(self, name: str) -> Any | None:
-        """Return the value of an argument that a network may take; None if the data do not know it.
+        """Return the value of a network's argument; None if it cannot be inferred from the data.
 
-        Known are `image_shape` [C, H, W], `input_shape`, `in_features`, `in_channels`; `num_classes` (of targets that
-        are numbers, how many there are in a sample) and `out_features`, the same.
+        Inferred are `image_shape` [C, H, W], `input_shape`, `target_shape`, `in_features`, `in_channels`, and
+        `num_classes` or `out_features`: the number of classes, or of numbers in a target that is not a class.
         """
+        if name in ("num_classes", "out_features"):
+            return self._num_outputs()
         shape = self._shapes[0]
-        found: dict[str, Any] = {"input_shape": shape, "target_shape": list(self._target.shape[1:])}
-        found |= {"in_features": shape[0]} if len(shape) == 1 else {"in_channels": shape[0]} if shape else {}
-        found |= {"image_shape": shape} if len(shape) == 3 else {}
-        return self._num_outputs() if name in ("num_classes", "out_features") else found.get(name)
+        known: dict[str, Any] = {"input_shape": shape, "target_shape": list(self._target.shape[1:])}
+        if shape:
+            known["in_features" if len(shape) == 1 else "in_channels"] = shape[0]
+        if len(shape) == 3:
+            known["image_shape"] = shape
+        return known.get(name)
 
     def _num_outputs(self) -> int:
         target = self._target
@@ -427,24 +429,25 @@ class CustomData(RunData):
         hint = "+data.network.num_classes=N"
         if len(part) > _MANY:
             raise UserError(
-                "the network takes num_classes, and the data set does not know it without reading all "
+                "the network takes num_classes, which cannot be inferred without reading all "
                 f"{len(part)} samples: set {hint}."
             )
         print(f"reading {len(part)} samples to count their classes; {hint} saves that", file=sys.stderr)
-        # 255 marks pixels of no class.
-        return 1 + max(int(t[t != 255].max()) if bool((t != 255).any()) else 0 for t in self._targets(part))
+        # In masks, 255 marks pixels without a class.
+        labels = (t if t.dim() == 1 else t[t != 255] for t in self._targets(part))
+        return 1 + max((int(t.max()) for t in labels if t.numel()), default=0)
 
     def _complete(self, parts: dict[str, SamplePart]) -> dict[str, SamplePart]:
-        """The parts; those that are missing are held out of the training part."""
+        """Split missing parts off the training part."""
         train, left = parts["train"], 1.0
-        self._classes = self._classes_of(train)
+        self._classes = self._read_classes(train)
         for name, fraction in (("test", self.split.test), ("val", self.split.validation)):
             if name in parts or not (fraction or name == "test"):
                 continue
             if train.sampler is not None:
                 raise UserError(
-                    f"the loader's own sampler ({type(train.sampler).__name__}) draws from all training samples, so "
-                    f"none can be held out of them: give the source a {name} set"
+                    f"the loader's sampler ({type(train.sampler).__name__}) draws from all training samples, so "
+                    f"none can be held out: give the source a {name} set"
                     + (", or set data.split.validation=0." if name == "val" else ".")
                 )
             kept, held_out = stratified_split(self._labels(train), fraction / left, self.split.seed)
@@ -459,18 +462,18 @@ class CustomData(RunData):
         return {**parts, "train": train}
 
     def _labels(self, train: SamplePart) -> np.ndarray:
-        """Classes of the training samples; 0 where they are not known."""
+        """Class labels of the training samples; all 0 if unknown."""
         return np.zeros(len(train), dtype=np.int64) if self._classes is None else self._classes
 
-    def _classes_of(self, part: SamplePart) -> np.ndarray | None:
+    def _read_classes(self, part: SamplePart) -> np.ndarray | None:
         """Class labels, int64 [N], if they can be read cheaply, else None."""
         self._parts = {"train": part}
         target = self._batch("train", np.arange(1), None, 0)[-1]
         if target.is_floating_point() or target.dim() != 1:
             return None
-        found = _classes_of(part.dataset, part.columns)
-        if found is not None and found[0] == int(target[0]):
-            return found
+        labels = _stored_labels(part.dataset, part.columns)
+        if labels is not None and labels[0] == int(target[0]):
+            return labels
         return torch.cat(list(self._targets(part))).numpy() if len(part) <= _FEW else None
 
     def _targets(self, part: SamplePart) -> Iterator[Tensor]:
@@ -486,7 +489,7 @@ class CustomData(RunData):
         return self._finish(name, epoch, self._parts[name].read_batch(places, epoch), number)
 
     def _finish(self, name: str, epoch: int | None, batch: Any, number: int) -> tuple[Tensor, ...]:
-        """A collated batch on the device, through the source's hooks, as (inputs..., target)."""
+        """Move a collated batch to the device through the source's hooks; return (inputs..., target)."""
         module, device, (rank, _) = self._module, self._device, self._place()
         if module is None:
             return self._parts[name].inputs_and_target(move_data_to_device(batch, device))

@@ -1,4 +1,4 @@
-"""Plain full-width networks: `nn.Module`s without any code for growth."""
+"""Full-width networks: plain `nn.Module`s without code for growth."""
 
 from growlab.lab.networks.image_networks import (
     MLP,

@@ -1,8 +1,8 @@
 """Networks for images: perceptrons, stacks of convolutions, All-CNN, VGG, MobileNetV1 and residual networks.
 
-Residual networks are those of He et al. 2016 (Deep Residual Learning, Section 4.2) and Zagoruyko and Komodakis 2016.
+Residual networks follow He et al. 2016 (Deep Residual Learning, Section 4.2) and Zagoruyko and Komodakis 2016.
 
-Convolutions are drawn from N(0, 2 / fan_in), their biases are zero.
+Weights of convolutions are drawn from N(0, 2 / fan_in); biases are zero.
 """
 
 import math
@@ -23,13 +23,13 @@ def conv(
     groups: int = 1,
     bias: bool = False,
 ) -> nn.Conv2d:
-    """A convolution drawn from N(0, 2 / fan_in), with zero biases; it keeps the image's size if `padding` is None."""
+    """Return a convolution with weights from N(0, 2 / fan_in) and zero biases; default padding: kernel_size // 2."""
     padding = kernel_size // 2 if padding is None else padding
-    made = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=bias)
-    nn.init.kaiming_normal_(made.weight, nonlinearity="relu")
-    if made.bias is not None:
-        nn.init.zeros_(made.bias)
-    return made
+    layer = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=bias)
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 class ConvNet(nn.Module):
@@ -38,7 +38,7 @@ class ConvNet(nn.Module):
     Args:
         layers: layers of `features`, from images [B, C, H, W] to maps [B, K, H', W'].
         classifier: from [B, K] to logits [B, num_classes]; None: the pooled maps are the logits.
-        flat: flatten the maps to [B, K * H' * W'] in place of pooling.
+        flat: flatten the maps to [B, K * H' * W'] instead of pooling.
     """
 
     def __init__(self, layers: Sequence[nn.Module], classifier: nn.Module | None = None, flat: bool = False) -> None:
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
         return self.classifier(x.flatten(1) if self.flat else x.mean((2, 3)))
 
 
-# Width relative to the first, stride, padding (Springenberg et al. 2014, Table 1, Section 3.2) of 3x3 convolutions.
+# Relative width, stride and padding of the 3x3 convolutions (Springenberg et al. 2014, Table 1, Section 3.2).
 _ALLCONV = ((1, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 0))
 
 
@@ -78,10 +78,10 @@ def convnet(image_shape: Sequence[int], num_classes: int, channels: Sequence[int
         image_shape: [channels, height, width] of one image.
         num_classes: number of logits.
         channels: width of each convolution.
-        pools: pooling factor after each convolution (1 for none).
+        pools: pooling factor after each convolution; 1: no pooling.
 
     Raises:
-        ValueError: `channels` and `pools` differ in length, or pooling leaves nothing of the image.
+        ValueError: `channels` and `pools` differ in length, or the image is too small for the pooling.
     """
     width_in, height, width = image_shape
     layers: list[nn.Module] = []
@@ -89,7 +89,7 @@ def convnet(image_shape: Sequence[int], num_classes: int, channels: Sequence[int
         layers += [*_unit(width_in, width_out, 3), *([nn.MaxPool2d(pool)] if pool > 1 else ())]
         height, width, width_in = height // pool, width // pool, width_out
     if height < 1 or width < 1:
-        raise ValueError(f"pooling by {list(pools)} leaves nothing of a {image_shape[1]}x{image_shape[2]} image")
+        raise ValueError(f"an image of {image_shape[1]}x{image_shape[2]} is too small for pooling by {list(pools)}")
     return ConvNet(layers, nn.Linear(width_in * height * width, num_classes), flat=True)
 
 
@@ -100,7 +100,7 @@ def convnet4(
     return convnet(image_shape, num_classes, [width, 2 * width, 4 * width, 8 * width], pools)
 
 
-# Width of each block of MobileNetV1 relative to the stem's, and its stride (Howard et al. 2017, Table 1).
+# Width relative to the stem, and stride, of MobileNetV1's blocks (Howard et al. 2017, Table 1).
 _MOBILENET = (
     *((2, 1), (4, 2), (4, 1), (8, 2), (8, 1), (16, 2)),
     *((16, 1), (16, 1), (16, 1), (16, 1), (16, 1), (32, 2), (32, 1)),
@@ -125,7 +125,7 @@ def _unit(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
     return [convolution, nn.BatchNorm2d(out_channels), nn.ReLU()]
 
 
-# Widths of VGG's convolutions relative to the first one's; 0 pools by 2 (Simonyan and Zisserman 2015, A and E).
+# Relative widths of VGG's convolutions; 0 pools by 2 (Simonyan and Zisserman 2015, A and E).
 _VGG11 = (1, 0, 2, 0, 4, 4, 0, 8, 8, 0, 8, 8, 0)
 _VGG19 = (1, 1, 0, 2, 2, 0, 4, 4, 4, 4, 0, 8, 8, 8, 8, 0, 8, 8, 8, 8, 0)
 
@@ -140,7 +140,7 @@ def vgg11(
     """VGG-11 for CIFAR: 8 convolutions, 9.2 M parameters (Yuan et al. 2023, Table 2).
 
     Args:
-        image_shape: [channels, height, width], from 32 pixels on.
+        image_shape: [channels, height, width], at least 32 pixels.
         num_classes: number of logits.
         width: channels of the first convolution.
         batch_norm: add batch normalisation after each convolution.
@@ -164,17 +164,17 @@ def vgg19(image_shape: Sequence[int], num_classes: int, width: int = 64, batch_n
 
 
 class MLP(nn.Module):
-    """Flatten, then hidden linear layers with ReLU, then a linear classifier.
+    """Flattened inputs, hidden linear layers, and a linear classifier.
+
+    Weights of hidden layers are drawn from N(0, gain / fan_in) with gain 2 for ReLU and 1 for tanh, and their biases
+    are zero. The classifier has torch's default initialisation.
 
     Args:
-        in_features: number of values in one flattened sample.
+        in_features: number of values in a flattened sample.
         hidden_features: width of each hidden layer.
         num_classes: number of logits.
         batch_norm: put batch normalisation between each hidden layer and its activation.
-        activation: name of the activation, "relu" or "tanh".
-
-    Weights are drawn from N(0, gain / fan_in) with gain 2 for ReLU and 1 for tanh, the classifier's as
-    torch draws them; biases start at zero.
+        activation: "relu" or "tanh".
     """
 
     def __init__(
@@ -204,21 +204,21 @@ class MLP(nn.Module):
 
 
 def mlp8(image_shape: Sequence[int], num_classes: int, width: int = 500, batch_norm: bool = False) -> MLP:
-    """The 8-hidden-layer MLP of Yuan et al. 2023, Appendix F: 500 units a layer, flattened images [C, H, W]."""
+    """The 8-hidden-layer MLP of Yuan et al. 2023, Appendix F: 500 units per layer, flattened images [C, H, W]."""
     return MLP(math.prod(image_shape), [width] * 8, num_classes, batch_norm=batch_norm)
 
 
 def mlp5(
     image_shape: Sequence[int], num_classes: int, width: int = 500, activation: Literal["relu", "tanh"] = "tanh"
 ) -> MLP:
-    """The 5-hidden-layer MLP of Chang et al. 2020, Section 5.1: 500 units a layer, flattened images [C, H, W]."""
+    """The 5-hidden-layer MLP of Chang et al. 2020, Section 5.1: 500 units per layer, flattened images [C, H, W]."""
     return MLP(math.prod(image_shape), [width] * 5, num_classes, activation=activation)
 
 
 class PaddedShortcut(nn.Module):
-    """Option A: subsample in space and append zero channels; no parameters.
+    """Parameter-free shortcut (He et al. 2016, option A): subsample in space and append zero channels.
 
-    The number of channels to append is an argument of each call, so that the block stays right at any width.
+    The number of channels is an argument of each call, so that the block is valid at any width.
     """
 
     def __init__(self, stride: int) -> None:
@@ -259,7 +259,7 @@ class BasicBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """ResNet of depth 6n + 2 for small images: layers of n basic blocks, halved in space between them.
+    """ResNet of depth 6n + 2 for small images: layers of n basic blocks that halve the resolution from layer to layer.
 
     Args:
         num_blocks: n, blocks in each layer.
@@ -267,9 +267,7 @@ class CifarResNet(nn.Module):
         in_channels: channels of the images.
         channels: width of each layer.
         shortcut: "A" (zero-padded identity, He et al.'s choice for CIFAR) or "B" (1x1 convolution).
-        stem_stride: of the first convolution.
-
-    Convolutions are drawn from N(0, 2 / fan_in).
+        stem_stride: stride of the first convolution.
 
     Raises:
         ValueError: the shortcut is neither A nor B.
@@ -326,7 +324,7 @@ def resnet18(image_shape: Sequence[int], num_classes: int, width: int = 64, shor
 
 
 class PreActivationBlock(nn.Module):
-    """Normalise, activate and convolve, twice, around a shortcut, a 1x1 convolution where the shape changes."""
+    """Normalisation, activation and convolution, twice, around a shortcut: a 1x1 convolution if the shape changes."""
 
     def __init__(
         self, in_channels: int, out_channels: int, stride: int, batch_norm: bool, residual_scale: float = 1.0
@@ -358,9 +356,8 @@ class WideResNet(nn.Module):
         width_factor: k; the layers have 16k, 32k, 64k channels.
         in_channels: channels of the images.
         num_classes: number of logits.
-        batch_norm: normalise before each activation; without it convolutions have biases, and what blocks add is
-            divided by the square root of their number, which keeps the sum at the scale of its input whatever weights
-            are drawn.
+        batch_norm: normalise before each activation. Without it, convolutions have biases, and residual branches are
+            divided by the square root of the number of blocks, so that their sum keeps the scale of its input.
     """
 
     def __init__(

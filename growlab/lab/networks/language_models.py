@@ -1,4 +1,4 @@
-"""Causal language models of transformers, made from sizes, and saved as folders that `from_pretrained` loads."""
+"""Causal language models of transformers, built from sizes and saved for `from_pretrained`."""
 
 import copy
 import importlib
@@ -18,7 +18,7 @@ from growlab.base.errors import UserError
 from growlab.inspect.small_models import FirstOutput, automatic_classes
 from growlab.widen.sizes import LAYERS, NAMES, PARTS, sizes
 
-# Of the names of heads, those of the heads that keys and values have.
+# Names of the number of heads for keys and values.
 _KEY_VALUE = ("num_key_value_heads", "num_kv_heads")
 _FAMILIES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": tuple(NAMES["stream"]),
@@ -29,29 +29,29 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = {
 }
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Hidden layers of MLPs of most types, for each channel of the stream.
+# Default ratio of MLP width to stream width.
 _EXPANSION = 4
-# Tokens that test if a model sees later tokens, and if a saved one equals the trained one.
+# Number of tokens to test if a model sees later tokens, and if a saved model equals the trained one.
 _PROBE = 8
-# Relative difference of logits that is rounding.
+# Relative difference of logits that counts as rounding.
 _ROUNDING = 1e-3
 
 
 class CausalModel(FirstOutput):
-    """An untrained causal language model of transformers: tokens [B, T] to logits [B, T, vocabulary].
+    """Untrained causal language model of transformers: tokens [B, T] to logits [B, T, vocabulary].
 
     Args:
         vocabulary_size: number of tokens.
         context: largest number of positions.
-        type: `model_type` of a configuration of transformers: `llama`, `qwen3`, `gpt2`.
-        end_of_text: the token behind a text, at which `generate` stops; None: none.
+        type: `model_type` of a transformers configuration: `llama`, `qwen3`, `gpt2`.
+        end_of_text: token after a text, at which `generate` stops; None: no such token.
         config: further entries of the configuration.
-        hidden_size: channels of the stream. This and the sizes below have the names of most configurations; other
-            names that a type has for them fit too.
-        intermediate_size: hidden channels of MLPs; None: four times the stream.
-        num_hidden_layers: layers.
+        hidden_size: channels of the residual stream. This and the following sizes also set the entries that a type
+            names differently.
+        intermediate_size: hidden channels of MLPs; None: four times `hidden_size`.
+        num_hidden_layers: number of layers.
         num_attention_heads: heads of each layer; None for a type without heads, such as mamba.
-        num_key_value_heads: heads of keys and values; None: as many as `num_attention_heads`.
+        num_key_value_heads: heads of keys and values; None: `num_attention_heads`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CausalModel(FirstOutput):
         num_attention_heads: int | None = 4,
         num_key_value_heads: int | None = None,
     ) -> None:
-        own = {
+        model_sizes = {
             "hidden_size": hidden_size,
             "intermediate_size": intermediate_size,
             "num_hidden_layers": num_hidden_layers,
@@ -78,37 +78,37 @@ class CausalModel(FirstOutput):
         kind, known = auto.CONFIG_MAPPING[type], auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
         if kind not in known:
             raise UserError(f"model.type={type} is no causal language model; llama, qwen3 and gpt2 are.")
-        given = _entries(kind, type, own, config or {})
-        names = _names(kind)
-        given |= {name: context for name in _POSITIONS if name in names and name not in given}
-        given |= {name: end_of_text for name in _SPECIAL if name in names and name not in given}
-        given |= {name: None for name in ("pad_token_id",) if name in names and name not in (config or {})}
-        given |= {"vocab_size": vocabulary_size}
-        found = _built(known[kind], kind, given)
-        if "is_decoder" in names and _sees_later_tokens(found, vocabulary_size, context):
-            found = _built(known[kind], kind, {**given, "is_decoder": True})
-        if _sees_later_tokens(found, vocabulary_size, context):
-            raise UserError(f"model.type={type} sees the tokens that it is to predict; llama and gpt2 do not.")
-        super().__init__(found, ["input_ids"])
+        names, entries = _names(kind), _entries(kind, type, model_sizes, config or {})
+        entries |= {name: context for name in _POSITIONS if name in names and name not in entries}
+        entries |= {name: end_of_text for name in _SPECIAL if name in names and name not in entries}
+        if "pad_token_id" in names and "pad_token_id" not in (config or {}):
+            entries["pad_token_id"] = None
+        entries["vocab_size"] = vocabulary_size
+        model = _built(known[kind], kind, entries)
+        if "is_decoder" in names and _sees_later_tokens(model, vocabulary_size, context):
+            model = _built(known[kind], kind, {**entries, "is_decoder": True})
+        if _sees_later_tokens(model, vocabulary_size, context):
+            raise UserError(f"model.type={type} sees the tokens that it should predict; llama and gpt2 do not.")
+        super().__init__(model, ["input_ids"])
         self.context = context
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write a folder that `from_pretrained` loads: the configuration at the final sizes, and the weights."""
+        """Write a folder for `from_pretrained`: the configuration with the final sizes, and the weights."""
         model = plain_model(self)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent))
         importlib.import_module("transformers").logging.disable_progress_bar()
         try:
-            model.save_pretrained(made)
-            made.chmod(0o777 & ~0o022)
+            model.save_pretrained(temporary)
+            temporary.chmod(0o755)
             shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
+            temporary.rename(folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def plain_model(network: CausalModel) -> Any:
-    """Rebuild the model of a grown network by transformers at its present sizes."""
+    """Rebuild the model of a grown network as an ordinary transformers model of its current sizes."""
     trained: Any = network.network
     kind = type(trained)
     tensors, present = _present(trained)
@@ -117,65 +117,66 @@ def plain_model(network: CausalModel) -> Any:
         try:
             with torch.device("meta"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                there = kind._from_config(config).state_dict()
-        except Exception:  # No model has such sizes, and what transformers says of them is not one family.
+                candidate = kind._from_config(config).state_dict()
+        except Exception:  # impossible sizes raise various exceptions
             continue
-        if {name: tensor.shape for name, tensor in there.items()} != shapes:
+        if {name: tensor.shape for name, tensor in candidate.items()} != shapes:
             continue
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = kind._from_config(config).to(trained.dtype).eval()
         model.load_state_dict(tensors)
         if _same(model, network):
-            # Training calls it without a cache, `generate` with one.
+            # Off in training; `generate` needs it.
             model.config.use_cache = True
             return model
     raise UserError(
-        f"no configuration of {trained.config.model_type} gives what the network has ended as, with layers that differ "
-        "or a factor of its full width: it is in model.pt alone."
+        f"no configuration of {trained.config.model_type} describes the final network, whose layers differ or have a "
+        "factor of the full width: its weights are in model.pt only."
     )
 
 
 def _names(kind: Any) -> set[str]:
-    usual = kind()
-    return {*usual.to_dict(), *usual.attribute_map} - {"model_type", "architectures", "transformers_version"}
+    default = kind()
+    return {*default.to_dict(), *default.attribute_map} - {"model_type", "architectures", "transformers_version"}
 
 
-def _entries(kind: Any, model_type: str, own: Mapping[str, int | None], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the entries of a configuration from sizes and further arguments."""
-    usual = kind()
-    direct, names = set(usual.to_dict()), _names(kind)
+def _entries(
+    kind: Any, model_type: str, model_sizes: Mapping[str, int | None], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the entries of a configuration with these sizes and further entries `config`."""
+    direct, names = set(kind().to_dict()), _names(kind)
     if unknown := sorted(set(config) - names):
         raise UserError(f"model.config: {model_type} has no entry {unknown[0]}.")
-    heads, hidden = own["num_attention_heads"], own["hidden_size"] or 0
-    given: dict[str, Any] = {}
-    for setting, size in own.items():
+    heads, hidden = model_sizes["num_attention_heads"], model_sizes["hidden_size"] or 0
+    entries: dict[str, Any] = {}
+    for setting, size in model_sizes.items():
         family = _FAMILIES[setting]
-        there = [n for n in family if n in direct] or [n for n in family if n in names]
-        if not there and size is not None:
+        keys = [n for n in family if n in direct] or [n for n in family if n in names]
+        if not keys and size is not None:
             raise UserError(f"{model_type} has no {setting} to choose: set model.{setting}=null.")
         if setting == "intermediate_size" and size is None:
             size = _EXPANSION * hidden
         if setting == "num_key_value_heads" and size is None:
             size = heads
-        given |= dict.fromkeys(there, size)
-    given |= config
+        entries |= dict.fromkeys(keys, size)
+    entries |= config
     if heads is not None and "head_dim" in names and config.get("head_dim") is None:
-        given["head_dim"] = hidden // heads
-    return given
+        entries["head_dim"] = hidden // heads
+    return entries
 
 
-def _built(found: Any, kind: Any, given: Mapping[str, Any]) -> Any:
-    model = found[0] if isinstance(found, (tuple, list)) else found
-    names = _names(kind)
-    given = {**given, **({"use_cache": False} if "use_cache" in names else {})}
+def _built(classes: Any, kind: Any, entries: Mapping[str, Any]) -> Any:
+    model = classes[0] if isinstance(classes, (tuple, list)) else classes
+    if "use_cache" in _names(kind):
+        entries = {**entries, "use_cache": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return model._from_config(kind(**given))
+        return model._from_config(kind(**entries))
 
 
 def _sees_later_tokens(model: Any, vocabulary_size: int, context: int) -> bool:
-    """Return True if logits depend on later tokens."""
+    """True if logits depend on later tokens."""
     tokens = torch.arange(min(_PROBE, context))[None] % vocabulary_size
     other = tokens.clone()
     other[0, -1] = (other[0, -1] + 1) % vocabulary_size
@@ -188,23 +189,22 @@ def _sees_later_tokens(model: Any, vocabulary_size: int, context: int) -> bool:
 
 
 def _present(trained: nn.Module) -> tuple[dict[str, Tensor], dict[int, list[int]]]:
-    """Rename a model's tensors without the layers that were never inserted; also return the indices of the rest."""
+    """Return tensors renumbered without the layers never inserted, and the other layers' indices by full depth."""
     renamed: dict[str, str] = {}
-    left: dict[int, list[int]] = {}
+    indices: dict[int, list[int]] = {}
     for path, layers in trained.named_modules():
         if isinstance(layers, nn.ModuleList) and any(True for _ in layers.parameters()):
-            kept = [n for n, layer in enumerate(layers) if any(True for _ in layer.parameters())]
-            left[len(layers)] = kept
-            renamed |= {f"{path}.{old}.": f"{path}.{new}." for new, old in enumerate(kept)}
+            indices[len(layers)] = [n for n, layer in enumerate(layers) if any(True for _ in layer.parameters())]
+            renamed |= {f"{path}.{old}.": f"{path}.{new}." for new, old in enumerate(indices[len(layers)])}
     tensors = {}
     for name, tensor in trained.state_dict().items():
         old = next((start for start in renamed if name.startswith(start)), "")
         tensors[renamed.get(old, "") + name.removeprefix(old)] = tensor.detach().cpu()
-    return tensors, left
+    return tensors, indices
 
 
 def _candidates(trained: Any, tensors: Mapping[str, Tensor], present: Mapping[int, list[int]]) -> Iterator[Any]:
-    """Yield possible final configurations of the model, the full one first."""
+    """Yield possible final configurations of the model, the full width first."""
     full = copy.deepcopy(trained.config)
     for name, size in sizes(full, LAYERS).items():
         if size in present:
@@ -212,19 +212,19 @@ def _candidates(trained: Any, tensors: Mapping[str, Tensor], present: Mapping[in
     for name, entries in trained.config.to_dict().items():
         if isinstance(entries, list) and len(entries) in present and name.startswith("layer"):
             setattr(full, name, [entries[place] for place in present[len(entries)]])
-    wanted = {part: sizes(full, NAMES[part]) for part in PARTS}
-    (stream, *_), heads = wanted["stream"].values(), next(iter(wanted["heads"].values()), 1)
+    full_sizes = {part: sizes(full, NAMES[part]) for part in PARTS}
+    (stream, *_), heads = full_sizes["stream"].values(), next(iter(full_sizes["heads"].values()), 1)
     lengths = {size for tensor in tensors.values() for size in tensor.shape}
     ratios = {
         "stream": {Fraction(trained.get_input_embeddings().weight.shape[1], stream)},
         "heads": {Fraction(number, heads) for number in range(1, heads + 1)},
-        "mlp": {Fraction(n, size) for size in wanted["mlp"].values() for n in lengths if n < size} | {Fraction(1)},
+        "mlp": {Fraction(n, size) for size in full_sizes["mlp"].values() for n in lengths if n < size} | {Fraction(1)},
     }
     for factors in product(*(sorted(ratios[part], reverse=True) for part in PARTS)):
         entries = {
             name: size * factor
             for part, factor in zip(PARTS, factors, strict=True)
-            for name, size in wanted[part].items()
+            for name, size in full_sizes[part].items()
         }
         if any(value.denominator != 1 for value in entries.values()):
             continue
@@ -237,7 +237,7 @@ def _candidates(trained: Any, tensors: Mapping[str, Tensor], present: Mapping[in
 
 
 def _same(model: Any, network: CausalModel) -> bool:
-    """Return True if a model computes the same as a network."""
+    """True if a model computes the same logits as a network."""
     device = next(network.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(min(_PROBE, network.context))[None] % vocabulary
@@ -245,6 +245,6 @@ def _same(model: Any, network: CausalModel) -> bool:
     network.eval()
     with torch.no_grad():
         expected = network(tokens.to(device)).cpu().float()
-        found = model(input_ids=tokens).logits.float()
+        logits = model(input_ids=tokens).logits.float()
     network.train(training)
-    return bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())
+    return bool((logits - expected).abs().max() <= _ROUNDING * expected.abs().max())

@@ -1,10 +1,10 @@
-"""Transformers: a decoder of today's architecture, and the encoder-decoder of Vaswani et al. 2017.
+"""Transformers: a decoder with rotary positions and SwiGLU, and the encoder-decoder of Vaswani et al. 2017.
 
 Shape suffixes: B sequences, T positions, S positions of a source, H heads, D channels of a head, C channels of the
-stream, E of the embedding, V tokens.
+residual stream, E channels of the embedding, V tokens.
 
-The embedding has a separate width, with projections into and out of the layers' width. It can be shared by input and
-output, and keeps its width while the layers grow (Yuan et al. 2023, Sec. 4.4).
+The embedding has its own width, which does not grow, with projections into and out of the layers' width. Input and
+output can share it (Yuan et al. 2023, Sec. 4.4).
 """
 
 import math
@@ -35,16 +35,16 @@ class Rotary(nn.Module):
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         """Rotate heads; the shape stays the same."""
-        turning, others = x_BHTD.split([self.num_channels, x_BHTD.shape[-1] - self.num_channels], -1)
-        first, second = turning.chunk(2, -1)
-        across = torch.cat([-second, first], -1)
+        x_BHTR, others = x_BHTD.split([self.num_channels, x_BHTD.shape[-1] - self.num_channels], -1)
+        first, second = x_BHTR.chunk(2, -1)
+        orthogonal_BHTR = torch.cat([-second, first], -1)
         positions = x_BHTD.shape[2]
-        turned = turning * self.cos_TR[:positions] + across * self.sin_TR[:positions]
-        return torch.cat([turned, others], -1)
+        rotated_BHTR = x_BHTR * self.cos_TR[:positions] + orthogonal_BHTR * self.sin_TR[:positions]
+        return torch.cat([rotated_BHTR, others], -1)
 
 
 class Attention(nn.Module):
-    """Several heads of scaled dot-product attention."""
+    """Multi-head scaled dot-product attention."""
 
     def __init__(
         self,
@@ -65,10 +65,9 @@ class Attention(nn.Module):
     def forward(
         self, x_BTC: Tensor, source_BSC: Tensor | None = None, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Attention output of each position: [B, T, C].
+        """Attend to the source, or to the stream itself without one; return [B, T, C].
 
-        Keys and values are of the source, or of the stream without one. The mask is True at visible positions and
-        broadcasts with [B, H, T, S].
+        The mask is True at visible positions and broadcasts with [B, H, T, S].
         """
         source_BSC = x_BTC if source_BSC is None else source_BSC
         query_BHTD, key_BHSD, value_BHSD = (
@@ -77,7 +76,7 @@ class Attention(nn.Module):
         )
         if self.rotary is not None:
             query_BHTD, key_BHSD = self.rotary(query_BHTD), self.rotary(key_BHSD)
-        gathered_BHTD = F.scaled_dot_product_attention(
+        attended_BHTD = F.scaled_dot_product_attention(
             query_BHTD,
             key_BHSD,
             value_BHSD,
@@ -85,7 +84,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=causal,
         )
-        return self.out(gathered_BHTD.transpose(1, 2).flatten(2))
+        return self.out(attended_BHTD.transpose(1, 2).flatten(2))
 
 
 class GatedMLP(nn.Module):
@@ -98,7 +97,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """The same shape."""
+        """Map [B, T, C] to the same shape."""
         return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
 
 
@@ -113,28 +112,28 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """The same shape."""
+        """Map [B, T, C] to the same shape."""
         x_BTC = x_BTC + self.dropout(self.attention(self.norm1(x_BTC), causal=True))
         return x_BTC + self.dropout(self.mlp(self.norm2(x_BTC)))
 
 
 class CausalTransformer(nn.Module):
-    """Predicts the next token: rotary positions, RMSNorm, SwiGLU, tied embeddings, no biases.
+    """Decoder-only language model with rotary positions, RMSNorm, SwiGLU and tied embeddings, without biases.
+
+    Weights are drawn from N(0, 1 / fan_in), divided by sqrt(2 num_layers) in the last layer of a residual branch
+    (Radford et al. 2019); embeddings from N(0, 1 / E).
 
     Args:
         vocabulary_size: V.
-        context: the largest number of positions.
-        num_layers: blocks.
+        context: largest number of positions.
+        num_layers: number of blocks.
         embedding_dim: E; None: `width`.
         dropout: of embeddings, attention and residual branches.
         width: C.
         num_heads: H.
         head_dim: D.
         rotary_dim: rotated channels of each head; even, and below `head_dim` so that the others can grow.
-        hidden: of the gated MLPs.
-
-    Weights are drawn from N(0, 1 / fan_in), those that end a residual branch smaller by sqrt(2 num_layers)
-    (Radford et al. 2019), embeddings from N(0, 1 / E).
+        hidden: hidden channels of the gated MLPs.
 
     Raises:
         ValueError: `rotary_dim` is odd or above `head_dim`.
@@ -171,7 +170,7 @@ class CausalTransformer(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits of the next token at each position: [B, T, V]."""
+        """Return logits of the next token at each position, [B, T, V]."""
         x_BTC = self.project_in(self.dropout(self.embedding(tokens_BT)))
         for block in self.blocks:
             x_BTC = block(x_BTC)
@@ -179,10 +178,10 @@ class CausalTransformer(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A layer of the encoder, or of the decoder if it attends to a source: Vaswani et al. 2017, Section 3.
+    """Encoder layer, or decoder layer if `decodes` (Vaswani et al. 2017, Section 3).
 
-    Layer normalisation follows each residual connection, or precedes each branch if `norm_first`. The arguments are
-    those of `EncoderDecoder`.
+    Layer normalisation follows each residual connection, or precedes each branch if `norm_first`. The other arguments
+    are those of `EncoderDecoder`.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTC: Tensor, source_BSC: Tensor | None, source_mask: Tensor | None) -> Tensor:
-        """Map the stream [B, T, C]; the mask is that of the source, or of the stream without a source."""
+        """Map the stream [B, T, C]; the mask is for the source, or for the stream in an encoder layer."""
         if self.decodes:
             x_BTC = self._residual(x_BTC, self.norm1, lambda x: self.attention(x, causal=True))
             x_BTC = self._residual(x_BTC, self.norm2, lambda x: self.source_attention(x, source_BSC, mask=source_mask))
@@ -215,25 +214,25 @@ class TransformerLayer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """The Transformer for translation.
+    """Transformer for translation.
 
     Args:
-        source_size: tokens of the source's vocabulary.
-        target_size: tokens of the target's.
-        padding: the padding token of sources and targets.
-        num_layers: of the encoder and of the decoder.
+        source_size: size of the source vocabulary.
+        target_size: size of the target vocabulary.
+        padding: padding token of sources and targets.
+        num_layers: number of layers in the encoder, and in the decoder.
         embedding_dim: E; None: `width`.
-        tied: the decoder's embedding is its output layer too.
-        shared: source and target have one vocabulary and one embedding.
+        tied: share weights of the decoder's embedding and output layer.
+        shared: source and target share a vocabulary and an embedding.
         width: C.
         num_heads: H.
         head_dim: D.
-        hidden: of the layers' MLPs.
+        hidden: hidden channels of the MLPs.
         dropout: of embeddings, attention and residual branches.
         norm_first: normalise before branches instead of after them.
 
     Raises:
-        ValueError: shared, and the vocabularies differ in size.
+        ValueError: `shared`, but the vocabularies differ in size.
     """
 
     def __init__(
@@ -263,9 +262,9 @@ class EncoderDecoder(nn.Module):
         )
         self.source_in = nn.Linear(embedding_dim, width)
         self.target_in = nn.Linear(embedding_dim, width)
-        kind = (width, num_heads, head_dim, hidden, dropout, norm_first)
-        self.encoder = nn.ModuleList(TransformerLayer(*kind, decodes=False) for _ in range(num_layers))
-        self.decoder = nn.ModuleList(TransformerLayer(*kind, decodes=True) for _ in range(num_layers))
+        sizes = (width, num_heads, head_dim, hidden, dropout, norm_first)
+        self.encoder = nn.ModuleList(TransformerLayer(*sizes, decodes=False) for _ in range(num_layers))
+        self.decoder = nn.ModuleList(TransformerLayer(*sizes, decodes=True) for _ in range(num_layers))
         self.encoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.decoder_norm = nn.LayerNorm(width) if norm_first else nn.Identity()
         self.project_out = nn.Linear(width, embedding_dim)
@@ -276,29 +275,29 @@ class EncoderDecoder(nn.Module):
             self.head.weight = self.target_embedding.weight
 
     def forward(self, source_BS: Tensor, previous_BT: Tensor) -> Tensor:
-        """Logits of the next token at each position of the target: [B, T, V].
+        """Return logits of the next token at each position of the target, [B, T, V].
 
         Args:
             source_BS: padded tokens of the source.
-            previous_BT: tokens of the target, shifted by one: position t has the token before t.
+            previous_BT: tokens of the target, shifted right by one.
         """
         return self.decode(previous_BT, self.encode(source_BS), source_BS)
 
     def encode(self, source_BS: Tensor) -> Tensor:
-        """Encode a source: the stream [B, S, C]."""
+        """Encode a source to [B, S, C]."""
         x_BSC = self.source_in(self._embed(self.source_embedding, source_BS))
         for layer in self.encoder:
-            x_BSC = layer(x_BSC, None, self._seen(source_BS))
+            x_BSC = layer(x_BSC, None, self._mask(source_BS))
         return self.encoder_norm(x_BSC)
 
     def decode(self, previous_BT: Tensor, encoded_BSC: Tensor, source_BS: Tensor) -> Tensor:
-        """Logits from an encoded source."""
+        """Return logits from an encoded source; see `forward`."""
         x_BTC = self.target_in(self._embed(self.target_embedding, previous_BT))
         for layer in self.decoder:
-            x_BTC = layer(x_BTC, encoded_BSC, self._seen(source_BS))
+            x_BTC = layer(x_BTC, encoded_BSC, self._mask(source_BS))
         return self.head(self.project_out(self.decoder_norm(x_BTC)))
 
-    def _seen(self, source_BS: Tensor) -> Tensor:
+    def _mask(self, source_BS: Tensor) -> Tensor:
         return (source_BS != self.padding)[:, None, None, :]
 
     def _embed(self, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
@@ -307,7 +306,7 @@ class EncoderDecoder(nn.Module):
 
 
 def sinusoids(num_positions: int, num_channels: int, like: Tensor) -> Tensor:
-    """Sines and cosines of positions [T, E] (Vaswani et al. 2017, Section 3.5), of a tensor's dtype and device."""
+    """Sinusoidal encodings [T, E] (Vaswani et al. 2017, Section 3.5), with the dtype and device of `like`."""
     channels_E = torch.arange(num_channels, device=like.device)
     frequencies_E = 10000.0 ** (-2 * (channels_E // 2) / num_channels)
     angles_TE = torch.arange(num_positions, device=like.device)[:, None] * frequencies_E
@@ -315,7 +314,7 @@ def sinusoids(num_positions: int, num_channels: int, like: Tensor) -> Tensor:
 
 
 def _draw(network: nn.Module, num_layers: int | None) -> None:
-    """Weights from N(0, 1 / fan_in), zero biases; the ends of residual branches smaller where depth is given."""
+    """Draw weights from N(0, 1 / fan_in), smaller at the ends of residual branches if depth is given; zero biases."""
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear):
             std = module.in_features**-0.5

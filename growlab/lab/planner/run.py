@@ -11,7 +11,7 @@ from itertools import count, islice
 from math import ceil, inf, isfinite
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import hydra
 import lightning
@@ -47,16 +47,16 @@ from growlab.plan import advise
 from growlab.widths.inputs import changed
 
 _PRECISIONS = ("32", "32-true", "bf16-mixed")
-# Epochs that the shortest run has at least, so that stages end where they are meant to.
+# Minimum number of epochs of the shortest run, so that its stages end close to where they should.
 _LEAST_EPOCHS = 10
-# Groups that an experiment file does not choose, and settings that it does not have.
+# Groups and settings that an experiment file leaves out.
 _NOT_CHOSEN = ("experiment", "method", "plan", "parts")
 _NOT_KEPT = ("name", "plan", "ckpt_path", "experiment_function")
-# The least cost of a small stage that starts from a probe, in parts of the budget.
+# Minimum cost of a small stage that starts from a probe, as a fraction of the budget.
 _LEAST_STAGE = 0.01
-# What a probe has done already.
-_NOT_WARMED = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
-# Length of a run and time of growth: the plan sets them.
+# For runs that start from a probe, which has warmed up already.
+_NO_WARMUP = {"schedule.learning_rate.warmup_epochs": 0, "schedule.learning_rate.warmup_fraction": 0.0}
+# Settings for a run's length and the time of growth, which the plan replaces.
 _OF_THE_PLAN = (
     *("epochs", "widths", "batch_sizes", "initial_epochs", "grow_when", "width_growth_rate"),
     *("steps", "total_steps", "total_tokens", "eval_every_n_steps"),
@@ -64,10 +64,10 @@ _OF_THE_PLAN = (
 # Minimum number of steps at each rate, since fewer do not show which is better; and the relative improvement of the
 # loss for which another rate replaces the first one.
 _LEAST_STEPS, _MARGIN = 8, 0.01
-# Experiment of each choice.
+# Experiment file of each choice.
 _EXPERIMENT = {"grow": "grown", "smaller": "smaller", "full": "full"}
 
-# Settings of another type or out of their range raise pydantic.ValidationError, a ValueError.
+# Raises pydantic.ValidationError, a ValueError, for values of the wrong type or out of range.
 _checked = pydantic.dataclasses.dataclass(
     frozen=True, config=pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 )
@@ -78,8 +78,9 @@ class Start:
     """A network that is smaller than the full one.
 
     Attributes:
-        width: of every width group, relative to the full network.
-        depth: part of the blocks that it has, of those that come in as a network grows.
+        width: width of every group relative to the full network's.
+        depth: fraction of the blocks that growth would insert.
+        settings: overrides of the configuration.
     """
 
     width: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -102,7 +103,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arm:
-    """A network that the budget could be spent on, or begin with: its settings, parameters and FLOPs a sample."""
+    """A network to train, or to start growing from: its settings, parameters and FLOPs per sample."""
 
     start: Start
     params: int
@@ -115,7 +116,7 @@ class Probe:
 
     Attributes:
         loss: mean training loss over the second half of the steps, each before the batch's update.
-        optimizer: state from `growlab.optim.named_state`; None if it cannot be saved with weights.
+        optimizer: state from `growlab.optim.named_state`; None if it cannot be saved by parameter names.
     """
 
     rate: float
@@ -127,13 +128,13 @@ class Probe:
 
 
 def run(cfg: DictConfig) -> None:
-    """Plan as configured: print the odds, and write them and experiments into the run's folder."""
+    """Print the odds, and write them and the experiment files into the run's folder."""
     if HydraConfig.get().mode != RunMode.RUN:
         raise UserError("a plan is of one budget: leave -m out, and plan others one after the other.")
     folder = Path(HydraConfig.get().runtime.output_dir)
     with quiet_libraries(), contextlib.ExitStack() as ending:
         ending.enter_context(lock_folder(folder))
-        # A plan's configuration would take the place of the run's.
+        # The plan's configuration would overwrite the run's.
         if any((folder / name).exists() for name in (CHECKPOINT_FOLDER, "metrics.csv", "results.json")):
             raise UserError(f"{folder} contains a run: name another folder for the plan with hydra.run.dir=FOLDER.")
         settings = settings_of(cfg)
@@ -166,17 +167,17 @@ def run(cfg: DictConfig) -> None:
             kept = f"{100 * spent:.1f} % spent, kept; {seconds:.0f} s to go here."
             print(f"Best at {probe.rate:g} x optimizer.lr: {kept}", file=sys.stderr, flush=True)
         command = write_experiments(folder, cfg, data, settings, arms, chosen, probe, spent)
-        found = {"advice": asdict(advice), "settings": build.plain(cfg.plan), "spent": spent, "command": command}
-        arms_found = {name: asdict(arm) for name, arm in arms.items()}
-        write_json(folder / "plan.json", {**found, "arms": arms_found, "rate": probe.rate if probe else 1.0})
+        plan = {"advice": asdict(advice), "settings": build.plain(cfg.plan), "spent": spent, "command": command}
+        plan |= {"arms": {name: asdict(arm) for name, arm in arms.items()}, "rate": probe.rate if probe else 1.0}
+        write_json(folder / "plan.json", plan)
         words = shlex.split(command.replace("python -m growlab", program(), 1))
         print(shell_lines(words, first="Run it with:"))
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """Settings of the plan."""
+    """Parse and check the settings of the plan."""
     try:
-        # As JSON, in which objects stand for dataclasses.
+        # As JSON, so that objects become dataclasses.
         return pydantic.TypeAdapter(Settings).validate_json(json.dumps(build.plain(cfg.plan)))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -185,19 +186,19 @@ def settings_of(cfg: DictConfig) -> Settings:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse a run that cannot be planned for."""
+    """Reject runs that cannot be planned."""
     check_trainer_options(cfg.trainer)
     build.check_settings(cfg)
     made = hydra.utils.instantiate(cfg.growth)
     pretrained = [f"model.{key}={cfg.model[key]}" for key in ("pretrained", "weights") if cfg.model.get(key)]
-    budget_alone = cfg.trainer.limit_train_batches in (None, 1.0)
+    limited = cfg.trainer.limit_train_batches not in (None, 1.0)
     refusals = {
         "a plan is of networks from their beginning: leave start_from out.": cfg.start_from is not None,
         "a study is no training of one network: nothing to plan.": cfg.experiment_function is not None,
         "data that change while the network trains cannot be planned for: take data that are all there.": (
             cfg.data.get("incremental") is not None or cfg.data.get("class_schedule")
         ),
-        "trainer.limit_train_batches changes what an epoch costs: set schedule.budget alone.": not budget_alone,
+        "trainer.limit_train_batches changes what an epoch costs: set schedule.budget alone.": limited,
         f"trainer.precision={cfg.trainer.precision} cannot be probed; plan in {' or '.join(_PRECISIONS[1:])}.": (
             cfg.plan.probe and str(cfg.trainer.precision) not in _PRECISIONS
         ),
@@ -214,7 +215,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def budget_of(cfg: DictConfig, data: Any, samples: int) -> float:
-    """Passes of the full network over the training data: `schedule.budget`, else the run's own length."""
+    """The budget in passes of the full network over the training data: `schedule.budget`, else the run's length."""
     schedule = cfg.schedule
     if schedule.budget:
         return float(schedule.budget)
@@ -233,7 +234,7 @@ def arms_of(cfg: DictConfig, data: Any, settings: Settings) -> dict[str, Arm]:
     try:
         grown = _arm(cfg, data, settings.start)
     except UserError:
-        # No blocks that could come in: it grows in width.
+        # There are no blocks to insert, so it grows in width.
         grown = arms["smaller"]
     return {**arms, "grown": grown if grown.flops < 0.95 * full.flops else arms["smaller"]}
 
@@ -242,10 +243,10 @@ def _arm(cfg: DictConfig, data: Any, start: Start) -> Arm:
     grower = _grower(cfg, data, start)
     params = sum(parameter.numel() for parameter in grower.network.parameters())
     inputs = network_inputs(data.probe_batch(2), grower.network)
-    one = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
+    sample = changed(lambda x: x[:1] if isinstance(x, Tensor) else x, inputs)
     for part in grower.parts:
-        one = part.inputs_at(one, start.depth)
-    return Arm(start, params, forward_flops(grower.network, one))
+        sample = part.inputs_at(sample, start.depth)
+    return Arm(start, params, forward_flops(grower.network, sample))
 
 
 def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
@@ -269,7 +270,7 @@ def _grower(cfg: DictConfig, data: Any, start: Start) -> Grower:
 def _probe(
     cfg: DictConfig, data: Any, settings: Settings, arms: Mapping[str, Arm], chosen: str, samples: float
 ) -> tuple[Probe, float]:
-    """Train the chosen network at each rate; return the best one (if close, the first) and the budget's share spent."""
+    """Train the chosen network at each rate; return the best (if close, the first) and the fraction of budget spent."""
     arm, rates = arms[chosen], settings.rates
     step = arm.flops * data.batch_size * cfg.trainer.accumulate_grad_batches / (arms["full"].flops * samples)
     each = int(settings.probe / step) // len(rates)
@@ -294,17 +295,13 @@ def _probe(
 def _trained(cfg: DictConfig, data: Any, start: Start, rate: float, steps: int) -> Probe:
     """Train a network from scratch for a number of steps."""
     objective = build.make_objective(cfg.objective, data)
-    # Only for its device and its precision.
+    # Provides the device and the precision.
     trainer: lightning.Trainer = hydra.utils.instantiate(
         build.for_lightning(cfg.trainer),
         devices=1,
         **{"logger": False, "callbacks": [], "enable_checkpointing": False, "_convert_": "all"},
     )
-    device, accumulate, clip = (
-        trainer.strategy.root_device,
-        cfg.trainer.accumulate_grad_batches,
-        cfg.trainer.get("gradient_clip_val"),
-    )
+    device, accumulate = trainer.strategy.root_device, cfg.trainer.accumulate_grad_batches
     scaled = cfg.copy()
     scaled.optimizer.lr = rate * cfg.optimizer.lr
     torch.manual_seed(cfg.seed)
@@ -318,24 +315,24 @@ def _trained(cfg: DictConfig, data: Any, start: Start, rate: float, steps: int) 
         for batch in islice(batches, accumulate):
             *inputs, target = (x.to(device) if isinstance(x, Tensor) else x for x in batch)
             with trainer.precision_plugin.forward_context():
-                loss = objective(network(*inputs), target)[0] / accumulate
-            loss.backward()
-            total += float(loss.detach())
-        if clip:
+                batch_loss = objective(network(*inputs), target)[0] / accumulate
+            batch_loss.backward()
+            total += float(batch_loss.detach())
+        if clip := cfg.trainer.get("gradient_clip_val"):
             nn.utils.clip_grad_norm_(network.parameters(), clip)
         optimizer.step()
         losses.append(total)
         seconds.append(time.perf_counter() - began)
         if not isfinite(total):
             break
-    later = mean(losses[len(losses) // 2 :])
+    loss = mean(losses[len(losses) // 2 :])
     try:
         state: dict[str, Any] | None = named_state(optimizer, network)
     except ValueError:
-        # `start_from` then begins the optimizer from nothing.
+        # `start_from` then uses a new optimizer.
         state = None
     weights = {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
-    return Probe(rate, later if isfinite(later) else inf, len(losses), median(seconds), weights, state)
+    return Probe(rate, loss if isfinite(loss) else inf, len(losses), median(seconds), weights, state)
 
 
 def write_experiments(
@@ -348,39 +345,39 @@ def write_experiments(
     probe: Probe | None,
     spent: float,
 ) -> str:
-    """Write `experiment/{planned,full,smaller,grown}.yaml`, each to be run as it is, at equal cost.
+    """Write `experiment/{planned,full,smaller,grown}.yaml`, which train at equal cost.
 
-    The chosen one has the probe's rate, weights and cost. Returns the command that trains it.
+    The chosen one starts from the probe, with its rate and without the cost spent. Returns the command that trains it.
     """
     fixed: dict[str, Any] = {"/growth": "none", "/lr_adapt": "none"}
-    small, begin = arms["smaller"].start, arms["grown"]
+    small, seed = arms["smaller"].start, arms["grown"]
     multiples = {"growth.width_multiple": small.width, "growth.depth_multiple": small.depth}
-    before = max(settings.switch - (spent if chosen == "grown" else 0.0), _LEAST_STAGE)
-    small_epochs = before * arms["full"].flops / begin.flops
+    small_cost = max(settings.switch - (spent if chosen == "grown" else 0.0), _LEAST_STAGE)
+    small_epochs = small_cost * arms["full"].flops / seed.flops
     runs: dict[str, dict[str, Any]] = {
         "full": fixed,
         "smaller": {**fixed, **multiples, **dict(leaves(small.settings))},
         "grown": {
             **({"/growth": "pairs", "/lr_adapt": "none"} if _choices()["growth"] == "none" else {}),
             "schedule.num_stages": 2,
-            "schedule.initial_width": begin.start.width,
-            # Part of the epochs that is trained small.
+            "schedule.initial_width": seed.start.width,
+            # Fraction of the epochs before growth.
             "schedule.initial_fraction": _rounded(small_epochs / (small_epochs + 1.0 - settings.switch)),
-            **dict(leaves(begin.start.settings)),
+            **dict(leaves(seed.start.settings)),
         },
     }
     short = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     command = f"python -m growlab --config-dir {shlex.quote(str(short))} experiment="
     texts = {}
-    for name, own in runs.items():
+    for name, run_settings in runs.items():
         common = _common(cfg, data, spent if name == chosen else 0.0)
         if probe is not None and name == chosen:
             path = folder.resolve() / "start" / f"{name}.pt"
             path.parent.mkdir(exist_ok=True)
             save(path, {"state_dict": probe.weights, OPTIMIZER: probe.optimizer})
             common |= {"optimizer.lr": _rounded(cfg.optimizer.lr * probe.rate), "start_from": str(path)}
-            common |= _NOT_WARMED
-        texts[name] = _text(cfg, {**common, **own}, f"{command}{name}")
+            common |= _NO_WARMUP
+        texts[name] = _text(cfg, {**common, **run_settings}, f"{command}{name}")
     texts["planned"] = texts[chosen].replace(f"{command}{chosen}", f"{command}planned")
     for name, text in texts.items():
         write_text(folder / "experiment" / f"{name}.yaml", text)
@@ -388,7 +385,7 @@ def write_experiments(
 
 
 def _common(cfg: DictConfig, data: Any, spent: float) -> dict[str, Any]:
-    """Settings of a run: equal cost, a rate clocked by it, and epochs short enough."""
+    """Settings of all runs: equal cost, a learning rate that follows cost, and enough epochs."""
     budget = cfg.schedule.budget * (1.0 - spent)
     rate = cfg.schedule.learning_rate
     settings: dict[str, Any] = {
@@ -416,19 +413,19 @@ def _choices() -> dict[str, Any]:
 
 
 def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
-    """The experiment file: config groups, and every value that differs from theirs."""
+    """The experiment file: config groups, and every value that differs from them."""
     replaced = {key[1:]: value for key, value in settings.items() if key.startswith("/")}
     choices = {group: str(replaced.get(group, choice)) for group, choice in _choices().items()}
     base = compose(PRIMARY, ["~experiment", *(f"{group}={choice}" for group, choice in choices.items())])
-    wanted = cfg.copy()
+    target = cfg.copy()
     for group, choice in replaced.items():
         if HydraConfig.get().runtime.choices[group] != choice:
-            wanted[group] = base[group]
+            target[group] = base[group]
     for key, value in settings.items():
         if not key.startswith("/"):
-            OmegaConf.update(wanted, key, value, force_add=True)
-    target, known = (cast(Any, OmegaConf.to_container(one, enum_to_str=True)) for one in (wanted, base))
-    values = {key: value for key, value in _different(target, known).items() if key not in _NOT_KEPT}
+            OmegaConf.update(target, key, value, force_add=True)
+    plain: list[Any] = [OmegaConf.to_container(config, enum_to_str=True) for config in (target, base)]
+    values = {key: value for key, value in _different(*plain).items() if key not in _NOT_KEPT}
     defaults = {"defaults": [{f"override /{group}": choice} for group, choice in choices.items()]}
     return (
         "# @package _global_\n"
@@ -437,18 +434,18 @@ def _text(cfg: DictConfig, settings: Mapping[str, Any], command: str) -> str:
     )
 
 
-def _different(target: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of nested containers that another lacks or has with another value."""
-    found: dict[str, Any] = {}
+def _different(target: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of nested mappings that are missing from `base`, or have another value there."""
+    changed: dict[str, Any] = {}
     for key, value in target.items():
-        if key in known and isinstance(value, Mapping) and isinstance(known[key], Mapping):
-            if inner := _different(value, known[key]):
-                found[key] = inner
-        elif key not in known or known[key] != value:
-            found[key] = value
-    return found
+        if key in base and isinstance(value, Mapping) and isinstance(base[key], Mapping):
+            if inner := _different(value, base[key]):
+                changed[key] = inner
+        elif key not in base or base[key] != value:
+            changed[key] = value
+    return changed
 
 
 def _rounded(number: float) -> float:
-    """Round to four digits."""
+    """Round to four significant digits."""
     return float(f"{float(number):.4g}")

@@ -1,6 +1,6 @@
-"""`schedule.batch_size=auto`: find each stage's batch size by trial, from the memory and Eq. 8.
+"""`schedule.batch_size=auto`: find each stage's batch size from the available memory and Eq. 8.
 
-Lightning's `BatchSizeFinder` handles one network; here each stage has one, and their sizes depend on each other.
+Lightning's `BatchSizeFinder` handles one network; here each stage has one, and their batch sizes depend on each other.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from growlab.base.errors import UserError
 from growlab.growth.schedule import stage_batch_sizes
 from growlab.widths import WidthGraph, resize
 
-# Sizes tried between a power of two and the next: so that a few bytes more or less rarely change the result.
+# Sizes tried between powers of two; few, so that a few bytes more or less rarely change the result.
 _PER_OCTAVE = 8
 _GIB = 2**30
-# Of what is free on a GPU: the rest is for fragments, kernels' workspace, growth events and validation.
+# Fraction of a GPU's free memory to use; the rest is for fragmentation, workspaces, growth events and validation.
 _FREE_PART = 0.9
-# Images of the first step, that of every trial: batch normalisation needs two.
+# Images of every trial's first step: batch normalisation needs two.
 SMALLEST = 2
 
 
@@ -61,10 +61,10 @@ def fit_batch_sizes(
 
     def largest(stage: int, at_most: int) -> int:
         sizes = _sizes(at_most)
-        found = len(sizes)
+        number = len(sizes)
         if not fits(stage, at_most):
-            found = bisect_left(sizes, True, hi=found - 1, key=lambda size: not fits(stage, size))
-        size = agree(sizes[found - 1] if found else 0)
+            number = bisect_left(sizes, True, hi=number - 1, key=lambda size: not fits(stage, size))
+        size = agree(sizes[number - 1] if number else 0)
         if size == 0:
             raise UserError(
                 f"not even {SMALLEST} images on each device fit into memory in stage {stage} of 0 to {num_stages - 1}; "
@@ -72,9 +72,9 @@ def fit_batch_sizes(
             )
         return size
 
-    given = num_stages - 1 if settings["batch_size_stage"] == "last" else 0
-    base = largest(given, most)
-    wanted = stage_batch_sizes(
+    reference = num_stages - 1 if settings["batch_size_stage"] == "last" else 0
+    base = largest(reference, most)
+    by_eq8 = stage_batch_sizes(
         num_stages,
         base * num_processes,
         settings["batch_growth_rate"],
@@ -82,13 +82,15 @@ def fit_batch_sizes(
         num_processes,
         settings["batch_size_stage"],
     )
-    sizes = [base if i == given else largest(i, size // num_processes) for i, size in enumerate(wanted)]
-    found = enumerate(zip(wanted, sizes, strict=True))
-    return [{"stage": i, "eq8": eq8, "batch_size": size * num_processes} for i, (eq8, size) in found]
+    sizes = [base if i == reference else largest(i, size // num_processes) for i, size in enumerate(by_eq8)]
+    return [
+        {"stage": i, "eq8": eq8, "batch_size": size * num_processes}
+        for i, (eq8, size) in enumerate(zip(by_eq8, sizes, strict=True))
+    ]
 
 
 def _sizes(at_most: int) -> Sequence[int]:
-    """Sizes to try: ascending in steps of about 12 percent up to `at_most`."""
+    """Sizes to try, in steps of about 12 percent up to `at_most`."""
     sizes, size = [], SMALLEST
     while size < at_most:
         sizes.append(size)
@@ -101,9 +103,10 @@ class TrialRun:
     """Everything that takes memory in a training step.
 
     Attributes:
-        num_copies: copies of all weights besides the network: an average, buckets of gradients.
-        narrow: removes from a copy what a stage, by its number, lacks, and returns the copy's width graph.
-        max_memory_gib: limit for training; None: nine tenths of a GPU's free memory.
+        num_copies: additional copies of all weights, such as an average or gradient buckets.
+        held_bytes: bytes of the data on the device.
+        narrow: removes what a stage lacks from a copy of the network, and returns the copy's width graph.
+        max_memory_gib: memory limit for training; None: nine tenths of a GPU's free memory.
     """
 
     network: nn.Module
@@ -120,10 +123,10 @@ class TrialRun:
 
 
 class TrialSteps:
-    """Tries training steps; a context that limits the GPU's memory.
+    """Tries training steps, within a context that limits the GPU's memory.
 
-    On CUDA a step either runs or runs out of memory. Elsewhere the bytes of live tensors are counted
-    (`LiveTensors`), and a step that is too large by extrapolation from two smaller ones is not tried, since the
+    On CUDA a step either succeeds or runs out of memory. On other devices the bytes of live tensors are counted
+    (`LiveTensors`). There a step that is too large by extrapolation from two smaller ones is not tried, since the
     system would kill the process.
     """
 
@@ -131,14 +134,14 @@ class TrialSteps:
         self._run, self._stages = run, stages
         self._stage: int | None = None
         self._step: _Step | None = None
-        given, cuda = run.max_memory_gib, run.device.type == "cuda"
-        if given is None and not cuda:
+        limit_gib, cuda = run.max_memory_gib, run.device.type == "cuda"
+        if limit_gib is None and not cuda:
             raise UserError(
                 f"schedule.batch_size=auto cannot know how much memory a run on the {run.device.type} may take: set "
                 "schedule.max_memory_gib_per_device, or leave schedule.batch_size out."
             )
         free = torch.cuda.mem_get_info(run.device)[0] * _FREE_PART if cuda else 0.0
-        self.limit_bytes = round(free if given is None else given * _GIB)
+        self.limit_bytes = round(free if limit_gib is None else limit_gib * _GIB)
 
     def __enter__(self) -> "TrialSteps":
         self._context = contextlib.ExitStack()
@@ -153,7 +156,7 @@ class TrialSteps:
         self._context.close()
 
     def fits(self, stage: int, size: int) -> bool:
-        """Return True if a step of this process with a number of images fits at a stage's widths."""
+        """Return True if this process's training step with `size` images fits at a stage's widths."""
         if stage != self._stage:
             self._forget()
             self._stage = stage
@@ -164,7 +167,7 @@ class TrialSteps:
         except RuntimeError as error:
             if not (isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)):
                 raise
-        # Here, where no traceback keeps the step's tensors alive.
+        # After the handler, since the traceback keeps the step's tensors alive.
         self._forget()
         return False
 
@@ -174,7 +177,7 @@ class TrialSteps:
 
 
 class _Step:
-    """A copy of the network at some widths, with its optimizer and everything else that takes memory."""
+    """A copy of the network at a stage's widths, with its optimizer and everything else that takes memory."""
 
     def __init__(self, run: TrialRun, stage: int, widths: Mapping[str, int]) -> None:
         network = copy.deepcopy(run.network)
@@ -184,10 +187,10 @@ class _Step:
         self._network = run.precision.convert_module(network).to(run.device).train()
         self._optimizer = run.make_optimizer(self._network.parameters())
         tensors = [*self._network.parameters(), *self._network.buffers()]
-        others = run.held_bytes + run.num_copies * sum(tensor.nbytes for tensor in tensors)
-        self._others = torch.empty(others, dtype=torch.uint8, device=run.device)
-        self._live = LiveTensors([*tensors, self._others])
-        # Peak bytes of the steps so far, by the number of images.
+        extra_bytes = run.held_bytes + run.num_copies * sum(tensor.nbytes for tensor in tensors)
+        self._extra = torch.empty(extra_bytes, dtype=torch.uint8, device=run.device)
+        self._live = LiveTensors([*tensors, self._extra])
+        # Peak bytes of the steps so far, by number of images.
         self._peaks: dict[int, int] = {}
 
     def fits(self, size: int, limit_bytes: int) -> bool:
@@ -200,13 +203,13 @@ class _Step:
             if images in self._peaks:
                 continue
             if len(self._peaks) > 1:
-                # Along the line through the two largest steps.
-                (low, less), (high, more) = sorted(self._peaks.items())[-2:]
-                if more + (more - less) / (high - low) * (images - high) > limit_bytes:
+                # Extrapolate from the two largest steps.
+                (low, low_bytes), (high, high_bytes) = sorted(self._peaks.items())[-2:]
+                if high_bytes + (high_bytes - low_bytes) / (high - low) * (images - high) > limit_bytes:
                     return False
             with self._live:
                 if not self._peaks:
-                    # The first step makes the optimizer's state, which all others begin with.
+                    # The first step creates the optimizer's state.
                     self._take(SMALLEST)
                 self._live.peak = self._live.bytes
                 self._take(images)
@@ -219,9 +222,9 @@ class _Step:
         x = torch.randn(size, *run.image_shape, device=run.device).to(memory_format=layout)
         with run.precision.forward_context():
             logits = self._network(run.precision.convert_input(x))
-            # As many classes as the network has at this stage.
+            # The number of classes may grow with the stages.
             loss = F.cross_entropy(logits, torch.randint(logits.shape[1], (size,), device=run.device))
-        # In Lightning's order: the last step's gradients are still there with this one's activations.
+        # As in Lightning, the last step's gradients are still in memory with this one's activations.
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
@@ -242,7 +245,7 @@ def _limited(device: torch.device, limit_bytes: int) -> Iterator[None]:
 class LiveTensors(TorchDispatchMode):
     """Counts the bytes of live tensors, deterministically and on any device.
 
-    While it is active, outputs of operations are counted until they are freed, in the backward pass too. Temporary
+    While active, it counts the outputs of operations, including the backward pass's, until they are freed. Temporary
     memory within an operation is not counted.
     """
 

@@ -1,11 +1,11 @@
-"""Build objects from the configuration: only here, in `growlab.lab.cli` and `growlab.lab.planner` is it read."""
+"""Build objects from the configuration, which is read only here, in `growlab.lab.cli` and in `growlab.lab.planner`."""
 
 import contextlib
 import secrets
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,11 @@ from growlab.lab.training.run import Experiment, provenance, quiet_libraries, ru
 from growlab.parts import Part
 from growlab.widths import WidthGraph
 
-# What torch starts with: a sweep's job without `num_threads` must not inherit the job's before it.
+# torch's default: a job of a sweep without `num_threads` must not inherit the previous job's number.
 _NUM_THREADS = torch.get_num_threads()
-# Of `conf/schedule` what is not about stages.
-_OTHERS = ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device")
-# Groups whose numbers are floats where their annotations say so, as config.yaml and tables name them.
+# Settings of `conf/schedule` that `Planning` does not take.
+_NOT_PLANNED = ("learning_rate", "grow_when", "batch_size", "max_memory_gib_per_device")
+# Groups in which integers become floats where the annotation has floats, so that config.yaml and tables agree.
 _WITH_FLOATS = ("", "growth", "lr_adapt", "schedule", "schedule.learning_rate", "checkpoint")
 
 
@@ -82,12 +82,12 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
     """Build an experiment: data, network, widths, plan and seed."""
     checkpoint, header = _resume(cfg, folder)
     with contextlib.ExitStack() as failing:
-        # Refused before data are read, which may take minutes.
-        for part in (cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.grow_when):
-            instantiate(part)
+        # Reject invalid settings before reading data, which may take minutes.
+        for group in (cfg.growth, cfg.checkpoint, cfg.schedule.learning_rate, cfg.schedule.grow_when):
+            instantiate(group)
         optimizer_maker(cfg)([nn.Parameter(torch.zeros(2, 2))])
         data = make_data(cfg.data, cfg.seed)
-        # Lightning does so only for a run that succeeds.
+        # Lightning tears data down only after a successful run.
         failing.callback(data.teardown, "test")
         processes.announce("reading data")
         data.setup()
@@ -100,8 +100,8 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
         optimizer = optimizer_maker(cfg)
         if cfg.start_from is not None and checkpoint is None:
             optimizer = start_from(grower, cfg.start_from, optimizer)
-        before = None if checkpoint is None else settings_in(folder)
-        identity = _identity(cfg, header.get("run_id") or secrets.token_hex(4), before)
+        old_settings = None if checkpoint is None else settings_in(folder)
+        identity = _identity(cfg, header.get("run_id") or secrets.token_hex(4), old_settings)
         rate = _learning_rate(cfg, grower.forecast.known, plan.total_steps is not None)
         experiment = Experiment(
             *(data, grower, plan, cost, batch_fit, make_objective(cfg.objective, data), optimizer, rate),
@@ -126,7 +126,7 @@ def build(cfg: DictConfig, folder: Path) -> Experiment:
 
 
 def _check(cfg: DictConfig) -> None:
-    """Refuse settings that would fail only later."""
+    """Reject settings that would fail only later."""
     if cfg.plan is not None:
         raise UserError("a run has no plan: leave plan=... out, or ask `growlab plan`.")
     check_trainer_options(cfg.trainer)
@@ -136,7 +136,7 @@ def _check(cfg: DictConfig) -> None:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Refuse values of wrong types and numbers out of range; integers become floats where a class takes floats."""
+    """Reject values of the wrong type or out of range; convert integers to floats where a class takes floats."""
     settings = plain(cfg)
     parts = settings.pop("parts") or {}
     floats = check_types({name: value for name, value in settings.items() if name not in parts})
@@ -148,12 +148,10 @@ def check_settings(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, name, value)
 
 
-def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Identity:
+def _identity(cfg: DictConfig, run_id: str, old_settings: dict[str, Any] | None) -> Identity:
     config = plain(cfg)
     job = HydraConfig.get()
     choices, overrides = job.runtime.choices, list(job.overrides.task)
-    # A run that was interrupted is the same as one that was not.
-    whole = [one for one in overrides if one != LAST]
     row = {
         "experiment": str(cfg.name),
         **{key: choices[key] for key in ("model", "data", "growth", "lr_adapt", "optimizer")},
@@ -162,16 +160,21 @@ def _identity(cfg: DictConfig, run_id: str, before: dict[str, Any] | None) -> Id
         "schedule": config["schedule"],
         "settings": row_settings(config, *(choices[key] for key in ("data", "optimizer", "growth"))),
         "overrides": overrides,
-        "command": shlex.join(["python", "-m", "growlab", *search_options(), *whole]),
+        # The same for a run that was resumed.
+        "command": _command(override for override in overrides if override != LAST),
     }
-    return Identity(run_id, resume_settings(config), OmegaConf.to_yaml(cfg, resolve=True), row, before)
+    return Identity(run_id, resume_settings(config), OmegaConf.to_yaml(cfg, resolve=True), row, old_settings)
+
+
+def _command(overrides: Iterable[str]) -> str:
+    return shlex.join(["python", "-m", "growlab", *search_options(), *overrides])
 
 
 def _resume(cfg: DictConfig, folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """Find the checkpoint to resume from, and read its header."""
     if processes.is_first():
-        for place in (folder, last_checkpoint(folder).parent):
-            remove_unfinished(place)
+        for directory in (folder, last_checkpoint(folder).parent):
+            remove_unfinished(directory)
     checkpoint = None if cfg.ckpt_path is None else Path(cfg.ckpt_path)
     if cfg.ckpt_path == "last":
         checkpoint, warning = usable_checkpoint(folder)
@@ -194,25 +197,25 @@ def _run_study(cfg: DictConfig, folder: Path) -> None:
     if cfg.num_threads is not None:
         torch.set_num_threads(cfg.num_threads)
     torch.manual_seed(cfg.seed)
-    command = shlex.join(["python", "-m", "growlab", *search_options(), *HydraConfig.get().overrides.task])
     write_text(folder / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+    command = _command(HydraConfig.get().overrides.task)
     write_json(folder / "provenance.json", {"command": command, **provenance(torch.device("cpu"))})
     instantiate(function, run_dir=folder, seed=cfg.seed, _convert_="all")
 
 
 def make_data(settings: DictConfig, seed: int) -> RunData:
     """Make the data module; anything but a growlab data module becomes the source of a `CustomData`."""
-    made = instantiate(settings)
-    return made if isinstance(made, RunData) else CustomData(made, seed=seed)
+    data = instantiate(settings)
+    return data if isinstance(data, RunData) else CustomData(data, seed=seed)
 
 
 def make_network(model: DictConfig, data: RunData) -> nn.Module:
     """Make the network at full width, with the arguments that can be inferred from the data."""
-    given = data.network_arguments
-    offered = {name: data.offer(name) for name in _parameters(model._target_) if name not in (*model, *given)}
+    arguments = data.network_arguments
+    inferred = {name: data.offer(name) for name in _parameters(model._target_) if name not in (*model, *arguments)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")
-        network = instantiate(model, **given, **not_none(**offered))
+        network = instantiate(model, **arguments, **not_none(**inferred))
     if not isinstance(network, nn.Module):
         raise UserError(f"model._target_={model._target_} makes a {type(network).__name__}, not a network.")
     if empty := [name for name, p in network.named_parameters() if not is_lazy(p) and not p.numel()]:
@@ -224,18 +227,18 @@ def make_network(model: DictConfig, data: RunData) -> nn.Module:
 def make_objective(objective: DictConfig, data: RunData) -> Objective:
     """Make the objective and bind it to the data."""
     if "label_smoothing" in objective and "label_smoothing" not in _parameters(objective._target_):
-        # The default file's, where another loss is put in the place of its `_target_`.
+        # Left over from the default file if only `_target_` was overridden.
         objective = OmegaConf.masked_copy(objective, [str(key) for key in objective if key != "label_smoothing"])
-    made = instantiate(objective)
-    if isinstance(made, nn.Module) and not isinstance(made, Objective):
-        made = CustomObjective(made)
-    if not isinstance(made, Objective):
+    loss = instantiate(objective)
+    if isinstance(loss, nn.Module) and not isinstance(loss, Objective):
+        loss = CustomObjective(loss)
+    if not isinstance(loss, Objective):
         raise UserError(
             f"objective._target_={objective._target_} is no growlab.lab.training.Objective and no "
-            "loss of torch.nn; any other loss goes into objective=custom."
+            "loss of torch.nn; for any other loss use objective=custom."
         )
-    made.bind(data)
-    return made
+    loss.bind(data)
+    return loss
 
 
 def _parameters(target: str) -> Collection[str]:
@@ -247,7 +250,7 @@ def _parameters(target: str) -> Collection[str]:
 
 
 def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
-    """Return a function that makes the configured optimizer of parameters, with its rates by region."""
+    """Return a function that makes the configured optimizer from parameters, with learning rates per region."""
     make, adaptation = instantiate(cfg.optimizer), instantiate(cfg.lr_adapt)
     if not callable(make):
         raise UserError("optimizer makes no function of parameters: give it a _target_ and _partial_=true.")
@@ -262,15 +265,15 @@ def optimizer_maker(cfg: DictConfig) -> Callable[[Any], Optimizer]:
 
 
 def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
-    """Make the learning rate schedule; with searched batch sizes the optimizer's rate is for the data's batch size."""
+    """Make the learning rate schedule; if batch sizes are searched, the base rate is for the data's batch size."""
     settings = cfg.schedule.learning_rate
-    known = cfg.schedule.batch_size is None or settings.batch_size is not None
-    rate = instantiate(settings, **({} if known else {"batch_size": cfg.data.batch_size}))
+    searched = cfg.schedule.batch_size is not None and settings.batch_size is None
+    rate = instantiate(settings, **({"batch_size": cfg.data.batch_size} if searched else {}))
     rate = rate.by_steps() if in_steps and isinstance(rate, LearningRate) else rate
     if isinstance(rate, LearningRate) and rate.needs_stages and not knows_stages:
         raise UserError(
-            f"schedule.learning_rate.{rate.needs_stages} needs to know before the run how wide the network is at which "
-            "epoch, and this run decides that while it trains: leave it out, or take schedule=exponential."
+            f"schedule.learning_rate.{rate.needs_stages} needs the widths of all epochs before the run, but this run "
+            "decides them while it trains: leave it out, or take schedule=exponential."
         )
     return rate
 
@@ -278,22 +281,21 @@ def _learning_rate(cfg: DictConfig, knows_stages: bool, in_steps: bool) -> Any:
 def _plan(
     cfg: DictConfig, data: RunData, known_sizes: list[dict[str, int]] | None
 ) -> tuple[Grower, Plan, StageCost, list[dict[str, int]] | None]:
-    """Make the grower, the plan, the network's cost, and batch sizes if these are searched for and not known."""
+    """Make the grower, the plan, the network's cost, and the searched batch sizes (or None)."""
     network = make_network(cfg.model, data)
     method: GrowthMethod = instantiate(cfg.growth)
-    settings = plain(cfg.schedule)
-    settings = {name: value for name, value in settings.items() if name not in _OTHERS}
+    settings = {name: value for name, value in plain(cfg.schedule).items() if name not in _NOT_PLANNED}
     loop = Loop(cfg.trainer.limit_train_batches, cfg.trainer.accumulate_grad_batches, processes.world_size(cfg.trainer))
     fits, sizes = cfg.schedule.batch_size is not None, known_sizes
     if fits:
-        # The smallest that is possible, until the widths are known that sizes are found at.
+        # The smallest possible sizes, until the stages' widths are known and sizes can be searched.
         settings |= {"batch_growth_rate": 0.0, "max_batch_size": None, "max_batch_size_per_device": None}
 
     def fit(stages: Sequence[Mapping[str, int]]) -> list[int]:
         nonlocal sizes
         if sizes is None:
             sizes = _fitting_sizes(cfg, network, graph, trigger, parts, data, stages)
-        return [one["batch_size"] for one in sizes]
+        return [stage["batch_size"] for stage in sizes]
 
     with as_user_errors():
         demand = instantiate(cfg.schedule.grow_when)
@@ -323,12 +325,12 @@ def _plan(
 def _graph(
     cfg: DictConfig, network: nn.Module, example: Any, method: GrowthMethod, trigger: Trigger, parts: Sequence[Part]
 ) -> WidthGraph:
-    """Trace the network's width graph; one without groups if it keeps its size and need not be traced."""
+    """Trace the network's width graph; a parametrized network of fixed size gets one without groups."""
     if any(map(is_parametrized, network.modules())):
         if trigger.resizes:
             raise UserError(
-                "a network whose weights are computed from others does not grow as it is: take the plain network as "
-                "model with growth=hyperfan, or train this one with growth=none."
+                "a network with parametrized weights cannot grow: take the plain network as model with "
+                "growth=hyperfan, or train this one with growth=none."
             )
         return no_widths()
     if trigger.resizes:
@@ -336,51 +338,48 @@ def _graph(
     return trace_for_growth(network, example, method, parts, cfg.seed, list(cfg.keep_full), trigger.resizes)
 
 
-def probe_size(given: int | None, data: RunData) -> int:
-    """Number of training samples to check parity on; by default the data's choice, or 32."""
-    return max(2, min(given or data.probe_size, data.num_train))
+def probe_size(configured: int | None, data: RunData) -> int:
+    """Number of training samples to check parity on; by default the data's `probe_size`."""
+    return max(2, min(configured or data.probe_size, data.num_train))
 
 
 def make_parts(settings: DictConfig, data: RunData, trigger: Trigger) -> list[Part]:
     """Make the configured parts that are not null, and those that the data need."""
-    given = [_make_part(str(name), part) for name, part in settings.items() if not left_out(part)]
-    of_data = data.parts()
-    if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in given):
+    configured = []
+    for name, part in settings.items():
+        if not left_out(part):
+            configured.append(made := _made(f"parts.{name!s}", part, Part, "part"))
+            made.name = made.name or str(name)
+    if isinstance(trigger, Never) and trigger.depth < 1 and not any(part.grows for part in configured):
         raise UserError(
-            f"growth.depth_multiple={trigger.depth:g} is a part of the blocks that come in as a network "
-            "grows, and there are none: choose them, as method=smaller does."
+            f"growth.depth_multiple={trigger.depth:g} is a fraction of the blocks that growth inserts, but no part "
+            "inserts blocks: choose one, as method=smaller does."
         )
-    return [part for part in (*given, *of_data) if part.applies(trigger)]
+    return [part for part in (*configured, *data.parts()) if part.applies(trigger)]
 
 
-def _make_part(name: str, settings: Any) -> Part:
-    part: Part = _made(f"parts.{name}", settings, Part, "part")
-    part.name = part.name or name
-    return part
-
-
-def _made(name: str, settings: Any, kind: type, what: str, /, **more: Any) -> Any:
-    """Instantiate the object that a setting describes; raise a UserError unless it is of class `kind`."""
-    described = isinstance(settings, Mapping | DictConfig) and "_target_" in settings
-    made = instantiate(settings, **more) if described else settings
+def _made(name: str, settings: Any, kind: type, what: str, /, **arguments: Any) -> Any:
+    """Instantiate a setting with a `_target_`; raise a UserError unless the result is of class `kind`."""
+    has_target = isinstance(settings, Mapping | DictConfig) and "_target_" in settings
+    made = instantiate(settings, **arguments) if has_target else settings
     if isinstance(made, kind):
         return made
-    if described:
+    if has_target:
         raise UserError(f"{name} makes a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}.")
     raise UserError(f"{name}={settings} is not a {what}: give it a _target_ and its arguments.")
 
 
 def _check_pretrained(cfg: DictConfig, plan: Plan, graph: WidthGraph) -> None:
-    for key in ("pretrained", "weights"):
-        if cfg.model.get(key) and str(cfg.growth.get("initialisation", "constructor")) != "constructor":
+    for setting in (f"model.{key}={cfg.model[key]}" for key in ("pretrained", "weights") if cfg.model.get(key)):
+        if str(cfg.growth.get("initialisation", "constructor")) != "constructor":
             raise UserError(
-                f"model.{key}={cfg.model.get(key)} are weights to continue from, but "
-                f"growth.initialisation={cfg.growth.initialisation} draws others: leave one of them out."
+                f"{setting} are weights to continue from, but growth.initialisation={cfg.growth.initialisation} draws "
+                "others: leave one of them out."
             )
-        if cfg.model.get(key) and plan.widths[0] != graph.full_widths:
+        if plan.widths[0] != graph.full_widths:
             raise UserError(
-                f"model.{key}={cfg.model.get(key)} are weights of the full-width network, but this run starts "
-                "narrower or wider and would draw its own; set growth=none lr_adapt=none to train on from them."
+                f"{setting} are weights of the full-width network, but this run starts narrower or wider and would "
+                "draw its own; set growth=none lr_adapt=none to train on from them."
             )
 
 
@@ -395,11 +394,11 @@ def _fitting_sizes(
 ) -> list[dict[str, int]]:
     """Find the batch size of each stage by trial."""
     if not isinstance(data, ImageData):
-        raise UserError("schedule.batch_size=auto tries batches of images, which this data has none of: leave it out.")
-    # Only for its device, its precision and its connection to other processes, which the run's trainer will reuse.
-    alone: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
-    alone["plugins"] = cluster_environment(not processes.started_elsewhere())
-    trainer: lightning.Trainer = instantiate(for_lightning(cfg.trainer), **alone, _convert_="all")
+        raise UserError("schedule.batch_size=auto is for image data only: leave it out.")
+    # Provides the device, the precision and the process group, which the run's trainer will reuse.
+    bare: dict[str, Any] = {"logger": False, "callbacks": [], "enable_checkpointing": False}
+    bare["plugins"] = cluster_environment(not processes.started_elsewhere())
+    trainer: lightning.Trainer = instantiate(for_lightning(cfg.trainer), **bare, _convert_="all")
     check_strategy(trainer)
     trainer.strategy.setup_environment()
 
@@ -423,17 +422,17 @@ def _fitting_sizes(
         max_memory_gib=cfg.schedule.max_memory_gib_per_device,
     )
     with TrialSteps(trial, stages) as steps:
-        found = fit_batch_sizes(
+        sizes = fit_batch_sizes(
             *(len(stages), cfg.schedule, data.num_train, trainer.world_size, steps.fits), lambda size: min(gather(size))
         )
     if processes.is_first():
-        sizes = " ".join(str(one["batch_size"]) for one in found)
-        print(f"batch sizes that fit, stage by stage: {sizes}", file=sys.stderr)
-    return found
+        listed = " ".join(str(stage["batch_size"]) for stage in sizes)
+        print(f"batch sizes that fit, stage by stage: {listed}", file=sys.stderr)
+    return sizes
 
 
 def for_lightning(trainer: DictConfig) -> DictConfig:
-    """Copy the configuration's `trainer` without `max_restarts`, which Lightning's Trainer does not know."""
+    """Copy the configuration's `trainer` without `max_restarts`, which is growlab's own."""
     copied = trainer.copy()
     with open_dict(copied):
         copied.pop("max_restarts", None)
@@ -477,14 +476,14 @@ def user_callbacks(cfg: DictConfig) -> list[lightning.Callback]:
     listed = cfg.trainer.get("callbacks") or []
     if not isinstance(listed, ListConfig | list):
         raise UserError(f"trainer.callbacks={listed} must be a list; callbacks.NAME._target_=MODULE.CLASS adds one.")
-    named |= {f"trainer.callbacks[{place}]": settings for place, settings in enumerate(listed)}
+    named |= {f"trainer.callbacks[{index}]": settings for index, settings in enumerate(listed)}
     return [_user_callback(name, settings) for name, settings in named.items() if settings is not None]
 
 
 def _user_callback(name: str, settings: Any) -> lightning.Callback:
     callback = _made(name, settings, lightning.Callback, "Lightning callback", _convert_="all")
     kind = type(callback).__name__
-    # What would silently spoil the numbers of a run; other callbacks are the user's affair.
+    # Reject callbacks that would silently distort the results; any others are up to the user.
     if str(monitor := getattr(callback, "monitor", None)).startswith("test_"):
         raise UserError(
             f"{kind} would decide by {monitor}, and nothing may be selected on the test set: monitor val_loss with "
@@ -505,11 +504,11 @@ def _loggers(cfg: DictConfig, run_id: str) -> Iterator[list[Logger]]:
     succeeded = False
     try:
         for name, settings in cfg.logger.items():
-            # The same identity after an interruption, where a logger has one.
-            known = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
-            there = settings if isinstance(settings, DictConfig) else {}
-            own = {key: value for key, value in known.items() if key in there and there[key] is None}
-            loggers.append(_made(f"logger.{name}", settings, Logger, "logger", **own))
+            # A resumed run continues under the same id and name.
+            identity = {"id": run_id, "name": run_name(HydraConfig.get().overrides.task, cfg.name)}
+            arguments = settings if isinstance(settings, DictConfig) else {}
+            unset = {key: value for key, value in identity.items() if arguments.get(key, "") is None}
+            loggers.append(_made(f"logger.{name}", settings, Logger, "logger", **unset))
         for logger in loggers:
             logger.log_hyperparams(plain(cfg))
         yield loggers

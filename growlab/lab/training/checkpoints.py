@@ -1,4 +1,4 @@
-"""Write checkpoints atomically, decide when, and read them."""
+"""Atomic checkpoints: when to save them, and how to read them."""
 
 import contextlib
 import logging
@@ -34,46 +34,43 @@ log = logging.getLogger(__name__)
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 # Key of growlab's part of a checkpoint.
 HEADER = "growlab"
-# Key of what keeps a run that a callback has ended from training on.
+# Key that is true if a callback has ended the run.
 STOPPED = "growlab_stopped"
-# Wishes of a rank between two steps, the stronger one the larger number.
+# Requests of a rank between two steps; the larger number takes precedence.
 _SAVE, _STOP = 1, 2
-# Key of `growlab.optim.named_state` in a file that a run starts from, next to "state_dict".
+# Key of `growlab.optim.named_state`, next to "state_dict" in a file for `start_from`.
 OPTIMIZER = "optimizer"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically and keeps the previous one, so that neither a kill nor a full disk loses both.
 
-    If a checkpoint cannot be written, a warning is issued and training continues: there may be room for the next one.
+    If a checkpoint cannot be written, training continues with a warning: there may be room for the next one.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.failure: str | None = None
+    failure: str | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         """Write the checkpoint; Lightning calls this only on the first rank."""
         path = Path(path)
+        self.failure = None
         try:
             save(path, checkpoint, path.with_name(PREVIOUS))
         except WriteError as error:
             self.failure = str(error)
             print(f"warning: no checkpoint at step {checkpoint['global_step']}: {error}", file=sys.stderr)
-        else:
-            self.failure = None
 
 
 def save(path: str | os.PathLike[str], content: Any, previous: Path | None = None) -> None:
-    """`torch.save`, atomically: WriteError leaves the file unchanged. The old file goes to `previous`."""
+    """`torch.save`, atomically: the file is unchanged after a WriteError. The old file is moved to `previous`."""
 
     def write(file: IO[bytes]) -> None:
         try:
             torch.save(content, file)
         except RuntimeError as error:
-            # torch's zip writer hides what the file said, such as a full disk, or Ctrl-C.
+            # torch's zip writer hides the file's error, such as a full disk, or Ctrl-C.
             if isinstance(error.__context__, OSError | KeyboardInterrupt):
                 raise error.__context__ from error
             raise
@@ -89,7 +86,7 @@ def last_checkpoint(run_dir: Path) -> Path:
 def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
     """Find the newest intact checkpoint of a run, or None; also return a warning, or None.
 
-    Changes nothing, since all ranks read at the same time.
+    Leaves the files as they are, since all ranks read at the same time.
     """
     last = last_checkpoint(run_dir)
     previous = last.with_name(PREVIOUS)
@@ -108,14 +105,14 @@ def usable_checkpoint(run_dir: Path) -> tuple[Path | None, str | None]:
 def damage(path: Path) -> str | None:
     """Read a checkpoint's whole file and describe damage; None if it is intact.
 
-    torch writes a checksum for every tensor, but does not verify it on loading.
+    torch stores a checksum for every tensor, but does not verify it when loading.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
     except PermissionError as error:
         raise UserError(f"cannot read {path}: {error.strerror}.") from error
-    # One of these at any byte that is wrong: in the directory, a name, a method, a length, at the end.
+    # A wrong byte anywhere in the file raises one of these.
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
         return str(error)
     return None if broken is None else f"{broken} does not match its checksum"
@@ -131,10 +128,10 @@ def read_header(path: Path) -> dict[str, Any]:
             raise ValueError(reason)
         checkpoint = torch.load(path, map_location="meta", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        # What torch says is that the file can be loaded if its code may run.
+        # torch's message would advise loading the objects, which may run code.
         raise UserError(
-            f"ckpt_path={path} contains objects other than tensors, numbers and text, which growlab does not load: "
-            "loading them could run code; give a checkpoint that growlab has written."
+            f"ckpt_path={path} contains objects other than tensors, numbers and text, which growlab does not load, "
+            "since they could run code; give a checkpoint that growlab has written."
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         raise UserError(f"ckpt_path={path} is not a checkpoint that growlab can read ({error}).") from error
@@ -168,15 +165,15 @@ class SavePolicy:
 
 
 class SaveCheckpoints(Checkpoint):
-    """Keeps the newest state of a run in one file, and the one before it in another.
+    """Saves a run's state, and keeps the previous one in another file.
 
-    Within an epoch checkpoints are saved between optimizer steps, since they do not contain accumulated gradients.
-    After the last step of an epoch saving waits for its end. A signal during validation saves a checkpoint that
-    repeats the whole validation when resumed.
+    Within an epoch, checkpoints are saved between optimizer steps, since they do not contain accumulated gradients;
+    after the epoch's last step, saving waits for its end. A signal during validation saves a checkpoint that repeats
+    the whole validation when resumed.
 
-    Lightning runs checkpoint callbacks after all others. Its `ModelCheckpoint(save_top_k=0, save_last=True)` saves
-    nothing before training ends, and its signal handlers save nothing or, under SLURM, into another file; they are
-    replaced during training.
+    A callback of its own, since Lightning's `ModelCheckpoint(save_top_k=0, save_last=True)` saves nothing before
+    training ends. Lightning's signal handlers, which save nothing or, under SLURM, into another file, are replaced
+    during training. Lightning runs checkpoint callbacks after all others.
     """
 
     def __init__(
@@ -191,7 +188,7 @@ class SaveCheckpoints(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install signal handlers in place of Lightning's."""
         if trainer.is_global_zero and self._resumed == self._path.with_name(PREVIOUS):
-            # Over the newest one, which was damaged: else the next one saved would push out the only good one.
+            # Replaces the damaged newest one, which would otherwise replace the only good one at the next save.
             os.replace(self._resumed, self._path)
         trainer.should_stop = trainer.should_stop or self._stopped
         self._saved_at, self._speaks = time.monotonic(), trainer.is_global_zero
@@ -205,49 +202,49 @@ class SaveCheckpoints(Checkpoint):
         if (batch_idx + 1) % trainer.accumulate_grad_batches or batch_idx + 1 == trainer.num_training_batches:
             return
         every = self._policy.every_n_steps
-        wish = self._agreed(trainer)
-        if wish or (every and trainer.global_step % every == 0):
+        request = self._agreed_request(trainer)
+        if request or (every and trainer.global_step % every == 0):
             self._save_inside(trainer, pl_module)
-        if wish == _STOP:
+        if request == _STOP:
             self._end(trainer)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Save on a signal without waiting for the end of validation."""
-        if self._agreed(trainer) == _STOP:
+        if self._agreed_request(trainer) == _STOP:
             self._save_inside(trainer, pl_module)
             self._end(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, on every rank at once."""
+        """Save; a collective operation."""
         self._save(trainer)
-        if self._agreed(trainer) == _STOP:
+        if self._agreed_request(trainer) == _STOP:
             self._end(trainer)
 
     def on_train_end(self, *_: Any) -> None:
-        """Restore the handlers of signals."""
+        """Restore the signal handlers."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 
     on_exception = on_train_end  # type: ignore[assignment]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Record that a callback has ended the run, and a running validation as not started.
+        """Record whether a callback has ended the run, and mark a running validation as not started.
 
-        Lightning's loops continue an interrupted evaluation, but without restoring the position of its loaders. Only
+        Lightning's loops would continue an interrupted evaluation without restoring the position of its loaders. Only
         this function depends on Lightning's names of these counters.
         """
-        # After a time limit a resumed run trains on.
-        timers = [one for one in trainer.callbacks if isinstance(one, Timer)]  # type: ignore[attr-defined]
-        checkpoint[STOPPED] = trainer.should_stop and not timers
+        # A run that reached its time limit continues when resumed.
+        timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+        checkpoint[STOPPED] = trainer.should_stop and not timed
         if trainer.validating:
             counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress.update(total=dict(counts), current=dict(counts), is_last_batch=False)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep a run that a callback has ended early from training on."""
+        """Do not continue a run that a callback has ended."""
         self._stopped = checkpoint.get(STOPPED, False)
 
     def _save_inside(self, trainer: Trainer, task: Any) -> None:
@@ -265,28 +262,28 @@ class SaveCheckpoints(Checkpoint):
             raise KeyboardInterrupt
         self._received = number
         if number == signal.SIGINT and self._speaks:
-            # `print` must not be used in a handler: it may interrupt another one.
+            # `print` is not reentrant: the handler may interrupt another one.
             with contextlib.suppress(OSError):
                 os.write(2, b"stopping after this step; Ctrl-C again stops at once\n")
 
-    def _agreed(self, trainer: Trainer) -> int:
-        """Strongest request of any rank: `_STOP` after a signal, `_SAVE` when one is due, or 0.
+    def _agreed_request(self, trainer: Trainer) -> int:
+        """Highest request of any rank: `_STOP` after a signal, `_SAVE` when one is due, or 0.
 
-        A signal may reach one rank only and clocks differ, but ranks save and end together.
+        A signal may reach one rank only, and clocks differ, but all ranks save and end together.
         """
         minutes = self._policy.every_minutes
-        wish = 0
+        request = 0
         if self._received is not None:
-            wish = _STOP
+            request = _STOP
         elif minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
-            wish = _SAVE
+            request = _SAVE
         if trainer.world_size == 1:
-            return wish
-        wishes = torch.tensor(float(wish), device=trainer.strategy.root_device)
-        return int(trainer.strategy.reduce(wishes, reduce_op="max"))
+            return request
+        requests = torch.tensor(float(request), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(requests, reduce_op="max"))
 
     def _end(self, trainer: Trainer) -> None:
-        # Ranks without a signal stop with those that got one.
+        # Ranks that received no signal stop with the others.
         number = signal.SIGTERM if self._received is None else self._received
         if self._writer.failure is not None:
             raise UserError(f"{signal.Signals(number).name} ends the run, but {self._writer.failure}")
@@ -294,9 +291,9 @@ class SaveCheckpoints(Checkpoint):
 
 
 def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimizer]) -> Any:
-    """Load a file's weights into the first stage's network and its averages, and return the optimizer's maker.
+    """Load a file's weights into the first stage's network and its averages; return a function for the optimizer.
 
-    It makes the optimizer with the file's state, if that has one of its class, as `growlab.lab.planner` writes it.
+    It makes the optimizer with the state in the file, if there is one for its class, as from `growlab.lab.planner`.
     """
     what = f"start_from={path}"
     content = read_saved(path, what)
@@ -306,7 +303,7 @@ def start_from(grower: Grower, path: str, make_optimizer: Callable[[Any], Optimi
             raise UserError(f"{what} is of another network than the first stage's: {other[0]}.")
         network.load_state_dict(state)
     saved = content.get(OPTIMIZER) if isinstance(content, Mapping) else None
-    # Files of other programs may have an "optimizer" too, by number and not by name.
+    # Other programs' files may have an "optimizer" with parameters by number instead of name.
     if not isinstance(saved, Mapping) or not {"class", "state"} <= saved.keys():
         return make_optimizer
 

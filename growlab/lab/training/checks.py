@@ -1,6 +1,6 @@
-"""Checks of a composed configuration before anything is built: types, ranges, settings without effect.
+"""Check a composed configuration before anything is built: types, ranges, settings without effect.
 
-Groups such as `data` and `model` accept any class, so values are checked against the annotations of its parameters.
+Groups such as `data` and `model` accept any class, so values are checked against the annotations of its constructor.
 """
 
 import json
@@ -24,7 +24,7 @@ from growlab.optim import Inheritance
 
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 _Count = Annotated[int, Field(ge=1)]
-# Of the top level.
+# Settings at the top level of the configuration.
 _TOP = {
     **dict.fromkeys(("compile", "check_ranks"), bool),
     "seed": Annotated[int, Field(ge=0, lt=2**32)],
@@ -41,7 +41,7 @@ _TOP = {
     "keep_full": list[str],
     "optimizer_state": Inheritance,
 }
-# Of `schedule`, which has no class of its own, besides the arguments of `make_schedule`.
+# Settings of `schedule`, which has no class of its own, in addition to the arguments of `make_schedule`.
 _SCHEDULE = {
     "batch_size": Literal["auto"] | None,
     "max_memory_gib_per_device": Annotated[float, Field(gt=0)] | None,
@@ -50,8 +50,8 @@ _SCHEDULE = {
     **dict.fromkeys(("total_steps", "total_tokens", "eval_every_n_steps", "repeat_batches"), _Count | None),
     "steps": list[int] | None,
 }
-# Options with which Lightning would make the run shorter, longer or measured on less than its results say, and the
-# setting that does the same.
+# Options of Lightning's Trainer that would change a run's length or evaluation behind growlab's back, and the settings
+# to use instead.
 _OURS = {
     **dict.fromkeys(
         (
@@ -71,8 +71,8 @@ _OURS = {
     "fast_dev_run": "add debug=fast",
     "overfit_batches": "add debug=overfit",
 }
-# Settings of the schedule, and those that win over each where they are given.
-_BEFORE = {
+# Settings of the schedule, and those that override each.
+_OVERRIDDEN_BY = {
     "total_epochs": ("budget", "epochs", "total_steps", "total_tokens", "steps"),
     "total_steps": ("budget", "total_tokens", "steps"),
     "total_tokens": ("budget", "steps"),
@@ -85,10 +85,10 @@ _SHAPE = "schedule.learning_rate.shape"
 
 
 def check_types(settings: Any, name: str = "") -> dict[str, Any]:
-    """Refuse values that constructors of growlab and Lightning would misinterpret, or fail on later.
+    """Reject values that constructors of growlab and Lightning would misinterpret, or fail on later.
 
-    Entries with a `_target_` are checked against its annotations; numbers must be finite. Returns by dotted name the
-    values with integers as floats where the annotation has floats.
+    Entries with a `_target_` are checked against its annotations; numbers must be finite. Returns the values of
+    settings annotated as floats, by dotted name, with integers converted.
     """
     floats: dict[str, Any] = {}
     if isinstance(settings, list):
@@ -99,7 +99,7 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
     target = str(settings.get("_target_", "growlab"))
     full_names = {f"{name}.{key}" if name else str(key): key for key in settings}
     if target.partition(".")[0] in ("growlab", "lightning", "torch"):
-        # Before those inside, which may refer to them.
+        # Before nested settings, which may refer to these by interpolation.
         for full_name, key in full_names.items():
             _check_finite(settings[key], full_name)
     hints = hints_of(name, target)
@@ -108,7 +108,7 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
         if key in hints and value != MISSING:
             if misfit := _misfit(value, hints[key]):
                 raise UserError(f"{full_name} {misfit}.")
-            # Where integers and floats stand for different things, such as pixels and fractions, both are named.
+            # Not if integers and floats have different meanings, such as pixels and fractions.
             if "float" in str(hints[key]) and "Sequence[int]" not in str(hints[key]):
                 floats[full_name] = _as_floats(value)
         floats |= check_types(value, full_name)
@@ -116,13 +116,13 @@ def check_types(settings: Any, name: str = "") -> dict[str, Any]:
 
 
 def in_words(hint: Any) -> str:
-    """An annotation as users read it, without modules."""
+    """Format an annotation for messages, without modules."""
     plain = re.sub(r"typing\.Annotated\[(\w+), .*?\)\]\)\]", r"\1", str(hint))
     return re.sub(r"\b(\w+\.)+|<class '|'>", "", plain)
 
 
 def hints_of(name: str, target: str) -> dict[str, Any]:
-    """Annotations of the settings in a group, of the top level ("") or of what its `_target_` names."""
+    """Annotations of a group's settings: those of the top level (""), the schedule, or the class in `_target_`."""
     if name == "schedule":
         return {**_hints(make_schedule), **_SCHEDULE}
     if not name:
@@ -136,7 +136,7 @@ def hints_of(name: str, target: str) -> dict[str, Any]:
 
 
 def _check_finite(value: Any, name: str) -> None:
-    """Refuse nan and infinity, since comparisons let nan pass."""
+    """Reject NaN and infinity: range checks would let NaN pass."""
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{name} must be a finite number, not {number}.")
@@ -145,18 +145,18 @@ def _check_finite(value: Any, name: str) -> None:
 def _hints(made: Any) -> dict[str, Any]:
     if not isinstance(made, type):
         return typing.get_type_hints(made, include_extras=True)
-    # A constructor that hands on `**kwargs` takes the arguments of those above it, such as torch's optimizers.
+    # Constructors may pass `**kwargs` on to their base classes, such as torch's optimizers.
     constructors = [vars(owner)["__init__"] for owner in reversed(made.__mro__) if "__init__" in vars(owner)]
-    found = [*map(_hints, (*getattr(made, "SETTINGS", ()), *constructors))]
-    return {name: hint for hints in found for name, hint in hints.items()}
+    sources = (*getattr(made, "SETTINGS", ()), *constructors)
+    return {name: hint for source in sources for name, hint in _hints(source).items()}
 
 
 def _misfit(value: Any, hint: Any) -> str:
-    """Say how a value breaks a type or its range, "" where it does not or where Hydra may make an object of it."""
+    """Describe how a value violates a type or its range; "" if it is valid, or if Hydra may make an object of it."""
     if isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value)):
         return ""
     try:
-        # As JSON: lists stand for tuples, text for paths and members of enumerations.
+        # As JSON, where lists are valid tuples, and strings are valid paths and enumeration members.
         TypeAdapter(hint, config=_ANY_CLASS).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         if (said := error.errors()[0]["msg"]).startswith(("Input should be greater", "Input should be less")):
@@ -169,12 +169,12 @@ def _misfit(value: Any, hint: Any) -> str:
 
 def _as_floats(value: Any) -> Any:
     if isinstance(value, list):
-        return [_as_floats(one) for one in value]
+        return [_as_floats(item) for item in value]
     return float(value) if type(value) is int else value
 
 
 def check_trainer_options(trainer: Mapping[str, Any]) -> None:
-    """Refuse options of Lightning's Trainer that would be ignored or change the meaning of a run's numbers."""
+    """Reject options of Lightning's Trainer that would be ignored or change the meaning of a run's numbers."""
     if taken := [str(name) for name in trainer if name in _OURS]:
         instead = _OURS[taken[0]].format(trainer[taken[0]])
         raise UserError(f"trainer.{taken[0]} is set by growlab: {instead}.")
@@ -186,37 +186,33 @@ def check_trainer_options(trainer: Mapping[str, Any]) -> None:
 
 
 def check_effects(settings: Mapping[str, Any], overrides: Sequence[str], is_sweep: bool = False) -> None:
-    """Refuse typed settings that have no effect; in a sweep one may concern only some of the runs."""
+    """Reject overrides that have no effect; in a sweep, an override of a part may be for some of the runs."""
     typed = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     schedule = settings["schedule"]
-    for name, stronger in _BEFORE.items():
+    for name, stronger in _OVERRIDDEN_BY.items():
         for other in stronger if f"schedule.{name}" in typed else ():
-            given, value = schedule.get(name), schedule.get(other)
-            if value is not None and f"schedule.{other}" not in typed and not _agree(name, given, value):
+            value, winner = schedule.get(name), schedule.get(other)
+            if winner is not None and f"schedule.{other}" not in typed and not _agree(name, value, winner):
                 raise UserError(
-                    f"schedule.{name}={given} has no effect with schedule.{other}={_text(value)}, which the "
-                    f"experiment sets: set that, or add schedule.{other}=null."
+                    f"schedule.{name}={value} has no effect with schedule.{other}={str(winner).replace(' ', '')}, "
+                    f"which the experiment sets: set that, or add schedule.{other}=null."
                 )
     if is_sweep:
         return
     for name, part in (settings.get("parts") or {}).items():
-        own = settings.get(name)
-        if not isinstance(own, Mapping) or part is None or not left_out(part):
+        group = settings.get(name)
+        if not isinstance(group, Mapping) or part is None or not left_out(part):
             continue
         switch = next((str(key) for key in part if key != "_target_"), "")
-        for key, value in own.items():
+        for key, value in group.items():
             full = f"{name}.{key}"
             if key != switch and value is not None and full in typed:
                 raise UserError(f"{full}={typed[full]} has no effect: {name} is left out while {name}.{switch}=null.")
 
 
-def _agree(name: str, given: Any, value: Any) -> bool:
-    """Return True if a setting of the schedule equals the list (or number) that overrides it."""
-    if not isinstance(value, list):
+def _agree(name: str, value: Any, winner: Any) -> bool:
+    """Return True if a setting of the schedule has the value that the list overriding it implies."""
+    if not isinstance(winner, list):
         return False
-    sums = {"total_epochs": sum(value), "total_steps": sum(value), "num_stages": len(value)}
-    return bool(given == sums.get(name, value[0]))
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).replace(" ", "")
+    implied = {"total_epochs": sum(winner), "total_steps": sum(winner), "num_stages": len(winner)}
+    return bool(value == implied.get(name, winner[0]))

@@ -1,4 +1,4 @@
-"""The configuration in `conf/`: its location, defaults of plugins, names of runs, and the run to resume."""
+"""The configuration in `conf/`: its location, plugin defaults, names of runs, and the run to resume."""
 
 import hashlib
 import re
@@ -23,21 +23,21 @@ LAST = "ckpt_path=last"
 """The override that resumes the newest run."""
 _NAMING = "hydra.job.config.override_dirname.exclude_keys"
 _NOT_IN_FOLDERS = ("experiment", "data.root", "ckpt_path")
-# Of 255 bytes that file systems allow.
+# Most bytes of a folder's name; file systems allow 255.
 _LONGEST = 200
 _SEARCHPATH, _RUN_DIR, _SWEEP_DIR = "hydra.searchpath", "hydra.run.dir", "hydra.sweep.dir"
-# Groups that a run's name contains, and the word in front of each after an experiment's name.
+# Groups in a run's name, and the word before each if the name begins with an experiment's.
 _WORDS = {"model": "with", "data": "on"}
-# Defaults for plugins that run the jobs of a sweep side by side or search, where they are installed. Files in `conf/`
-# cannot give them: Hydra takes a file of a plugin's name in place of the plugin's own configuration.
+# Defaults for launcher and sweeper plugins, if installed. They cannot be files in `conf/`: Hydra would use a file with
+# a plugin's name instead of the plugin's own configuration.
 _PLUGINS: dict[str, dict[str, Any]] = {
-    # Jobs are long: a few at a time, and each goes to the next process that is free.
+    # Jobs are long: a few at a time, each started when a process is free.
     "hydra/launcher/joblib": {"n_jobs": 2, "batch_size": "1", "pre_dispatch": "all"},
-    # Not an hour. One task, whatever the number of devices: growlab starts the other processes itself.
+    # More than the default hour. One task for any number of devices: growlab starts the other processes itself.
     "hydra/launcher/submitit_local": {"timeout_min": 7 * 24 * 60, "name": "${name}"},
     "hydra/launcher/submitit_slurm": {"timeout_min": 24 * 60, "name": "${name}", "gpus_per_node": 1},
-    # The objective is an accuracy; [maximize,minimize] for accuracy and cost.
-    # Kept in the sweep's folder, so that the same command with hydra.sweep.dir=FOLDER continues the search.
+    # Maximizes accuracy; set [maximize,minimize] for accuracy and cost. Stored in the sweep's folder, so that the same
+    # command with hydra.sweep.dir=FOLDER continues the search.
     "hydra/sweeper/optuna": {
         **{"direction": "maximize", "n_jobs": 1, "max_failure_rate": 1.0, "study_name": "growlab"},
         "storage": "sqlite:///${hydra.sweep.dir}/optuna.db",
@@ -48,42 +48,41 @@ _PLUGINS: dict[str, dict[str, Any]] = {
 def config_dir(package: Path | None = None) -> Path:
     """Absolute path of `conf/`: inside the package in a wheel, next to it in a checkout or editable install."""
     package = Path(__file__).resolve().parents[2] if package is None else package.resolve()
-    places = (package / "conf", package.parent / "conf")
-    for place in places:
-        if (place / f"{PRIMARY}.yaml").is_file():
-            return place
+    folders = (package / "conf", package.parent / "conf")
+    for folder in folders:
+        if (folder / f"{PRIMARY}.yaml").is_file():
+            return folder
     raise UserError(
-        f"no {PRIMARY}.yaml in {places[0]} or {places[1]}: install growlab again, in a checkout with `pip install -e .`"
+        f"no {PRIMARY}.yaml in {folders[0]} or {folders[1]}: install growlab again, in a checkout with "
+        "`pip install -e .`"
     )
 
 
 def set_plugin_defaults() -> None:
     """Register growlab's defaults for Hydra's plugins in its ConfigStore, before composing; idempotent."""
     store = ConfigStore.instance()
-    # Plugins store their own configurations when Hydra first asks for them, which would replace these.
+    # Load the plugins first: they store their own configurations, which would replace these.
     Plugins.instance()
     for path, values in _PLUGINS.items():
         group, _, name = path.rpartition("/")
         if f"{name}.yaml" in store.list(group):
-            known = store.load(f"{path}.yaml")
-            node = OmegaConf.merge(known.node, values)
-            store.store(group=group, name=name, node=node, package=known.package, provider=known.provider)
+            original = store.load(f"{path}.yaml")
+            node = OmegaConf.merge(original.node, values)
+            store.store(group=group, name=name, node=node, package=original.package, provider=original.provider)
 
 
 def search_options() -> list[str]:
-    """Options (and `hydra.searchpath`) with which another command finds this job's configuration."""
+    """Options (and `hydra.searchpath`) that another command needs to find this job's configuration."""
     job = HydraConfig.get()
     options = [] if job.job.config_name == PRIMARY else ["--config-name", str(job.job.config_name)]
     for source in job.runtime.config_sources:
         if source.provider == "command-line":
             options += ["--config-dir", source.path]
-    return [*options, *(one for one in job.overrides.hydra if name_of(one) == _SEARCHPATH)]
+    return [*options, *(override for override in job.overrides.hydra if name_of(override) == _SEARCHPATH)]
 
 
 def experiment_name(choices: Mapping[str, str | None], overrides: Sequence[str], swept: Collection[str] = ()) -> str:
-    """Name of the experiment, or of the network and the data chosen on the command line instead.
-
-    With another network or data the default experiment's name is left out.
+    """Name of the experiment, or of the network and data if the command line overrides those of the default one.
 
     Examples:
         >>> choices = {"experiment": "digits", "model": "resnet20", "data": "digits"}
@@ -94,19 +93,19 @@ def experiment_name(choices: Mapping[str, str | None], overrides: Sequence[str],
         >>> experiment_name({**choices, "experiment": "papers/table6"}, ["experiment=papers/table6", "model=vgg11"])
         'table6_with_vgg11'
     """
-    given = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
+    values = dict(override.lstrip("+").split("=", 1) for override in overrides if "=" in override)
     named: dict[str, str] = {}
     for group in _WORDS:
-        if group in given and group not in swept:
-            named[group] = _plain(given[group])
-        if f"{group}.name" in given:
-            named[group] = _plain(given[f"{group}.name"])
-        if f"{group}._target_" in given:
-            named[group] = _plain(given[f"{group}._target_"].rpartition(".")[2])
+        if group in values and group not in swept:
+            named[group] = _plain(values[group])
+        if f"{group}.name" in values:
+            named[group] = _plain(values[f"{group}.name"])
+        if f"{group}._target_" in values:
+            named[group] = _plain(values[f"{group}._target_"].rpartition(".")[2])
     experiment = (choices.get("experiment") or "").rpartition("/")[2]
     if experiment and not named:
         return experiment
-    if experiment and "experiment" in given:
+    if experiment and "experiment" in values:
         return "_".join([experiment, *(f"{word}_{named[g]}" for g, word in _WORDS.items() if g in named)])
     model, data = (named.get(group) or _plain(choices.get(group) or group) for group in _WORDS)
     return f"{model}_on_{data}"
@@ -126,34 +125,33 @@ def _job_folder(which: str = "") -> str:
     job = HydraConfig.get()
     named = job.job.override_dirname
     if which == "all":
-        named = ",".join(sorted(one for one in job.overrides.task if name_of(one) not in _NOT_IN_FOLDERS))
+        named = ",".join(sorted(o for o in job.overrides.task if name_of(o) not in _NOT_IN_FOLDERS))
     full = named.replace("/", "_").encode()
     digest = hashlib.sha256(full).hexdigest()[:8]
     short = full if len(full) <= _LONGEST else full[: _LONGEST - 9] + f"_{digest}".encode()
     name = short.decode(errors="ignore")
-    # A search that is continued numbers its trials from 0 again.
+    # Without a number: a continued search numbers its trials from 0 again.
     if which == "all" or "BasicSweeper" not in str(job.sweeper.get("_target_")):
         return name
-    # A sweep that has been extended numbers its finished jobs differently.
-    places = [path.name for path in Path(job.sweep.dir).glob(f"*_{escape(name)}")] if name else []
-    before = sorted(one for one in places if one.partition("_")[0].isdecimal() and one.partition("_")[2] == name)
+    # Keep the folder of a finished job, whose number differs if the sweep was extended.
+    folders = [path.name for path in Path(job.sweep.dir).glob(f"*_{escape(name)}")] if name else []
+    earlier = sorted(f for f in folders if f.partition("_")[0].isdecimal() and f.partition("_")[2] == name)
     numbered = f"{job.job.num}_{name}".rstrip("_")
-    return before[0] if before and numbered not in before else numbered
+    return earlier[0] if earlier and numbered not in earlier else numbered
 
 
 def naming_override(overrides: Sequence[str]) -> str:
-    """Return the override that leaves what all jobs of a sweep share out of their folders' names."""
+    """Return the override that excludes what all jobs of a sweep share from their folders' names."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    swept = [one.get_key_element() for one in parsed if one.is_sweep_override()]
-    shared = [one.get_key_element().lstrip("+~") for one in parsed if not one.is_sweep_override()]
-    left_out = [*(name for name in _NOT_IN_FOLDERS if name not in swept), *shared]
-    return f"{_NAMING}=[{','.join(map(quoted, left_out))}]"
+    swept = [o.get_key_element() for o in parsed if o.is_sweep_override()]
+    shared = [o.get_key_element().lstrip("+~") for o in parsed if not o.is_sweep_override()]
+    excluded = [*(name for name in _NOT_IN_FOLDERS if name not in swept), *shared]
+    return f"{_NAMING}=[{','.join(map(quoted, excluded))}]"
 
 
-# `${growlab.name:}` is this run's name and `${growlab.sweep:}` that of the sweep which it is a job of, worked out once:
-# Hydra hands the sweep's on to each job.
+# `growlab.name` is this run's name, `growlab.job` a job's folder within its sweep, and `growlab.sweep` the sweep's name
+# (cached, since Hydra passes it on to each job).
 OmegaConf.register_new_resolver("growlab.name", _name_of_this_run, replace=True)
-# The folder of a job in its sweep's.
 OmegaConf.register_new_resolver("growlab.job", _job_folder, replace=True)
 OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=True, replace=True)
 
@@ -161,9 +159,12 @@ OmegaConf.register_new_resolver("growlab.sweep", _name_of_this_run, use_cache=Tr
 def resume_override(
     overrides: list[str], multirun: bool = False, more: str | None = None, primary: str = PRIMARY
 ) -> str | None:
-    """Return `hydra.run.dir=FOLDER` of the newest run for `ckpt_path=last` without a folder, else None."""
-    given = {name_of(override): override.partition("=")[2] for override in overrides}
-    if given.get("ckpt_path") != "last" or (_SWEEP_DIR if multirun else _RUN_DIR) in given:
+    """Return `hydra.run.dir=FOLDER` of the newest run for `ckpt_path=last` without a folder, else None.
+
+    `more` is another folder to search for configurations.
+    """
+    values = {name_of(override): override.partition("=")[2] for override in overrides}
+    if values.get("ckpt_path") != "last" or (_SWEEP_DIR if multirun else _RUN_DIR) in values:
         return None
     if multirun:
         raise UserError(f"{LAST} with -m needs to know which sweep: add {_SWEEP_DIR}=FOLDER.")
@@ -179,20 +180,19 @@ def resume_override(
 
 
 def composed(overrides: list[str], more: str | None = None, primary: str = PRIMARY) -> DictConfig:
-    """Compose the configuration, with Hydra's own part; see `resume_override` for the arguments."""
+    """Compose the configuration with its `hydra` section; `more` is another folder to search."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         cfg = compose(primary, overrides=_with_searched(overrides, more), return_hydra_config=True)
-    # `hydra:` interpolations, such as the experiment's name, are resolved from here.
+    # For `hydra:` interpolations, such as the experiment's name.
     HydraConfig.instance().set_config(cfg)
     return cfg
 
 
 def _with_searched(overrides: list[str], more: str | None) -> list[str]:
-    """Add a folder to the searched ones by an override, since `compose` has no `--config-dir`."""
+    """Add a folder to the search path by an override, since `compose` has no `--config-dir`."""
     if more is None:
         return overrides
-    given = next((one for one in overrides if name_of(one) == _SEARCHPATH), f"{_SEARCHPATH}=[]")
-    others: Any = OverridesParser.create().parse_override(given).value()
-    folders = [f"file://{Path(more).resolve()}", *(getattr(one, "text", one) for one in others)]
-    searched = f"{_SEARCHPATH}=[{','.join(map(quoted, folders))}]"
-    return [*(one for one in overrides if one != given), searched]
+    present = next((o for o in overrides if name_of(o) == _SEARCHPATH), f"{_SEARCHPATH}=[]")
+    others: Any = OverridesParser.create().parse_override(present).value()
+    folders = [f"file://{Path(more).resolve()}", *(getattr(folder, "text", folder) for folder in others)]
+    return [*(o for o in overrides if o != present), f"{_SEARCHPATH}=[{','.join(map(quoted, folders))}]"]

@@ -1,4 +1,4 @@
-"""Training batches as CUDA graphs, captured again after each growth event."""
+"""Train with CUDA graphs, captured again after each growth event."""
 
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ from growlab.lab.training.task import Task
 class CudaGraphs(Callback):
     """Replays the network's forward and backward on training batches as CUDA graphs.
 
-    The steps of a small network then take the time that the GPU needs, and not the time that Python needs to start
-    its kernels. A graph is captured (`torch.cuda.make_graphed_callables`) for each shape of the batches and again
-    after each growth event; while norms are annealed, steps run without. Nothing else in the forward may change from
-    step to step but random numbers and the statistics of batch normalisation.
+    Steps of a small network are then no longer limited by the time that Python needs to launch kernels. A graph is
+    captured (`torch.cuda.make_graphed_callables`) for each batch shape, and again after each growth event; steps run
+    without graphs while norms are annealed. Only random numbers and the statistics of batch normalisation may change
+    between steps of the forward.
 
     Raises:
         UserError: training is not on one CUDA device.
@@ -28,7 +28,7 @@ class CudaGraphs(Callback):
         self._events = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the module's forward."""
+        """Override the module's forward."""
         if not _on_one_device(trainer):
             raise UserError("callbacks=cuda_graphs needs training on one CUDA device: trainer=gpu.")
         assert isinstance(pl_module, Task)
@@ -36,7 +36,7 @@ class CudaGraphs(Callback):
         pl_module.forward = partial(self._forward, pl_module)  # type: ignore[method-assign]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give it back."""
+        """Restore the module's forward."""
         vars(pl_module).pop("forward", None)
         self._graphs = {}
 
@@ -48,21 +48,20 @@ class CudaGraphs(Callback):
         key = tuple((x.shape, x.dtype) for x in inputs)
         resizers = [part.resizer for part in task.grower.parts if hasattr(part, "resizer")]
         if key not in self._graphs:
-            called = _captured(task.network, inputs)
-            self._graphs[key] = called, [resizer.cut for resizer in resizers]
-        called, cuts = self._graphs[key]
-        # A replay runs no hooks of Python: targets are resized as at the capture.
+            self._graphs[key] = _captured(task.network, inputs), [resizer.cut for resizer in resizers]
+        caller, cuts = self._graphs[key]
+        # A replay runs no Python hooks, so targets are resized as at the capture.
         for resizer, cut in zip(resizers, cuts, strict=True):
             resizer.cut = cut
-        return called(*inputs)
+        return caller(*inputs)
 
 
 def _on_one_device(trainer: Trainer) -> bool:
     return trainer.strategy.root_device.type == "cuda" and trainer.world_size == 1
 
 
-class _Called(nn.Module):
-    """Calls a network, whose own hooks then are part of a capture."""
+class _Caller(nn.Module):
+    """Calls a network, so that the network's own hooks are captured too."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -73,14 +72,14 @@ class _Called(nn.Module):
 
 
 def _captured(network: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module:
-    """Capture a network in training mode; the trial passes leave its buffers as they were."""
+    """Capture a network in training mode; its buffers are restored after the warm-up passes."""
     before = [(buffer, buffer.clone()) for buffer in network.buffers()]
     mixed, precision = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    called = _Called(network)
+    caller = _Caller(network)
     with torch.autocast("cuda", precision, enabled=mixed, cache_enabled=False):
         examples = tuple(x.clone() for x in inputs)
-        torch.cuda.make_graphed_callables(called, examples, allow_unused_input=True)
+        torch.cuda.make_graphed_callables(caller, examples, allow_unused_input=True)
     with torch.no_grad():
         for buffer, value in before:
             buffer.copy_(value)
-    return called
+    return caller

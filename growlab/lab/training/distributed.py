@@ -1,4 +1,4 @@
-"""Processes of a distributed run: environment, strategy, synchronised batch normalisation, comparison of ranks."""
+"""Distributed training: environment, strategy, synchronised batch normalisation, comparison of ranks."""
 
 import os
 from itertools import chain
@@ -29,8 +29,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class OneProcess(LightningEnvironment):
     """Environment of a single process.
 
-    Lightning's environment would start further processes by running the command line again, and leaves variables
-    behind that mislead the next job of a sweep.
+    Lightning's environment would start further processes by running the command line again, and would leave
+    environment variables behind that mislead the next job of a sweep.
     """
 
     # As `growlab.lab.training.launcher` does.
@@ -38,21 +38,21 @@ class OneProcess(LightningEnvironment):
 
 
 def cluster_environment(started_by_growlab: bool) -> list[ClusterEnvironment]:
-    """Return the trainer plugin that provides this process's rank; empty if Lightning can find it."""
+    """Return the trainer plugin that provides this process's rank; empty if Lightning can detect it."""
     if started_by_growlab:
         return [TorchElasticEnvironment() if TorchElasticEnvironment.detect() else OneProcess()]
     if "SLURM_PROCID" in os.environ and "GROUP_RANK" not in os.environ:
-        # Lightning would save and requeue by itself at a signal.
+        # By default Lightning would save and requeue at a signal.
         return [SLURMEnvironment(auto_requeue=False)]
     return []
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that growth does not support."""
+    """Reject strategies that growth does not support."""
     strategy = trainer.strategy
     if isinstance(strategy, SingleDeviceStrategy):
         return
-    # Not isinstance: DeepSpeed's strategy is a DDPStrategy too.
+    # Not isinstance: DeepSpeed's strategy inherits from DDPStrategy.
     if type(strategy) is not DDPStrategy:
         raise UserError(
             f"growlab cannot train with {type(strategy).__name__}: growing needs every parameter whole on each "
@@ -74,7 +74,7 @@ class CPUSyncBatchNorm(_BatchNorm):
         if not self.training or not torch.distributed.is_initialized():
             return super().forward(input)
         self._check_input_dim(input)
-        # As torch does: statistics in the precision of the weights, whatever autocast made of the input.
+        # Statistics in float32 under autocast, as in torch.
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         dims = [d for d in range(x.dim()) if d != 1]
         count = x.new_tensor([x.numel() / x.shape[1]])
@@ -82,12 +82,12 @@ class CPUSyncBatchNorm(_BatchNorm):
         count, mean_C = totals[0], totals[1:] / totals[0]
         shape = [1, -1] + [1] * (x.dim() - 2)
         centred = x - mean_C.view(shape)
-        # In two passes: the mean of squares less the squared mean would cancel.
+        # In two passes, to avoid the cancellation in E[x^2] - E[x]^2.
         var_C = _SumOverRanks.apply(centred.square().sum(dims)) / count
         if self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
-                momentum = self.momentum or 1.0 / float(self.num_batches_tracked)
+                momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
                 self.running_mean.lerp_(mean_C.to(self.running_mean), momentum)
                 self.running_var.lerp_((var_C * count / (count - 1)).to(self.running_var), momentum)
         normed = centred * (var_C + self.eps).rsqrt().view(shape)
@@ -98,7 +98,7 @@ class CPUSyncBatchNorm(_BatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of all ranks' tensors; every rank's gradient reaches every rank's input, second derivatives included."""
+    """Differentiable sum over ranks: the backward pass sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -108,15 +108,15 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # Its own adjoint; the function itself, since growth methods differentiate this once more.
+        # The sum is its own adjoint. Growth methods differentiate twice, so this must be differentiable too.
         return _SumOverRanks.apply(grad)
 
 
 class SynchroniseBatchNorm(TorchSyncBatchNorm):
     """Synchronise batch normalisation over all ranks while training (`trainer.sync_batchnorm=true`).
 
-    Lightning's version replaces modules and cannot restore them. Here modules temporarily change their class, so that
-    the trained network has its original classes.
+    Lightning's version replaces modules and cannot restore them. Here modules change their class temporarily, so that
+    the trained network has its original modules.
     """
 
     def __init__(self, on_cpu: bool) -> None:
@@ -124,7 +124,7 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
         self._classes: dict[nn.Module, type[nn.Module]] = {}
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Make every batch normalisation synchronised, in place."""
+        """Synchronise every batch normalisation, in place."""
         averages = model.grower.copies().values() if isinstance(model, Task) else ()
         for name, module in chain(*(network.named_modules() for network in (model, *averages))):
             if type(module) in BATCH_NORMS:
@@ -148,10 +148,10 @@ class SynchroniseBatchNorm(TorchSyncBatchNorm):
 
 
 class RankCheck(Callback):
-    """Stops a run whose ranks have drifted apart.
+    """Stops a run whose ranks have diverged.
 
-    Ranks are compared when training begins, after every growth event (by the grower), at the end of the epoch after
-    it and at the end of training. They exchange one hash each, and a checksum per tensor only if those differ.
+    Ranks are compared when training begins, after every growth event (by the grower), at the end of the epoch that
+    follows it, and at the end of training. They exchange one hash each, and checksums per tensor only if it differs.
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -16,6 +16,7 @@ import torch
 from lightning import Callback, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from growlab.base.ranks import averaged
 from growlab.lab.training.task import Task
@@ -25,11 +26,17 @@ _STATISTICS = ("running_mean", "running_var")
 
 @torch.no_grad()
 def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """Means over batches and ranks of the statistics, by the name of their running buffer."""
+    """Means of the statistics over batches and ranks, by the name of their running buffer.
+
+    Without norms that evaluation does not call, as in auxiliary heads, and those whose statistics do not follow the
+    batches (a momentum of 0 or none), and without InstanceNorm.
+    """
     norms = {
         name: module
         for name, module in network.named_modules()
         if all(isinstance(getattr(module, kind, None), Tensor) for kind in _STATISTICS)
+        and getattr(module, "momentum", 0) != 0
+        and not isinstance(module, _InstanceNorm)
     }
     buffers, totals = dict(network.named_buffers()), dict[str, Tensor]()
     modes = {module: module.training for module in network.modules()}
@@ -38,59 +45,50 @@ def fresh_statistics(network: nn.Module, batches: Sequence[tuple[Tensor, ...]]) 
         module.training = True
     try:
         for inputs in batches if norms else ():
-            # From zero, so that a batch leaves its own statistics times the weight that it has in the average.
-            empty = {name: torch.zeros_like(own) for name, own in buffers.items() if _is_of(name, norms)}
+            # From zero, so that a batch leaves its own statistics times its weight in the running average.
+            empty = {name: torch.zeros_like(b) for name, b in buffers.items() if name.rpartition(".")[0] in norms}
             functional_call(network, empty, inputs)
-            for name, module in norms.items():
-                weight = _weight(module, empty.get(_joined(name, "num_batches_tracked")))
-                for kind in _STATISTICS:
-                    key = _joined(name, kind)
+            for name, norm in norms.items():
+                weight = _weight(norm, empty.get(f"{name}.num_batches_tracked".lstrip(".")))
+                for key in (f"{name}.{kind}".lstrip(".") for kind in _STATISTICS if weight):
                     precise = torch.promote_types(empty[key].dtype, torch.float32)
-                    found = empty[key].to(precise) / (weight * len(batches))
-                    totals[key] = totals[key] + found if key in totals else found
+                    part = empty[key].to(precise) / (weight * len(batches))
+                    totals[key] = totals[key] + part if key in totals else part
     finally:
         for module, training in modes.items():
             module.training = training
     return {name: averaged(total).to(buffers[name].dtype) for name, total in totals.items()}
 
 
-def _is_of(name: str, norms: dict[str, nn.Module]) -> bool:
-    return name.rpartition(".")[0] in norms
-
-
-def _joined(module: str, attribute: str) -> str:
-    return f"{module}.{attribute}" if module else attribute
-
-
-def _weight(module: Any, tracked: Tensor | None) -> float:
-    """Weight of a batch's statistics in a running average that began at 0, after a number of calls."""
+def _weight(norm: Any, tracked: Tensor | None) -> float:
+    """Weight of a batch's statistics in a running average that began at 0, after `tracked` calls."""
     calls = 1 if tracked is None else int(tracked)
-    return 1.0 if module.momentum is None else 1 - (1 - module.momentum) ** calls
+    return float(calls > 0) if norm.momentum is None else 1 - (1 - norm.momentum) ** calls
 
 
 class FreshStatistics(Callback):
-    """Evaluates on held-out data with fresh statistics, and leaves them in the trained network.
+    """Evaluates on held-out data with fresh statistics, and stores them in the trained network.
 
-    Between batches of an evaluation the network has its running averages, so checkpoints contain these. Batches are a
-    function of seed and epoch, so a resumed run computes the same statistics.
+    Between the batches of an evaluation the network has its running averages, so that checkpoints contain these.
+    Batches are a function of seed and epoch, so a resumed run computes the same statistics.
     """
 
     def __init__(self, images: int, batches: Callable[[int, int, bool], Sequence[tuple[Tensor, ...]]] | None) -> None:
         self._images, self._batches = images, batches
-        #: For the network and its average, and the epoch in which they were found.
+        # Statistics of the network and its averages, and the epoch that they were computed in.
         self._fresh: list[tuple[nn.Module, dict[str, Tensor]]] = []
         self._epoch: int | None = None
         self._saved: list[dict[str, Tensor]] = []
 
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
         """Compute the statistics at the epoch's end for the evaluation."""
-        self._find(trainer, pl_module, trainer.current_epoch)
+        self._update(trainer, pl_module, trainer.current_epoch)
         pl_module.evaluating = self._in_place
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Compute the statistics of a last epoch without evaluation, before it is saved."""
         if trainer.current_epoch + 1 == trainer.max_epochs and self._epoch != trainer.current_epoch:
-            self._find(trainer, pl_module, trainer.current_epoch)
+            self._update(trainer, pl_module, trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the last statistics, so that a run resumed after its last epoch finishes with the same."""
@@ -101,25 +99,24 @@ class FreshStatistics(Callback):
         self._epoch, self._saved = state_dict["epoch"], state_dict["fresh"]
 
     def finish(self, task: Task) -> None:
-        """Store the statistics of the last evaluation in the trained network and its average."""
-        found = [tensors for _, tensors in self._fresh] or self._saved
+        """Store the statistics of the last evaluation in the trained network and its averages."""
+        statistics = [tensors for _, tensors in self._fresh] or self._saved
         with torch.no_grad():
-            for network, fresh in zip(self._networks(task), found, strict=False):
-                own = dict(network.named_buffers())
+            for network, fresh in zip(self._networks(task), statistics, strict=False):
                 for name, tensor in fresh.items():
-                    own[name].copy_(tensor)
+                    network.get_buffer(name).copy_(tensor)
 
     @staticmethod
     def _networks(task: Task) -> list[nn.Module]:
         return [task.network, *task.grower.copies().values()]
 
-    def _find(self, trainer: Trainer, task: Task, epoch: int) -> None:
+    def _update(self, trainer: Trainer, task: Task, epoch: int) -> None:
         self._fresh, self._epoch = [], epoch
         if not self._images or self._batches is None:
             return
         size = task.schedule.batch_size_at(epoch)
         batches = self._batches(-(-self._images // size), epoch, True)
-        # The last batch of an epoch may be too small to have statistics.
+        # An epoch's last batch may be too small for statistics.
         batches = [batch for batch in batches if len(batch[0]) == len(batches[0][0])]
         convert = trainer.precision_plugin.convert_input
         inputs = [tuple(convert(x.to(task.device)) for x in batch[:-1]) for batch in batches]

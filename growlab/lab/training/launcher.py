@@ -1,13 +1,12 @@
 """Run a job in several processes on this machine, and restart them if one dies.
 
 torch's elastic launcher kills the other processes before they can report their errors, allows 30 seconds for saving
-after a signal, and restarts runs that failed on bad input. So processes are started here, with torchrun's environment
-variables:
+after a signal, and restarts runs that failed on bad input. This launcher sets the same environment variables, and:
 
-- signals are forwarded: after SIGTERM there is time for a checkpoint, a second Ctrl-C stops at once;
-- one reason is reported: after a failure the others have a few seconds to report theirs, and the cause is chosen;
-- restarts resume from the last checkpoint; failures that would recur (bad input, a signal to end) are not restarted;
-- processes end with the one that started them (`growlab.lab.training.processes.end_with_parent`).
+- forwards signals: after SIGTERM there is time for a checkpoint, a second Ctrl-C stops at once;
+- reports one reason: after a failure the others have a few seconds to report theirs, then it chooses the cause;
+- resumes from the last checkpoint when restarting, and does not restart after bad input or a signal to end;
+- ends the processes if it ends itself (`growlab.lab.training.processes.end_with_parent`).
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from growlab.base.files import CHECKPOINT_FOLDER
 from growlab.lab.training.configuration import LAST, search_options
 from growlab.lab.training.processes import ERROR_FILE, RUN_ID, ProcessFailed, in_folder, name_of, quoted, run_id
 
-# How long the others may take to end by themselves once one process has failed.
+# Time for the other processes to end by themselves once one has failed.
 _GRACE_SEC = 5.0
 _POLL_SEC = 0.05
 _ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -41,20 +40,20 @@ _FORWARDED = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT}
 
 
 def run(number: int, max_restarts: int, run_dir: Path, more: Sequence[str] = ()) -> None:
-    """Run the job that Hydra has composed in several processes, wait for them, and raise the reason of a failure."""
-    # A new run may have been given the folder of an older one.
+    """Run the current Hydra job in several processes, wait for them, and raise the reason of a failure."""
+    # The folder may contain checkpoints of an older run.
     older, overrides = _checkpoints(run_dir), [*HydraConfig.get().overrides.task, *more]
-    # Not TemporaryDirectory, which a process that is forked from this one would remove at its end.
+    # Not TemporaryDirectory, which would be removed when a process forked from this one ends.
     folder = tempfile.mkdtemp(prefix="growlab_")
     try:
         with _Processes(number, run_dir) as processes:
             for attempt in range(max_restarts + 1):
-                # A new one for each attempt: the last one has the addresses of processes that have died.
+                # New for each attempt: the last one has the addresses of dead processes.
                 store = TCPStore("127.0.0.1", 0, 1, True)
                 if _checkpoints(run_dir) - older:
-                    overrides = [*(one for one in overrides if name_of(one) != "ckpt_path"), LAST]
+                    overrides = [*(o for o in overrides if name_of(o) != "ckpt_path"), LAST]
                 command = [sys.executable, "-m", "growlab", *search_options(), *overrides]
-                # No sweep, and nothing that Hydra leaves twice.
+                # Not as a sweep, and without a second copy of Hydra's output.
                 command += [f"hydra.run.dir={quoted(run_dir)}", "hydra.mode=RUN", "hydra.output_subdir=null"]
                 environment = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, RUN_ID: run_id()}
                 environment["TORCHELASTIC_RESTART_COUNT"] = attempt
@@ -94,7 +93,7 @@ class _Processes:
         self._folder = Path()
         self._too_slow: set[int] = set()
         self._received: set[int] = set()
-        # Signals that came while there were no processes yet to forward them to; None: there are.
+        # Signals that arrived before the processes were started; None while they are running.
         self._pending: list[int] | None = []
         self._handlers: dict[int, object] = {}
 
@@ -122,11 +121,14 @@ class _Processes:
         self._folder, self._running = folder, []
         self._too_slow.clear()
         for rank in range(self._number):
-            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank)
-            own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), self._number)
-            own |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-            environment = {**common, **own, "TORCHELASTIC_USE_AGENT_STORE": True, "ROLE_NAME": "growlab"}
-            environment[ERROR_FILE] = folder / f"{rank}.json"
+            environment = {
+                **common,
+                **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), rank),
+                **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), self._number),
+                **{"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_NAME": "growlab"},
+                "TORCHELASTIC_USE_AGENT_STORE": True,
+                ERROR_FILE: folder / f"{rank}.json",
+            }
             log = folder / f"{rank}.log" if rank else None
             self._running.append(start(command, {k: str(v) for k, v in environment.items()}, log))
         waiting, self._pending = self._pending or [], None
@@ -139,8 +141,7 @@ class _Processes:
             time.sleep(_POLL_SEC)
         self._end(_GRACE_SEC)
         self._pending = []
-        paths = self._folder.glob("*.json")
-        found = [json.loads(path.read_text())["message"] for path in sorted(paths)]
+        reports = [json.loads(path.read_text())["message"] for path in sorted(self._folder.glob("*.json"))]
         failed = {
             rank: code
             for rank, process in enumerate(self._running)
@@ -148,14 +149,14 @@ class _Processes:
         }
         interrupted = signal.SIGINT in self._received
         if not failed:
-            stop = next((one for one in found if one["errorCode"] < 0), None)
-            # Ranks that received no signal themselves report SIGTERM.
+            stop = next((report for report in reports if report["errorCode"] < 0), None)
+            # Ranks that did not receive the signal report SIGTERM.
             return stop and Stopped(signal.SIGINT if interrupted else -stop["errorCode"], stop["message"])
         if interrupted:
             return KeyboardInterrupt()
-        if bad_input := next((one for one in found if one["errorCode"] == 2), None):
+        if bad_input := next((report for report in reports if report["errorCode"] == 2), None):
             return UserError(bad_input["message"])
-        # Processes that lose a neighbour fail too: one that was killed is the cause.
+        # Processes that lose a peer fail too: one that was killed (negative code) is the cause.
         code, rank = min((code, rank) for rank, code in failed.items())
         if code < 0:
             after = f" (restarts so far: {restarts})" * bool(restarts)
@@ -164,8 +165,8 @@ class _Processes:
                 f"outside){', and the others with it' * (self._number > 1)}{after}; resume with: "
                 f"{LAST} {shlex.quote(in_folder(self._run_dir))}"
             )
-        if found:
-            return ProcessFailed(min(found, key=lambda one: one["extraInfo"]["timestamp"])["message"])
+        if reports:
+            return ProcessFailed(min(reports, key=lambda report: report["extraInfo"]["timestamp"])["message"])
         log = self._folder / f"{rank}.log"
         printed = log.read_text(errors="replace") if rank else ""
         return ProcessFailed(f"process {rank} of {self._number} ended with code {code}\n{printed}")
@@ -189,5 +190,5 @@ class _Processes:
 
 def _checkpoints(run_dir: Path) -> set[tuple[int, int]]:
     """Identities of the checkpoints in a run's folder, unaffected by renaming."""
-    found = [path.stat() for path in (run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")]
-    return {(one.st_ino, one.st_mtime_ns) for one in found}
+    stats = [path.stat() for path in (run_dir / CHECKPOINT_FOLDER).glob("*.ckpt")]
+    return {(stat.st_ino, stat.st_mtime_ns) for stat in stats}

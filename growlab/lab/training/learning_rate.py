@@ -14,12 +14,12 @@ from growlab.base.settings import above, at_least, one_of
 from growlab.growth import Schedule
 from growlab.optim import RateRule, Regional
 
-# Of "one_cycle", as torch.optim.lr_scheduler.OneCycleLR has them: the rise takes 0.3 of the run by default,
-# begins at 1 / 25 of the base rate, and the fall ends at 1e-4 of that.
+# Defaults of torch.optim.lr_scheduler.OneCycleLR: the rise takes 0.3 of the run and begins at 1 / 25 of the base rate;
+# the fall ends at 1e-4 of that.
 _RISE, _FIRST, _LAST = 0.3, 1 / 25, 1 / 25e4
-# Shapes with another clock: milestones in epochs, or steps.
-_OWN_COUNT = ("steps", "inverse_sqrt")
-# Of sums of decimal fractions.
+# Shapes with a unit of their own: milestones in epochs, or steps.
+_OWN_UNIT = ("steps", "inverse_sqrt")
+# Tolerance for rounding errors in sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
 
 
@@ -28,29 +28,30 @@ class LearningRate:
     """Schedule of the learning rate; the base rate is the optimizer's `lr`.
 
     Attributes:
-        shape: "cosine" from the base rate to 0; "constant"; "steps", constant but for the milestones; "inverse_sqrt",
-            which falls with the root of the number of steps and passes the base rate where the warm-up ends (Vaswani
-            et al. 2017, Eq. 3, by its peak as fairseq has it); "wsd" (warm-up, stable, decay), constant and then
-            down to 0 over the last `decay_fraction` (Hu et al. 2024, MiniCPM, Section 4); or "one_cycle" (Smith and
-            Topin 2018), half a cosine up to the base rate over `warmup_fraction`, 0.3 if that is 0, and half a cosine
-            down to nearly 0, as torch's OneCycleLR but for the momentum, which stays.
+        shape: "cosine" from the base rate to 0; "constant"; "steps", piecewise constant between milestones;
+            "inverse_sqrt", proportional to 1 / sqrt(step) with its peak, the base rate, at the end of warm-up (Vaswani
+            et al. 2017, Eq. 3, scaled as in fairseq); "wsd" (warm-up, stable, decay), constant and then down to 0
+            over the last `decay_fraction` (Hu et al. 2024, MiniCPM, Section 4); or "one_cycle" (Smith and Topin 2018),
+            half a cosine up to the base rate over `warmup_fraction` (0.3 if that is 0) and half a cosine down to
+            nearly 0, as torch's OneCycleLR with a constant momentum.
         warmup_epochs: epochs of linear rise from 0 at the beginning.
         restarts: run the shape once over the whole run ("none"), or once in each stage ("stage").
         batch_rule: scale the rate with the stage's batch size over `batch_size`: "none", "linear", "sqrt".
         milestones: epochs at which "steps" multiplies the rate by `decay`.
         decay: that factor.
-        warmup_steps: length of a linear warm-up in optimizer steps, not `warmup_epochs`; "inverse_sqrt" needs it.
+        warmup_steps: length of a linear warm-up in optimizer steps, instead of `warmup_epochs`; required by
+            "inverse_sqrt".
         batch_size: batch size that the optimizer's rate is for, used by `batch_rule`; None: the last stage's.
-        progress_unit: unit of the shape's progress: "epochs", optimizer "steps" (milestones too; "epochs" means these
-            if the run's length is in steps), or "cost": forward FLOPs of the run's planned total; "auto": cost if that
-            is known before the run and no other setting is in epochs or steps.
+        progress_unit: unit of the shape's progress: "epochs"; optimizer "steps", also for milestones and if the run's
+            length is in steps; "cost", forward FLOPs relative to the run's planned total; "auto": cost if it is known
+            before the run and no other setting is in epochs or steps.
         warmup_fraction: length of the warm-up as a fraction of the run in that unit, instead of `warmup_epochs`; of
             the stage for "one_cycle" with `restarts="stage"`.
         decay_fraction: fraction of the run in that unit (of the stage with `restarts="stage"`) over which "wsd"
             decays.
         decay_shape: of "wsd", over the decay's progress x: "linear", 1 - x, or "1-sqrt", 1 - sqrt(x) (Haegele et al.
             2024, Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, Section 3).
-        warmup_steps_after_growth: optimizer steps after each scheduled event over which the rate rises linearly from 0.
+        warmup_steps_after_growth: optimizer steps of linear rise from 0 after each scheduled growth event.
 
     Raises:
         ValueError: a value is invalid.
@@ -84,46 +85,47 @@ class LearningRate:
             raise ValueError(reason)
 
     def _contradictions(self) -> Iterator[str]:
-        steps, in_epochs, part = self.warmup_steps, self.warmup_epochs, self.warmup_fraction
+        steps, in_epochs, fraction = self.warmup_steps, self.warmup_epochs, self.warmup_fraction
         if steps is None and self.shape == "inverse_sqrt":
             yield "shape=inverse_sqrt needs warmup_steps, such as 4000."
-        if steps is not None and (steps < 1 or in_epochs or part or self.restarts != "none"):
+        if steps is not None and (steps < 1 or in_epochs or fraction or self.restarts != "none"):
             yield "warmup_steps must be at least 1, with warmup_epochs=0, warmup_fraction=0 and restarts=none."
         if in_epochs and self.progress_unit == "steps":
             yield "warmup_epochs goes with progress_unit=epochs; with progress_unit=steps set warmup_steps."
-        if part >= 1:
-            yield f"warmup_fraction must be below 1, not {part}."
-        if in_epochs and part:
+        if fraction >= 1:
+            yield f"warmup_fraction must be below 1, not {fraction}."
+        if in_epochs and fraction:
             yield "warmup_epochs and warmup_fraction both set the warm-up: leave one at 0."
         if self.shape == "one_cycle" and (in_epochs or steps is not None):
-            own = "warmup_epochs at 0" if in_epochs else "warmup_steps out"
-            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave {own}."
+            other = "warmup_epochs at 0" if in_epochs else "warmup_steps out"
+            yield f"shape=one_cycle rises over warmup_fraction ({_RISE} if that is 0): leave {other}."
         if in_epochs and self.progress_unit == "cost":
             yield "warmup_epochs goes with progress_unit=epochs; with cost set warmup_fraction, a part of the cost."
-        if self.progress_unit == "cost" and self.shape in _OWN_COUNT:
+        if self.progress_unit == "cost" and self.shape in _OWN_UNIT:
             counted = "milestones in epochs" if self.shape == "steps" else "steps"
             yield f"progress_unit=cost does not go with shape={self.shape}, which counts its own {counted}."
-        if self.shape == "wsd" and not 0 < self.decay_fraction <= (1 - part) * _ROUNDING:
+        if self.shape == "wsd" and not 0 < self.decay_fraction <= (1 - fraction) * _ROUNDING:
             yield (
                 f"decay_fraction must be above 0 and at most what warm-up leaves of the run, not {self.decay_fraction}."
             )
 
     @property
     def needs_stages(self) -> str | None:
-        """Name of a setting that needs the times of growth before the run, or None."""
+        """The setting that needs the stages to be known before the run, or None."""
         if self.progress_unit == "cost":
             return "progress_unit=cost"
-        again = self.warmup_steps_after_growth
-        return f"warmup_steps_after_growth={again}" if again else None
+        rewarm = self.warmup_steps_after_growth
+        return f"warmup_steps_after_growth={rewarm}" if rewarm else None
 
     def by_steps(self) -> "LearningRate":
-        """The same for a run whose length is in steps."""
+        """Convert the schedule for a run whose length is in steps."""
         if self.warmup_epochs:
             raise UserError(
                 "schedule.learning_rate.warmup_epochs counts epochs, and this run's length is in steps: set "
                 "warmup_steps."
             )
-        return replace(self, progress_unit="steps") if self.progress_unit == "epochs" else self
+        in_epochs = self.progress_unit == "epochs" or (self.progress_unit == "auto" and self.shape in _OWN_UNIT)
+        return replace(self, progress_unit="steps") if in_epochs else self
 
     def factor_at_step(
         self, schedule: Schedule, steps_in_epoch: Sequence[int], flops_in_epoch: Sequence[float] | None = None
@@ -142,24 +144,24 @@ class LearningRate:
             )
         starts = [0, *accumulate(steps_in_epoch)]
         by_cost = self.progress_unit == "cost" or (
-            self.progress_unit == "auto" and not self.warmup_epochs and self.shape not in _OWN_COUNT
+            self.progress_unit == "auto" and not self.warmup_epochs and self.shape not in _OWN_UNIT
         )
         lengths: Sequence[float] = steps_in_epoch if self.progress_unit == "steps" else [1] * total
         lengths = flops_in_epoch if by_cost and flops_in_epoch else lengths
         clock = [0, *accumulate(lengths)]
 
-        def reached(step: int) -> tuple[int, float]:
-            """Epoch of a step, and its moment by the clock."""
+        def position(step: int) -> tuple[int, float]:
+            """Epoch of a step, and its time by the clock."""
             epoch = min(bisect_right(starts, step) - 1, total - 1)
-            part = min((step - starts[epoch]) / steps_in_epoch[epoch], 1.0)
-            return epoch, clock[epoch] + part * lengths[epoch]
+            fraction = min((step - starts[epoch]) / steps_in_epoch[epoch], 1.0)
+            return epoch, clock[epoch] + fraction * lengths[epoch]
 
         warm = self.warmup_epochs or self.warmup_fraction * clock[-1]
         if self.warmup_steps is not None:
-            warm = reached(self.warmup_steps)[1]
+            warm = position(self.warmup_steps)[1]
 
         def factor(step: int) -> float:
-            epoch, moment = reached(step)
+            epoch, moment = position(step)
             stage = schedule.stage_at(epoch)
             begin, end = 0, total
             if self.restarts == "stage":
@@ -173,13 +175,13 @@ class LearningRate:
         return factor
 
     def _shape(self, step: int, moment: float, begin: float, end: float, warmup: float) -> float:
-        """Factor at a time of the clock, for a shape that spans `begin` to `end` after a warm-up."""
+        """Factor at a moment of the clock, for a shape that spans `begin` to `end` with a warm-up."""
         if self.warmup_steps is not None and self.shape == "inverse_sqrt":
             return min(step / self.warmup_steps, sqrt(self.warmup_steps / max(step, 1)))
         if self.shape == "one_cycle":
             done, rise = (moment - begin) / (end - begin), self.warmup_fraction or _RISE
-            first, last, part = (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
-            return last + (first - last) * 0.5 * (1 + cos(pi * part))
+            first, last, x = (_FIRST, 1.0, done / rise) if done < rise else (1.0, _LAST, (done - rise) / (1 - rise))
+            return last + (first - last) * 0.5 * (1 + cos(pi * x))
         if self.warmup_steps is not None and step < self.warmup_steps:
             return step / self.warmup_steps
         if moment < warmup:
@@ -192,15 +194,16 @@ class LearningRate:
             left = min(1.0, (end - moment) / (self.decay_fraction * (end - begin)))
             return left if self.decay_shape == "linear" else 1 - sqrt(1 - left)
         begin = max(begin, warmup)
-        return 0.5 * (1 + cos(pi * (moment - begin) / (end - begin)))
+        # No decay if the warm-up takes the whole run.
+        return 0.5 * (1 + cos(pi * (moment - begin) / (end - begin))) if end > begin else 1.0
 
 
 @dataclass(frozen=True)
 class RateAdaptation:
-    """Learning rate factors of regions, from their norms; see `growlab.optim`.
+    """Settings for learning rate factors per region; see `growlab.optim`.
 
     Attributes:
-        rule: factors from norms, or None for one global rate.
+        rule: computes the factors from the regions' norms; None: one global rate.
         divide_output_lr_by_fan_in: divide the output layers' rate by their fan-in in the seed (Table 1: 1 / C_0).
         optimizers: class names of supported optimizers; empty for all of `growlab.optim`.
     """

@@ -1,4 +1,4 @@
-"""Send tables, images and checkpoints of a run to its loggers."""
+"""Log a run's tables, images and checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -22,18 +22,18 @@ EVENT_COLUMNS = (
     *("parity_error_train", "noise_error_eval", "seconds"),
 )
 SPECTRUM_COLUMNS = ("stage", "epoch", "parameter", "rank", "singular_value")
-# The best value over the run is what W&B's tables of runs show; the last one otherwise.
+# W&B's tables of runs show these curves' best value instead of the last one.
 _SUMMARIES = {"val_accuracy": "max", "train_accuracy": "max", "val_loss": "min", "train_loss": "min"}
 _RANKS = 9
-# Beginnings of overrides that are no part of a run's name: they do not change what is trained.
+# Prefixes of overrides that do not change the training, and so are left out of a run's name.
 _NOT_IN_NAMES = (*(f"{name}{end}" for name in (*FREE, "data.root") for end in ".="), "hydra")
 
 
 class WandbLogger(lightning_loggers.WandbLogger):
-    """Lightning's logger for Weights & Biases, with the whole history in the last folder of an offline run.
+    """Lightning's logger for Weights & Biases, where the last folder of a resumed offline run has the whole history.
 
     W&B writes offline runs in large blocks, so a killed process loses rows. A resumed run therefore logs the rows up to
-    its checkpoint again, and, without W&B's `resume`, `wandb sync` replaces what earlier folders have of the run.
+    its checkpoint again. Without W&B's `resume`, `wandb sync` then replaces the rows of earlier folders.
 
     Args:
         offline: write the run to a folder, for `wandb sync`.
@@ -46,7 +46,7 @@ class WandbLogger(lightning_loggers.WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log numbers or media; numbers of an offline run are kept, to be logged again by a resumed one."""
+        """Log numbers or media; an offline run's numbers are kept, so that a resumed run can log them again."""
         super().log_metrics(metrics, step)
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
         if self._offline and numbers:
@@ -56,8 +56,8 @@ class WandbLogger(lightning_loggers.WandbLogger):
 class WandbRecords(Callback):
     """Logs growth events and spectra (as tables), figures and the checkpoint to Weights & Biases.
 
-    TensorBoard receives the figures. Without either logger it does nothing. Spectra are singular values of every weight
-    at the end of each stage: `rank` is their place from 0 (the largest) to 1 (the smallest), nine of each weight.
+    TensorBoard gets the figures. Spectra are nine singular values of every weight at the end of each stage, at ranks
+    from 0 (the largest) to 1 (the smallest).
     """
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
@@ -67,7 +67,7 @@ class WandbRecords(Callback):
         self._history: list[Any] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the table and the histories so far; TensorBoard writes its points down, which are not in it."""
+        """Return the table and the histories so far; flush TensorBoard's points, which are not part of it."""
         for board in self._boards:
             board.save()
         return {"spectra": self._spectra, "history": [logger.history for logger in self._loggers]}
@@ -77,21 +77,21 @@ class WandbRecords(Callback):
         self._spectra, self._history = list(state_dict["spectra"]), state_dict.get("history", [])
 
     def on_fit_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Define the value of each curve that summarises the run."""
+        """Define the summary value of each curve."""
         if trainer.is_global_zero:
             for logger in self._loggers:
                 for name, summary in _SUMMARIES.items():
-                    # As Lightning defines all metrics: a definition by name replaces its `*`.
+                    # With Lightning's definition of `*`, which a definition by name replaces.
                     logger.experiment.define_metric(
                         name, step_metric="trainer/global_step", step_sync=True, summary=summary
                     )
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Log offline histories again; let TensorBoard drop the points after the checkpoint, which come again."""
+        """Log offline histories again; let TensorBoard drop points after the checkpoint, which will be repeated."""
         if not trainer.is_global_zero or not trainer.global_step:
             return
         for board in self._boards:
-            # The writer opens its next file with the step from which on it replaces earlier ones.
+            # The writer's next file begins with the step from which it replaces earlier points.
             board.experiment.close()
             board.experiment.purge_step = trainer.global_step + 1
         # Loggers may be added when a run is resumed.
@@ -156,9 +156,9 @@ def run_name(overrides: Sequence[str], otherwise: str) -> str:
 
 
 def spectra(network: nn.Module) -> list[list[Any]]:
-    """[name, rank, singular value] of every weight of two or more dimensions, nine of each, from large to small.
+    """Rows [name, rank, singular value] of every weight with two or more dimensions, nine per weight, descending.
 
-    A weight is taken as the matrix [out, in * kernel].
+    A weight is flattened to the matrix [out, in * kernel].
 
     Examples:
         >>> layer = nn.Linear(3, 2, bias=False)
@@ -170,17 +170,17 @@ def spectra(network: nn.Module) -> list[list[Any]]:
     for name, parameter in network.named_parameters():
         if parameter.dim() < 2:
             continue
-        values = torch.linalg.svdvals(parameter.detach().flatten(1).float())
-        ranks = torch.linspace(0, 1, _RANKS)
+        matrix, ranks = parameter.detach().flatten(1), torch.linspace(0, 1, _RANKS)
+        values = torch.linalg.svdvals(matrix if matrix.is_complex() else matrix.float()).float()
         quantiles = torch.quantile(values.cpu(), 1 - ranks)
         rows += [[name, rank, value] for rank, value in zip(ranks.tolist(), quantiles.tolist(), strict=True)]
     return rows
 
 
 def close_loggers(loggers: Sequence[Logger], succeeded: bool) -> None:
-    """Close the loggers' runs, so that the next run of the process starts new ones.
+    """Close the loggers.
 
-    Lightning leaves a W&B run open, and the next logger of the process would write into it.
+    Lightning leaves a W&B run open, and the next run of the process would write into it.
     """
     for logger in loggers:
         if succeeded:

@@ -1,4 +1,4 @@
-"""Stages, widths, cost, batches and steps of a run, worked out before it trains."""
+"""Plan a run before it trains: its stages, widths, cost, batches and steps."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from growlab.widths.inputs import Example, changed
 
 # A forward and a backward pass cost about three forward passes.
 _TRAINING_FACTOR = 3
-# Of sums of decimal fractions.
+# Tolerance for rounding errors in sums of decimal fractions.
 _ROUNDING = 1 + 1e-9
 _MANY_EPOCHS = 10**6
 # Settings of `conf/schedule` that `make_schedule` does not take.
@@ -32,7 +32,7 @@ NOT_OF_STAGES = (
     *("equal_flops", "budget", "total_steps", "total_tokens", "steps"),
     *("eval_every_n_steps", "repeat_batches"),
 )
-# Evaluations of a run in steps, unless their distance is given.
+# Default number of evaluations of a run in steps.
 _EVALUATIONS = 20
 
 
@@ -42,13 +42,13 @@ class Plan:
 
     Attributes:
         flops: forward FLOPs per sample of each stage.
-        full_flops: the same of the full-width network.
+        full_flops: forward FLOPs per sample of the full-width network.
         reference_epochs: epochs of the fixed-size run that cost is relative to.
-        reference_samples: training samples of the fixed-size run that cost is relative to, where epochs differ in
-            them because data arrives with the stages; else None.
-        stage_numbers: what growth events call each stage; None for 0, 1, 2, ...
-        total_steps: of the run, where its length is given in steps; its epochs are then the parts between evaluations.
-        auxiliary_flops: forward FLOPs of passes besides training's, each with a backward pass, or what costs as much.
+        reference_samples: training samples of that run if epochs differ in size, as with incremental data; else None.
+        stage_numbers: number of each stage in growth events; None for 0, 1, 2, ...
+        total_steps: optimizer steps of a run whose length is in steps; its epochs are the intervals between
+            evaluations.
+        auxiliary_flops: forward FLOPs of passes besides training, each counted as one with a backward pass.
     """
 
     schedule: Schedule
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def train_cost_percent(self) -> float:
-        """Forward FLOPs relative to those of the fixed-size run on the same data, in percent."""
+        """Forward FLOPs in percent of those of the fixed-size run on the same data."""
         if self.reference_samples is not None:
             return 100.0 * (sum(self.flops_in_epoch) + self.auxiliary_flops) / self.reference_flops
         percent = train_cost_percent(self.schedule.epochs, self.flops, self.full_flops, self.reference_epochs)
@@ -75,10 +75,9 @@ class Plan:
     @property
     def reference_flops(self) -> float:
         """Forward FLOPs of the fixed-size run."""
-        images = self.reference_samples
-        if images is None:
+        if self.reference_samples is None:
             return self.full_flops * self.reference_epochs * sum(self.samples) / len(self.samples)
-        return self.full_flops * images
+        return self.full_flops * self.reference_samples
 
     @property
     def flops_in_epoch(self) -> list[int]:
@@ -97,8 +96,8 @@ class Loop:
     """Settings of the training loop that a plan depends on.
 
     Attributes:
-        limit_batches: Lightning's `limit_train_batches`: a number (int) or part (float) of an epoch's batches.
-        accumulate: batches whose gradients make a step.
+        limit_batches: Lightning's `limit_train_batches`: a number (int) or fraction (float) of an epoch's batches.
+        accumulate: batches per optimizer step.
     """
 
     limit_batches: float | None = None
@@ -120,14 +119,15 @@ class StageCost:
         """Parameters of the whole network at full width."""
         return sum(parameter.numel() for parameter in self._network.parameters())
 
-    def __call__(self, widths: triggers.Widths, share: float | None = None) -> int:
-        """FLOPs at these widths, when a share of all growth is done; None: of the whole network and whole inputs."""
-        key = (*(widths[group] for group in self._graph.groups), share)
+    def __call__(self, widths: triggers.Widths, fraction_grown: float | None = None) -> int:
+        """FLOPs at these widths and fraction of growth; None: with all blocks and full-size inputs."""
+        key = (*(widths[group] for group in self._graph.groups), fraction_grown)
         if key not in self._known:
             sample, copied, graph = self._sample, copy.deepcopy(self._network), self._graph
-            if share is not None:
+            if fraction_grown is not None:
                 for part in self._parts:
-                    sample, graph = part.inputs_at(sample, share), part.shrink_to(copied, graph, share)
+                    sample = part.inputs_at(sample, fraction_grown)
+                    graph = part.shrink_to(copied, graph, fraction_grown)
             resize(copied, graph, graph.full_widths, widths)
             self._known[key] = forward_flops(copied, sample)
         return self._known[key]
@@ -135,13 +135,13 @@ class StageCost:
 
 @dataclass
 class Planning:
-    """Works out a run: its trigger first, and once the network is traced its plan.
+    """Makes a run's trigger and, once the network is traced, its plan.
 
     Args:
-        settings: arguments of `make_schedule` but the batch size; `equal_flops`: a fixed-size run trains for as many
-            epochs as cost what growing by this schedule costs; and `budget`: the run trains for as many epochs as cost
-            at most that many epochs of the fixed full network.
-        method: one of fixed size never grows; one that decides widths is asked.
+        settings: arguments of `make_schedule` except the batch size, and the settings in `NOT_OF_STAGES`. With
+            `equal_flops` a fixed-size run costs as much as growing by this schedule; with `budget` a run costs at most
+            that many epochs of the fixed full-width network.
+        method: growth method; it may keep the size fixed or decide widths itself.
         fit: finds the batch size of each stage from its widths, in place of the schedule's rates.
     """
 
@@ -164,15 +164,13 @@ class Planning:
                 raise UserError(f"schedule.budget and schedule.{name} both set the length: leave one out.")
         if self.demand is not None or decides:
             raise UserError(
-                "schedule.budget needs to know before the run how wide the network is at which epoch, and this run "
-                "decides that while it trains: take schedule=budget, which grows on demand within a part of the cost, "
-                "or schedule=exponential with another growth method."
+                "schedule.budget needs the widths of all epochs before the run, but this run decides them while it "
+                "trains: take schedule=budget, which grows on demand within a fraction of the cost, or "
+                "schedule=exponential with another growth method."
             )
         if self.data.incremental is not None:
-            raise UserError(
-                "schedule.budget goes with data that is all there from the start: set schedule.total_epochs."
-            )
-        # Enough for any stages, until their cost is known.
+            raise UserError("schedule.budget needs data that is complete from the start: set schedule.total_epochs.")
+        # Enough for any stages; replaced once their cost is known.
         self.settings["total_epochs"] = _MANY_EPOCHS
 
     def _count_steps(self) -> None:
@@ -184,68 +182,67 @@ class Planning:
                     "schedule.total_tokens needs data in windows of tokens and batches of one size: set "
                     "schedule.total_steps."
                 )
-            of_step = data.tokens_per_sample * self._batch_size * self.loop.accumulate
-            settings["total_steps"] = tokens // of_step
+            tokens_per_step = data.tokens_per_sample * self._batch_size * self.loop.accumulate
+            if tokens < tokens_per_step:
+                raise UserError(f"schedule.total_tokens={tokens} must be at least one step's {tokens_per_step} tokens.")
+            settings["total_steps"] = tokens // tokens_per_step
         if settings["steps"] is not None:
             settings["total_steps"] = sum(settings["steps"])
         if (total := settings["total_steps"]) is None:
             return
         other = next((f"schedule.{name}" for name in ("epochs", "initial_epochs") if settings[name]), "")
         limited = "trainer.limit_train_batches" * (self.loop.limit_batches is not None)
-        other = other or data.only_in_epochs or limited
-        every = settings["eval_every_n_steps"]
-        if other:
+        if other := other or data.only_in_epochs or limited:
             raise UserError(f"{other} counts epochs, and schedule.total_steps={total} sets the run's length in steps.")
-        settings["eval_every_n_steps"] = every or max(1, total // _EVALUATIONS)
+        settings["eval_every_n_steps"] = settings["eval_every_n_steps"] or max(1, total // _EVALUATIONS)
 
     def _cut(self, schedule: Schedule) -> tuple[Schedule, Steps | None]:
-        """Divide stages in steps into epochs at each evaluation; also return the steps of each epoch, if so."""
-        total, every = self.settings["total_steps"], self.settings["eval_every_n_steps"]
-        if total is None:
+        """Split the stages of a run in steps into epochs between evaluations; also return the steps of each epoch."""
+        if self.settings["total_steps"] is None:
             return schedule, None
         starts, total = schedule.starts, schedule.total_epochs
-        cuts = sorted({*starts, *range(0, total, every), total})
-        counted = (sum(a <= cut < b for cut in cuts) for a, b in pairwise((*starts, total)))
+        cuts = sorted({*starts, *range(0, total, self.settings["eval_every_n_steps"]), total})
+        epochs = (sum(a <= cut < b for cut in cuts) for a, b in pairwise((*starts, total)))
         lengths = [self.loop.accumulate * (b - a) for a, b in pairwise(cuts)]
-        return replace(schedule, epochs=tuple(counted)), Steps(lengths, self.settings["repeat_batches"])
+        return replace(schedule, epochs=tuple(epochs)), Steps(lengths, self.settings["repeat_batches"])
 
     @property
     def _batch_size(self) -> int:
-        """Batch size of the schedule's reference stage; the smallest possible one where sizes are found."""
+        """Batch size of the schedule's reference stage; the smallest possible one if sizes are searched."""
         return self.data.batch_size if self.fit is None else self.loop.num_processes
 
     def trigger(self) -> triggers.Trigger:
-        """The trigger that settings, demand and growth method mean together."""
+        """Make the trigger from the settings, the demand and the growth method."""
         settings, method = self.settings, self.method
         if isinstance(method, FixedSize):
             if settings["equal_flops"] and self.demand is not None:
                 raise UserError(
-                    "what growth on demand costs is not known before: set schedule.total_epochs in place of "
+                    "the cost of growth on demand is not known before the run: set schedule.total_epochs instead of "
                     "schedule.equal_flops."
                 )
             return triggers.Never(method.width_multiple, method.depth_multiple)
         if self.demand is not None:
-            given = [name for name in ("epochs", "steps", "batch_sizes") if settings[name] is not None]
-            given += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
-            if given:
+            invalid = [name for name in ("epochs", "steps", "batch_sizes") if settings[name] is not None]
+            invalid += [name for name in ("batch_growth_rate", "equal_flops") if settings[name]]
+            if invalid:
                 raise UserError(
-                    f"schedule.{given[0]} is about stages whose ends are known before; growth on demand "
+                    f"schedule.{invalid[0]} is for stages whose ends are known before the run; growth on demand "
                     "(schedule.grow_when) has none: leave it out."
                 )
             if isinstance(method, WidthDecision):
                 raise UserError(
                     f"{method.name} decides widths itself; take it with schedule=exponential, or another growth method."
                 )
-            number = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
-            stages = _schedule({**settings, "total_steps": None, "epochs": [1] * number}, 1, Loop())
+            num_stages = settings["num_stages"] if settings["widths"] is None else len(settings["widths"])
+            stages = _schedule({**settings, "total_steps": None, "epochs": [1] * num_stages}, 1, Loop())
             schedule, _ = self._cut(_one_stage(self._length, self._batch_size, self.loop))
             return triggers.OnDemand(self.demand, stages, schedule.total_epochs)
         if isinstance(method, WidthDecision):
-            given = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
-            if given:
+            invalid = [n for n in ("epochs", "steps", "widths", "batch_sizes", "equal_flops") if settings[n]]
+            if invalid:
                 raise UserError(
-                    f"schedule.{given[0]} is for runs whose widths the schedule says; this growth method decides them "
-                    "itself: set schedule.total_epochs alone."
+                    f"schedule.{invalid[0]} is for runs whose schedule sets the widths; this growth method decides "
+                    "them itself: set only schedule.total_epochs."
                 )
             return triggers.ByMethod()
         if settings["equal_flops"]:
@@ -263,7 +260,7 @@ class Planning:
     def plan(
         self, trigger: triggers.Trigger, graph: WidthGraph, cost: StageCost, parts: Sequence[Part] = ()
     ) -> tuple[triggers.Trigger, Plan]:
-        """The trigger, of the epochs that a budget allows, and the plan."""
+        """Return the trigger, with the epochs that a budget allows, and the plan."""
         forecast = Forecast(trigger, graph, parts)
         if reason := forecast.nothing_grows():
             raise UserError(
@@ -272,7 +269,8 @@ class Planning:
         settings, data, loop, base = self.settings, self.data, self.loop, self._batch_size
         widths = forecast.stages or [forecast.seed]
         flops = [cost(each, forecast.fraction_grown(stage, each)) for stage, each in enumerate(widths)]
-        full_flops = cost(graph.full_widths)
+        if not (full_flops := cost(graph.full_widths)):
+            raise UserError("the network has no multiply-adds to count, so it has no cost: choose another model.")
         if settings["budget"] is not None:
             scheduled = isinstance(trigger, triggers.Scheduled)
             settings["total_epochs"] = self._epochs_of_budget(scheduled, flops, full_flops)
@@ -283,17 +281,18 @@ class Planning:
             worth = _epochs_worth(grown, [cost(w) for w in grown.widths(graph)], data)
             length = max(1, round(worth / flops[0]))
         scheduled = isinstance(trigger, triggers.Scheduled)
-        made = _schedule(settings, base, loop) if scheduled else _one_stage(length, base, loop)
-        schedule, data.steps = self._cut(made)
+        schedule, data.steps = self._cut(
+            _schedule(settings, base, loop) if scheduled else _one_stage(length, base, loop)
+        )
         reference_epochs: float = schedule.total_epochs if scheduled else total
         if settings["budget"] is not None:
-            whole = settings["budget"] * data.epochs_per_pass
-            reference_epochs = int(whole) if whole == int(whole) else whole
+            reference_epochs = settings["budget"] * data.epochs_per_pass
+            reference_epochs = int(reference_epochs) if reference_epochs == int(reference_epochs) else reference_epochs
         if self.fit is not None:
             if not forecast.known:
                 raise UserError(
-                    "schedule.batch_size=auto needs to know how wide the network is at which epoch, and this run "
-                    "decides that while it trains: leave it out."
+                    "schedule.batch_size=auto needs the widths of all epochs before the run, but this run decides them "
+                    "while it trains: leave it out."
                 )
             schedule = replace(schedule, batch_sizes=tuple(self.fit(widths)))
         reference_samples, in_steps = None, settings["total_steps"] is not None
@@ -301,7 +300,7 @@ class Planning:
             reference_samples = total * base * loop.accumulate
             reference_epochs = float(f"{reference_samples / data.num_train:.3g}")
         if data.incremental is not None:
-            # Data arrive with the stages, also of a run that does not grow, and of the fixed-size run.
+            # Data arrive with the stages, also in runs that do not grow, such as the fixed-size reference.
             stages, reference = _schedule(settings, base, loop), _one_stage(int(reference_epochs), base, loop)
             data.follow_stages(stages.starts, stages.total_epochs, reference.total_epochs)
             reference_samples = sum(_batches(data, reference, loop.limit_batches)[1])
@@ -319,71 +318,75 @@ class Planning:
         return trigger, plan
 
     def _epochs_of_budget(self, scheduled: bool, flops: Sequence[int], full_flops: int) -> int:
-        """The most epochs whose training costs no more than the budget.
+        """Largest number of epochs whose training costs no more than the budget.
 
-        The schedule that has them costs less than the budget by at most one epoch of its widest stage.
+        What is left of the budget is less than one epoch of the widest stage.
         """
         data, parts, budget = self.data, self.data.epochs_per_pass, self.settings["budget"]
-        known: dict[int, list[int]] = {}
+        cumulative: dict[int, list[int]] = {}
 
-        def until(epoch: int, size: int) -> int:
-            """Samples that are trained on before an epoch, at a batch size."""
-            if size not in known:
+        def samples_before(epoch: int, size: int) -> int:
+            """Training samples before an epoch, at a batch size."""
+            if size not in cumulative:
                 batches = [data.samples_in_batches(part, size) for part in range(parts)]
                 limited = [each[: _limited(len(each), self.loop.limit_batches)] for each in batches]
-                known[size] = [0, *accumulate(map(sum, limited))]
+                cumulative[size] = [0, *accumulate(map(sum, limited))]
             passes, part = divmod(epoch, parts)
-            return passes * known[size][-1] + known[size][part]
+            return passes * cumulative[size][-1] + cumulative[size][part]
 
         def spent(epochs: int) -> int:
-            given = {**self.settings, "total_epochs": epochs}
+            settings = {**self.settings, "total_epochs": epochs}
             base, loop = data.batch_size, self.loop
-            made = _schedule(given, base, loop) if scheduled else _one_stage(epochs, base, loop)
-            stages = zip(made.starts, made.epochs, made.batch_sizes, flops, strict=True)
-            return sum(f * (until(start + n, size) - until(start, size)) for start, n, size, f in stages)
+            schedule = _schedule(settings, base, loop) if scheduled else _one_stage(epochs, base, loop)
+            stages = zip(schedule.starts, schedule.epochs, schedule.batch_sizes, flops, strict=True)
+            return sum(
+                f * (samples_before(start + n, size) - samples_before(start, size)) for start, n, size, f in stages
+            )
 
-        whole = until(parts, data.batch_size)
-        allowed = _ROUNDING * budget * full_flops * whole
-        found, least = 0, 0.0
+        samples_per_pass = samples_before(parts, data.batch_size)
+        allowed = _ROUNDING * budget * full_flops * samples_per_pass
+        affordable, least = 0, 0.0
         for epochs in count(len(flops)):
             try:
                 cost = spent(epochs)
             except ValueError:
-                # Too few epochs for stages of a given length.
-                if epochs * min(flops) * whole > parts * allowed:
+                # Too few epochs for stages whose length is set.
+                if epochs * min(flops) * samples_per_pass > parts * allowed:
                     break
                 continue
-            least = least or cost / (full_flops * whole)
+            least = least or cost / (full_flops * samples_per_pass)
             if cost > allowed:
                 break
-            found = epochs
-        if not found:
+            affordable = epochs
+        if not affordable:
             needed = f", which costs {least:.3g} epochs of the fixed-size network" if least else ""
             stages = f"{len(flops)} stage{'s' * (len(flops) > 1)}"
             raise UserError(
                 f"schedule.budget={budget:g} is below the shortest run of {stages}{needed}: raise it, lower "
                 "schedule.num_stages, or divide epochs with data.epochs_per_pass."
             )
-        return found
+        return affordable
 
 
 def _check_demand(trigger: triggers.OnDemand, graph: WidthGraph, cost: StageCost, plan: Plan) -> None:
+    """Check that growing to full size fits into the demand's limits on epochs and cost."""
     steps, demand = trigger.steps(graph), trigger.demand
-    ahead, total = len(steps) - 1, trigger.total_epochs
-    narrow = demand.latest(total, ahead) if ahead else 0
-    grown = [({**plan.widths[0], **own}, trigger.fraction_grown(stage, own)) for stage, own in enumerate(steps)]
-    ways = [cost(*each) for each in grown]
-    spent = ways[0] * sum(plan.samples[:narrow])
-    spent += triggers.cheapest_remaining_cost(ways[1:] or ways, plan.samples[narrow:], demand.min_epochs)
-    demand.check(total, ahead, 100.0 * spent / plan.reference_flops)
+    events, total = len(steps) - 1, trigger.total_epochs
+    narrow_epochs = demand.latest(total, events) if events else 0
+    flops = [
+        cost({**plan.widths[0], **widths}, trigger.fraction_grown(stage, widths)) for stage, widths in enumerate(steps)
+    ]
+    spent = flops[0] * sum(plan.samples[:narrow_epochs])
+    spent += triggers.cheapest_remaining_cost(flops[1:] or flops, plan.samples[narrow_epochs:], demand.min_epochs)
+    demand.check(total, events, 100.0 * spent / plan.reference_flops)
 
 
 def _schedule(settings: Mapping[str, Any], batch_size: int, loop: Loop) -> Schedule:
-    """The schedule in epochs, or in steps where these are given."""
-    known = {name: value for name, value in settings.items() if name not in NOT_OF_STAGES}
+    """The schedule in epochs, or in steps if the run's length is in steps."""
+    arguments = {name: value for name, value in settings.items() if name not in NOT_OF_STAGES}
     if settings["total_steps"] is not None:
-        known |= {"total_epochs": settings["total_steps"], "epochs": settings["steps"]}
-    return make_schedule(batch_size=batch_size, **known, num_processes=loop.num_processes)
+        arguments |= {"total_epochs": settings["total_steps"], "epochs": settings["steps"]}
+    return make_schedule(batch_size=batch_size, **arguments, num_processes=loop.num_processes)
 
 
 def _one_stage(epochs: int, batch_size: int, loop: Loop) -> Schedule:
@@ -391,13 +394,13 @@ def _one_stage(epochs: int, batch_size: int, loop: Loop) -> Schedule:
 
 
 def _epochs_worth(stages: Schedule, flops: Sequence[int], data: RunData) -> float:
-    """FLOPs of a grown run for each training image of a mean epoch."""
-    images = [1] * stages.num_stages
+    """FLOPs of a grown run divided by the training samples of a mean epoch."""
+    samples = [1] * stages.num_stages
     if data.incremental is not None:
         data.follow_stages(stages.starts, stages.total_epochs, stages.total_epochs)
-        images = [data.num_train_at(start) for start in stages.starts]
-    spent = sum(e * f * n for e, f, n in zip(stages.epochs, flops, images, strict=True))
-    return spent * stages.total_epochs / sum(e * n for e, n in zip(stages.epochs, images, strict=True))
+        samples = [data.num_train_at(start) for start in stages.starts]
+    spent = sum(e * f * n for e, f, n in zip(stages.epochs, flops, samples, strict=True))
+    return spent * stages.total_epochs / sum(e * n for e, n in zip(stages.epochs, samples, strict=True))
 
 
 def _batches(data: RunData, schedule: Schedule, limit: float | None) -> tuple[list[int], list[int]]:
@@ -427,26 +430,25 @@ def carried_out(
     cost: StageCost,
     scheduled: Sequence[int],
 ) -> Plan:
-    """The plan of a run as it turned out whose widths were decided while it trained.
+    """Update the plan of a run whose widths were decided during training to its actual stages.
 
-    Its stages are those that an epoch ended in. An epoch in which widths changed counts with its last ones.
+    Stages in which no epoch ended are left out. An epoch in which widths changed counts with its last widths.
     """
     numbers = sorted(set(stage_of_epoch))
     widths = [dict(stages[number]) for number in numbers]
     epochs = tuple(stage_of_epoch.count(number) for number in numbers)
-    known = plan.schedule.batch_sizes
-    sizes = tuple(known[min(scheduled[number], len(known) - 1)] for number in numbers)
+    planned = plan.schedule.batch_sizes
+    sizes = tuple(planned[min(scheduled[number], len(planned) - 1)] for number in numbers)
     fractions = [trigger.fraction_grown(scheduled[n], stages[n]) for n in numbers]
-    grown = [1.0 if part is None else part for part in fractions]
-    flops = [cost(stages[n], part) for n, part in zip(numbers, grown, strict=True)]
+    flops = [cost(stages[n], 1.0 if part is None else part) for n, part in zip(numbers, fractions, strict=True)]
     schedule = Schedule(epochs, (Fraction(1),) * len(numbers), sizes)
     return replace(plan, schedule=schedule, widths=widths, flops=flops, stage_numbers=numbers)
 
 
 def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
-    """Optimizer steps after the last event in which statistics over channels go back to plain: part of the stage's.
+    """Optimizer steps after the last event over which norms are annealed: a fraction of the stage's steps.
 
-    At least the last step of the training is one of the plain network.
+    At least the last training step uses the plain network.
     """
     if not grower.events:
         return 0
@@ -458,15 +460,15 @@ def anneal_steps(grower: Grower, part: float, plan: Plan) -> int:
 
 
 def tokens_of(data: RunData) -> int | None:
-    """Tokens of a sample of text; None for other data."""
+    """Tokens per sample of text; None for other data."""
     inputs = data.probe_batch(2)
     first = inputs[0] if isinstance(inputs, tuple | list) else inputs
-    text = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
-    return first.shape[1] if text else None
+    is_text = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
+    return first.shape[1] if is_text else None
 
 
 def odds(plan: Plan, cost: StageCost, data: RunData) -> str:
-    """Odds that a smaller network would end better for the run's budget, in a line."""
+    """One line with the odds that a smaller network would end better for the run's budget."""
     tokens = tokens_of(data)
     samples = plan.reference_flops / max(1, plan.full_flops) * (tokens or 1)
     return f"odds: {advise(cost.num_params, samples, kind='language' if tokens else 'classes').line}"

@@ -1,10 +1,10 @@
 """The processes of a run: who started this one, and how many it has to start.
 
-Processes that torchrun or SLURM have started are left alone. Else `growlab.lab.training.launcher` starts one for each
-device, each a separate run of the command line, with the same overrides and the same folder, so a job of a sweep is a
-fresh run too, and devices may differ from job to job. This module does without torch: help and composing need none.
+Unless torchrun or SLURM has started the processes, `growlab.lab.training.launcher` starts one per device. Each is a
+separate run of the command line with the same overrides and folder, so that jobs of a sweep are independent and may use
+different devices. This module does not import torch, which help and composing do not need.
 
-One process at a time writes to a run's folder, which it locks.
+Only one run at a time may write to a folder, which it locks.
 """
 
 import atexit
@@ -29,27 +29,28 @@ from omegaconf import ListConfig
 from growlab.base.errors import FolderLocked, UserError
 from growlab.base.files import write_json
 
-# Variables of torchrun with the name of the run that a process belongs to, and its error file.
+# torchrun's environment variables for the run's id and a process's error file.
 RUN_ID, ERROR_FILE = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _OURS = "growlab-"
 _POLL_SEC = 0.1
-# A path that Hydra reads as it is where it stands unquoted.
+# Paths that Hydra needs no quotes for.
 _PLAIN = re.compile(r"[\w.@%+-]*/[\w./@%+-]*", re.ASCII)
 
 # Files and folders that a run writes at its end.
 _RESULTS = ("results.json", "report.html", "model*.pt", "pretrained*")
+# File descriptors of locked folders.
 _LOCKED: set[int] = set()
 
 
 class ProcessFailed(RuntimeError):
-    """A process of the run ended with a traceback, which this carries."""
+    """A process of the run ended with a traceback, which is the message."""
 
     def __repr__(self) -> str:
         return str(self).rstrip().rpartition("\n")[2]
 
 
 def run_id() -> str:
-    """Name of the run whose processes this one starts; it contains the number of this process."""
+    """Id of the run whose processes this one starts; contains this process's id."""
     return f"{_OURS}{os.getpid()}"
 
 
@@ -62,8 +63,8 @@ def started_elsewhere() -> bool:
     """Return True if torchrun, SLURM or the like have started this process as one of several."""
     if started_by_growlab():
         return False
-    several = int(os.environ.get("SLURM_NTASKS", "1")) > 1
-    return "RANK" in os.environ or "LOCAL_RANK" in os.environ or (several and "SLURM_STEP_ID" in os.environ)
+    by_slurm = int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in os.environ
+    return "RANK" in os.environ or "LOCAL_RANK" in os.environ or by_slurm
 
 
 def is_first() -> bool:
@@ -75,14 +76,14 @@ def is_first() -> bool:
 
 
 def announce(sentence: str) -> None:
-    """Print to a terminal what takes the next seconds."""
+    """Print what the next seconds are spent on, if stderr is a terminal."""
     if is_first() and sys.stderr.isatty():
         print(f"{sentence} ...", file=sys.stderr, flush=True)
 
 
 def program() -> str:
-    """Program name for commands to copy: `growlab` where this process was started so, else `python -m growlab`."""
-    # `growlab.lab.cli.commands.run_command` puts a command's name behind the script's.
+    """Program name for commands to copy: `growlab` if it was started like that, else `python -m growlab`."""
+    # `growlab.lab.cli.commands.run_command` appends a command's name to the script's.
     names = {os.path.basename(path) for path in (sys.argv[0], sys.argv[0].rpartition(" ")[0])}
     return "growlab" if "growlab" in names else "python -m growlab"
 
@@ -109,7 +110,7 @@ def to_start(trainer: Mapping[str, Any]) -> int:
 
 
 def max_restarts(trainer: Mapping[str, Any]) -> int:
-    """Times that the processes of a run may start again, of the configuration's `trainer`."""
+    """Number of times that the processes of a run may be restarted (`trainer.max_restarts`)."""
     restarts = trainer.get("max_restarts", 0)
     if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
         raise UserError(f"trainer.max_restarts={restarts} must be a number of restarts, 0 for none.")
@@ -117,7 +118,7 @@ def max_restarts(trainer: Mapping[str, Any]) -> int:
 
 
 def num_devices(trainer: Mapping[str, Any]) -> int:
-    """Devices that Lightning will take on this machine."""
+    """Number of devices that Lightning will use on this machine."""
     devices, accelerator = trainer.get("devices", "auto"), trainer.get("accelerator", "auto")
     if isinstance(devices, (list, ListConfig)):
         return max(1, len(devices))
@@ -127,7 +128,7 @@ def num_devices(trainer: Mapping[str, Any]) -> int:
     if text.isdigit():
         return max(1, int(text))
     if accelerator in ("auto", "gpu", "cuda"):
-        # Imported here: for a run on CPUs the process that only watches needs no torch.
+        # Imported here: the launcher of a run on CPUs needs no torch.
         import torch
 
         return max(1, torch.cuda.device_count())
@@ -135,18 +136,18 @@ def num_devices(trainer: Mapping[str, Any]) -> int:
 
 
 def world_size(trainer: Mapping[str, Any]) -> int:
-    """Processes of the whole run, over all machines."""
+    """Number of processes of the run on all machines."""
     return num_devices(trainer) * trainer.get("num_nodes", 1)
 
 
 def end_with_parent() -> None:
-    """End this process and its children when the agent that started it, growlab's or torchrun's, is gone.
+    """End this process and its children when the agent that started it, growlab's or torchrun's, has ended.
 
-    Nobody would wait for them, and the run's folder may be taken.
+    Otherwise nobody would wait for them, and another run may use the folder.
     """
     if RUN_ID not in os.environ:
         return
-    # The reason is reported; what torch's sockets say of a neighbour that has gone adds nothing.
+    # growlab reports the reason of a failure; errors of torch's sockets about a lost peer add nothing.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parent = int(os.environ[RUN_ID].removeprefix(_OURS)) if started_by_growlab() else os.getppid()
 
@@ -162,15 +163,14 @@ def end_with_parent() -> None:
 
 
 def report(code: int, reason: str) -> bool:
-    """Leave the reason of this process's end (a sentence or a traceback) in torch's error file, if an agent started it.
+    """Write the reason of this process's end (a sentence or traceback) to torch's error file, if an agent started it.
 
-    The code is minus the number of a signal that ended the run in good order. True: growlab's launcher will print it.
+    The code is negative, a signal's number, if the run saved and ended. Returns True if growlab's launcher prints it.
     """
-    if os.environ.get(ERROR_FILE):
-        # The layout of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`; torchrun prints `py_callstack`.
-        more = {"py_callstack": reason, "timestamp": time.time()}
-        content = {"message": {"message": reason, "errorCode": code, "extraInfo": more}}
-        write_json(os.environ[ERROR_FILE], content)
+    if path := os.environ.get(ERROR_FILE):
+        # The format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`; torchrun prints `py_callstack`.
+        extra = {"py_callstack": reason, "timestamp": time.time()}
+        write_json(path, {"message": {"message": reason, "errorCode": code, "extraInfo": extra}})
     return started_by_growlab()
 
 
@@ -180,51 +180,55 @@ def name_of(override: str) -> str:
 
 
 def in_folder(path: Path) -> str:
-    """The override that sends a run into a folder."""
+    """The override that sets a run's folder."""
     return path_override("hydra.run.dir", path)
 
 
 def path_override(name: str, path: Path) -> str:
-    """An override whose value is a path, quoted where Hydra would stumble over it."""
+    """An override whose value is a path, quoted if Hydra needs it."""
     text = str(path)
     return f"{name}={text if _PLAIN.fullmatch(text) else quoted(path)}"
 
 
 def quoted(path: Path | str) -> str:
-    """A path as the value of an override."""
+    """A path, quoted as the value of an override."""
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def apart(overrides: Sequence[str], multirun: bool) -> list[str]:
-    """Overrides that keep a process other than the first from leaving folders and logs."""
+    """Overrides that send the folders and logs of processes other than the first to a temporary folder."""
     if is_first() or not (started_elsewhere() or started_by_growlab()):
         return []
     folder = Path(tempfile.gettempdir()) / f"growlab_{secrets.token_hex(8)}"
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     if multirun:
-        own = {"hydra.sweep.dir": quoted(folder), "hydra.sweep.subdir": "."}
+        settings = {"hydra.sweep.dir": quoted(folder), "hydra.sweep.subdir": "."}
     else:
-        own = {"hydra.run.dir": quoted(folder)}
-    own |= {"hydra.output_subdir": "null", "hydra/job_logging": "none"}
-    given = set(map(name_of, overrides))
-    return [f"{name}={value}" for name, value in own.items() if name not in given]
+        settings = {"hydra.run.dir": quoted(folder)}
+    settings |= {"hydra.output_subdir": "null", "hydra/job_logging": "none"}
+    overridden = set(map(name_of, overrides))
+    return [f"{name}={value}" for name, value in settings.items() if name not in overridden]
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
-    """Lock a folder while this process writes to it; the system unlocks it when the process ends."""
+    """Lock a folder while this process writes to it; the system unlocks it when the process ends.
+
+    Raises:
+        FolderLocked: another process has locked it for `wait_sec`.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     _LOCKED.add(descriptor)
     try:
-        last = time.monotonic() + wait_sec
-        # Some network file systems cannot lock.
+        deadline = time.monotonic() + wait_sec
+        # Some network file systems do not support locks.
         with contextlib.suppress(OSError):
             while True:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() > last:
+                    if time.monotonic() > deadline:
                         raise FolderLocked(
                             f"another process is at work in {folder}: wait for its end, or name another folder with "
                             "hydra.run.dir=FOLDER."
@@ -237,7 +241,7 @@ def lock_folder(folder: Path, wait_sec: float = 5.0) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """True if another process has locked a folder, which need not be there."""
+    """Return True if another process has locked a folder; False if there is no such folder."""
     if not folder.is_dir():
         return False
     try:
@@ -247,18 +251,18 @@ def is_locked(folder: Path) -> bool:
         return True
 
 
-def _let_go() -> None:
-    """Processes that a run has forked may outlive it by a moment, and must not keep its locks."""
+def _release_locks() -> None:
+    """Release the locks in a forked process, which may outlive the run."""
     for descriptor in _LOCKED:
         os.close(descriptor)
     _LOCKED.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_locks)
 
 
 def forget_results(folder: Path) -> None:
-    """Remove the results of an earlier run, so that a run which is stopped is not taken for it."""
+    """Remove the results of an earlier run, which could be taken for those of a run that is stopped."""
     for path in [path for pattern in _RESULTS for path in folder.glob(pattern)]:
         if path.is_dir():
             shutil.rmtree(path)

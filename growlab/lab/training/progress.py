@@ -1,8 +1,9 @@
-"""Progress of a run on the screen; stages and epochs count from 0 as in its files: "epoch 9/9" is the last of ten."""
+"""Show a run's progress; stages and epochs count from 0 as in its files, so "epoch 9/9" is the last of ten."""
 
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from lightning import Callback, Trainer
@@ -14,21 +15,21 @@ from growlab.lab.training.task import Task
 from growlab.widths import WidthGraph
 from growlab.widths.groups import layer_name
 
-# Reading the loss waits for the device, and no one reads faster than this.
+# Reading the loss waits for the device.
 _REFRESH_SEC = 0.5
-# What an epoch takes however narrow the network is, relative to what the widest one's arithmetic takes: measured
-# on ResNet-20, where a sixteenth of the FLOPs takes a third of the time.
+# Time of an epoch that does not depend on width, relative to the arithmetic of the widest stage's epoch: measured on
+# ResNet-20, where a sixteenth of the FLOPs takes a third of the time.
 _FIXED_EFFORT = 0.4
 
 
 class GrowthProgress(Callback):
-    """A line for each epoch and each growth event; on a terminal a bar over the whole run below them.
+    """Prints a line per epoch and growth event, and on a terminal a progress bar over the whole run.
 
     Args:
         batches: batches of each epoch.
         samples: training samples of each epoch.
-        flops: forward FLOPs of each epoch; time left is judged by them, since late stages are slower.
-        steps: of the run, where its length is in steps and not in epochs.
+        flops: forward FLOPs of each epoch, from which the remaining time is estimated: late stages are slower.
+        steps: optimizer steps of the run if its length is in steps.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class GrowthProgress(Callback):
         self._console = Console(file=sys.stderr)
         self._bar: Progress | None = None
         self._shown = self._began = self._epoch_began = self._resumed_at = 0.0
-        # Part of the running epoch that was done before this process began.
+        # Fraction of the current epoch that was done before this process began.
         self._began_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
@@ -79,7 +80,7 @@ class GrowthProgress(Callback):
             return
         self._shown, epoch = now, trainer.current_epoch
         done = self._done(epoch, (batch_idx + 1) / self._batches[epoch])
-        # As much as fits next to a bar on 80 columns; the rest is in the lines above it.
+        # Only what fits next to a bar in 80 columns; the rest is in the lines above it.
         self._bar.update(
             self._bar.task_ids[0],
             completed=done,
@@ -90,7 +91,7 @@ class GrowthProgress(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Task) -> None:
         """Print the epoch's line."""
-        # Summed over ranks, so every rank must ask.
+        # A collective operation, so on every rank.
         figures = _figures({**pl_module.metrics("train"), **pl_module.metrics(pl_module.watched)})
         if not trainer.is_global_zero:
             return
@@ -133,7 +134,7 @@ class GrowthProgress(Callback):
             print(line, file=sys.stderr, flush=True)
 
     def _moment(self, trainer: Trainer, task: Task) -> str:
-        # The last stage is not known where widths are decided on the way.
+        # The number of stages is unknown if widths are decided during training.
         last = f"/{task.schedule.num_stages - 1}" if task.grower.forecast.known else ""
         return f"stage {task.grower.state.stage}{last}  {self._when(trainer, task)}"
 
@@ -144,15 +145,13 @@ class GrowthProgress(Callback):
         return f"epoch {trainer.current_epoch:>{len(last)}}/{last}"
 
     def _done(self, epoch: int, part: float) -> float:
-        """Effort of the epochs before one and a part of it."""
+        """Effort up to a fraction of an epoch."""
         return sum(self._effort[:epoch]) + part * sum(self._effort[epoch : epoch + 1])
 
     def _left(self, done: float, now: float) -> str:
         new = done - self._resumed_at
         seconds = round((now - self._began) * (sum(self._effort) - done) / new if new > 0 else 0.0)
-        minutes, seconds = divmod(seconds, 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"left {hours}:{minutes:02}:{seconds:02}" if hours else f"left {minutes}:{seconds:02}"
+        return f"left {timedelta(seconds=seconds)}"
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
@@ -163,16 +162,16 @@ def _figures(metrics: Mapping[str, float]) -> str:
 
 
 def first_line(graph: WidthGraph, grows: bool = True) -> str:
-    """The line at a run's beginning: how much grows, and which layers count as the output's."""
+    """The first line of a run: how many width groups grow, and which layers count as output layers."""
     fixed = " (something behind it fixes its scale)"
-    last = [name + fixed * (not free) for name, free in graph.last_layers.items()]
-    last += [
+    layers = [name + fixed * (not free) for name, free in graph.last_layers.items()]
+    layers += [
         f"{layer_name(weight)} (an embedding's table too: neither rescaled nor given an output layer's rate)"
         for weight in graph.tied_outputs
     ]
-    found = f"output layers: {', '.join(last)}" if last else "no output layer was found"
+    outputs = f"output layers: {', '.join(layers)}" if layers else "no output layer was found"
     groups = f"{len(graph.groups)} width group{'' if len(graph.groups) == 1 else 's'}"
-    return f"growing {groups}; {found}" if grows else f"{groups}; {found}"
+    return f"growing {groups}; {outputs}" if grows else f"{groups}; {outputs}"
 
 
 def _span(widths: dict[str, int]) -> str:

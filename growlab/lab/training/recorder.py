@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +28,32 @@ from growlab.lab.training.plan import Plan
 from growlab.lab.training.task import Task
 from growlab.optim import Regional, running_gradients
 
-# In front of an epoch's metrics, and behind them.
+# Columns before and after an epoch's metrics.
 _FIRST_COLUMNS = ("epoch", "step", "stage", "batch_size", "lr", "num_params")
 _LAST_COLUMNS = ("samples_per_sec", "seconds")
 RATE_COLUMNS = ("step", "epoch", "stage", "parameter", "region", "rate_factor", "weight_norm", "grad_norm")
 LAYER_COLUMNS = ("step", "layer", "quantity", "mean", "std", "low", "high", "counts")
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Test images that are looked at (Chang et al. 2020, Appendix B.1), and bins of a histogram.
+# Test images to measure on (Chang et al. 2020, Appendix B.1), and bins of a histogram.
 _IMAGES, _BINS = 300, 60
-# Ends of a histogram, in standard deviations from the mean.
+# Range of a histogram around the mean, in standard deviations.
 _REACH = 4.0
 
 
 class RunRecorder(Callback):
-    """Keeps metrics.csv, steps.csv, rates.csv and growth.json, and hands the same to the loggers.
+    """Records metrics.csv, steps.csv, rates.csv and growth.json, and logs the same values to the loggers.
 
-    Its records are part of the checkpoint, so a resumed run's files continue as if it had never stopped. Files are
-    written by the first rank alone, at the end of each epoch.
+    The records are part of the checkpoint, so that the files of a resumed run have no gap. The first rank writes the
+    files at the end of each epoch.
 
     Args:
         run_dir: the run's folder.
         samples: training samples of each epoch.
-        log_rates_every_n_steps: how often rate factors and norms of weights and gradients are recorded, region by
-            region, whatever the optimizer; where it does not adapt rates, factors are 1.
-        log_every_n_steps: how often a line goes into steps.csv: the rate, training metrics since the line before (or
-            the epoch's beginning), the gradient's norm before clipping, and the speed; None: never.
-        tokens_per_sample: speed is then in tokens.
+        log_rates_every_n_steps: steps between rows of rates.csv: rate factors and norms of weights and gradients per
+            region. Factors are 1 if the optimizer does not adapt rates.
+        log_every_n_steps: steps between rows of steps.csv: the learning rate, training metrics since the previous row
+            of the epoch, the gradient norm before clipping, and the throughput; None: never.
+        tokens_per_sample: measures throughput in tokens instead of samples.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RunRecorder(Callback):
     ) -> None:
         self._every, self._tokens = log_every_n_steps, tokens_per_sample
         self.step_rows: list[dict[str, Any]] = []
-        # Sums of the epoch at the last line, samples since, and the time; the gradient's norm of the step.
+        # The epoch's sums at the last row of steps.csv, samples and time since then, and the step's gradient norm.
         self._sums: list[float] | None = None
         self._seen, self._since, self._grad_norm = 0, 0.0, torch.tensor(torch.nan)
         self.run_dir, self.samples = run_dir, samples
@@ -79,7 +80,7 @@ class RunRecorder(Callback):
         self._device, self._peak = torch.device("cpu"), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything recorded so far, in plain containers; times are of an epoch that has not ended."""
+        """Return everything recorded so far, in plain containers; times are of the current epoch."""
         self._note_memory()
         return {
             "rows": self.rows,
@@ -104,7 +105,7 @@ class RunRecorder(Callback):
         self._sums, self._seen = state_dict.get("sums"), state_dict.get("seen", 0)
 
     def on_train_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Measure memory from here on, and log the seed's widths."""
+        """Start measuring memory, and log the seed's widths."""
         self._device, self._since = pl_module.device, time.perf_counter()
         _reset_peak(self._device)
         if trainer.global_step == 0 and pl_module.grower.graph.groups:
@@ -117,12 +118,12 @@ class RunRecorder(Callback):
         _reset_peak(self._device)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Task) -> None:
-        """Stop the training clock; batches of validation are no part of training's memory."""
+        """Stop the training clock and the measurement of training memory."""
         self._note_memory()
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Task) -> None:
-        """Start the training clock again."""
+        """Restart the training clock."""
         self._validation_sec += self._validating_sec()
         self._validation_began = None
         _reset_peak(self._device)
@@ -140,10 +141,10 @@ class RunRecorder(Callback):
         return 0.0 if self._validation_began is None else time.perf_counter() - self._validation_began
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Task, optimizer: Optimizer) -> None:
-        """Keep the step's rate; every n steps record rate factors and norms of regions."""
+        """Note the step's learning rate; every n steps record rate factors and norms of regions."""
         self._lr = optimizer.param_groups[0]["lr"]
         if self._every is not None and (trainer.global_step + 1) % self._every == 0:
-            grads = [p.grad for one in optimizer.param_groups for p in one["params"] if p.grad is not None]
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(grads)
         if trainer.global_step % self.log_rates_every_n_steps:
             return
@@ -164,14 +165,13 @@ class RunRecorder(Callback):
             )
             stages = regions.stages.tolist()
             for region, *cells in zip(stages, *(column.tolist() for column in columns), strict=True):
-                numbers = (f"{cell:.6g}" for cell in cells)
-                self._rates.append(",".join(map(str, (*where, name, region, *numbers))))
+                self._rates.append(",".join(map(str, (*where, name, region, *(f"{cell:.6g}" for cell in cells)))))
                 logged[f"rate_factor/{name}/stage_{region}"] = cells[0]
         if adapted:
             _log(trainer, logged, trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Every n steps add a row to steps.csv."""
+        """Add a row to steps.csv every n steps."""
         if self._every is None:
             return
         self._seen += len(batch[-1]) * trainer.world_size
@@ -179,7 +179,7 @@ class RunRecorder(Callback):
         if not stepped or trainer.global_step % self._every:
             return
         sums, before = pl_module.total("train"), self._sums
-        since = sums if before is None else [one - other for one, other in zip(sums, before, strict=True)]
+        since = sums if before is None else [now - then for now, then in zip(sums, before, strict=True)]
         now, seen = time.perf_counter(), self._seen * (self._tokens or 1)
         row = {
             "lr": self._lr,
@@ -219,24 +219,24 @@ class RunRecorder(Callback):
         self.rows.append(row)
         self._note_memory()
         self.peak_memory_bytes[stage] = max(self._peak, self.peak_memory_bytes.get(stage, 0))
-        # For other callbacks; the loggers get Python's numbers, which `log_dict` would round to float32.
+        # For other callbacks only: `log_dict` would round the loggers' numbers to float32.
         pl_module.log_dict(metrics, logger=False)
         _log(trainer, {key: value for key, value in row.items() if key != "step"}, trainer.global_step)
         if trainer.is_global_zero:
             try:
                 self.write(pl_module)
             except WriteError as error:
-                # All rows are kept, so the next epoch's end writes this one's too.
+                # The rows are kept and written again at the end of the next epoch.
                 print(f"warning: {error}", file=sys.stderr)
 
     def on_growth(self, trainer: Trainer, event: GrowthEvent) -> None:
-        """Hand a growth event to the loggers; the file follows with the epoch's end."""
+        """Log a growth event; growth.json is written at the end of the epoch."""
         numbers = {key: value for key, value in event.as_dict().items() if isinstance(value, (int, float))}
         events = {f"growth/{key}": value for key, value in numbers.items() if key not in ("epoch", "step")}
         _log(trainer, {**events, **_widths(event.widths_after)}, event.step)
 
     def on_result(self, trainer: Trainer, results: Mapping[str, Any]) -> None:
-        """Hand what came out of the run to the loggers: every single number of `results.json`."""
+        """Log every single number of `results.json`."""
         numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
         _log(trainer, {f"result/{key}": value for key, value in numbers.items()}, trainer.global_step)
 
@@ -244,7 +244,7 @@ class RunRecorder(Callback):
         """Describe each stage and its cost, for `results.json`.
 
         Args:
-            plan: the run as it was carried out.
+            plan: the run's actual plan.
             events: its growth events.
         """
         schedule, event_sec = plan.schedule, {event.stage: event.seconds for event in events}
@@ -253,7 +253,7 @@ class RunRecorder(Callback):
             rows = [row for row in self.rows if row["stage"] == number]
             samples = [plan.samples[row["epoch"]] for row in rows]
             rates = [row["samples_per_sec"] for row in rows]
-            training_sec = sum(one / rate for one, rate in zip(samples, rates, strict=True))
+            training_sec = sum(number / rate for number, rate in zip(samples, rates, strict=True))
             stages.append(
                 {
                     "stage": number,
@@ -277,9 +277,8 @@ class RunRecorder(Callback):
         lines += [",".join(_cell(row.get(column)) for column in columns) for row in self.rows]
         self._write("metrics.csv", lines)
         if self.step_rows:
-            cells = (",".join(map(_cell, row.values())) for row in self.step_rows)
-            lines = [",".join(self.step_rows[0]), *cells]
-            self._write("steps.csv", lines)
+            rows = (",".join(map(_cell, row.values())) for row in self.step_rows)
+            self._write("steps.csv", [",".join(self.step_rows[0]), *rows])
         if self._rates:
             self._write("rates.csv", [",".join(RATE_COLUMNS), *self._rates])
         widths = task.stage_widths
@@ -293,7 +292,7 @@ class RunRecorder(Callback):
         self._write("growth.json", [json.dumps(growth, indent=2)])
 
     def _write(self, name: str, lines: Sequence[str]) -> None:
-        """Write a file of the run, unless it would be as it is: each write waits for the disk."""
+        """Write a file of the run if it has changed, since each write waits for the disk."""
         text = "\n".join(lines) + "\n"
         if self._written.get(name) != (digest := hash(text)):
             write_text(self.run_dir / name, text)
@@ -301,7 +300,7 @@ class RunRecorder(Callback):
 
 
 def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: str = "val") -> list[str]:
-    """The columns of metrics.csv; those of averages of the network come last."""
+    """Columns of metrics.csv; those of averaged networks come last."""
     names = list(objective.metric_names)
     metrics = [f"train_{name}" for name in names]
     metrics += [f"{watched}_{name}" for name in (*names, *objective.evaluated_names)]
@@ -310,7 +309,7 @@ def metric_columns(objective: Objective, averages: Sequence[str] = (), watched: 
 
 
 def memory_measure(device: torch.device) -> str:
-    """Say what `peak_memory_bytes` are on a device."""
+    """Describe `peak_memory_bytes` on a device."""
     if device.type == "cuda":
         return "bytes of tensors on the GPU"
     return "peak bytes of the process in RAM so far (getrusage)"
@@ -322,7 +321,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _widths(widths: Mapping[str, int]) -> dict[str, float]:
-    """Widths of groups under the names that loggers get them by."""
+    """Widths of groups by their names in loggers."""
     return {f"width/{group}": width for group, width in widths.items()}
 
 
@@ -338,7 +337,7 @@ def _cell(value: Any) -> str:
 def layer_statistics(
     every: int | None, data: LightningDataModule, grower: Grower, run_dir: Path
 ) -> list["LayerStatistics"]:
-    """Make the callback of `log_layers_every_n_steps`, on the first images of the test set; None for null."""
+    """Make the callback of `log_layers_every_n_steps` on the first test images, in a list; empty if it is null."""
     if every is None:
         return []
     if not isinstance(data, ImageData) or any(part.groups for part in grower.parts):
@@ -355,12 +354,12 @@ def layer_statistics(
 
 
 class LayerStatistics(Callback):
-    """Keeps layers.csv: mean, deviation and histogram of each layer's numbers, over training steps.
+    """Records layers.csv: mean, standard deviation and histogram of each layer's values, over training steps.
 
-    A histogram spans `low` to `high`: four deviations from the mean, or the extreme values if these are closer.
+    A histogram spans `low` to `high`: four standard deviations around the mean, or the extreme values if closer.
 
-    Quantities are `activation`, a layer's output; `gradient`, the loss's gradient by it; `weight`, also a computed
-    one; and `weight_gradient`. There are also rows of `loss` and `accuracy` on the same images.
+    Quantities are `activation`, a layer's output; `gradient`, the gradient with respect to it; `weight`, even if it
+    is parametrized; and `weight_gradient`. There are also rows of `loss` and `accuracy` on the same images.
     """
 
     def __init__(self, run_dir: Path, images: Tensor, labels: Tensor, every_n_steps: int) -> None:
@@ -393,7 +392,7 @@ class LayerStatistics(Callback):
 
     def _measure(self, task: Task, step: int) -> None:
         self._last_step = step
-        layers = {name: one for name, one in task.network.named_modules() if isinstance(one, _LAYERS)}
+        layers = {name: module for name, module in task.network.named_modules() if isinstance(module, _LAYERS)}
         outputs: dict[str, Tensor] = {}
 
         def keep(name: str) -> Any:
@@ -405,15 +404,14 @@ class LayerStatistics(Callback):
         x, y = self._images.to(device, precision), self._labels.to(device)
         task.network.eval()
         try:
-            # Every weight is computed once, so that the gradient is by the very tensor that the layer used.
+            # Cached, so that the gradient is with respect to the very tensor that the layer used.
             with torch.enable_grad(), torch.random.fork_rng(devices=[]), parametrize.cached():
                 logits = task(x)
                 loss = F.cross_entropy(logits, y)
                 weights = {name: layers[name].weight for name in outputs}
-                wanted = [*outputs.values(), *weights.values()]
-                wanted = [tensor for tensor in wanted if tensor.requires_grad]
-                found = torch.autograd.grad(loss, wanted, allow_unused=True)
-                grads = dict(zip(map(id, wanted), found, strict=True))
+                tensors = [tensor for tensor in (*outputs.values(), *weights.values()) if tensor.requires_grad]
+                gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
+                grads = dict(zip(map(id, tensors), gradients, strict=True))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -430,9 +428,10 @@ class LayerStatistics(Callback):
 
     def _add(self, step: int, name: str, quantity: str, tensor: Tensor) -> None:
         values = tensor.float().flatten()
-        # Also with heavy tails the bins show the middle: values further out are not counted.
+        # Values outside the range are not counted, so that the bins resolve the middle despite heavy tails.
         mean, reach = float(values.mean()), _REACH * float(values.std())
         low, high = max(float(values.min()), mean - reach), min(float(values.max()), mean + reach)
-        counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if low < high else []
+        # Without a histogram if training diverges, which is reported elsewhere.
+        counts = torch.histc(values.cpu(), _BINS, low, high).long().tolist() if -inf < low < high < inf else []
         numbers = ",".join(f"{number:.6g}" for number in (mean, float(values.std()), low, high))
         self._rows.append(f"{step},{name},{quantity},{numbers},{'|'.join(map(str, counts))}")

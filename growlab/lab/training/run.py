@@ -44,7 +44,7 @@ from growlab.lab.training.recorder import RunRecorder, layer_statistics, memory_
 from growlab.lab.training.task import Task
 from growlab.optim import Inheritance
 
-# Numbers near zero that training in half precision (twice its smallest), and in any other, distinguishes from zero.
+# Smallest values treated as nonzero: in half precision twice its smallest subnormal, and in any other precision.
 _HALF, _USUAL = 2.0**-23, 2.0**-100
 
 
@@ -90,11 +90,11 @@ class Experiment:
 
 
 def run(experiment: Experiment, folder: Path) -> None:
-    """Train, test, and leave everything about the run in its folder."""
+    """Train, test, and write all results into the run's folder."""
     data, grower, plan = experiment.data, experiment.grower, experiment.plan
     with contextlib.ExitStack() as ending:
         ending.callback(data.teardown, "test")
-        if is_first() and experiment.checkpoint is None and plan.full_flops:
+        if is_first() and experiment.checkpoint is None:
             print(odds(plan, experiment.cost, data), file=sys.stderr)
         task = _task(experiment)
         every = (experiment.log_rates_every_n_steps, experiment.log_every_n_steps)
@@ -118,14 +118,14 @@ def run(experiment: Experiment, folder: Path) -> None:
         trainer = experiment.trainer(folder, loggers, [*callbacks, *layers, fresh, saving], [writer])
         _provide(experiment, task, recorder, trainer)
         if experiment.compile:
-            # Not torch.compile(network), which would put a prefix before the names of all weights.
+            # In place: torch.compile(network) would prefix the names of all weights.
             task.network.compile()
             grower.reattach_hooks()
         trainer.fit(task, datamodule=data, ckpt_path=experiment.checkpoint, weights_only=True)
-        plan = _carried_out(experiment, task, recorder)
+        plan = _actual_plan(experiment, task, recorder)
         if trainer.is_global_zero:
             recorder.write(task)
-        # Before the test, so that the accuracy is that of the very weights in model.pt.
+        # Before the test, which must measure the weights in model.pt.
         fresh.finish(task)
         weights = {"model.pt": task.network}
         weights |= {f"model_{name}.pt": copy for name, copy in grower.copies().items()}
@@ -153,7 +153,7 @@ def _task(experiment: Experiment) -> Task:
 
 
 def _begin(experiment: Experiment, folder: Path, trainer: Trainer, _: Any) -> None:
-    """Take the folder for this run, which nothing has refused."""
+    """Claim the folder for this run, now that all settings are valid."""
     if trainer.is_global_zero:
         if experiment.checkpoint is None or experiment.identity.replaces:
             forget_results(folder)
@@ -161,21 +161,21 @@ def _begin(experiment: Experiment, folder: Path, trainer: Trainer, _: Any) -> No
 
 
 def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer: Trainer) -> None:
-    """Give the grower the training's data, cost and records, for methods, triggers and parts that ask for them."""
+    """Give the grower the data, cost and records that methods, triggers and parts may ask for."""
     data, grower, plan = experiment.data, experiment.grower, experiment.plan
     batches = data.training_batches
-    arriving = any(part.groups for part in grower.parts)
+    incremental = any(part.groups for part in grower.parts)
 
-    def known_batches(number: int) -> list[tuple]:
-        # Of the stage that ends, whose classes the network has outputs for.
+    def batches_before_event(number: int) -> list[tuple]:
+        # From the stage that ends, since the network has outputs for its classes only.
         return batches(number, max(0, trainer.current_epoch - 1))
 
     if isinstance(grower.trigger, OnDemand):
-        unfilled = () if data.num_val else f"{task.watched}_"
+        empty = () if data.num_val else f"{task.watched}_"
         columns = metric_columns(task.objective, watched=task.watched)
-        grower.trigger.check_records([name for name in columns if not name.startswith(unfilled)])
+        grower.trigger.check_records([name for name in columns if not name.startswith(empty)])
     grower.provide(
-        known_batches if arriving else batches,
+        batches_before_event if incremental else batches,
         task.loss,
         weight=lambda output, target: task.objective(output, grower.targets(target))[1][-1],
         near_zero=_HALF if trainer.precision in ("16-mixed", "16-true") else _USUAL,
@@ -190,32 +190,32 @@ def _provide(experiment: Experiment, task: Task, recorder: RunRecorder, trainer:
 
 
 def _completed(experiment: Experiment, task: Task, done: int) -> Plan:
-    """Shorten the plan to the epochs that were trained, if a callback ended the run after the last growth event."""
+    """Shorten the plan to the trained epochs, if a callback ended the run after the last growth event."""
     plan, trigger, state = experiment.plan, task.grower.trigger, task.grower.state
-    wanted = plan.schedule.total_epochs
-    if done >= wanted:
+    total = plan.schedule.total_epochs
+    if done >= total:
         return plan
-    stopped = f"training was stopped after {done} of {wanted} epochs"
+    stopped = f"training was stopped after {done} of {total} epochs"
     if experiment.max_time:
         raise UserError(
             f"{stopped} (trainer.max_time), so there is no result yet; resume with ckpt_path=last and the run's "
             "hydra.run.dir."
         )
-    # A method that decides widths by itself does not say how far it is.
+    # None from methods that decide widths themselves.
     grown = trigger.fraction_grown(state.scheduled_stage, state.widths) in (None, 1.0)
     stage = plan.schedule.stage_at(done - 1) if done else -1
     if not grown or stage < plan.schedule.num_stages - 1:
         raise UserError(
-            f"{stopped}, before the network has grown to its end, so there is no result: let the callback that stops "
-            "it wait for longer."
+            f"{stopped}, before the network was fully grown, so there is no result: let the callback that stops it "
+            "wait longer."
         )
     epochs = (*plan.schedule.epochs[:-1], done - sum(plan.schedule.epochs[:-1]))
     parts = {name: getattr(plan, name)[:done] for name in ("batches", "steps", "samples")}
     return replace(plan, schedule=replace(plan.schedule, epochs=epochs), **parts)
 
 
-def _carried_out(experiment: Experiment, task: Task, recorder: RunRecorder) -> Plan:
-    """The plan with the epochs that were trained, the stages that were decided in training, and passes besides it."""
+def _actual_plan(experiment: Experiment, task: Task, recorder: RunRecorder) -> Plan:
+    """The plan with the epochs trained, the stages decided during training, and the auxiliary passes."""
     grower, plan = experiment.grower, _completed(experiment, task, len(recorder.rows))
     if not grower.forecast.known:
         stages = [row["stage"] for row in recorder.rows]
@@ -228,13 +228,13 @@ def _save(run_dir: Path, weights: dict[str, Any], task: Task, results: dict[str,
     for name, network in weights.items():
         save(run_dir / name, {key: t.detach().cpu() for key, t in network.state_dict().items()})
         if hasattr(network, "save_pretrained"):
-            # In its library's format, with the tokenizer: `pretrained` of model.pt, `pretrained_ema` of model_ema.pt.
+            # In its library's format, with the tokenizer: `pretrained` for model.pt, `pretrained_ema` for model_ema.pt.
             folder = run_dir / Path(name).stem.replace("model", "pretrained", 1)
             try:
                 network.save_pretrained(folder)
                 data.copy_tokenizer(folder)
             except UserError as error:
-                # Everything else of the run is there.
+                # The run's other files are still written.
                 print(f"{folder.name}/ is not written: {error}", file=sys.stderr)
     for name, content in task.objective.exports(task.network).items():
         (write_text if isinstance(content, str) else save)(run_dir / name, content)
@@ -243,7 +243,7 @@ def _save(run_dir: Path, weights: dict[str, Any], task: Task, results: dict[str,
 
 
 def _length(plan: Plan, data: RunData) -> dict[str, Any]:
-    """Epochs; of a run in steps its passes over the data, in three digits, with its steps and tokens."""
+    """The run's epochs; for a run in steps, passes over the data to three digits, steps and tokens."""
     if plan.total_steps is None:
         return {"epochs": plan.schedule.total_epochs}
     samples = sum(plan.samples)
@@ -252,11 +252,11 @@ def _length(plan: Plan, data: RunData) -> dict[str, Any]:
 
 
 def _results(experiment: Experiment, plan: Plan, task: Task, recorder: RunRecorder, trainer: Trainer) -> dict[str, Any]:
-    """The content of `results.json`, which tables are made of."""
+    """The content of `results.json`, which tables read."""
     grower, objective = task.grower, task.objective
     stages = recorder.stages(plan, grower.events)
-    errors = [one for event in grower.events for one in (event.parity_error_eval, event.parity_error_train)]
-    name, higher = getattr(objective, "compared_by", ("accuracy", True))
+    errors = [error for event in grower.events for error in (event.parity_error_eval, event.parity_error_train)]
+    name, higher = objective.compared_by
     last = recorder.rows[-1]
     names = {"train": objective.metric_names, "val": (*objective.metric_names, *objective.evaluated_names)}
     return {
@@ -267,11 +267,10 @@ def _results(experiment: Experiment, plan: Plan, task: Task, recorder: RunRecord
         "num_nodes": trainer.num_nodes,
         "batch_size": plan.schedule.batch_sizes[-1],
         "batch_fit": task.batch_fit,
-        # The metric that runs are compared by.
         "metric": {"name": name, "higher_is_better": higher},
         **task.metrics("test"),
         **{key: value for copy in grower.copies() for key, value in task.metrics(f"test_{copy}").items()},
-        **{f"{split}_{one}": last.get(f"{split}_{one}") for split in names for one in names[split]},
+        **{f"{split}_{metric}": last.get(f"{split}_{metric}") for split in names for metric in names[split]},
         "train_cost_percent": plan.train_cost_percent,
         "train_flops": plan.train_flops,
         "seconds": sum(stage["seconds"] for stage in stages),
@@ -283,7 +282,7 @@ def _results(experiment: Experiment, plan: Plan, task: Task, recorder: RunRecord
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Commit, versions and machine that a result comes from."""
+    """The commit, versions and machine that produced a result."""
     return {
         "git_commit": git_commit(),
         "versions": versions(),
@@ -292,18 +291,18 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that decide results; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Versions of Python and of the packages that affect results; None for a package that is not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("torch", "lightning", "growlab"):
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            installed[name] = None
+    return installed
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that growlab runs from, `-dirty` behind it after changes; None outside of one."""
+    """Commit of the checkout that growlab runs from, with `-dirty` appended after changes; None outside a checkout."""
     package = Path(growlab.__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -311,7 +310,7 @@ def git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        # An installed copy may lie inside a repository that it is no part of.
+        # An installed copy may be inside an unrelated repository.
         git("ls-files", "--error-unmatch", "__init__.py")
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", "../conf")
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
@@ -331,27 +330,28 @@ def _device_name(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence greetings and tips of libraries, and warnings about their use of deprecated functions.
+    """Silence greetings and tips of libraries, and their deprecation warnings.
 
-    growlab's warnings are printed without their line of code.
+    growlab's own warnings are printed without their line of code.
     """
     names = ("lightning.pytorch", "lightning.fabric", "matplotlib.font_manager")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.WARNING)
-    usual, warnings.formatwarning = warnings.formatwarning, _formatted
+    original, warnings.formatwarning = warnings.formatwarning, _formatted
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning\.pytorch\.utilities\._pytree")
-            # About speed, where kernels of one channel are ambiguous; and about numbers that are of all ranks already.
+            # A hint about speed, since strides of kernels with one channel are ambiguous.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+            # The logged numbers are already reduced over ranks.
             warnings.filterwarnings("ignore", message=r"It is recommended to use .self\.log")
-            # Said of a test whose weights are handed over, where a callback of the user's is a `Checkpoint`.
+            # Issued by `test`, although it gets the model, if a user's callback is a `Checkpoint`.
             warnings.filterwarnings("ignore", message=r".*was called without a model\. The")
             yield
     finally:
-        warnings.formatwarning = usual
+        warnings.formatwarning = original
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

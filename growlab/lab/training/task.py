@@ -1,4 +1,4 @@
-"""The Lightning task: train a network that grows towards an objective."""
+"""The LightningModule that trains a growing network."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -23,24 +23,25 @@ _CHECK_LOSS_EVERY = 50  # steps: reading the loss stalls a GPU, and ranks have t
 
 
 class Task(LightningModule):
-    """Training towards an objective with a growing network.
+    """Trains a growing network on an objective.
 
     Args:
-        grower: of the network.
+        grower: grower of the network.
         schedule: epochs and batch sizes of the run's stages.
         steps_in_epoch: optimizer steps of each epoch.
-        make_optimizer: makes the optimizer from the parameters; decay then spares `growlab.optim.without_decay`.
-        learning_rate: the schedule of the rate.
-        objective: loss and metrics; None: of classification.
-        settings: the run's, in plain containers; a checkpoint of other settings is not resumed.
-        run_id: a name for the run that survives interruptions, for loggers.
+        make_optimizer: makes the optimizer from the parameters; those of `growlab.optim.without_decay` are then
+            exempted from weight decay.
+        learning_rate: learning rate schedule.
+        objective: loss and metrics; None: `Classification`.
+        settings: the run's settings in plain containers; checkpoints with other settings cannot be resumed.
+        run_id: identifier for loggers that a resumed run keeps.
 
     Attributes:
-        statistics_ranks: into how many parts, by rank, a batch is divided for the statistics of batch normalisation.
-        batch_fit: batch sizes that were found to fit, see `fit_batch_sizes`; None where the schedule says them.
-        watched: what is evaluated behind each epoch: "val", or "test" where the test set is watched.
-        flops_in_epoch: forward FLOPs of each epoch, where they are known before; a rate clocked by cost follows them.
-        evaluating: context of the evaluation of a validation batch, see `FreshStatistics`.
+        statistics_ranks: number of parts of a batch with separate batch normalisation statistics, one per rank.
+        batch_fit: searched batch sizes, see `fit_batch_sizes`; None if the schedule sets them.
+        watched: split that is evaluated after each epoch: "val", or "test" if the test set is watched.
+        flops_in_epoch: forward FLOPs of each epoch, for learning rates that follow cost; None if not known in advance.
+        evaluating: context for evaluating a validation batch, see `FreshStatistics`.
     """
 
     def __init__(
@@ -73,21 +74,20 @@ class Task(LightningModule):
 
     @property
     def stage_widths(self) -> list[dict[str, int]]:
-        """Width of each group at every stage: of the whole schedule, or as has been decided so far."""
-        grower = self.grower
-        known = grower.forecast.stages if grower.forecast.known else None
-        return known or [grower.seed_widths, *(event.widths_after for event in grower.events)]
+        """Width of each group at every stage: planned, or decided so far."""
+        planned = self.grower.forecast.stages if self.grower.forecast.known else None
+        return planned or [self.grower.seed_widths, *(event.widths_after for event in self.grower.events)]
 
     def forward(self, *inputs: Any) -> Tensor:
         """Map a batch's inputs to logits, such as [B, num_classes]."""
         return self.network(*inputs)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of what the network puts out, such as [B, num_classes], against the target."""
+        """Mean loss of the network's output, such as [B, num_classes]."""
         return self.objective(output, self.grower.targets(y))[0]
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """One optimizer over all parameters, its rate stepped after every batch."""
+        """Make one optimizer for all parameters, and a learning rate schedule in steps."""
         optimizer = self._make_optimizer(self.network.parameters())
         if not any(part.one_group for part in self.grower.parts):
             exempt_from_decay(optimizer, self.network)
@@ -104,7 +104,7 @@ class Task(LightningModule):
         if len(saved) == self.trainer.world_size:
             self._sums["train"] = saved[self.global_rank]
         else:
-            # The first rank continues the sums of all that there were.
+            # Saved with another number of ranks: the first rank continues with the total.
             self._sums["train"] = saved.sum(0) if self.global_rank == 0 else torch.zeros_like(saved[0])
 
     def on_train_epoch_start(self) -> None:
@@ -112,11 +112,11 @@ class Task(LightningModule):
         self._sums = {}
 
     def on_train_batch_start(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
-        """Make what a step draws (dropout) a function of seed, epoch, batch and rank, so that a resumed run agrees."""
+        """Seed the step's random numbers."""
         self.seed_step(self.current_epoch, batch_index)
 
     def seed_step(self, epoch: int, batch_index: int) -> None:
-        """Seed what the network draws in a step (dropout), as a function of the run's seed, these and the rank."""
+        """Seed a step's random numbers (dropout) by the run's seed, the step and the rank, so that runs can resume."""
         seed = hash((self.grower.seed, epoch, batch_index, self.global_rank)) & (2**63 - 1)
         if self.device.type == "cpu":
             torch.default_generator.manual_seed(seed)
@@ -130,7 +130,7 @@ class Task(LightningModule):
         self._add("train", sums)
         self._watch(loss, batch_index)
         if self.objective.uneven and self.trainer.world_size > 1:
-            # Gradients are averaged over ranks with equal weight: of all tokens, not of each rank's, is the mean.
+            # DDP weights ranks equally, but the loss is the mean over the tokens of all ranks.
             loss = loss * (sums[-1] / stacked(sums[-1]).mean())
         return loss
 
@@ -139,12 +139,12 @@ class Task(LightningModule):
         self._forget(self.watched)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
-        """Metrics of one validation batch."""
+        """Add the metrics of a validation batch."""
         with self.evaluating():
             self._evaluate(self.watched, batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Metrics of the whole network."""
+        """Compute the objective's further results."""
         self._evaluated[self.watched] = self.objective.evaluate(self, self.watched, self.current_epoch)
 
     def on_test_epoch_start(self) -> None:
@@ -152,11 +152,11 @@ class Task(LightningModule):
         self._forget("test")
 
     def test_step(self, batch: tuple[Tensor, ...], batch_index: int) -> None:
-        """Metrics of one test batch."""
+        """Add the metrics of a test batch."""
         self._evaluate("test", batch)
 
     def on_test_epoch_end(self) -> None:
-        """Metrics of the whole network."""
+        """Compute the objective's further results."""
         self._evaluated["test"] = self.objective.evaluate(self, "test", None)
 
     def metrics(self, split: str) -> dict[str, Any]:
@@ -167,8 +167,8 @@ class Task(LightningModule):
         """
         if split not in self._sums:
             return {}
-        found = self.objective.metrics(self.total(split)) | self._evaluated.get(split, {})
-        return {f"{split}_{name}": value for name, value in found.items()}
+        metrics = self.objective.metrics(self.total(split)) | self._evaluated.get(split, {})
+        return {f"{split}_{name}": value for name, value in metrics.items()}
 
     def total(self, split: str) -> list[float]:
         """The objective's sums over the epoch so far, over all ranks."""
@@ -182,15 +182,14 @@ class Task(LightningModule):
         """Stop the run if a training loss was not finite."""
         if self._bad_step is None:
             return
-        # Of all ranks, so that all stop together.
-        bad = [step for step in stacked(self._bad_step).tolist() if step >= 0]
-        if bad:
+        # Gathered from all ranks, so that all stop together.
+        if bad := [step for step in stacked(self._bad_step).tolist() if step >= 0]:
             raise UserError(self._not_finite("the training loss became NaN or infinite at", min(bad)))
 
     def check_weights(self) -> None:
-        """Stop the run if the last step left a weight or statistic that is not finite, before it is saved."""
+        """Stop the run, before saving, if a weight or running statistic is not finite."""
         tensors = {n: t for n, t in self.network.state_dict().items() if t.is_floating_point()}
-        # The factors of hooks, which are entries too, are kept on the CPU.
+        # The state dict also contains factors of hooks, which are on the CPU.
         finite = torch.stack([tensor.isfinite().all().to(self.device) for tensor in tensors.values()])
         finite = stacked(finite).all(0)
         if not bool(finite.all()):
@@ -218,7 +217,7 @@ class Task(LightningModule):
             self._evaluated.pop(name, None)
 
     def _add(self, split: str, entry: Tensor) -> None:
-        # Sums of a large epoch leave float32's exact integers.
+        # Counts of a large epoch exceed the integers that float32 represents exactly.
         entry = entry.double() if entry.device.type != "mps" else entry
         self._sums[split] = self._sums[split] + entry if split in self._sums else entry
 
@@ -236,7 +235,7 @@ class Task(LightningModule):
             self.check_loss()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the growth history, which the weights cannot be loaded without."""
+        """Add the growth history, which is needed to load the weights."""
         checkpoint[HEADER] = {
             **self._plan(),
             "grower": self.grower.state_dict(),
@@ -244,17 +243,17 @@ class Task(LightningModule):
             "settings": self.settings,
             "run_id": self.run_id,
             "statistics_ranks": self.statistics_ranks,
-            # [ranks, k]: collected on every rank, saved by the first.
+            # [ranks, k]: gathered on every rank, saved by the first.
             "train_sums": stacked(self._sums["train"]).cpu() if "train" in self._sums else None,
         }
 
     def _plan(self) -> dict[str, Any]:
-        """Method and stages, which a run that resumes has too."""
+        """Method and stages, which must match when a run is resumed."""
         epochs, sizes = list(self.schedule.epochs), list(self.schedule.batch_sizes)
         return {"method": self.grower.method.name, "epochs": epochs, "batch_sizes": sizes}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring the network to the structure and the widths that the weights were saved at."""
+        """Restore the network's structure and widths before Lightning loads the weights."""
         saved = checkpoint.get(HEADER)
         if saved is None:
             raise UserError("the checkpoint was not written by growlab; give ckpt_path one of growlab's.")
@@ -278,6 +277,6 @@ class Task(LightningModule):
                 "between one device and several with trainer.sync_batchnorm=true."
             )
         if all(checkpoint["state_dict"][name].dtype == torch.float64 for name, _ in self.named_parameters()):
-            # Before Lightning converts the module, which is after it has loaded the checkpoint: its bits would be lost.
+            # Lightning converts the module only after loading, when the weights would have been rounded.
             self.double()
         self._saved_sums = saved["train_sums"]

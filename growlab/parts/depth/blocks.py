@@ -1,7 +1,7 @@
 """Growth in depth: leave blocks of a network out, and insert them while it trains.
 
-A run takes the network at full depth, as it takes it at full width, and leaves blocks out at first. Each is inserted at
-its original place, so in the end the network has its original class, shapes and state_dict keys.
+A run starts from the network at full depth, as it does at full width, and leaves blocks out at first. Each is inserted
+at its original place, so in the end the network has its original class, shapes and state_dict keys.
 """
 
 import logging
@@ -56,24 +56,24 @@ class Blocks:
     ) -> None:
         self.full, self.start = graph, start
         self.constants = constants.kept(graph, tensors_of(network, graph))
-        # Wrong names raise an error before the network runs.
-        given = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
+        # Resolved first, so that wrong names raise an error before the network runs.
+        named = None if blocks is None else [(name, _paths(network, name)) for name in blocks]
         search, reasons = Search(network, example, start), dict[str, str]()
-        if given is None:
-            found, chains = search.all()
+        if named is None:
+            candidates, chains = search.all()
             reasons = {name: reason for chain in chains for name, reason in chain.reasons.items()}
         else:
-            found = [search.named(name, paths) for name, paths in given]
+            candidates = [search.named(name, paths) for name, paths in named]
         self.blocks: dict[str, Block] = {}
         self._aliases: dict[str, dict[str, str]] = {}
-        # By block: names of its parameters that are shared with the rest of the network, mapped to their names there.
+        # Per block, parameters that are shared with the rest of the network, mapped to their names there.
         self._tied: dict[str, dict[str, str]] = {}
-        for block in found:
+        for block in candidates:
             try:
                 self._aliases[block.name] = self._alias(block)
                 self._tied[block.name] = self._shared(network, block)
             except UserError as error:
-                if given is not None:
+                if named is not None:
                     raise
                 reasons[block.name] = str(error)
                 continue
@@ -86,7 +86,7 @@ class Blocks:
         }
 
     def present_at(self, fraction_grown: float) -> list[str]:
-        """Names of blocks present at a fraction of growth: they are inserted evenly, all by the end."""
+        """Names of the blocks present at a fraction of growth: they are inserted evenly, all by the end."""
         return list(self.blocks)[: round(fraction_grown * len(self.blocks))]
 
     def tensors(self, name: str) -> list[str]:
@@ -103,7 +103,7 @@ class Blocks:
         """Return the width graph of the network with only the named blocks: the same groups, fewer tensors.
 
         If a left-out block maps the channels of one group to another, its consumers read the first group. `full` is the
-        width graph with all blocks, by default as at construction.
+        width graph with all blocks; None: the one from construction.
         """
         absent = [block for name, block in self.blocks.items() if name not in present]
         graph = _kept(full or self.full, lambda name: not any(block.contains(name) for block in absent))
@@ -122,7 +122,7 @@ class Blocks:
             axes={name: tuple(_renamed(a, aliases) for a in axes) for name, axes in graph.axes.items()},
             written={place: _renamed(axis, aliases) for place, axis in graph.written.items()},
             channel_norms=tuple(replace(n, axis=_renamed(n.axis, aliases)) for n in graph.channel_norms),
-            attentions=tuple(replace(one, axis=_renamed(one.axis, aliases)) for one in graph.attentions),
+            attentions=tuple(replace(a, axis=_renamed(a.axis, aliases)) for a in graph.attentions),
         )
 
     def only(self, name: str) -> WidthGraph:
@@ -132,10 +132,10 @@ class Blocks:
     def put_in(self, network: nn.Module, name: str, widths: Widths, source: nn.Module | None = None) -> list[nn.Module]:
         """Insert a block in place, at the given widths; return the modules that it replaces.
 
-        The block is copied from `source`, a network at these widths, or is as initialised by its constructor.
+        The block is copied from `source`, a network at these widths; None: as initialised by its constructor.
         """
         block = self.blocks[name]
-        before = [network.get_submodule(path) for path in block.paths]
+        replaced = [network.get_submodule(path) for path in block.paths]
         modules = (
             list(copied(nn.ModuleList(self._modules[name])).children())
             if source is None
@@ -143,20 +143,20 @@ class Blocks:
         )
         for path, module in zip(block.paths, modules, strict=True):
             network.set_submodule(path, module._apply(placing(network)).train(network.training))
-        for own, other in self._tied[name].items():
-            owner, _, attribute = own.rpartition(".")
-            setattr(network.get_submodule(owner), attribute, network.get_parameter(other))
+        for inside, outside in self._tied[name].items():
+            owner, _, attribute = inside.rpartition(".")
+            setattr(network.get_submodule(owner), attribute, network.get_parameter(outside))
         if source is None:
             resize(network, self.only(name), self.full.full_widths, widths)
-        return before
+        return replaced
 
     def restore(self, network: nn.Module, names: Collection[str], widths: Widths) -> None:
         """Insert the blocks of a checkpoint's network and leave out the others, in place."""
         for name, block in self.blocks.items():
-            there = not any(isinstance(network.get_submodule(path), SkippedBlock) for path in block.paths)
-            if name in names and not there:
+            present = not any(isinstance(network.get_submodule(path), SkippedBlock) for path in block.paths)
+            if name in names and not present:
                 self.put_in(network, name, widths)
-            elif name not in names and there:
+            elif name not in names and present:
                 self.leave_out(network, [name])
 
     def insert(
@@ -173,7 +173,7 @@ class Blocks:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Insert and initialise a block during training, and check that the outputs are preserved.
 
-        Its weights are drawn as for a seed network (at full width its constructor's are kept); then the start is
+        Its weights are drawn as for a seed network, or at full width kept from its constructor; then the start is
         applied. See `growlab.growth.grow` for the arguments.
 
         Returns:
@@ -186,17 +186,17 @@ class Blocks:
         probe = positional(probe)
         with same_draws():
             before = observe(network, probe)
-        block, graph, stood = self.blocks[name], self.only(name), list[nn.Module]()
+        block, graph, placeholders = self.blocks[name], self.only(name), list[nn.Module]()
         try:
             with rebuilding():
-                stood = self.put_in(network, name, widths)
+                placeholders = self.put_in(network, name, widths)
                 if dict(widths) != self.full.full_widths:
                     tensors = as_applied(graph, tensors_of(network, graph))
-                    still = {own: self.constants[own] for own in tensors.keys() & self.constants.keys()}
-                    context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=still)
+                    kept = {key: self.constants[key] for key in tensors.keys() & self.constants.keys()}
+                    context = GrowthContext(graph, tensors, widths, widths, seed, stage, constants=kept)
                     replace_tensors(network, graph, as_stored(graph, method.initialise(context)))
-                own = self._tied[name].keys() | self.constants.keys()
-                insertion = Insertion(network, block, probe, same_shaped_before(network, block), own)
+                fixed = self._tied[name].keys() | self.constants.keys()
+                insertion = Insertion(network, block, probe, same_shaped_before(network, block), fixed)
                 with torch.no_grad():
                     STARTS[self.start](insertion)
             with same_draws():
@@ -211,7 +211,8 @@ class Blocks:
                 )
         except BaseException:
             with rebuilding():
-                for path, module in zip(block.paths, stood, strict=False):
+                # Empty if `put_in` failed.
+                for path, module in zip(block.paths, placeholders, strict=False):
                     network.set_submodule(path, module)
             raise
         copied = insertion.copied if self.start in COPYING else {}
@@ -229,7 +230,7 @@ class Blocks:
         return frozenset(block.zeroed or ()) if self.start in ZEROING else frozenset()
 
     def warn_of_frozen(self, blocks: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Log a warning if branches of blocks begin at zero and have nothing to train there, such as an adapter."""
+        """Log a warning if branches of blocks begin at zero and are frozen, without a trained adapter."""
         zeroed = [name for block in blocks for name in self._zeroed(self.blocks[block])]
         trained = [name for name in zeroed if parameters[name].requires_grad]
 
@@ -237,29 +238,29 @@ class Blocks:
             # A bias, or an adapter of the same layer.
             return any(other.startswith(name.rsplit(".", 2)[0] + ".") for other in trained)
 
-        if still := [name for name in zeroed if name not in trained and not learns(name)]:
+        if frozen := [name for name in zeroed if name not in trained and not learns(name)]:
             log.warning(
                 "%s begins at zero and is frozen, so its branch of the inserted layer never contributes: train it, or "
                 "give it an adapter%s",
-                still[0],
-                f" (and {len(still) - 1} more)" if len(still) > 1 else "",
+                frozen[0],
+                f" (and {len(frozen) - 1} more)" if len(frozen) > 1 else "",
             )
 
     def _shared(self, network: nn.Module, block: Block) -> dict[str, str]:
         """Map names of a block's parameters that are shared with other modules to their names there."""
         first: dict[int, str] = {}
-        found = {}
+        shared = {}
         for name, parameter in network.named_parameters(remove_duplicate=False):
             other = first.setdefault(id(parameter), name)
             if block.contains(name) and not block.contains(other):
-                found[name] = other
-        set_to = [name for name in self._zeroed(block) if not block.contains(name)]
-        set_to += found.values() if self.start == "identity" else ()
-        if set_to:
+                shared[name] = other
+        overwritten = [name for name in self._zeroed(block) if not block.contains(name)]
+        overwritten += shared.values() if self.start == "identity" else ()
+        if overwritten:
             raise UserError(
-                f"the block {block.name} would begin with other values of {set_to[0]}, which other modules share."
+                f"the block {block.name} would begin with other values of {overwritten[0]}, which other modules share."
             )
-        return found
+        return shared
 
     def _stream(self, block: Block) -> frozenset[str]:
         """Groups with tensors both inside and outside of a block."""
@@ -270,20 +271,20 @@ class Blocks:
 
     def _alias(self, block: Block) -> dict[str, str]:
         """Map the block's output group to the group that replaces it while left out; empty for a residual block."""
-        axes = [axis for name, own in self.full.axes.items() if block.contains(name) for axis in own]
+        block_axes = [axis for name, axes in self.full.axes.items() if block.contains(name) for axis in axes]
         stream = self._stream(block)
-        taken, given = (
-            {g for axis in axes if axis.role == role for g in axis.groups} & stream for role in ("in", "out")
+        inputs, outputs = (
+            {g for axis in block_axes if axis.role == role for g in axis.groups} & stream for role in ("in", "out")
         )
-        new = given - taken
+        new = outputs - inputs
         if not new:
             return {}
-        if len(new) != 1 or len(taken) != 1 or given & taken:
+        if len(new) != 1 or len(inputs) != 1 or outputs & inputs:
             raise UserError(
-                f"the block {block.name} puts out the channels {', '.join(sorted(new))} in place of "
-                f"{', '.join(sorted(taken)) or 'fixed ones'}, which cannot be handed on without it."
+                f"the block {block.name} outputs the channels {', '.join(sorted(new))} instead of "
+                f"{', '.join(sorted(inputs)) or 'fixed ones'}, which cannot be passed on without it."
             )
-        (inside,), (source,) = new, taken
+        (inside,), (source,) = new, inputs
         if self.full.groups[inside].full_width != self.full.groups[source].full_width:
             raise UserError(f"the block {block.name} changes the number of channels and cannot be left out.")
         return {inside: source}
@@ -298,7 +299,7 @@ def _kept(graph: WidthGraph, keep: Callable[[str], bool]) -> WidthGraph:
         norms=tuple(norm for norm in graph.norms if keep(norm.name)),
         radii=tuple(radius for radius in graph.radii if keep(radius.name)),
         channel_norms=tuple(norm for norm in graph.channel_norms if keep(norm.name)),
-        attentions=tuple(one for one in graph.attentions if any(map(keep, one.queries))),
+        attentions=tuple(attention for attention in graph.attentions if any(map(keep, attention.queries))),
         written={place: axis for place, axis in graph.written.items() if keep(place.module)},
     )
 
@@ -314,12 +315,11 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
     """Resolve a block's name to paths of modules."""
     parent, _, last = name.rpartition(".")
     first, colon, end = last.partition(":")
-    known = dict(network.named_modules())
-    numbers = [first, end] if colon else []
+    modules = dict(network.named_modules())
     paths = [name]
-    if colon and all(number.isdigit() for number in numbers):
+    if colon and first.isdigit() and end.isdigit():
         paths = [f"{parent}.{i}".lstrip(".") for i in range(int(first), int(end))]
-    missing = [path for path in paths if path not in known or not path]
+    missing = [path for path in paths if path not in modules or not path]
     if missing or not paths:
         raise UserError(
             f"blocks names {name}, but the network has no {missing[0] if missing else 'such modules'}; name "
@@ -330,7 +330,7 @@ def _paths(network: nn.Module, name: str) -> tuple[str, ...]:
 
 def _none_found(start: str, reasons: Mapping[str, str]) -> str:
     if not reasons:
-        return "blocks='auto' finds no modules of one kind behind one another that put out what goes in; name blocks."
+        return "blocks='auto' finds no modules of one kind in a row that keep the shape of their input; name blocks."
     name, reason = next(iter(reasons.items()))
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     return (
@@ -372,38 +372,38 @@ class Depth(BlockPart):
             one_of(STARTS, start=start)
             one_of(("zero", "copy"), state=state)
         self._start, self._state = str(start), str(state)
-        # `identity` runs the network with the block in it, while it is put together.
+        # `identity` runs the network with the new block before it is resharded.
         self.shards = start != "identity"
         #: Blocks of the network; set by `prepare`.
         self.depth: Blocks
 
     @classmethod
     def examine(cls, network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-        """Describe chains of blocks: those that may be inserted later, by which starts, and why others stay."""
+        """Describe chains of blocks: which may be inserted later, by which starts, and why others may not."""
         return describe(network, example)
 
     def applies(self, trigger: Trigger) -> bool:
-        """Return True if the network grows, or is a baseline of reduced depth; others have all blocks."""
+        """Return True if the network grows, or is a baseline of reduced depth."""
         return not isinstance(trigger, Never) or trigger.depth < 1
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
         """Find the blocks; the network is not changed yet."""
         for path, module in network.named_modules():
             computed: Any = module.parametrizations if is_parametrized(module) else {}
-            # The parametrisations' own weights, below these, may be shared by all blocks.
+            # Weights inside of the parametrisations may be shared by all blocks.
             originals = [
                 f"{name}.{key}" for name in computed for key, _ in computed[name].named_parameters(recurse=False)
             ]
             if any(f"{path}.parametrizations.{name}".lstrip(".") not in graph.axes for name in originals):
                 raise UserError(
-                    f"blocks that come in later need weights that are no functions of others, which those of {path} "
-                    "are: choose another growth method or model."
+                    f"blocks that come in later need plain weights, but those of {path} are computed from others: "
+                    "choose another growth method or model."
                 )
         self.depth = Blocks(network, graph, self._names, self._start, example)
         return graph
 
     def shrink_to(self, network: nn.Module, graph: WidthGraph, fraction_grown: float) -> WidthGraph:
-        """Leave out the blocks that a full network does not have at a fraction of growth."""
+        """Leave out the blocks that are not present at a fraction of growth."""
         present = self.depth.present_at(fraction_grown)
         self.depth.leave_out(network, [name for name in self.depth.blocks if name not in present])
         return self.depth.graph(present, graph)
@@ -413,7 +413,7 @@ class Depth(BlockPart):
         check_fraction_known(grower, "blocks that come in later")
 
     def begin(self, grower: GrowingNetwork) -> None:
-        """Record the blocks of the seed network: none if it grows, a fraction in a baseline of reduced depth."""
+        """Record the blocks of the seed network: none if it grows, some in a baseline of reduced depth."""
         fraction = grower.trigger.fraction_grown(0, grower.seed_widths)
         assert fraction is not None
         grower.state.blocks |= dict.fromkeys(self.depth.present_at(fraction), 0)
@@ -440,9 +440,9 @@ class Depth(BlockPart):
         for name in self.depth.present_at(fraction):
             if name in state.blocks:
                 continue
-            now = (grower.method, state.widths, grower.seed, stage)
             receipt, sources = self.depth.insert(
-                grower.network, name, *now, grower.probe(), ranks.agreed, grower.rebuilding
+                *(grower.network, name, grower.method, state.widths, grower.seed, stage),
+                *(grower.probe(), ranks.agreed, grower.rebuilding),
             )
             inserted.append(receipt)
             copied |= sources

@@ -5,7 +5,7 @@ residual branches. In each branch the last operation with parameters has to outp
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -13,8 +13,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 #: An output of an operation: the operation, and the index of the output.
 Edge = tuple[Node, int]
 
-# Operations that pass their input on, or activations that may be the identity on it (a ReLU behind another), which is
-# measured later.
+# Operations that pass their input on, and activations that may be the identity on it, such as a ReLU after another,
+# which is measured later.
 _HAND_ON = re.compile(
     "View|UnsafeView|ReshapeAlias|Permute|Transpose|T|Clone|Alias|ToCopy|Expand|Slice|Roll|NativeDropout|Unsqueeze|"
     "Squeeze|AsStrided|Relu|Hardtanh|Threshold|Clamp|ClampMin|Copy"
@@ -45,23 +45,23 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 
 def inputs_of(node: Node) -> list[Edge | None]:
-    """Return the operations that produced the inputs of one; None for inputs without gradient."""
+    """Return the operations that produced an operation's inputs; None for inputs without gradient."""
     return [None if before is None else (before, number) for before, number in node.next_functions]
 
 
 def ancestors(node: Node) -> set[Node]:
-    """Return all operations that one depends on, including itself."""
-    found, ahead = {node}, [node]
-    while ahead:
-        for before, _ in ahead.pop().next_functions:
-            if before is not None and before not in found:
-                found.add(before)
-                ahead.append(before)
-    return found
+    """Return all operations that an operation depends on, including itself."""
+    visited, pending = {node}, [node]
+    while pending:
+        for before, _ in pending.pop().next_functions:
+            if before is not None and before not in visited:
+                visited.add(before)
+                pending.append(before)
+    return visited
 
 
 class Branches:
-    """Search of the autograd graph from a block's output back to its input, the operation output `source`.
+    """Searches the autograd graph from a block's output back to its input, the operation output `source`.
 
     `obstacle` is the operation at which the search failed, or "".
     """
@@ -98,8 +98,8 @@ class Branches:
         node, name = edge[0], operation(edge[0])
         parameter = getattr(node, "variable", None)
         if parameter is not None:
-            known = self._names.get(id(parameter))
-            return None if known is None else [known]
+            parameter_name = self._names.get(id(parameter))
+            return None if parameter_name is None else [parameter_name]
         inputs = inputs_of(node)
         if _AFFINE.fullmatch(name):
             return self._affine(name, inputs)
@@ -108,7 +108,7 @@ class Branches:
         if _PRODUCTS.fullmatch(name):
             # Prefer a scale or a weight to the factor that it multiplies.
             factors = [x for x in (inputs if name != "Baddbmm" else inputs[1:]) if x is not None]
-            # In g / |v| v, another spelling of weight normalisation, v must not be zero.
+            # In g / |v| v, another form of weight normalisation, v must not be zero.
             factors = [x for x in factors if not any(_divisor_depends(other, x) for other in factors)]
             for factor in sorted(factors, key=lambda x: not self._is_parameter(x)):
                 if (zeroed := self.silenced(factor)) is not None:
@@ -128,7 +128,7 @@ class Branches:
             weights = [x for x in factors if x is not None and self._is_parameter(x)]
             weight = weights[-1] if weights else factors[-1]
         else:
-            # A normalisation may lack the bias or both; without a weight its input has to be zero.
+            # A normalisation may have no bias, or neither; without a weight its input must be zero.
             _, weight, bias = [*inputs, None, None][:3]
             if weight is None:
                 return self.silenced(inputs[0])
@@ -136,10 +136,12 @@ class Branches:
         return None if zeroed is None or shift is None else [*zeroed, *shift]
 
     def _all(self, inputs: list[Edge | None]) -> list[str] | None:
-        found = [self.silenced(x) for x in inputs]
-        if not found or any(zeroed is None for zeroed in found):
-            return None
-        return [name for zeroed in found if zeroed is not None for name in zeroed]
+        names = list[str]()
+        for x in inputs:
+            if (zeroed := self.silenced(x)) is None:
+                return None
+            names += zeroed
+        return names if inputs else None
 
     def _is_parameter(self, edge: Edge) -> bool:
         while _HAND_ON.fullmatch(operation(edge[0])):
@@ -157,27 +159,22 @@ def _divisor_depends(edge: Edge, other: Edge) -> bool:
 
 
 class Consumers:
-    """Consumers of each operation's output in the autograd graph of a network's output."""
+    """The consumers of each operation's output in the autograd graph of a network's output."""
 
     def __init__(self, output: Edge) -> None:
-        self._takers: dict[Edge, list[tuple[Node, int]]] = {}
+        self._consumers: dict[Edge, list[tuple[Node, int]]] = {}
         for node in ancestors(output[0]):
             for index, before in enumerate(inputs_of(node)):
                 if before is not None:
-                    self._takers.setdefault(before, []).append((node, index))
+                    self._consumers.setdefault(before, []).append((node, index))
 
     def added_to(self, edge: Edge) -> Edge | None:
-        """Return the value that another is added to, if that sum is its only use up to shapes and scales, or None."""
-        for taker, index in self._path(edge):
-            if operation(taker) == "Add":
-                return inputs_of(taker)[1 - index]
-        return None
-
-    def _path(self, edge: Edge) -> Iterator[tuple[Node, int]]:
-        takers = self._takers.get(edge, [])
-        while len(takers) == 1:
-            (node, index), *_ = takers
-            yield node, index
+        """Return the other summand if a value, up to shapes and scales, is only used in a sum; else None."""
+        while len(consumers := self._consumers.get(edge, [])) == 1:
+            ((node, index),) = consumers
+            if operation(node) == "Add":
+                return inputs_of(node)[1 - index]
             if operation(node) != "Mul" and not _HAND_ON.fullmatch(operation(node)):
-                return
-            takers = self._takers.get((node, 0), [])
+                return None
+            edge = node, 0
+        return None

@@ -1,7 +1,7 @@
 """Find the blocks of a network that can be left out at first: repeated modules that pass on their input.
 
-Found by structure and shapes, not by names: siblings of one kind of which each takes the output of the one before and
-keeps its shape. The autograd graph of one forward pass shows how each uses its input, which is then measured.
+Blocks are found by structure and shapes, not by names: siblings of one kind, each of which takes the output of the one
+before and keeps its shape. The autograd graph of one forward pass shows how each uses its input; this is then measured.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class _SameDraws(TorchDispatchMode):
 def same_draws() -> Iterator[None]:
     """Make every random operation draw the same numbers for the same shape.
 
-    Otherwise an inserted block would shift the draws of the blocks behind it, such as those of stochastic depth in
-    train mode, and outputs before and after could not be compared. Generators are restored.
+    Otherwise an inserted block would shift the draws of later blocks, such as those of stochastic depth in train mode,
+    and outputs before and after could not be compared. Generators are restored.
     """
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices), _SameDraws():
@@ -50,14 +50,14 @@ Kind = Literal["stream", "branch"]
 class SkippedBlock(nn.Module):
     """Placeholder for a block that is not inserted yet; see `Kind`.
 
-    Plain attributes of the block, which the network's code may read, are copied to it. `pass_through` composes its
-    output from its inputs; None if it maps its first input to one tensor.
+    It has the block's plain attributes, which the network's code may read. `pass_through` composes its output from its
+    inputs; None if it maps its first input to one tensor.
     """
 
     def __init__(self, block: nn.Module, kind: Kind = "stream", pass_through: "PassThrough | None" = None) -> None:
         super().__init__()
-        own = {name: value for name, value in vars(block).items() if not name.startswith("_")}
-        vars(self).update({name: value for name, value in own.items() if not isinstance(value, Tensor)})
+        public = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        vars(self).update({name: value for name, value in public.items() if not isinstance(value, Tensor)})
         self._kind, self._pass_through = kind, pass_through
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -70,31 +70,32 @@ class SkippedBlock(nn.Module):
 class PassThrough:
     """Composes a block's output from its (positional, named) inputs and constants, as observed in one call.
 
-    `problem` is the reason why the output cannot be composed without the block, or "". Raise a ValueError if the block
-    has no tensor among its inputs or outputs.
+    `problem` is the reason why the output cannot be composed without the block, or "".
+
+    Raises:
+        ValueError: there is no tensor among the inputs or the outputs.
     """
 
     def __init__(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], output: Any) -> None:
-        given, _ = pytree.tree_flatten_with_path(inputs)
-        tensors = [(place, value) for place, value in given if isinstance(value, Tensor)]
-        made, spec = pytree.tree_flatten(output)
-        mains = [index for index, value in enumerate(made) if isinstance(value, Tensor)]
-        if not tensors or not mains:
+        leaves, _ = pytree.tree_flatten_with_path(inputs)
+        tensors = [(path, value) for path, value in leaves if isinstance(value, Tensor)]
+        outputs, self._spec = pytree.tree_flatten(output)
+        self._index = next((index for index, value in enumerate(outputs) if isinstance(value, Tensor)), -1)
+        if not tensors or self._index < 0:
             raise ValueError("it maps no tensor to a tensor")
         self.place, self.main = tensors[0]
-        self.main_output: Tensor = made[mains[0]]
+        self.main_output: Tensor = outputs[self._index]
         self.problem = ""
         # Paths of inputs (True), and constants (False).
-        self._spec, self._entries = spec, list[tuple[bool, Any]]()
-        for index, value in enumerate(made):
-            if index == mains[0]:
+        self._entries = list[tuple[bool, Any]]()
+        for index, value in enumerate(outputs):
+            if index == self._index:
                 self._entries.append((True, self.place))
                 continue
-            same = [place for place, x in given if x is value and isinstance(x, Tensor)]
+            same = [path for path, x in tensors if x is value]
             if isinstance(value, Tensor) and not same:
                 self.problem = "it outputs more than one new tensor"
             self._entries.append((True, same[0]) if same else (False, value))
-        self._index = mains[0]
 
     @property
     def plain(self) -> bool:
@@ -113,14 +114,14 @@ class PassThrough:
         return self
 
     def output(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], zeros: bool) -> Any:
-        """Compose the block's output from its (positional, named) inputs, with zeros as main output if so asked."""
+        """Compose the block's output from its (positional, named) inputs, with the main output zero if `zeros`."""
         values = [pytree.key_get(inputs, entry) if taken else entry for taken, entry in self._entries]
         if zeros:
             values[self._index] = torch.zeros_like(values[self._index])
         return pytree.tree_unflatten(values, self._spec)
 
 
-# Containers: two modules of such a class may differ in their contents.
+# Classes whose modules may differ in their contents.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 #: Exceptions that a network may raise if it does not run without a block.
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
@@ -128,7 +129,7 @@ FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, Key
 
 @dataclass(frozen=True)
 class Span:
-    """Paths of modules that run directly one after the other, and the output of their placeholders."""
+    """Paths of modules that run directly one after another, and the kind of their placeholders."""
 
     paths: tuple[str, ...]
     kind: Kind
@@ -141,8 +142,8 @@ class Block:
     Attributes:
         name: path of a module, or `path.i:j` for the modules i to j - 1 of a sequence.
         zeroed: names of the parameters to zero so that it adds nothing; None if there are none (see `obstacle`).
-        pass_throughs: by path, compositions of the placeholder's output, for modules that do not take and return a
-            single tensor.
+        pass_throughs: composition of the placeholder's output by path, for modules that do not map one tensor to one
+            tensor.
     """
 
     name: str
@@ -170,7 +171,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """Sequence of sibling modules of a class `kind`: the name and module paths of each; `order` is its index."""
+    """A sequence of sibling modules of class `kind`, with the name and module paths of each; `order` is its index."""
 
     order: int
     units: tuple[tuple[str, tuple[str, ...]], ...]
@@ -210,11 +211,11 @@ class Forward:
         names: dict[int, list[str]] = {}
         for name, parameter in self.network.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
-        self.names = {key: known[0] for key, known in names.items()}
-        self.shared = [known for known in names.values() if len(known) > 1]
+        self.names = {key: aliases[0] for key, aliases in names.items()}
+        self.shared = [aliases for aliases in names.values() if len(aliases) > 1]
 
     def call(self, path: str) -> _Call | str:
-        """Return the single call of a module, or the reason why there is not exactly one."""
+        """Return the only call of a module, or the reason why there is not exactly one."""
         # A module may have several paths.
         first = self._paths[id(self.network.get_submodule(path))]
         calls = self.calls.get(first, [])
@@ -237,7 +238,7 @@ class Forward:
 
     def _record_inputs(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, named: Any) -> None:
-            # Before the module runs, which may change its inputs in place.
+            # Before the module runs, since it may change its inputs in place.
             edges = {id(x): edge_of(x) for x in tensors_in((args, named))}
             self._sources.setdefault(path, []).append(edges)
 
@@ -252,9 +253,9 @@ class Forward:
             except ValueError as error:
                 calls.append(str(error))
                 return
-            taken, made = pass_through.main, pass_through.main_output
-            shapes = tuple(taken.shape), tuple(made.shape)
-            calls.append(_Call(edges.get(id(taken)), edge_of(made), *shapes, pass_through.released()))
+            main, result = pass_through.main, pass_through.main_output
+            shapes = tuple(main.shape), tuple(result.shape)
+            calls.append(_Call(edges.get(id(main)), edge_of(result), *shapes, pass_through.released()))
 
         return hook
 
@@ -262,21 +263,21 @@ class Forward:
 def traced_output(network: nn.Module, example: tuple[Any, ...]) -> Tensor:
     """Return the main output in eval mode, with its autograd graph."""
 
-    def followed(x: Any) -> Any:
-        # Not a leaf tensor: networks may change their input in place.
+    def tracked(x: Any) -> Any:
+        # Not a leaf tensor, since networks may change their input in place.
         real = isinstance(x, Tensor) and x.is_floating_point()
         return x.detach().clone().requires_grad_().clone() if real else x
 
     with without_side_effects(network), torch.enable_grad():
         network.eval()
-        return main_output(call_with(network, changed(followed, example)))
+        return main_output(call_with(network, changed(tracked, example)))
 
 
 def learnt_parameters(network: nn.Module, output: Edge | None) -> set[str]:
     """Names of the parameters that an output depends on."""
     nodes = set() if output is None else ancestors(output[0])
-    found = {id(getattr(node, "variable", None)) for node in nodes}
-    return {name for name, parameter in network.named_parameters() if id(parameter) in found}
+    reached = {id(getattr(node, "variable", None)) for node in nodes}
+    return {name for name, parameter in network.named_parameters() if id(parameter) in reached}
 
 
 def signature(network: nn.Module, paths: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
@@ -295,60 +296,58 @@ def runs_of_units(forward: Forward, bare: bool) -> list[Run]:
     With `bare`, also plain layers, and segments of `nn.Sequential` from one layer up to the next, such as a convolution
     with its normalisation and ReLU.
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     for path, parent in forward.network.named_modules():
         groups = list(_siblings(forward.network, path, parent, bare))
         if bare and isinstance(parent, nn.Sequential):
             groups += _segments(forward, path, parent)
         for group in groups:
-            units = [(name, called(forward, paths)) for name, paths in group]
-            units = [(name, paths) for name, paths in units if paths]
+            units = [(name, modules) for name, paths in group if (modules := called(forward, paths))]
             if len(units) > 1:
                 kind = type(forward.network.get_submodule(units[0][1][0])).__name__
-                found.append(Run(len(found), tuple(units), kind))
-    return found
+                runs.append(Run(len(runs), tuple(units), kind))
+    return runs
 
 
 def analysed(forward: Forward, name: str, paths: tuple[str, ...]) -> Block | str:
     """Return the block of these modules, or the reason why it cannot be left out."""
-    calls = [forward.call(path) for path in paths]
-    for call in calls:
-        if isinstance(call, str):
+    calls: list[_Call] = []
+    for path in paths:
+        if isinstance(call := forward.call(path), str):
             return call
-    known = [call for call in calls if not isinstance(call, str)]
+        calls.append(call)
     for names in forward.shared:
-        inside = [any(one.startswith(f"{path}.") for path in paths) for one in names]
+        inside = [any(other.startswith(f"{path}.") for path in paths) for other in names]
         # The first module keeps a shared tensor while others are left out.
         if inside[0] and not all(inside):
             return f"other modules share its {names[0]}"
-    for call in known:
+    for call in calls:
         if call.pass_through.problem:
             return call.pass_through.problem
-    joined = all(one.result == other.source for one, other in pairwise(known))
-    pass_throughs = {
-        path: c.pass_through for path, c in zip(paths, known, strict=True) if not c.pass_through.plain and not joined
-    }
-    if joined and len(known) == 1:
-        pass_throughs = {} if known[0].pass_through.plain else {paths[0]: known[0].pass_through}
-    whole = _Call(known[0].source, known[-1].result, known[0].shape_in, known[-1].shape_out, known[0].pass_through)
+    joined = all(earlier.result == later.source for earlier, later in pairwise(calls))
+    pass_throughs = {}
+    if not joined or len(calls) == 1:
+        composed = zip(paths, (call.pass_through for call in calls), strict=True)
+        pass_throughs = {path: pass_through for path, pass_through in composed if not pass_through.plain}
+    whole = _Call(calls[0].source, calls[-1].result, calls[0].shape_in, calls[-1].shape_out, calls[0].pass_through)
     if joined and whole.shape_in == whole.shape_out:
         zeroed, obstacle = _kept(forward, whole)
         if zeroed is not None or not _is_branch(forward, paths[0], whole):
             return Block(name, (Span(paths, "stream"),), zeroed, obstacle, pass_throughs)
-    elif joined and len(known) == 1:
+    elif joined and len(calls) == 1:
         return f"it puts out {list(whole.shape_out)} where {list(whole.shape_in)} goes in"
-    spans, every = list[Span](), list[str]()
-    for path, call in zip(paths, known, strict=True):
+    spans, all_zeroed = list[Span](), list[str]()
+    for path, call in zip(paths, calls, strict=True):
         if call.shape_in != call.shape_out:
             return f"{path} puts out {list(call.shape_out)} where {list(call.shape_in)} goes in"
         kept, obstacle = _kept(forward, call)
         branch = kept is None and _is_branch(forward, path, call)
-        added = _silenced(forward, call) if branch else kept
-        if added is None:
+        zeroed = _silenced(forward, call) if branch else kept
+        if zeroed is None:
             return f"{path}: {obstacle}" if len(paths) > 1 else obstacle
         spans.append(Span((path,), "branch" if branch else "stream"))
-        every += added
-    return Block(name, tuple(spans), tuple(every), "", pass_throughs)
+        all_zeroed += zeroed
+    return Block(name, tuple(spans), tuple(all_zeroed), "", pass_throughs)
 
 
 def _kept(forward: Forward, call: _Call) -> tuple[tuple[str, ...] | None, str]:
@@ -380,54 +379,54 @@ def _is_branch(forward: Forward, path: str, call: _Call) -> bool:
 
 def called(forward: Forward, paths: tuple[str, ...]) -> tuple[str, ...]:
     """Replace containers that the forward does not call, such as lists, by the modules inside."""
-    found: list[str] = []
+    modules: list[str] = []
     for path in paths:
         module = forward.network.get_submodule(path)
         if path in forward.calls or not isinstance(module, _CONTAINERS):
-            found.append(path)
+            modules.append(path)
         else:
-            found += called(forward, tuple(f"{path}.{name}" for name, _ in module.named_children()))
-    return tuple(found)
+            modules += called(forward, tuple(f"{path}.{name}" for name, _ in module.named_children()))
+    return tuple(modules)
 
 
 Named = tuple[str, tuple[str, ...]]
 
 
 def _siblings(network: nn.Module, path: str, parent: nn.Module, bare: bool) -> Iterator[list[Named]]:
-    children = [(name, child) for name, child in parent._modules.items() if child is not None]
+    """Yield the children of a module that may be blocks, in runs of the same structure."""
     group: list[Named] = []
     last: nn.Module | None = None
-    for name, child in children:
-        own = f"{path}.{name}".lstrip(".")
-        if not _may_be_block(child, bare and isinstance(parent, nn.ModuleList)):
+    for name, child in parent._modules.items():
+        full_path = f"{path}.{name}".lstrip(".")
+        if child is None or not _may_be_block(child, bare and isinstance(parent, nn.ModuleList)):
             continue
-        if last is not None and not _same_structure(network, (group[-1][1], (own,)), last, child):
+        if last is not None and not _same_structure(network, (group[-1][1], (full_path,)), last, child):
             yield group
             group = []
-        group.append((own, (own,)))
+        group.append((full_path, (full_path,)))
         last = child
     yield group
 
 
 def _segments(forward: Forward, path: str, sequence: nn.Sequential) -> list[list[Named]]:
-    """Split a sequence into layers, each with shape-preserving modules behind it, grouped by their classes."""
+    """Split a sequence into layers, each with the shape-preserving modules after it, grouped by their classes."""
     segments: list[list[str]] = []
     kinds: dict[tuple[type, ...], list[Named]] = {}
     if list(sequence._modules) != [str(index) for index in range(len(sequence))]:
         return []
     for index, child in enumerate(sequence):
-        own = f"{path}.{index}".lstrip(".")
-        call = forward.call(own)
+        full_path = f"{path}.{index}".lstrip(".")
+        call = forward.call(full_path)
         if _is_layer(child):
-            segments.append([own])
+            segments.append([full_path])
         elif any(True for _ in child.children()) or isinstance(call, str):
             segments.append([])
         elif segments and segments[-1] and call.shape_in == call.shape_out:
-            segments[-1].append(own)
+            segments[-1].append(full_path)
         else:
             segments.append([])
     for paths in filter(None, segments):
-        kind = tuple(type(forward.network.get_submodule(one)) for one in paths)
+        kind = tuple(type(forward.network.get_submodule(path)) for path in paths)
         end = int(paths[-1].rpartition(".")[2]) + 1
         kinds.setdefault(kind, []).append((f"{paths[0]}:{end}", tuple(paths)))
     return list(kinds.values())
@@ -446,8 +445,8 @@ def _may_be_block(module: nn.Module, bare: bool) -> bool:
 
 
 def _same_structure(
-    network: nn.Module, paths: tuple[tuple[str, ...], tuple[str, ...]], one: nn.Module, other: nn.Module
+    network: nn.Module, paths: tuple[tuple[str, ...], tuple[str, ...]], first: nn.Module, second: nn.Module
 ) -> bool:
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    return not isinstance(one, _CONTAINERS) or signature(network, paths[0]) == signature(network, paths[1])
+    return not isinstance(first, _CONTAINERS) or signature(network, paths[0]) == signature(network, paths[1])

@@ -35,7 +35,7 @@ from growlab.widths.meta import copied
 
 @dataclass(frozen=True)
 class Chain:
-    """Sibling modules of class `kind`: names of those that may be left out at first, and why others stay."""
+    """Sibling modules of class `kind`: names of those that may be left out at first, and why others may not."""
 
     kind: str
     names: tuple[str, ...]
@@ -57,52 +57,53 @@ class Search:
         """
         runs = runs_of_units(self._forward, bare=self._start == "identity")
         reasons: dict[str, str] = {}
-        places: dict[str, tuple[int, int]] = {}
+        positions: dict[str, tuple[int, int]] = {}
         blocks: dict[str, Block] = {}
-        taken: list[str] = []
+        chosen: list[str] = []
         for run in runs:
-            if any(name.startswith(f"{outer}.") for name, _ in run.units for outer in taken):
+            if any(name.startswith(f"{outer}.") for name, _ in run.units for outer in chosen):
                 continue
-            for place, (before, unit) in enumerate(pairwise(run.units), start=1):
-                found = self._fitting(*unit, before[1])
-                if isinstance(found, str):
-                    reasons[unit[0]] = found
+            for position, (before, (name, paths)) in enumerate(pairwise(run.units), start=1):
+                block = self._fitting(name, paths, before[1])
+                if isinstance(block, str):
+                    reasons[name] = block
                 else:
-                    blocks[unit[0]], places[unit[0]] = found, (place, run.order)
+                    blocks[name], positions[name] = block, (position, run.order)
             if any(name in blocks for name, _ in run.units):
-                taken += [name for name, _ in run.units]
-        reasons |= self._measured(blocks)
+                chosen += [name for name, _ in run.units]
+        reasons |= self._failures(blocks)
         for name in reasons.keys() & blocks.keys():
             del blocks[name]
-        order = sorted(blocks, key=places.__getitem__)
+        order = sorted(blocks, key=positions.__getitem__)
         return [blocks[name] for name in order], list(_chains(runs, blocks, reasons))
 
     def named(self, name: str, paths: tuple[str, ...]) -> Block:
         """Return the block with a name."""
-        found = self._fitting(name, called(self._forward, paths), ())
-        reason = found if isinstance(found, str) else self._measured({name: found}).get(name)
-        if isinstance(found, str) or reason is not None:
+        block = self._fitting(name, called(self._forward, paths), ())
+        reason = block if isinstance(block, str) else self._failures({name: block}).get(name)
+        if isinstance(block, str) or reason is not None:
             raise UserError(f"{name} of blocks cannot be left out with start={self._start!r}: {reason}.")
-        return found
+        return block
 
     def _fitting(self, name: str, paths: tuple[str, ...], before: tuple[str, ...]) -> Block | str:
+        """Return the block of these modules, or the reason why it does not fit the start."""
         if not paths:
             return "it contains no modules that the forward runs"
-        found = analysed(self._forward, name, paths)
-        if isinstance(found, str):
-            return found
+        block = analysed(self._forward, name, paths)
+        if isinstance(block, str):
+            return block
         if before and not self._forward.follows(paths[0], before[-1]):
             return f"it does not take what {before[-1]} puts out"
-        if self._start in ZEROING and found.zeroed is None:
-            return found.obstacle
-        if self._start == "identity" and found.zeroed is not None:
+        if self._start in ZEROING and block.zeroed is None:
+            return block.obstacle
+        if self._start == "identity" and block.zeroed is not None:
             return "it has a residual branch, for which there is start='zero'"
-        if self._start == "gstack" and not same_shaped_before(self._network, found):
+        if self._start == "gstack" and not same_shaped_before(self._network, block):
             return "no block of the same shapes comes before it to copy"
-        return found
+        return block
 
-    def _measured(self, blocks: Mapping[str, Block]) -> dict[str, str]:
-        """Test candidate blocks by running a copy of the network; return reasons against those that fail, by name."""
+    def _failures(self, blocks: Mapping[str, Block]) -> dict[str, str]:
+        """Test candidate blocks by running a copy of the network; return the reasons of failures by name."""
         rehearsal = copied(self._network)
         wrong: dict[str, str] = {}
         if self._start in ZEROING:
@@ -128,30 +129,30 @@ class Search:
         return wrong
 
     def _changes(self, network: nn.Module, blocks: Sequence[Block]) -> dict[str, str]:
-        """Return blocks that change their input although they should be the identity, by name, with the reason."""
+        """Return reasons, by name, for blocks that change their input although they should be the identity."""
         errors: dict[str, float] = {}
-        entered: dict[str, Tensor] = {}
+        inputs: dict[str, Tensor] = {}
 
         def enter(path: str) -> Any:
             call = self._forward.call(path)
             assert not isinstance(call, str)
 
             def hook(module: nn.Module, args: Any, named: Any) -> None:
-                entered[path] = call.pass_through.taken((args, named)).detach().clone()
+                inputs[path] = call.pass_through.taken((args, named)).detach().clone()
 
             return hook
 
         def leave(block: Block, first: str, branch: bool) -> Any:
             def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
-                made, taken = tensors_in(output)[0].detach(), entered.pop(first)
-                error = relative_error(taken, taken + made if branch else made)
+                result, x = tensors_in(output)[0].detach(), inputs.pop(first)
+                error = relative_error(x, x + result if branch else result)
                 errors[block.name] = max(error, errors.get(block.name, 0.0))
 
             return hook
 
         with ExitStack() as hooks:
-            for block, span in ((one, span) for one in blocks for span in one.spans):
-                first, last = (network.get_submodule(span.paths[place]) for place in (0, -1))
+            for block, span in ((b, span) for b in blocks for span in b.spans):
+                first, last = (network.get_submodule(span.paths[index]) for index in (0, -1))
                 hooks.enter_context(first.register_forward_pre_hook(enter(span.paths[0]), with_kwargs=True))
                 hook = leave(block, span.paths[0], span.kind == "branch")
                 hooks.enter_context(last.register_forward_hook(hook, with_kwargs=True))
@@ -192,19 +193,17 @@ def same_shaped_before(network: nn.Module, block: Block) -> tuple[str, ...]:
     """Paths of the nearest earlier sibling of a block with the same shapes that is present, or ()."""
     parent, _, last = block.name.rpartition(".")
     names = list(network.get_submodule(parent)._modules)
-    own = signature(network, block.paths)
+    shapes, modules = signature(network, block.paths), dict(network.named_modules())
     first, colon, _ = last.partition(":")
     step = len(block.paths) if colon else 1
-    place = names.index(first)
-    for earlier in range(place - step, -1, -step):
+    for earlier in range(names.index(first) - step, -1, -step):
         if colon:
             paths = tuple(f"{parent}.{names[earlier + i]}".lstrip(".") for i in range(step))
         else:
             paths = tuple(
                 f"{parent}.{names[earlier]}{path.removeprefix(block.name)}".lstrip(".") for path in block.paths
             )
-        known = dict(network.named_modules())
-        if all(path in known for path in paths) and signature(network, paths) == own:
+        if all(path in modules for path in paths) and signature(network, paths) == shapes:
             return paths
     return ()
 
@@ -215,10 +214,10 @@ def _chains(runs: Sequence[Run], blocks: Mapping[str, Block], reasons: Mapping[s
     for run in runs:
         names = tuple(name for name, _ in run.units)
         found = tuple(name for name in names if name in blocks)
-        inside = any(name.startswith(f"{one}.") for name in names for one in outer)
-        why = {name: reasons[name] for name in names if name in reasons}
-        if found or (why and not inside):
-            yield Chain(run.kind, names, found, why)
+        nested = any(name.startswith(f"{path}.") for name in names for path in outer)
+        run_reasons = {name: reasons[name] for name in names if name in reasons}
+        if found or (run_reasons and not nested):
+            yield Chain(run.kind, names, found, run_reasons)
         outer += names
 
 
@@ -226,7 +225,7 @@ _SHOWN_NAMES = 3
 
 
 def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
-    """Describe chains of blocks of one kind, one per line: exact starts, and reasons why other blocks stay."""
+    """Describe chains of blocks of one kind, one per line: exact starts, and why other blocks cannot be left out."""
     try:
         blocks, chains = Search(network, example, "zero").all()
     except FAILURES as error:
@@ -240,7 +239,7 @@ def describe(network: nn.Module, example: tuple[Any, ...]) -> list[str]:
         return lines
     chains = Search(network, example, "identity").all()[1]
     lines += [_later(chain, "identity") for chain in chains if chain.found]
-    return lines or ["no modules of one kind behind one another"]
+    return lines or ["no modules of one kind in a row"]
 
 
 def _later(chain: Chain, starts: str) -> str:

@@ -24,8 +24,8 @@ class Insertion:
     """Context of a start: the network and the block that was just inserted.
 
     Attributes:
-        twin: paths of earlier modules of the same shapes, in the order of the block's; empty if there are none.
-        own: names of tensors whose values are kept: parameters that other modules share, and constants.
+        twin: paths of earlier modules with the same shapes, in the order of the block's; empty if there are none.
+        own: names of tensors whose values are kept: parameters shared with other modules, and constants.
     """
 
     network: nn.Module
@@ -41,7 +41,7 @@ class Insertion:
 
     @property
     def copied(self) -> dict[str, str]:
-        """Parameter of the twin that each of the block's parameters may copy, by name."""
+        """Maps each of the block's parameters that may be copied to the twin's parameter, by name."""
         return {
             f"{path}.{name}": f"{source}.{name}"
             for path, source in zip(self.block.paths, self.twin, strict=False)
@@ -79,10 +79,10 @@ def identity(insertion: Insertion) -> None:
     called. In train mode a batch normalisation is the identity on the probe batch, and on others up to the difference
     of their statistics.
     """
-    seen: list[Tensor] = []
+    block_inputs: list[Tensor] = []
     paths = insertion.block.paths
     first = insertion.network.get_submodule(paths[0])
-    hook = first.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach().clone()))
+    hook = first.register_forward_pre_hook(lambda module, inputs: block_inputs.append(inputs[0].detach().clone()))
     with hook, without_side_effects(insertion.network):
         insertion.network.train()
         call_with(insertion.network, insertion.probe)
@@ -91,7 +91,7 @@ def identity(insertion: Insertion) -> None:
     if len(affine) != 1 or affine[0].weight.shape[0] != affine[0].weight.shape[1]:
         raise UserError(
             f"start='identity' is for blocks of one layer with as many outputs as inputs, such as a convolution "
-            f"with its batch normalisation and ReLU; {', '.join(paths)} holds {len(affine)} layers."
+            f"with its batch normalisation and ReLU; {', '.join(paths)} has {len(affine)} layers."
         )
     layer = affine[0]
     weight = torch.empty_like(layer.weight)
@@ -105,7 +105,7 @@ def identity(insertion: Insertion) -> None:
     for norm in modules:
         if not isinstance(norm, _BATCH_NORMS):
             continue
-        x = seen[0]
+        x = block_inputs[0]
         dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x, dims, correction=0)
         if norm.weight is None or norm.running_mean is None or norm.running_var is None:
@@ -120,7 +120,7 @@ def stack(insertion: Insertion) -> None:
     """Copy the previous block, and zero the last operation with parameters in each branch.
 
     The layers start from the trained weights of the previous block (progressive stacking, Gong et al. 2019, with the
-    zeros of `zero`). Where no earlier block has the same shapes, as behind a strided one, weights are drawn.
+    zeros of `zero`). If no earlier block has the same shapes, as after a strided one, weights are drawn.
 
     **Preserves** exactly, as `zero` does.
     """
@@ -140,12 +140,12 @@ def gstack(insertion: Insertion) -> None:
             "behind one of their kind, in order."
         )
     for path, twin in zip(insertion.block.paths, insertion.twin, strict=True):
-        # The original's rows may have multipliers, which are folded into the copy.
+        # Multipliers of the original's rows are folded into the copy.
         source = insertion.network.get_submodule(twin)
-        known = {**_tensors(source), **multiplied_weights(source)}
+        values = {**_tensors(source), **multiplied_weights(source)}
         for name, tensor in _tensors(insertion.network.get_submodule(path)).items():
             if f"{path}.{name}" not in insertion.own:
-                tensor.copy_(whole(known[name]))
+                tensor.copy_(whole(values[name]))
 
 
 def _assign(module: nn.Module, name: str, value: Tensor) -> None:

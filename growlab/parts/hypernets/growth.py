@@ -23,7 +23,7 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
 
     H of a weight [O, I, ...] is [O, I, ..., K]: its first two dimensions carry the channels, the last behaves like a
     kernel dimension. Tensors of chunks are arrays over chunks [A, B, ...], rows and columns of the weight in blocks of
-    `channels`; widths are then counted in such blocks, so that every width is a whole number of chunks.
+    `channels`. Widths are then counted in blocks, so that every width is a whole number of chunks.
 
     Raises:
         UserError: a width or a growing weight is not a whole number of chunks.
@@ -38,7 +38,7 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
         units[name] = Group(name, group.full_width // channels, group.below // channels)
     modules = dict(network.named_modules())
     axes: dict[str, tuple[Axis, ...]] = {}
-    chosen: dict[str, Layer] = {}
+    emitted: dict[str, Layer] = {}
     for name, plain in graph.axes.items():
         owner, _, attribute = name.rpartition(".")
         module = modules.get(owner)
@@ -46,27 +46,27 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
             axes[name] = tuple(_in_units(axis, channels) for axis in plain)
             continue
         by = module.get_submodule(f"parametrizations.{attribute}")[0]
-        place = f"{owner}.parametrizations.{attribute}"
+        prefix = f"{owner}.parametrizations.{attribute}"
         layer = next(layer for layer in graph.layers if layer.weight == name)
         if isinstance(by, Emitted):
-            own, chosen[name] = _emitted(by, place, plain, layer)
+            new_axes, emitted[name] = _emitted(by, prefix, plain, layer)
         elif isinstance(by, Chunks):
-            own, chosen[name] = _chunked(by, place, plain, layer, channels)
+            new_axes, emitted[name] = _chunked(by, prefix, plain, layer, channels)
         else:
             raise UserError(f"{name} is parametrised by something that growlab does not know; growth cannot widen it.")
-        axes |= own
+        axes |= new_axes
     return replace(
         graph,
         groups=units,
         axes=axes,
-        layers=tuple(chosen.get(layer.weight, layer) for layer in graph.layers),
+        layers=tuple(emitted.get(layer.weight, layer) for layer in graph.layers),
         written={place: _in_units(axis, channels) for place, axis in graph.written.items()},
         channel_norms=tuple(replace(norm, axis=_in_units(norm.axis, channels)) for norm in graph.channel_norms),
         attentions=tuple(
             replace(
                 attention,
                 axis=_in_units(attention.axis, channels),
-                queries=tuple(part for name in attention.queries for part in _linear(name, chosen.get(name))),
+                queries=tuple(part for name in attention.queries for part in _linear(name, emitted.get(name))),
             )
             for attention in graph.attentions
         ),
@@ -74,16 +74,16 @@ def emitted_graph(network: nn.Module, graph: WidthGraph, channels: int = 1) -> W
 
 
 def _emitted(
-    by: Emitted, place: str, plain: tuple[Axis, ...], layer: Layer
+    by: Emitted, prefix: str, plain: tuple[Axis, ...], layer: Layer
 ) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
     """Return the axes of H and beta, and the layer with them in place of its weight."""
-    features, weight = by.output.weight.shape[-1], f"{place}.0.output.weight"
-    axes = {f"{place}.original": plain, weight: (*plain, _fixed(features))}
+    features, weight = by.output.weight.shape[-1], f"{prefix}.0.output.weight"
+    axes = {f"{prefix}.original": plain, weight: (*plain, _fixed(features))}
     variance = 1 / (features * (1 + by.features.embedding.noise**2 / 3))
     return axes, replace(
         layer,
         weight=weight,
-        offset=f"{place}.original",
+        offset=f"{prefix}.original",
         inputs_per_entry=1 / features,
         outputs_per_entry=1 / features,
         variance_per_entry=variance,
@@ -91,20 +91,20 @@ def _emitted(
 
 
 def _chunked(
-    by: Chunks, place: str, plain: tuple[Axis, ...], layer: Layer, channels: int
+    by: Chunks, prefix: str, plain: tuple[Axis, ...], layer: Layer, channels: int
 ) -> tuple[dict[str, tuple[Axis, ...]], Layer]:
     """Return the axes of the tensors of chunks, and the layer with the gains in place of its weight."""
     rows, columns = (_in_units(axis, channels) for axis in plain[:2])
-    # The blocked dimension has one place for each chunk.
+    # The blocked dimension has one position per chunk.
     blocked = [rows, _blocks(columns, channels)] if by.by_inputs else [_blocks(rows, channels), columns]
-    own = {"embedding.values": by.embedding.values, "weight": by.weight, "bias": by.bias}
-    axes: dict[str, tuple[Axis, ...]] = {f"{place}.original": tuple(blocked)}
-    axes |= {f"{place}.0.{n}": (*blocked, *(_fixed(s) for s in tensor.shape[2:])) for n, tensor in own.items()}
+    tensors = {"embedding.values": by.embedding.values, "weight": by.weight, "bias": by.bias}
+    axes: dict[str, tuple[Axis, ...]] = {f"{prefix}.original": tuple(blocked)}
+    axes |= {f"{prefix}.0.{n}": (*blocked, *(_fixed(s) for s in tensor.shape[2:])) for n, tensor in tensors.items()}
     kernel = prod(by.kernel)
     return axes, replace(
         layer,
-        weight=f"{place}.original",
-        emitters=tuple(f"{place}.0.{part}" for part in own),
+        weight=f"{prefix}.original",
+        emitters=tuple(f"{prefix}.0.{name}" for name in tensors),
         inputs_per_entry=kernel * (channels if by.by_inputs else 1),
         outputs_per_entry=kernel * (1 if by.by_inputs or layer.depthwise else channels),
     )
@@ -144,7 +144,7 @@ _SHARINGS = ("layer", "chunk")
 
 @dataclass(frozen=True)
 class EmittedWeights(NewWeights):
-    """Initialisation `init` of new entries in the tensors that emit weights."""
+    """Initialises new entries of the tensors that emit weights by `init`."""
 
     init: Initialisation = field(default_factory=Initialisation)
 
@@ -155,8 +155,8 @@ class EmittedWeights(NewWeights):
     def draw(self, context: GrowthContext, name: str) -> Tensor:
         """Return a tensor of the new shape with every entry initialised as new.
 
-        A new channel of chunks is emitted by the same output layer as the others, at its trained scale. Its running
-        variance is therefore the mean of their second moments, if above 1; with 1, activations of new channels in eval
+        A new channel of chunks is emitted at the trained scale, by the same output layer as the others. Its running
+        variance is therefore the mean of their second moments, if above 1. With 1, activations of new channels in eval
         mode could grow from layer to layer until twins no longer cancel within rounding.
         """
         shape, source = context.new_shape(name), context.generator(name)
@@ -192,7 +192,7 @@ class Hyperfan(VarianceTransfer):
     (Chang et al. 2020, Table 1, at the new widths) and pairs in the first two dimensions of H and beta (Yuan et al.
     2023, Eqs. 2-4): W is linear in both, so pairs of H are pairs of W. With `sharing="chunk"` a new channel has new
     embeddings, one per chunk that it adds, with their input layers; twins have equal embeddings, on the consuming side
-    with gains of opposite sign. Widths are counted in chunks there. `finish` returns to the plain network.
+    with gains of opposite sign; widths are counted in chunks. `finish` restores the plain network.
 
     **Preserves** exactly in eval mode, up to `output_factor`; in train mode up to batch normalisation's eps, as
     `VarianceTransfer` does.
@@ -238,9 +238,8 @@ class Hyperfan(VarianceTransfer):
         )
         one_of(_RULES, new_weights=new_weights)
         one_of(_SHARINGS, sharing=sharing)
-        features = (embedding_features, tuple(hidden_features))
-        drawn = (new_weights, distribution, *features, embedding)
-        self.hypernet = Hypernet(sharing, *drawn, gain=gain, chunk_channels=chunk_channels)
+        fields = (sharing, new_weights, distribution, embedding_features, tuple(hidden_features), embedding)
+        self.hypernet = Hypernet(*fields, gain=gain, chunk_channels=chunk_channels)
         self.new_weights = EmittedWeights(gain, 1, new_weights, self.hypernet.variances)
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int) -> WidthGraph:
@@ -249,7 +248,7 @@ class Hyperfan(VarianceTransfer):
         chunked = self.hypernet.sharing == "chunk"
         prepared = emitted_graph(network, graph, self.hypernet.chunk_channels or 1 if chunked else 1)
         for layer in prepared.layers:
-            # A chunk without a twin has gain 0, which has to be trainable for it to learn.
+            # A chunk without a twin has gain 0, which must be trainable for the chunk to learn.
             if layer.emitters:
                 network.get_parameter(layer.weight).requires_grad_(True)
         return prepared

@@ -1,6 +1,6 @@
 """Initialisation of hypernetworks: hyperfan (Chang, Flokas, Lipson, ICLR 2020) and its baselines.
 
-A hypernetwork's linear output layer emits W[i, j] = sum_k H[i, j, k] h(e)[k] + beta[i, j] and, where biases are emitted
+A hypernetwork's linear output layer emits W[i, j] = sum_k H[i, j, k] h(e)[k] + beta[i, j] and, if biases are emitted
 too, b[i] = sum_l G[i, l] g(e2)[l] + gamma[i]. With d_j and d_i the fan-in and fan-out of the emitted layer (receptive
 field included), d_k and d_l the sizes of h(e) and g(e2), r = 2 if a ReLU follows and else 1, and B = 2 if biases are
 emitted and else 1 (Table 1):
@@ -14,8 +14,7 @@ chunks (Appendix A.2) the output layer is shared by layers of different size: it
 one per chunk, gets r / (d_j d_l Var(e)) or r / (d_i d_l Var(e)), where d_l is the size of the embedding (the paper
 writes d_k for the first; the two are equal in its experiment).
 
-`hyperfan_harmonic`, `hyperfan_geometric` and `hyperfan_arithmetic` take that mean of the two variances (Appendix
-B.1.3).
+`hyperfan_harmonic`, `hyperfan_geometric` and `hyperfan_arithmetic` use that mean of the two variances (Appendix B.1.3).
 
 The baselines of Section 3: M1 `xavier_*` and `kaiming_*` treat the hypernetwork as any network, with gain 1 and 2, by
 fan-in, fan-out or a mean of the two variances; M2 `small_random`; M3 `kaiming_tenth`, whose output layer is a tenth of
@@ -72,7 +71,7 @@ class Initialisation:
     Attributes:
         name: one of `INITIALISATIONS`.
         distribution: "uniform", on [-sqrt(3 Var), sqrt(3 Var)], or "normal".
-        small_std: standard deviation that `small_random` draws every layer with.
+        small_std: standard deviation of every layer for `small_random`.
 
     Raises:
         UserError: the initialisation or distribution is unknown.

@@ -1,6 +1,6 @@
 """Parametrise the weights of any network by a hypernetwork, and turn the result into a plain network again.
 
-Shape suffixes: K size of h(e), L of an embedding; A, B rows and columns of a weight in chunks; P numbers in a chunk.
+Shape suffixes: K size of h(e), L of an embedding; A, B rows and columns of a weight in chunks; P entries of a chunk.
 """
 
 from collections import defaultdict
@@ -31,8 +31,8 @@ class Hypernet:
     Attributes:
         sharing: "layer": one hypernetwork per tensor. "size": layers of equal shape and equal variances (Table 1) share
             one for weights and one for biases, with one embedding each. "network": one embedding and one h for all, one
-            output layer per tensor. "chunk": as Ha et al. (2016), one embedding and input layer per chunk of a weight,
-            and an output layer shared by all weights of the same receptive field.
+            output layer per tensor. "chunk" (Ha et al. 2016): one embedding and input layer per chunk of a weight, and
+            an output layer shared by all weights with the same receptive field.
         initialisation: see `growlab.parts.hypernets.initialisations`.
         distribution: "uniform" or "normal".
         embedding_features: size of an embedding.
@@ -41,10 +41,10 @@ class Hypernet:
         embedding: "fixed" or "trained".
         noise: half the width of uniform noise on embeddings at every use.
         biases: emit the biases too.
-        gain: r of all layers but the last: 2 if a ReLU follows them.
+        gain: r of all layers except the last: 2 if a ReLU follows them.
         output_gain: r of the last layer.
         chunk_channels: number of channels of a chunk; None for the largest that divides the inputs or the outputs of
-            every weight of the same receptive field.
+            every weight with the same receptive field.
         small_std: standard deviation of the initialisation `small_random`.
         emit_last: emit the last layer too; else it is a plain layer, drawn by the same initialisation (Figure 6).
 
@@ -105,7 +105,7 @@ class Embedding(nn.Module):
 
     Args:
         values: initial embeddings, [..., L].
-        trained: they are parameters, else buffers.
+        trained: register them as a parameter instead of a buffer.
         noise: half the width of uniform noise added at every use, in train and eval mode (Ukai et al. 2018: a Bayesian
             network's weights are a function of noise); 0 for none.
     """
@@ -128,7 +128,7 @@ class Embedding(nn.Module):
 
 
 class Features(nn.Module):
-    """Features h(e), the input of an output layer: hidden layers, which may be shared, of an embedding e [L]."""
+    """Features h(e), the input of an output layer: an embedding e [L], and hidden layers, which may be shared."""
 
     def __init__(self, embedding: Embedding, hidden: nn.Module) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Features(nn.Module):
 
 
 class Output(nn.Module):
-    """Linear output layer of a hypernetwork: H [..., K] and beta [...], None if that is stored elsewhere."""
+    """Linear output layer of a hypernetwork: H [..., K], and beta [...] unless it is stored elsewhere."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Output(nn.Module):
 class Emitted(nn.Module):
     """Parametrisation of one tensor: H h(e) + beta, where beta is the parametrised tensor's `original`.
 
-    H (`output`), whose leading dimensions are the tensor's, and h(e) (`features`) may be shared. Autocast is off.
+    H (`output`), whose leading dimensions are the tensor's, and h(e) (`features`) may be shared. Runs without autocast.
     """
 
     def __init__(self, output: Output, features: Features) -> None:
@@ -164,7 +164,7 @@ class Emitted(nn.Module):
             return original + self.output.weight @ self.features()
 
     def right_inverse(self, tensor: Tensor) -> Tensor:
-        """Return the beta with which `tensor` is emitted."""
+        """Return the beta for which `tensor` is emitted."""
         return tensor - self.forward(torch.zeros_like(tensor))
 
 
@@ -173,10 +173,10 @@ class Chunks(nn.Module):
 
     Chunk (a, b) is gain[a, b] * (H (G[a, b] e[a, b] + gamma[a, b]) + beta): Equation 6 of Chang et al. 2020 with a
     gain. A chunk consists of several outputs of one input, or inputs of one output, over the whole receptive field. The
-    gains are the weight's `original`: growth rescales and negates chunks by them.
+    gains are the weight's `original`; growth rescales and negates chunks through them.
 
     Args:
-        output: H [P, K] and beta [P]; shared by all weights of the same receptive field.
+        output: H [P, K] and beta [P]; shared by all weights with the same receptive field.
         embedding: e, [A, B, L].
         weight: G, [A, B, K, L].
         by_inputs: a chunk consists of inputs of one output.
@@ -226,7 +226,7 @@ def linear_layers(weights: list[Tensor]) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Layer:
-    """Layer whose tensors a hypernetwork will emit."""
+    """A layer whose tensors a hypernetwork will emit."""
 
     name: str
     module: Any  # a linear layer or convolution
@@ -234,8 +234,7 @@ class Layer:
 
     def tensors(self, hypernet: Hypernet) -> list[str]:
         """Names of its tensors that are emitted."""
-        emits_bias = hypernet.biases and self.module.bias is not None
-        return ["weight", "bias"] if emits_bias else ["weight"]
+        return ["weight", "bias"] if hypernet.biases and self.module.bias is not None else ["weight"]
 
 
 def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
@@ -264,7 +263,7 @@ def parametrise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Mod
 def initialise(network: nn.Module, hypernet: Hypernet, seed: int = 0) -> nn.Module:
     """Initialise a network without hypernetworks in place, biases with 0; return the network.
 
-    Use the initialisation, distribution and gains of `hypernet`.
+    Uses the initialisation, distribution and gains of `hypernet`.
 
     Raises:
         UserError: there is no linear layer or convolution, or the initialisation is only defined for hypernetworks.
@@ -289,23 +288,22 @@ def _zero_biases(layers: Iterable[Layer]) -> None:
 
 
 def materialize(network: nn.Module) -> nn.Module:
-    """Turn a network with emitted weights into a plain one with equal outputs, in place.
+    """Turn a network with emitted weights into a plain one with equal outputs, in place, and return it.
 
-    Noise on embeddings is left out. The network has its original classes, shapes and state_dict keys again; it is also
-    returned.
+    Noise on embeddings is left out. The network has its original classes, shapes and state_dict keys again.
     """
     noises = {module: module.noise for module in network.modules() if isinstance(module, Embedding)}
     for embedding in noises:
         embedding.noise = 0.0
     with torch.no_grad():
-        found = [(module, name, getattr(module, name).detach()) for module, name in emitted(network)]
-    # All are computed before the first is removed: they may share layers.
-    for module, name, value in found:
+        tensors = [(module, name, getattr(module, name).detach()) for module, name in emitted(network)]
+    # Only after all are computed, since they may share layers.
+    for module, name, value in tensors:
         trained = any(p.requires_grad for p in module.get_submodule(f"parametrizations.{name}").parameters())
-        # torch's dynamic class is shared with copies, which would lose the property that is removed here.
-        kept = {key: value for key, value in vars(type(module)).items() if key not in _OF_EVERY_CLASS}
-        own: Any = type(type(module).__name__, type(module).__bases__, kept)
-        module.__class__ = own
+        # Copies of the module share torch's dynamic class, from which the property is removed.
+        attributes = {key: value for key, value in vars(type(module)).items() if key not in _OF_EVERY_CLASS}
+        separate_class: Any = type(type(module).__name__, type(module).__bases__, attributes)
+        module.__class__ = separate_class
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
         setattr(module, name, nn.Parameter(value.clone(), requires_grad=trained))
     for embedding, noise in noises.items():
@@ -324,11 +322,11 @@ def emitted(network: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 def find_layers(network: nn.Module, hypernet: Hypernet) -> Iterator[Layer]:
     """Iterate over linear layers and convolutions, in the order of registration."""
-    found = [(name, module) for name, module in network.named_modules() if isinstance(module, _LAYERS)]
-    if not found:
+    layers = [(name, module) for name, module in network.named_modules() if isinstance(module, _LAYERS)]
+    if not layers:
         raise UserError(f"{type(network).__name__} has no linear layer or convolution to emit weights for.")
     users: dict[int, str] = {}
-    for index, (name, module) in enumerate(found):
+    for index, (name, module) in enumerate(layers):
         if parametrize.is_parametrized(module):
             raise UserError(f"{name} is parametrised already; a hypernetwork needs plain weights.")
         other = users.setdefault(id(module.weight), name)
@@ -341,7 +339,7 @@ def find_layers(network: nn.Module, hypernet: Hypernet) -> Iterator[Layer]:
             Emission(
                 fan_in=module.weight[0].numel(),
                 fan_out=module.weight.shape[0] * kernel // getattr(module, "groups", 1),
-                gain=hypernet.gain if index < len(found) - 1 else hypernet.output_gain,
+                gain=hypernet.gain if index < len(layers) - 1 else hypernet.output_gain,
                 with_bias=hypernet.biases and module.bias is not None,
                 embedding_variance=hypernet.embedding_variance,
             ),
@@ -359,11 +357,11 @@ def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: i
         return made[kind, key]
 
     def emit(layer: Layer, name: str) -> None:
-        tensor, own, features = getattr(layer.module, name), f"{layer.name}.{name}", widths[-1]
-        # Not the bias's shape: its variance depends on the layer's fan-in too.
+        tensor, full_name, features = getattr(layer.module, name), f"{layer.name}.{name}", widths[-1]
+        # The weight's shape for the bias too, since the bias's variance depends on the layer's fan-in.
         kind = (name, tuple(layer.module.weight.shape), layer.emission)
-        of_output = kind if hypernet.sharing == "size" else own
-        of_hidden, of_embedding = ("network", "network") if hypernet.sharing == "network" else (of_output, own)
+        of_output = kind if hypernet.sharing == "size" else full_name
+        of_hidden, of_embedding = ("network", "network") if hypernet.sharing == "network" else (of_output, full_name)
 
         def embedding(source: torch.Generator) -> nn.Module:
             values = init.embedding((widths[0],), layer.emission, source).to(tensor)
@@ -384,7 +382,7 @@ def _parametrise_by_tensors(layers: Sequence[Layer], hypernet: Hypernet, seed: i
         parts = layer.module.parametrizations[name]
         nn.init.zeros_(parts.original)
         if hypernet.sharing == "size":
-            # The shared output layer's bias.
+            # The bias of the shared output layer.
             parts.original = originals.setdefault(of_output, parts.original)
 
     for layer in layers:
@@ -417,8 +415,8 @@ def _parametrise_by_chunks(layers: Sequence[Layer], hypernet: Hypernet, seed: in
             values = init.embedding((*shape, size), layer.emission, source).to(old)
             embedding = Embedding(values, hypernet.embedding == "trained", hypernet.noise)
             variance = init.chunk(layer.emission, size, features)
-            own = init.draw((*shape, features, size), variance, source).to(old)
-            chunks = Chunks(output, embedding, own, by_inputs, channels, kernel)
+            weight = init.draw((*shape, features, size), variance, source).to(old)
+            chunks = Chunks(output, embedding, weight, by_inputs, channels, kernel)
             parametrize.register_parametrization(layer.module, "weight", chunks, unsafe=True)
             layer.module.parametrizations["weight"].original.requires_grad_(False)
 
@@ -464,14 +462,13 @@ def hypernetwork(
         num_classes: number of logits.
         network: builds the main network from `image_shape` and `num_classes`.
         monte_carlo_samples: number of passes averaged in eval mode, for noisy embeddings.
-        hypernet: fields of `Hypernet`; with `sharing="none"` the network stays a plain one, drawn by the
-            initialisation.
+        hypernet: fields of `Hypernet`; `sharing="none"` gives a plain network, drawn by the initialisation.
     """
     if monte_carlo_samples < 1:
         raise UserError(f"monte_carlo_samples must be at least 1, not {monte_carlo_samples}.")
-    made = network(image_shape=image_shape, num_classes=num_classes)
+    main = network(image_shape=image_shape, num_classes=num_classes)
     seed = int(torch.randint(2**31, ()))
     if hypernet.get("sharing") == "none":
-        return initialise(made, Hypernet(**{**hypernet, "sharing": "layer"}), seed)
-    parametrise(made, Hypernet(**hypernet), seed)
-    return made if monte_carlo_samples == 1 else MonteCarlo(made, monte_carlo_samples)
+        return initialise(main, Hypernet(**{**hypernet, "sharing": "layer"}), seed)
+    parametrise(main, Hypernet(**hypernet), seed)
+    return main if monte_carlo_samples == 1 else MonteCarlo(main, monte_carlo_samples)

@@ -1,6 +1,6 @@
 """Isotropic activations and normaliser, equivariant to rotations (Bird, "On De-Individuated Neurons").
 
-A vector of channels is only multiplied by a number that depends on its length. Dimension 1 is the channel dimension: x
+A vector of channels is multiplied by a number that depends only on its length. Dimension 1 is the channel dimension: x
 is [B, n] or [B, n, H, W], and the vector at each position is treated separately.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from growlab.base.settings import finite, one_of
 
-# Below this squared radius tanh(r) / r and its slope are computed by a series; omitted terms are smaller than float64's
+# Squared radius below which tanh(r) / r and its slope are computed by a series, whose omitted terms are below float64's
 # rounding.
 _SMALL = 1e-3
 # Taylor coefficients of tanh(sqrt(s)) / sqrt(s) in s.
@@ -114,12 +114,12 @@ class IsotropicActivation(nn.Module):
         self.gain_channel = gain_channel
         self.log_length: nn.Parameter | None = None
         self.length: nn.Parameter | None = None
-        own = IntrinsicLength(length) if isinstance(length, int | float) else length
-        if own is not None and own.kind == "signed":
-            self.length = nn.Parameter(torch.tensor(float(own.start)))
-        elif own is not None:
-            start = torch.tensor(math.log(own.start))
-            self.log_length = nn.Parameter(start, requires_grad=own.kind == "trained")
+        settings = IntrinsicLength(length) if isinstance(length, int | float) else length
+        if settings is not None and settings.kind == "signed":
+            self.length = nn.Parameter(torch.tensor(float(settings.start)))
+        elif settings is not None:
+            start = torch.tensor(math.log(settings.start))
+            self.log_length = nn.Parameter(start, requires_grad=settings.kind == "trained")
 
     @property
     def intrinsic_length(self) -> Tensor | None:
@@ -143,8 +143,8 @@ class IsotropicActivation(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the arguments for `repr`."""
-        known = self.intrinsic_length
-        length = "None" if known is None else f"{float(known.detach()):.3g}"
+        value = self.intrinsic_length
+        length = "None" if value is None else f"{float(value.detach()):.3g}"
         return f"{self.kind!r}, length={length}{', gain_channel=True' if self.gain_channel else ''}"
 
 
@@ -156,7 +156,7 @@ def add_gain_column(layer: nn.Linear | nn.Conv2d) -> None:
         layer.in_channels += 1
     weight = layer.weight.detach()
     layer.weight = nn.Parameter(torch.cat([weight, torch.zeros_like(weight[:, :1])], 1))
-    # `GainWeights` and `orthogonal_weights` find the layers by this; nn.Module's type only allows tensors.
+    # For `GainWeights` and `orthogonal_weights`. Not by setattr, whose type in nn.Module only allows tensors.
     vars(layer)["reads_gain"] = True
 
 

@@ -37,8 +37,8 @@ class Boundaries:
         whole(1, every_n_epochs=self.every_n_epochs)
         whole(1, **not_none(every_n_steps=self.every_n_steps, first=self.first))
         whole(0, **not_none(last=self.last))
-        of_first = self.every_n_epochs if self.every_n_steps is None else self.every_n_steps
-        if self.last is not None and self.last < (earliest := self.first or of_first):
+        every = self.every_n_epochs if self.every_n_steps is None else self.every_n_steps
+        if self.last is not None and self.last < (earliest := self.first or every):
             raise ValueError(
                 f"last={self.last} is before the first analysis of the layers, at {earliest}: none follows."
             )
@@ -49,7 +49,7 @@ class Boundaries:
         first = self.first or every
         if now < first or (self.last is not None and now > self.last):
             return None
-        # Between two boundaries the previous one is returned: it may not have been evaluated yet.
+        # The previous boundary, which may not have been evaluated yet.
         return now - (now - first) % every
 
 
@@ -88,14 +88,14 @@ class Widths:
             raise ValueError(f"max_width={self.max_width} is below min_width={self.min_width}.")
 
     def after(self, width: int, scores: Tensor | None) -> int:
-        """Return the width of a layer after a boundary, by its neurons' scores, [width] (None: a target width)."""
-        wanted = width if self.target_width is None else self.target_width
+        """Return the width of a layer after a boundary, from its scores [width]; None for a target width."""
+        new_width = width if self.target_width is None else self.target_width
         if scores is not None:
             limit = self.threshold * (float(scores.max()) if self.relative else 1.0)
-            wanted = width + self.reserve_neurons - int((scores < limit).sum())
+            new_width = width + self.reserve_neurons - int((scores < limit).sum())
         if self.neurons_per_event is not None:
-            wanted = min(max(wanted, width - self.neurons_per_event), width + self.neurons_per_event)
-        return max(self.min_width, wanted if self.max_width is None else min(wanted, self.max_width))
+            new_width = min(max(new_width, width - self.neurons_per_event), width + self.neurons_per_event)
+        return max(self.min_width, new_width if self.max_width is None else min(new_width, self.max_width))
 
 
 MODES = ("reserve", "scheduled")
@@ -180,9 +180,9 @@ class Isotropic(GrowthMethod, WidthDecision):
         for group in adaptable(graph):
             scores = None
             if self.widths.target_width is None:
-                own = decompose(weights_of(graph, group, tensors, widths, forward))
+                spectrum = decompose(weights_of(graph, group, tensors, widths, forward))
                 gradient = gradient_of(graph, group, gradients, widths, forward)
-                scores = IMPORTANCES[self.choices.importance](*own, gradient)
+                scores = IMPORTANCES[self.choices.importance](*spectrum, gradient)
             decided[group] = self.widths.after(widths[group], scores)
         return decided
 
@@ -190,42 +190,41 @@ class Isotropic(GrowthMethod, WidthDecision):
         """Resize every layer to its new width, one after the other in forward order."""
         graph, widths = context.graph, dict(context.old_widths)
         changing = [g for g in adaptable(graph) if context.new_widths[g] != widths[g]]
-        # A change of basis mixes rows: their multipliers have to be folded into the weights.
+        # A change of basis mixes rows, so their multipliers must be folded into the weights.
         scales = folded(graph, changing, context.multipliers)
         tensors = {n: t * scales[n].to(t) if n in scales else t for n, t in context.old.items()}
-        leading = None if context.averaged is None else dict(context.averaged)
-        if leading is not None:
-            leading |= {name: leading[name] * scale.to(leading[name]) for name, scale in scales.items()}
-        # The averaged network's observations, from which its change was decided.
-        seen = context.averaged_observed or context.observed
+        averaged = None if context.averaged is None else dict(context.averaged)
+        if averaged is not None:
+            averaged |= {name: averaged[name] * scale.to(averaged[name]) for name, scale in scales.items()}
+        # The observations from which the averaged network's change was decided.
+        averaged_observed = context.averaged_observed or context.observed
         gradients = {n: g * scales[n].to(g) if n in scales else g for n, g in context.gradients.items()}
         report: dict[str, dict[str, float | list[float]]] = {}
         bases: dict[str, Tensor] = {}
         removes = False
 
         def change(group: str, of: Mapping[str, Tensor], observed: Any, leader: Change | None) -> Change:
-            width, draws = context.new_widths[group], context.generator
-            given = (self.choices, gradients or None, observed, draws, leader)
-            return change_width(graph, of, widths, group, width, *given)
+            arguments = (self.choices, gradients or None, observed, context.generator, leader)
+            return change_width(graph, of, widths, group, context.new_widths[group], *arguments)
 
         for group in adaptable(graph):
             before = decompose(weights_of(graph, group, tensors, widths, self.choices.direction == "forward"))[1]
             report[group] = {"singular_values": before.tolist()}
             if group not in changing:
                 continue
-            first = None
-            if leading is not None:
-                first = change(group, leading, seen, None)
-                leading |= first.tensors
-            own = change(group, tensors, context.observed, first)
-            tensors |= own.tensors
+            leader = None
+            if averaged is not None:
+                leader = change(group, averaged, averaged_observed, None)
+                averaged |= leader.tensors
+            changed = change(group, tensors, context.observed, leader)
+            tensors |= changed.tensors
             widths[group] = context.new_widths[group]
-            bases[group] = own.basis
-            removes = removes or bool(own.removed)
-            report[group] |= {"removed": own.removed, "removed_part": own.removed_part}
+            bases[group] = changed.basis
+            removes = removes or bool(changed.removed)
+            report[group] |= {"removed": changed.removed, "removed_part": changed.removed_part}
             if gradients:
-                carry = Carry(bases={group: own.basis})
-                before_widths = {**widths, group: own.basis.shape[1]}
+                carry = Carry(bases={group: changed.basis})
+                before_widths = {**widths, group: changed.basis.shape[1]}
                 gradients = {
                     name: carry.carried(value, name, graph, before_widths, widths) for name, value in gradients.items()
                 }
@@ -234,7 +233,7 @@ class Isotropic(GrowthMethod, WidthDecision):
         exact = exact or all(gain_columns(graph, group, layer, widths) for group, layer in readers)
         return GrownTensors(
             tensors,
-            # Rows stored as m W have m times the gradient of W, see `growlab.growth.multipliers`.
+            # Rows stored as m W have m times the gradient of W; see `growlab.growth.multipliers`.
             carry=Carry(bases=bases, scales=scales),
             allowed_error=self.max_pruning_error if removes else 0.0 if exact else None,
             report=report,
@@ -244,12 +243,12 @@ class Isotropic(GrowthMethod, WidthDecision):
 
 def adaptable(graph: WidthGraph) -> list[str]:
     """Return the isotropic groups whose width can change."""
-    found = [group for group in graph.isotropic if producers(graph, group)]
-    if not found:
+    groups = [group for group in graph.isotropic if producers(graph, group)]
+    if not groups:
         reasons = {**graph.fixed, **graph.basis_dependent}
         listed = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3])
         raise ValueError(
             "isotropic growth needs a layer whose channels no operation distinguishes, such as those of "
             f"growlab's IsotropicMLP; this network has none{f' ({listed})' if listed else ''}."
         )
-    return found
+    return groups

@@ -75,9 +75,9 @@ class IsotropicMLP(nn.Module):
         layers: list[nn.Module] = []
         width_in = in_features
         for width in hidden_features:
-            behind = _activation(activation, length, gain_channel)
+            nonlinearity = _activation(activation, length, gain_channel)
             layers += [nn.Linear(width_in, width), *([ChiNorm(width)] if chi_norm else [])]
-            layers.append(Blend(behind, 0.0) if blend and len(layers) > 2 else behind)
+            layers.append(Blend(nonlinearity, 0.0) if blend and len(layers) > 2 else nonlinearity)
             width_in = width
         self.hidden = nn.Sequential(*layers)
         self.classifier = nn.Linear(width_in, num_classes)
@@ -94,7 +94,7 @@ class IsotropicCNN(nn.Module):
 
     Average pooling commutes with rotations of channels; max-pooling does not.
 
-    `channels` and `pools` have the width and the pooling factor (1 for none) of each block; the other arguments are
+    `channels` and `pools` are the width and the pooling factor (1 for none) of each block; the other arguments are
     those of `IsotropicMLP`.
 
     Raises:
@@ -146,7 +146,7 @@ class NestedNetwork(nn.Module):
 
     Args:
         in_features: number of values in one flattened sample.
-        hidden_features: width of each level but the last.
+        hidden_features: width of each level except the last.
         num_classes: width of the last level.
         activation: gain of each level, a name in `growlab.parts.isotropic.activations.GAINS`.
         length: initial intrinsic length of each, or None.
@@ -173,7 +173,7 @@ class NestedNetwork(nn.Module):
         self.terms = [widths[level - 1] for level in levels]
         self.affine = nn.Linear(in_features, sum(self.terms))
         self.activations = nn.ModuleList(IsotropicActivation(activation, length) for _ in hidden_features)
-        # The terms of one level are summed: each is drawn smaller, so that the sum has the usual scale.
+        # Scale the terms of a level down, so that their sum has the usual scale.
         with torch.no_grad():
             terms = (tensor.split(self.terms) for tensor in (self.affine.weight, self.affine.bias))
             for level, *tensors in zip(levels, *terms, strict=True):
@@ -210,11 +210,11 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
     layers.append(network.classifier)
     widths = [layer.out_features for layer in layers]
     reference = layers[0].weight
-    made = NestedNetwork(layers[0].in_features, widths[:-1], widths[-1], products="last").to(reference)
-    made.activations = nn.ModuleList(activations)
+    converted = NestedNetwork(layers[0].in_features, widths[:-1], widths[-1], products="last").to(reference)
+    converted.activations = nn.ModuleList(activations)
     with torch.no_grad():
-        made.affine.weight.zero_()
-        rows, biases = (iter(t.split(made.terms)) for t in (made.affine.weight, made.affine.bias))
+        converted.affine.weight.zero_()
+        rows, biases = (iter(t.split(converted.terms)) for t in (converted.affine.weight, converted.affine.bias))
         # x_l = b_l + g_{l-1} (W_l b_{l-1} + g_{l-2} (W_l W_{l-1} b_{l-2} + ...)): one bias per term; the last term also
         # has the product of the weights.
         for level in range(len(layers)):
@@ -225,7 +225,7 @@ def nested(network: IsotropicMLP) -> NestedNetwork:
                 product = product @ layers[index].weight
                 if index == 0:
                     term.copy_(product)
-    return made
+    return converted
 
 
 def orthogonal_weights(network: nn.Module) -> None:
@@ -238,8 +238,8 @@ def orthogonal_weights(network: nn.Module) -> None:
         if not isinstance(module, nn.Linear | nn.Conv2d):
             continue
         with torch.no_grad():
-            own = module.weight[:, :-1] if getattr(module, "reads_gain", False) else module.weight
-            own.copy_(nn.init.orthogonal_(torch.empty_like(own, memory_format=torch.contiguous_format)))
+            weight = module.weight[:, :-1] if getattr(module, "reads_gain", False) else module.weight
+            weight.copy_(nn.init.orthogonal_(torch.empty_like(weight, memory_format=torch.contiguous_format)))
             if module.bias is not None:
                 module.bias.zero_()
 
@@ -378,9 +378,9 @@ def change_inputs(layer: nn.Linear | nn.Conv2d, count: int, *optimizers: torch.o
     old = layer.weight
     inputs = old.shape[1]
     if inputs + count < 1:
-        raise ValueError(f"{-count} of {inputs} inputs cannot go: a layer keeps at least one")
+        raise ValueError(f"{-count} of {inputs} inputs cannot be removed: a layer keeps at least one")
     if getattr(layer, "reads_gain", False) or getattr(layer, "groups", 1) != 1:
-        raise ValueError("only a layer that reads all its inputs, and no gain behind them, can have more or fewer")
+        raise ValueError("inputs of a layer with groups or with a gain channel cannot be added or removed")
     new = nn.Parameter(_resized(old.detach(), count), old.requires_grad)
     for optimizer in optimizers:
         for name, value in optimizer.state.get(old, {}).items():

@@ -1,4 +1,4 @@
-"""Parts for isotropic layers in growing networks: widths that they adapt themselves, and weights psi of gains."""
+"""Parts for isotropic layers in growing networks: layers that adapt their widths, and weights psi of gains."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -47,10 +47,10 @@ class IsotropicLayers(WidthPart):
         return not isinstance(trigger, Never)
 
     def prepare(self, network: nn.Module, graph: WidthGraph, seed: int, example: tuple[Any, ...]) -> WidthGraph:
-        """Take over all groups in the norm of isotropic activations; those that are not isotropic keep their width."""
+        """Claim all groups in the norm of isotropic activations; those that are not isotropic keep their width."""
         with as_user_errors():
             adaptable(graph)
-        # A method that does not support norms must not widen groups whose norm is computed.
+        # Methods that do not support norms must not widen groups whose norm is computed.
         self.groups = tuple(dict.fromkeys(group for radius in graph.radii for group in radius.groups))
         self._prepared = graph
         self._start = {group: graph.groups[group].full_width for group in self.groups}
@@ -70,13 +70,13 @@ class IsotropicLayers(WidthPart):
             )
         if grower.trigger.plans_cost:
             raise UserError(
-                "a budget needs the cost of widths to come, which isotropic layers decide on the way by their singular "
-                "values: take a schedule of stages, or leave IsotropicLayers out."
+                "a budget needs the cost of future widths, which isotropic layers decide during training by their "
+                "singular values: take a schedule of stages, or leave IsotropicLayers out."
             )
         assert self._prepared is not None
         for group in self.groups:
-            behind = [one.weight for one in consumers(self._prepared, group) if one.weight in grower.graph.axes]
-            if behind and not producers(grower.graph, group):
+            consumed = any(layer.weight in grower.graph.axes for layer in consumers(self._prepared, group))
+            if consumed and not producers(grower.graph, group):
                 raise UserError(
                     f"{group} comes in later as the identity, for which the layers on both sides must be equally wide; "
                     "isotropic layers decide their own widths: leave IsotropicLayers out, or let no layer come in."
@@ -87,17 +87,17 @@ class IsotropicLayers(WidthPart):
         return {group: [width] * num_stages for group, width in self._start.items()}
 
     def decide(self, grower: GrowingNetwork) -> Widths | None:
-        """Decide the layers' widths, once at each boundary; None if nothing changes."""
+        """Decide the layers' widths once at each boundary; None if nothing changes."""
         boundary = self.method.boundary(grower.clock.epoch, grower.clock.step)
         if boundary is None or boundary <= self._asked:
             return None
         self._asked = boundary
-        now = grower.state.widths
+        graph, old = grower.graph, grower.state.widths
         with as_user_errors():
-            wanted = self.method.decide(grower.graph, tensors_of(grower.network, grower.graph), now, grower.gradients())
-        # Ranks compute the same; should one differ, it follows rank 0, and the comparison of ranks reports it.
-        own: dict[str, int] = gather({group: wanted[group] for group in self.groups})[0]
-        return None if all(now[group] == width for group, width in own.items()) else own
+            decided = self.method.decide(graph, tensors_of(grower.network, graph), old, grower.gradients())
+        # Ranks compute the same; if one differs, it follows rank 0, and the comparison of ranks reports it.
+        widths: dict[str, int] = gather({group: decided[group] for group in self.groups})[0]
+        return None if all(old[group] == width for group, width in widths.items()) else widths
 
 
 MODES = ("constant", "decayed")
@@ -111,8 +111,8 @@ class GainWeights(Part):
 
     Args:
         mode: "constant": only removed neurons change psi, not optimizers or weight decay; "decayed": decay * ||psi||^2
-            is added to the loss, so that psi fades and the network learns to do without it. Without this part, psi is
-            trained like all weights.
+            is added to the loss, so that psi fades and the network learns without it. Without this part, psi is trained
+            like all weights.
         decay: coefficient of "decayed".
 
     Raises:

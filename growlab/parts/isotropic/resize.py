@@ -69,7 +69,8 @@ class Choices:
             contribution best on the batch (Eq. 30 with the batch's covariance instead of that of white inputs, for
             which Eq. 30 is plain deletion).
         importance: score of a neuron, a name in `IMPORTANCES`; neurons with the lowest scores are removed.
-        rotate: rotate the basis on growth too (optimizers such as Adam depend on it); on removal it is always rotated.
+        rotate: rotate the basis on growth too (optimizers such as Adam depend on the basis); on removal it is always
+            rotated.
         direction: "forward": singular values of the incoming weights; "backward": of the outgoing ones (Section 2.3.2,
             the right-sided form). A neuron without outgoing weights still counts in the norm, so its removal is never
             exact: its mean square on the batch is added to the intrinsic length, also with the compensation "bias".
@@ -101,7 +102,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Observation:
-    """Statistics of an isotropic activation on a batch: the mean factor E[g]; E[x], [n]; E[x x^T], [n, n]."""
+    """Statistics of an isotropic activation on a batch: the mean gain E[g]; E[x], [n]; E[x x^T], [n, n]."""
 
     gain: float
     mean: Tensor
@@ -114,7 +115,7 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor])
     Observations are in float64 on the activations' device. Modules whose output and first input differ in shape are
     left out, since they do more than apply an activation.
     """
-    known, found = dict(model.named_modules()), dict[str, Observation]()
+    modules, observations = dict(model.named_modules()), dict[str, Observation]()
     with_gain = {radius.name for radius in graph.radii if radius.gain_channel}
 
     def record(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -128,17 +129,17 @@ def watch(model: nn.Module, graph: WidthGraph, probe: Tensor | Sequence[Tensor])
             squares_B = x_BN.square().sum(1)
             gains_B = (f_BN * x_BN).sum(1)[squares_B > 0] / squares_B[squares_B > 0]
             gain = float(gains_B.mean()) if len(gains_B) else 1.0
-            found[name] = Observation(gain, x_BN.mean(0), x_BN.T @ x_BN / len(x_BN))
+            observations[name] = Observation(gain, x_BN.mean(0), x_BN.T @ x_BN / len(x_BN))
 
         return hook
 
     with ExitStack() as hooks:
-        for name in [radius.name for radius in graph.radii if len(radius.groups) == 1 and radius.name in known]:
-            hooks.enter_context(known[name].register_forward_hook(record(name)))
+        for name in [radius.name for radius in graph.radii if len(radius.groups) == 1 and radius.name in modules]:
+            hooks.enter_context(modules[name].register_forward_hook(record(name)))
         hooks.enter_context(without_side_effects(model))
         model.eval()
         call_with(model, positional(probe))
-    return found
+    return observations
 
 
 # Root mean square of the entries of a small new column, as in the author's later code.
@@ -154,9 +155,9 @@ class Change:
         basis: new channels as combinations of old ones, [new width, old width]; zeros for a new neuron.
         rotation: basis that the layer was rotated to, [old width, old width].
         kept: indices of the remaining channels in that basis, [at most old width].
-        removed: singular values of the neurons that were removed, ascending.
+        removed: singular values of the removed neurons, ascending.
         removed_part: Frobenius norm of the removed part of the incoming weights relative to the whole.
-        stand_in: coefficients by which remaining channels replace removed ones, [removed, kept]; None on growth.
+        stand_in: coefficients with which remaining channels replace removed ones, [removed, kept]; None on growth.
     """
 
     tensors: dict[str, Tensor]
@@ -180,7 +181,7 @@ class LayerTensors:
     observed: Mapping[str, Observation]
 
     def deciding(self) -> Tensor:
-        """Weights [width, K] whose singular values decide on neurons."""
+        """Weights [width, K] whose singular values decide which neurons stay."""
         return weights_of(self.graph, self.group, self.tensors, self.widths, self.choices.direction == "forward")
 
     def turn(self, rotation: Tensor) -> None:
@@ -192,7 +193,7 @@ class LayerTensors:
         }
 
     def remove(self, kept: Tensor, removed: Tensor, leader: Change | None = None) -> Tensor:
-        """Remove channels and compensate for their constant part; returns the coefficients `stand_in`."""
+        """Remove channels and compensate for their constant part; return the coefficients `stand_in`."""
         seen = next(iter(self.observed.values()), None)
         identity = torch.eye(self.widths[self.group]).to(kept.device, torch.float64)
         stand_in = torch.zeros(len(removed), len(kept)).to(identity)
@@ -226,7 +227,7 @@ class LayerTensors:
         biases = self._new_biases(count)
         if not biases:
             return
-        bias = next(one.bias for one in producers(self.graph, self.group) if one.bias is not None)
+        bias = next(layer.bias for layer in producers(self.graph, self.group) if layer.bias is not None)
         new, values = torch.arange(old, old + count), self.tensors[bias].new_tensor(biases)
         self.tensors[bias][self._places(self.graph.axes[bias][0])[old:]] = values[:, None]
         for name in self._lengths():
@@ -236,19 +237,18 @@ class LayerTensors:
     def constants(self, seen: Observation | None = None) -> tuple[Tensor, Tensor]:
         """Constant part of each channel, independent of the input, and its square, both [width]."""
         width = self.widths[self.group]
-        nothing = next(iter(self.tensors.values())).new_zeros(width)
+        total = next(iter(self.tensors.values())).new_zeros(width)
         if self.choices.removal_compensation == "none":
-            return nothing, nothing
+            return total, total
         backward = self.choices.direction == "backward"
         if (backward or self.choices.removal_compensation == "batch") and seen is not None:
-            # In the rotated matrix a mean square of 0 may be slightly negative by rounding.
+            # Rounding may make a mean square of 0 slightly negative after the rotation.
             return seen.mean, seen.square.diagonal().clamp(min=0)
         if self._centred():
-            return nothing, nothing
-        total = nothing.clone()
+            return total, total
         for layer in producers(self.graph, self.group):
             if layer.bias is not None:
-                # If the group is repeated on the axis, the mean of its biases.
+                # The mean of a channel's biases, if the group is repeated along the axis.
                 places = self._places(self.graph.axes[layer.bias][0])
                 total += torch.stack([self.tensors[layer.bias][place].mean() for place in places])
         return total, total.square()
@@ -285,7 +285,7 @@ class LayerTensors:
             self.tensors[name] = torch.logaddexp(length, more.log())
 
     def _centred(self) -> bool:
-        """Return True if a mean is subtracted behind the layers, so that their biases have no effect."""
+        """Return True if a mean is subtracted after the layers, so that their biases have no effect."""
         biases = {layer.bias for layer in producers(self.graph, self.group)}
         return any(
             len(axes) == 1 and self.group in axes[0].groups and name not in biases
@@ -321,7 +321,7 @@ class LayerTensors:
         if not lengths or not has_bias or self._centred():
             raise ValueError(
                 f"bias={self.choices.bias} needs an intrinsic length and a bias that reaches it, which "
-                f"{self.group} has not; set bias=0."
+                f"{self.group} does not have; set bias=0."
             )
         length = min(self._length(name) for name in lengths)
         biases = []
@@ -354,9 +354,9 @@ class LayerTensors:
             shape = (len(weight), len(place), *weight.shape[2:])
             weight.index_copy_(1, place, column.view(shape))
 
-    def _same_columns(self, name: str, old: int, theirs: Tensor) -> None:
+    def _same_columns(self, name: str, old: int, source: Tensor) -> None:
         places = self._places(self.graph.axes[name][1])[old:].flatten()
-        self.tensors[name].index_copy_(1, places, theirs.to(self.tensors[name]).index_select(1, places))
+        self.tensors[name].index_copy_(1, places, source.to(self.tensors[name]).index_select(1, places))
 
     def _places(self, axis: Axis) -> Tensor:
         """Positions of each channel of the group along an axis, [width, positions of one channel]."""
@@ -400,7 +400,7 @@ def change_width(
         gradients: gradients of parameters by name, for scores that need them.
         observed: see `watch`; without observations E[g] is taken as 1.
         generator: maps a name to a generator for draws; None for a fixed seed.
-        leader: if the tensors are an average, the change of the averaged network, which the average follows.
+        leader: if the tensors are an average, the change of the averaged network, for the average to follow.
 
     Raises:
         ValueError: the group is not such a layer, or a choice does not fit it.
@@ -418,21 +418,21 @@ def change_width(
     if leader is not None:
         rotation, kept = leader.rotation, leader.kept
     elif new_width < width:
-        rotation, kept = _decided(layer, tensors, new_width, gradients or {})
+        rotation, kept = _select_channels(layer, tensors, new_width, gradients or {})
     else:
         left = decompose(layer.deciding())[0]
         rotation = left.T if choices.rotate else torch.eye(width).to(left)
         kept = torch.arange(width, device=left.device)
     layer.turn(rotation)
-    basis, part, gone, stand_in = rotation[kept], 0.0, list[float](), None
+    basis, removed_part, removed_values, stand_in = rotation[kept], 0.0, list[float](), None
     if new_width < width:
         others = torch.ones(width, dtype=torch.bool, device=kept.device)
         others[kept] = False
         removed = others.nonzero().flatten()
         norms = torch.linalg.vector_norm(layer.deciding(), dim=1)
         whole = float(torch.linalg.vector_norm(norms))
-        part = float(torch.linalg.vector_norm(norms[removed])) / whole if whole > 0 else 0.0
-        gone = sorted(norms[removed].tolist())
+        removed_part = float(torch.linalg.vector_norm(norms[removed])) / whole if whole > 0 else 0.0
+        removed_values = sorted(norms[removed].tolist())
         stand_in = layer.remove(kept, removed, leader)
     else:
         layer.add(new_width - width, generator or (lambda name: torch.Generator().manual_seed(0)), leader)
@@ -442,22 +442,22 @@ def change_width(
         for name, tensor in layer.tensors.items()
         if tensor.shape != tensors[name].shape or not torch.equal(tensor, tensors[name].double())
     }
-    return Change(changed, basis, rotation, kept, gone, part, stand_in)
+    return Change(changed, basis, rotation, kept, removed_values, removed_part, stand_in)
 
 
 def gradient_of(
     graph: WidthGraph, group: str, gradients: Mapping[str, Tensor], widths: Mapping[str, int], forward: bool
 ) -> Tensor | None:
-    """Gradient of `weights_of` a group, None if that of a layer is unknown."""
+    """Gradient of `weights_of` a group; None if a layer's gradient is missing."""
     layers = producers(graph, group) if forward else consumers(graph, group)
-    known = bool(gradients) and all(layer.weight in gradients for layer in layers)
-    return weights_of(graph, group, gradients, widths, forward) if known else None
+    available = bool(gradients) and all(layer.weight in gradients for layer in layers)
+    return weights_of(graph, group, gradients, widths, forward) if available else None
 
 
-def _decided(
+def _select_channels(
     layer: LayerTensors, tensors: Mapping[str, Tensor], new_width: int, gradients: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Choose the basis in which neurons are removed, and the channels in it that stay."""
+    """Choose the basis in which neurons are removed, and the channels of it that stay."""
     forward, graph = layer.choices.direction == "forward", layer.graph
     left, values, right = decompose(layer.deciding())
     gradient = gradient_of(graph, layer.group, gradients, layer.widths, forward)

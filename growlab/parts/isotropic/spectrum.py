@@ -20,7 +20,7 @@ def decompose(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     matrix = matrix.detach().double()
     rows, columns = matrix.shape
-    # Only a matrix with more rows than columns needs completing, and then V^T is the small one.
+    # U must only be completed if there are more rows than columns; V^T is the smaller matrix then.
     left, values, right = torch.linalg.svd(matrix, full_matrices=rows > columns)
     largest = left.abs().argmax(0, keepdim=True)
     signs = torch.where(left.gather(0, largest) < 0, -1.0, 1.0).to(left)
@@ -41,7 +41,7 @@ def gather_constant(left: Tensor, values: Tensor, constant: Tensor, rounding: fl
     along = left[:, null].T @ constant
     if len(null) < 2 or not bool(along.any()):
         return left, values
-    # A Householder reflection that maps the first of them to the vector's direction.
+    # A Householder reflection that maps the first singular vector to the vector's direction.
     mirror = along / torch.linalg.vector_norm(along)
     mirror[0] += torch.copysign(torch.ones_like(mirror[0]), mirror[0])
     basis = left[:, null]
@@ -61,12 +61,12 @@ def order_by_square(left: Tensor, values: Tensor, square: Tensor, rounding: floa
 
 def producers(graph: WidthGraph, group: str) -> list[Layer]:
     """Return the layers whose output has the group's channels, one per weight."""
-    found = {
+    by_weight = {
         layer.weight: layer
         for layer in graph.layers
         if group in graph.axes[layer.weight][0].groups and graph.axes[layer.weight][0].role == "out"
     }
-    return list(found.values())
+    return list(by_weight.values())
 
 
 def consumers(graph: WidthGraph, group: str) -> list[Layer]:
@@ -81,7 +81,7 @@ def consumers(graph: WidthGraph, group: str) -> list[Layer]:
 
 
 def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[str, int]) -> slice | None:
-    """Return the columns by which a group's consumer reads the gain channel of its activation, or None.
+    """Return the columns with which a group's consumer reads the gain channel of its activation, or None.
 
     They follow the group's columns, as many as one channel has: their weights are the vector psi of W f(x) + psi g + b.
     """
@@ -90,26 +90,26 @@ def gain_columns(graph: WidthGraph, group: str, layer: Layer, widths: Mapping[st
     if len(radii) != 1 or not radii[0].gain_channel or len(producers(graph, group)) != 1:
         return None
     parts = graph.axes[layer.weight][1].parts
-    places = [index for index, part in enumerate(parts) if part.group == group]
-    if len(places) != 1 or places[0] + 1 == len(parts):
+    positions = [index for index, part in enumerate(parts) if part.group == group]
+    if len(positions) != 1 or positions[0] + 1 == len(parts):
         return None
-    own, behind = parts[places[0]], parts[places[0] + 1]
-    if own.outer != 1 or behind.group is not None or behind.length(widths) < own.inner:
+    channels, gain = parts[positions[0] : positions[0] + 2]
+    if channels.outer != 1 or gain.group is not None or gain.length(widths) < channels.inner:
         return None
-    start = sum(part.length(widths) for part in parts[: places[0] + 1])
-    return slice(start, start + own.inner)
+    start = sum(part.length(widths) for part in parts[: positions[0] + 1])
+    return slice(start, start + channels.inner)
 
 
 def folded(graph: WidthGraph, groups: Collection[str], multipliers: Mapping[str, Sequence[float]]) -> dict[str, Tensor]:
     """Row multipliers of weights that carry any of these groups, float64, in shapes that broadcast with the weights."""
-    found = {}
+    factors = {}
     for layer in graph.layers:
         axes = graph.axes[layer.weight]
         if layer.weight in multipliers and any(group in axis.groups for axis in axes for group in groups):
             shape = [1] * len(axes)
             shape[1 if layer.transposed else 0] = -1
-            found[layer.weight] = torch.tensor(list(multipliers[layer.weight]), dtype=torch.float64).view(shape)
-    return found
+            factors[layer.weight] = torch.tensor(list(multipliers[layer.weight]), dtype=torch.float64).view(shape)
+    return factors
 
 
 def weights_of(
@@ -145,8 +145,8 @@ def diagonalise_partially(
 ) -> dict[str, Tensor]:
     """Rotate a group's basis so that its producer is W' = S V^T, with orthogonal rows of decreasing norm (Eq. 25).
 
-    **Preserves** the output exactly, up to rounding. Change the network in place; its graph must be traced with
-    `follow_norms`. Return the rotation by group; `rotate` with its transpose undoes it.
+    **Preserves** the output exactly, up to rounding. Changes the network in place; its graph must be traced with
+    `follow_norms`. Returns the rotation by group; `rotate` with its transpose undoes it.
     """
     widths = widths or graph.full_widths
     left, _, _ = decompose(weights_of(graph, group, tensors_of(model, graph), widths))
@@ -158,8 +158,8 @@ def diagonalise_partially(
 def diagonal_groups(graph: WidthGraph, layer: Layer) -> tuple[str, str] | None:
     """Return the input's and the output's group of a layer that can be diagonalised, or None.
 
-    Both must be isotropic and differ, and the layer must map whole channels to whole channels: a linear layer or a
-    convolution of one position.
+    They must be isotropic and different, and the layer must map whole channels to whole channels: a linear layer or a
+    1x1 convolution.
     """
     axes = graph.axes[layer.weight]
     if layer.depthwise or any(axis.parts != (Part(None),) for axis in axes[2:]):
@@ -179,8 +179,8 @@ def diagonalise(
 
         W2 = U S V^T;  W1' = V^T W1, b1' = V^T b1;  W2' = S, b2' = U^T b2;  W3' = W3 U
 
-    **Preserves** the output exactly, up to rounding. Change the network in place; its graph must be traced with
-    `follow_norms`. Return the rotations by group; `rotate` with their transposes undoes it.
+    **Preserves** the output exactly, up to rounding. Changes the network in place; its graph must be traced with
+    `follow_norms`. Returns the rotations by group; `rotate` with their transposes undoes it.
 
     Raises:
         ValueError: the layer is not between two isotropic groups.
@@ -191,12 +191,11 @@ def diagonalise(
     into, out = groups
     weight = tensors_of(model, graph)[layer.weight].flatten(1)
     left, values, right = decompose(weight)
-    missing = weight.shape[1] - len(values)
-    # V needs as many columns as there are inputs: those without a singular value are arbitrary.
-    known = right[:, : min(weight.shape)]
-    if missing > 0:
-        known = torch.cat([known, torch.linalg.svd(known, full_matrices=True)[0][:, known.shape[1] :]], 1)
-    rotations = {into: known.T, out: left.T}
+    # V needs as many columns as there are inputs; those without a singular value are arbitrary.
+    right = right[:, : min(weight.shape)]
+    if weight.shape[1] > len(values):
+        right = torch.cat([right, torch.linalg.svd(right, full_matrices=True)[0][:, right.shape[1] :]], 1)
+    rotations = {into: right.T, out: left.T}
     rotate(model, graph, rotations, widths)
     with torch.no_grad():
         # Remove rounding errors off the diagonal.
@@ -238,7 +237,7 @@ def sparsify(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int] | No
     """Return an equivalent network in which as many linear layers as possible are diagonal.
 
     A layer becomes diagonal by rotating the bases on both sides, so only every other layer of a chain can be. Of two
-    layers that exclude one another the larger is chosen, of equal ones the first.
+    layers that exclude one another the larger is chosen; of equal ones, the first.
 
     **Preserves** the output exactly, up to rounding.
 
@@ -253,7 +252,7 @@ def sparsify(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int] | No
     sparse = copy.deepcopy(model)
     modules = dict(sparse.named_modules())
     weights = [layer.weight for layer in graph.layers]
-    taken: set[str] = set()
+    rotated: set[str] = set()
 
     def saved(layer: Layer) -> int:
         weight = modules[layer.name].weight
@@ -266,9 +265,9 @@ def sparsify(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int] | No
     ]
     for layer in sorted(candidates, key=saved, reverse=True):
         groups = diagonal_groups(graph, layer)
-        if groups is None or taken & set(groups):
+        if groups is None or rotated & set(groups):
             continue
-        taken |= set(groups)
+        rotated |= set(groups)
         diagonalise(sparse, graph, layer, widths)
         dense = modules[layer.name]
         vector = Diagonal(dense.in_features, dense.out_features, dense.bias is not None).to(dense.weight)
@@ -276,7 +275,7 @@ def sparsify(model: nn.Module, graph: WidthGraph, widths: Mapping[str, int] | No
             vector.weight.copy_(dense.weight.diagonal())
             if vector.bias is not None:
                 vector.bias.copy_(dense.bias)
-        _replace(sparse, layer.name, vector.train(dense.training))
+        sparse.set_submodule(layer.name, vector.train(dense.training))
     return sparse
 
 
@@ -292,10 +291,5 @@ def densify(model: nn.Module) -> nn.Module:
                 linear.weight.diagonal().copy_(module.weight)
                 if module.bias is not None and linear.bias is not None:
                     linear.bias.copy_(module.bias)
-            _replace(dense, name, linear.train(module.training))
+            dense.set_submodule(name, linear.train(module.training))
     return dense
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, module)

@@ -1,4 +1,4 @@
-"""`python -m growlab reproduce [NAME]` trains the missing runs of the papers' tables and figures; --list names them."""
+"""`growlab reproduce [NAME]`: train the missing runs of the papers' tables and figures; `--list` names them."""
 
 import argparse
 import json
@@ -27,10 +27,11 @@ from growlab.recipes.papers.registry import Item, Job, Registry, drawn, registry
 
 @dataclass(frozen=True)
 class Place:
-    """Folders of the runs and of their data, and the device.
+    """Folders of the runs and their data, and the device.
 
     Attributes:
-        data: folder that contains the data sets' folders; None: $GROWLAB_DATA, else ~/.cache/growlab.
+        data: parent folder of the data sets; None: $GROWLAB_DATA, else ~/.cache/growlab.
+        device: overrides that select the device.
     """
 
     runs: Path
@@ -38,7 +39,7 @@ class Place:
     device: tuple[str, ...] = ()
 
     def root(self, registry: Registry, name: str) -> Path | None:
-        """Folder of a data set; None for one that needs no files."""
+        """Return the folder of a data set; None for one without files."""
         about = registry.data[name]
         if about.get("built_in"):
             return None
@@ -47,27 +48,27 @@ class Place:
             if folder.is_dir() and any(folder.iterdir()):
                 return folder
         raise UserError(
-            f"{name} is not in {above}: name the folder above it with --data, or let growlab download it once, "
-            f"python -m growlab data={name}, where it can."
+            f"{name} is not in {above}: name the folder above it with --data, or try to download it with growlab "
+            f"data={name}."
         )
 
     def done(self, job: Job) -> bool:
-        """True if a job has left its result."""
+        """True if a job has a result."""
         folder = self.runs / job.folder
         return (folder / "results.json").is_file() or (job.is_study and (folder / "summary.json").is_file())
 
 
 def command(job: Job, place: Place, registry: Registry, num_threads: int | None = None) -> list[str]:
-    """Command line of one job: a sweep of one run, which is resumed, or skipped when done.
+    """Return the command line of a job: a sweep of one run, which is resumed, or skipped if done.
 
-    A run that has begun keeps its precision, on whatever machine it is resumed.
+    A started run keeps its precision on whatever machine it is resumed.
     """
     root = None if job.data is None else place.root(registry, job.data)
     experiment, _, folder = job.folder.partition("/")
-    begun = place.runs / job.folder / "config.yaml"
+    config = place.runs / job.folder / "config.yaml"
     device = list(place.device)
-    if begun.is_file():
-        precision = yaml.safe_load(begun.read_text(encoding="utf-8"))["trainer"]["precision"]
+    if config.is_file():
+        precision = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]["precision"]
         device.append(f"trainer.precision={precision}")
     return [
         *(sys.executable, "-m", "growlab", "-m", f"experiment={job.experiment}", *job.overrides),
@@ -83,8 +84,8 @@ def command(job: Job, place: Place, registry: Registry, num_threads: int | None 
 class Training:
     """Trains jobs until `stop`, which lets running ones save and end.
 
-    A job that fails does not stop the others, since some runs of a sweep over learning rates diverge. A job that
-    another process trains is skipped.
+    A failed job does not stop the others, because some runs of a sweep over learning rates diverge. A job that another
+    process trains is skipped.
     """
 
     def __init__(self, place: Place, registry: Registry, at_once: int = 1) -> None:
@@ -93,7 +94,7 @@ class Training:
         self._running: set[subprocess.Popen[bytes]] = set()
 
     def stop(self) -> None:
-        """Start no further run; running ones save at the end of their step."""
+        """Start no further jobs; running ones save at the end of their step."""
         self.stopped = True
         for process in tuple(self._running):
             process.terminate()
@@ -118,7 +119,7 @@ class Training:
             return None
         print(job.folder, flush=True)
         threads = None if self._at_once == 1 else max(1, len(os.sched_getaffinity(0)) // self._at_once)
-        # In a separate session: Ctrl-C and a closing terminal reach it only through `stop`.
+        # In a separate session, so that Ctrl-C and a closing terminal reach it only through `stop`.
         with subprocess.Popen(
             command(job, self._place, self._registry, threads),
             stdout=subprocess.DEVNULL,
@@ -139,7 +140,7 @@ class Training:
 
 
 def device(about: Mapping[str, Any]) -> tuple[str, ...]:
-    """Overrides for a GPU, or for a CPU that multiplies matrices faster in bfloat16 than in float32."""
+    """Return the overrides for a GPU, or for a CPU, in bfloat16 if that is faster than float32."""
     import torch  # --list need not wait for it
 
     if torch.cuda.is_available():
@@ -158,7 +159,7 @@ class _Ended(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code is 2 after a sentence on stderr, 128 + N after signal N."""
+    """Run a command line and return its exit code: 2 after a sentence on stderr, 128 + N after signal N."""
     started = time.monotonic()
     try:
         arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
@@ -188,7 +189,7 @@ def _parser() -> CommandParser:
     add("--minutes", type=amount, default=60.0, help="save and end after this many minutes (60)")
     at_once = "number of runs to train at the same time (several small ones on a GPU, one on a CPU)"
     add("--at-once", type=count, metavar="N", help=at_once)
-    add("--seeds", type=_seeds, metavar="0,1", help="these seeds alone")
+    add("--seeds", type=_seeds, metavar="0,1", help="only these seeds")
     add("--data", **folder, help="folder that contains the data sets ($GROWLAB_DATA)")
     add("--runs", **folder, default=Path("runs"), help="folder of runs (runs)")
     add("--dry-run", action="store_true", help="estimate the time from runs that have finished, and stop")
@@ -238,13 +239,13 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
     if item.data and len(absent) == len(item.data):
         raise next(iter(absent.values()))
     left = [job for job in jobs if not place.done(job) and job.data not in absent]
-    # Interrupted runs come first.
+    # Interrupted runs first.
     left.sort(key=lambda job: not (place.runs / job.folder).is_dir())
     print(f"{item.title}\n{item.claim}")
     for absentee, sentence in absent.items():
         print(f"{sum(job.data == absentee for job in jobs)} run(s) left out: {sentence}", file=sys.stderr)
-    several = 1 if "trainer=cpu" in place.device else item.gpu_runs or paper.get("gpu_runs", 1)
-    at_once = min(arguments.at_once or several, max(len(left), 1))
+    default = 1 if "trainer=cpu" in place.device else item.gpu_runs or paper.get("gpu_runs", 1)
+    at_once = min(arguments.at_once or default, max(len(left), 1))
     if left:
         together = f", {at_once} at the same time" if at_once > 1 else ""
         print(f"{len(left)} run(s) to go{together}: {_estimate(item, left, place, at_once)}", flush=True)
@@ -255,7 +256,7 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
         failed = training.train(left, end - time.monotonic())
     # The terminal may have been closed.
     if signal.SIGHUP not in received:
-        print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are there")
+        print(f"{sum(map(place.done, jobs))} of {len(jobs)} runs are done")
         if training.stopped:
             print("the same command resumes" if item.minutes is None else "the same command starts it again")
         _write_results(item, place, arguments.seeds)
@@ -267,15 +268,15 @@ def _reproduce(known: Registry, item: Item, arguments: argparse.Namespace, end: 
 
 @contextmanager
 def _signals(training: Training) -> Iterator[list[int]]:
-    """Within the context SIGINT, SIGTERM and SIGHUP stop the training and are listed; `nohup` stays in force."""
+    """Within the context, SIGINT, SIGTERM and SIGHUP stop the training and are listed, unless ignored by `nohup`."""
     received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
         training.stop()
 
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.signal(one, stop) for one in heard if signal.getsignal(one) != signal.SIG_IGN}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield received
     finally:
@@ -287,8 +288,8 @@ def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> st
     """Estimate the time of the missing runs from the mean seconds per epoch of the entry's finished runs."""
     if item.minutes is not None:
         return f"{item.minutes:g} minutes of one CPU core each"
-    here = [open_run(place.runs / job.folder) for job in item.jobs() if place.done(job)]
-    paces = [run.results["seconds"] / run.results["epochs"] for run in here if run.results.get("seconds")]
+    runs = [open_run(place.runs / job.folder) for job in item.jobs() if place.done(job)]
+    paces = [run.results["seconds"] / run.results["epochs"] for run in runs if run.results.get("seconds")]
     if not paces:
         return "no finished run in this folder to estimate their time from"
     minutes = sum(paces) / len(paces) * sum(job.epochs or 0 for job in left) / at_once / 60
@@ -298,7 +299,7 @@ def _estimate(item: Item, left: Sequence[Job], place: Place, at_once: int) -> st
 def _write_results(item: Item, place: Place, seeds: Sequence[int] | None = None) -> None:
     """Write a table of finished runs with the published values, and the figures that can be drawn.
 
-    Runs of the commands' seeds and of the requested ones count.
+    It includes runs with the commands' seeds and with the requested ones.
     """
     from growlab.lab.analysis import figures
     from growlab.lab.analysis.results import load_runs
@@ -318,11 +319,11 @@ def _write_results(item: Item, place: Place, seeds: Sequence[int] | None = None)
         name, overrides = drawn(figure)
         shown = [place.runs / job.folder for job in done if set(overrides) <= set(job.overrides)]
         if shown:
-            named = "_".join([item.name, name, *(one.partition("=")[2] for one in overrides)])
+            stem = "_".join([item.name, name, *(override.partition("=")[2] for override in overrides)])
             try:
-                print(figures.save(figures.find(name)(load_runs(shown), None), place.runs / f"{named}.png"))
+                print(figures.save(figures.find(name)(load_runs(shown), None), place.runs / f"{stem}.png"))
             except UserError as error:
-                print(f"{named}: {error}", file=sys.stderr)
+                print(f"{stem}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Registry of reproducible tables and figures (`registry.yaml`, `entries/`), and the runs of each entry."""
+"""Registry of reproducible tables and figures (`registry.yaml`, `entries/`) and their runs."""
 
 import difflib
 import itertools
@@ -14,17 +14,18 @@ from pydantic.dataclasses import dataclass
 from growlab.base.errors import UserError
 from growlab.lab.training.configuration import config_dir
 
-# Overrides left out of a job's folder name, as in `hydra.job.config.override_dirname` of conf/config.yaml.
+# Overrides omitted from a job's folder name, as in `hydra.job.config.override_dirname` of conf/config.yaml.
 _NOT_IN_FOLDER = ("experiment=", "data.root=", "ckpt_path=")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs kept in `notebooks/results`.
+    """Archived runs in `notebooks/results`.
 
     Attributes:
-        select: pattern of run folders in it, or several with " + " between them.
-        kind: "whole", of the paper's length and size; "shortened"; or "other", which the entry's commands do not make.
+        folder: folder there.
+        select: pattern of run folders in it, or several joined by " + ".
+        kind: "whole" (the paper's length and size), "shortened", or "other" (not made by the entry's commands).
         note: other differences from the paper.
     """
 
@@ -36,7 +37,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an entry; a study has no epochs and cannot be resumed."""
+    """Run of an entry; a study has no epochs and cannot be resumed."""
 
     experiment: str
     overrides: tuple[str, ...]
@@ -53,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Item:
-    """A table, figure or experiment of a paper; `registry.yaml` says what the attributes are."""
+    """Table, figure or experiment of a paper; `registry.yaml` documents the attributes."""
 
     name: str
     paper: str
@@ -69,12 +70,11 @@ class Item:
     checks: tuple[dict[str, Any], ...] = ()
 
     def jobs(self, seeds: Sequence[int] | None = None) -> list[Job]:
-        """Return the runs of all commands, each once."""
-        found = {job.folder: job for command in self.commands for job in _expand(command, seeds)}
-        return list(found.values())
+        """Return the runs of all commands, without duplicates."""
+        return list({job.folder: job for command in self.commands for job in _expand(command, seeds)}.values())
 
     def is_added(self, job: Job) -> bool:
-        """True for fixed size at equal FLOPs, which we add to the papers' tables."""
+        """True for fixed-size runs at equal FLOPs, which we add to the papers' tables."""
         return self.table is not None and "method=equal_flops" in job.overrides
 
 
@@ -83,9 +83,10 @@ class Registry:
     """All entries.
 
     Attributes:
-        papers: title of each paper, a `note` on parts that need no run, overrides on a GPU (`gpu`) and on a CPU that
-            multiplies in bfloat16 (`cpu_bfloat16`), and the number of runs that share a GPU (`gpu_runs`).
-        data: by name of each data set: other names of its folder (`also`), and `built_in` for those of growlab.
+        items: entries by name.
+        papers: title of each paper, a `note` on parts that need no run, overrides for a GPU (`gpu`) and for a CPU with
+            fast bfloat16 (`cpu_bfloat16`), and the number of runs that share a GPU (`gpu_runs`).
+        data: by name of the data set: other names of its folder (`also`), and `built_in` if it needs no files.
     """
 
     items: dict[str, Item]
@@ -102,7 +103,7 @@ class Registry:
 
 
 def drawn(figure: str) -> tuple[str, tuple[str, ...]]:
-    """Split an entry's figure into its name and the overrides of the runs that it shows.
+    """Split an entry's figure into its name and the overrides that select its runs.
 
     Example:
         >>> drawn("rate_factors method=ours seed=0"), drawn("compare")
@@ -128,40 +129,39 @@ def registry() -> Registry:
 
 
 def _expand(command: str, seeds: Sequence[int] | None) -> list[Job]:
-    """List the jobs of `experiment=NAME override...`: every combination of values, including the preset's sweep."""
+    """List the jobs of `experiment=NAME override...`: all combinations of values, including the experiment's sweep."""
     words = command.split()
     name = words[0].removeprefix("experiment=")
     settings = experiment(name)
-    given = dict(word.split("=", 1) for word in words[1:] if not word.startswith("hydra."))
+    overrides = dict(word.split("=", 1) for word in words[1:] if not word.startswith("hydra."))
     swept = {} if "hydra.sweeper.params=null" in words else dict(settings.swept)
-    swept.update({key: _split(value) for key, value in given.items()})
-    named = "seed" in swept
+    swept.update({key: _split(value) for key, value in overrides.items()})
+    has_seed = "seed" in swept
     if seeds is not None:
         swept["seed"] = [str(seed) for seed in seeds]
     jobs = []
     for values in itertools.product(*swept.values()):
-        own = dict(zip(swept, values, strict=True))
-        if not named and own.get("seed") == str(settings.seed):
-            # The command names no seed: its job has the experiment's.
-            del own["seed"]
-        overrides = tuple(f"{key}={value}" for key, value in own.items())
+        chosen = dict(zip(swept, values, strict=True))
+        if not has_seed and chosen.get("seed") == str(settings.seed):
+            # The command has no seed, and this is the experiment's own.
+            del chosen["seed"]
         epochs = data = None
         if not settings.is_study:
-            epochs = int(own.get("schedule.total_epochs") or settings.epochs or 0)
-            # Data sets in conf/data are named like their folders; arriving ones are made from another.
-            data = str(own.get("data", settings.data)).removesuffix("_incremental")
-        jobs.append(Job(name, overrides, epochs, data, settings.is_study))
+            epochs = int(chosen.get("schedule.total_epochs") or settings.epochs or 0)
+            # Data sets in conf/data have the names of their folders; incremental ones read those of another.
+            data = str(chosen.get("data", settings.data)).removesuffix("_incremental")
+        jobs.append(Job(name, tuple(f"{k}={v}" for k, v in chosen.items()), epochs, data, settings.is_study))
     return jobs
 
 
 def _split(value: str) -> list[str]:
-    """Split a sweep's values: `a,b` is two, `[1,2]` is one."""
+    """Split a sweep's values: `a,b` are two values, `[1,2]` is one."""
     return re.findall(r"(?:\[[^\]]*\]|[^,\[])+", value)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Length, data, seed and sweep of an experiment, from its file in conf/experiment and those it builds on."""
+    """Length, data, seed and sweep of an experiment, from its file in conf/experiment and its defaults."""
 
     epochs: int | None
     data: str

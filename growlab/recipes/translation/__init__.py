@@ -1,4 +1,4 @@
-"""Translation with fairseq: its Transformer as a network that grows, beam search and BLEU, its checkpoints."""
+"""Translation with fairseq: its Transformer as a growing network, beam search, BLEU and checkpoints."""
 
 from growlab.recipes.translation.network import FairseqTransformer
 from growlab.recipes.translation.objective import Translation

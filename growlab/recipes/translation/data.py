@@ -1,4 +1,4 @@
-"""Lightning data module for sentence pairs, in batches by a budget of tokens."""
+"""Lightning data module for sentence pairs, batched by a budget of tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ from growlab.recipes.translation.sentence_pairs import Preparation, Side, Subwor
 def budget_batches(
     order_N: np.ndarray, lengths_N: np.ndarray, tokens: int | None, sentences: int | None
 ) -> list[np.ndarray]:
-    """Cut an order into batches, each as large as its budgets allow.
+    """Cut an order into batches as large as their budgets allow.
 
-    As fairseq's `--max-tokens`: the longest sentence of a batch times its number of sentences is at most `tokens`.
-    A single sentence that is longer forms a separate batch.
+    As with fairseq's `--max-tokens`, the length of a batch's longest sentence times its number of sentences is at most
+    `tokens`. A longer sentence is a batch by itself.
 
     Examples:
         >>> [batch.tolist() for batch in budget_batches(np.arange(5), np.array([2, 2, 3, 5, 9]), 6, None)]
@@ -47,12 +47,12 @@ def budget_batches(
 
 @dataclass
 class TokenPlan:
-    """The sentences in each batch of an epoch on this rank.
+    """Sentences in each batch of an epoch on this rank.
 
-    Sentences are sorted by length, those of the same length in random order; batches come in random order.
+    Sentences are sorted by length, with random order among equal lengths; the order of batches is random.
 
     Attributes:
-        in_tokens: what the budget counts.
+        budget: of a batch over all ranks, in tokens or, without `in_tokens`, in sentences.
         training: False: in order of length, every sentence once over all ranks.
     """
 
@@ -70,21 +70,21 @@ class TokenPlan:
         return len(self.global_batches())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch."""
+        """Switch to another epoch."""
         self.epoch = epoch
 
     def global_batches(self) -> list[np.ndarray]:
-        """Return the global batches, of all ranks together."""
+        """Return the batches over all ranks."""
         epoch = self.epoch if self.training else -1
         if self._global is None or self._global[0] != epoch:
             self._global = (epoch, self._made())
         return self._global[1]
 
     def batches(self) -> list[np.ndarray]:
-        """Return this rank's share of each batch: as many batches on all ranks, and no share is empty.
+        """Return this rank's share of each batch; all ranks have as many batches, and no share is empty.
 
-        A batch of fewer sentences than ranks repeats some, in training alone: evaluation has no such batch unless
-        the whole set is as small.
+        In training, a batch with fewer sentences than ranks repeats some. Evaluation repeats none unless the whole set
+        is that small.
         """
         return [self._share(batch) for batch in self.global_batches()]
 
@@ -105,7 +105,7 @@ class TokenPlan:
 
 
 def _merged(batches: Sequence[np.ndarray], least: int) -> list[np.ndarray]:
-    """Merge batches of too few sentences with their neighbours."""
+    """Merge batches of less than `least` sentences with their neighbours."""
     merged: list[np.ndarray] = []
     for batch in batches:
         if merged and (len(merged[-1]) < least or len(batch) < least):
@@ -119,7 +119,7 @@ def _merged(batches: Sequence[np.ndarray], least: int) -> list[np.ndarray]:
 class PairLoader(ResumableLoader):
     """Batches of sentence pairs, padded on the right.
 
-    Yields (source [B, S], target shifted to the right behind an end of sentence [B, T], target [B, T]), all int64.
+    Yields (source [B, S], target shifted right, after an end of sentence [B, T], target [B, T]), all int64.
     """
 
     plan: TokenPlan
@@ -135,41 +135,41 @@ class PairLoader(ResumableLoader):
 def collated(sides: tuple[Side, Side], batch: np.ndarray, padding: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
     """Collate the sentence pairs at these positions into a batch (see `PairLoader`)."""
     sentences = ([torch.from_numpy(side[index].astype(np.int64)) for index in batch] for side in sides)
-    source, target = (pad_sequence(one, batch_first=True, padding_value=padding) for one in sentences)
+    source, target = (pad_sequence(side, batch_first=True, padding_value=padding) for side in sentences)
     previous = torch.full_like(target, padding)
     previous[:, 1:] = target[:, :-1]
-    # The last token of a sentence is its end, so nothing follows it.
+    # Nothing follows the last token of a sentence, which is its end.
     previous[previous == end] = padding
     previous[:, 0] = end
     return source, previous, target
 
 
 class TranslationData(RunData):
-    """Sentence pairs for translation, in batches by a budget of tokens or sentences.
+    """Sentence pairs for translation, batched by a budget of tokens or sentences.
 
-    Order and batches are functions of (seed, epoch) alone, so a resumed run and a run on another number of ranks see
-    the same. After `setup()`, `pairs`, `num_train`, `num_val`, `num_test` and `padding` are known.
+    Order and batches are functions of (seed, epoch) alone, so they are the same in a resumed run and on another number
+    of ranks. After `setup()`, `pairs`, `num_train`, `num_val`, `num_test` and `padding` are known.
 
     Args:
         name: of the data.
         root: folder of raw text or of fairseq-preprocess's output; None = `$GROWLAB_DATA/<name>`, else
             `~/.cache/growlab/<name>`.
-        batch_tokens: budget of a training batch over all ranks, in tokens: sentences times the longest one, as
-            fairseq's `--max-tokens`; None = `batch_sentences`.
+        batch_tokens: budget of a training batch over all ranks, in tokens: sentences times the length of the longest
+            one, as with fairseq's `--max-tokens`; None: see `batch_sentences`.
         batch_sentences: budget in sentences, if `batch_tokens` is None.
         eval_batch_tokens: likewise for validation, test and beam search.
         seed: of the order.
-        source: language that is translated, two letters.
-        target: language that it is translated to.
-        subwords: how words are split: "none", "sentencepiece" or "subword_nmt".
-        subword_size: number of pieces (sentencepiece) or merges (subword_nmt), of both languages together.
-        lowercase: put all text into lower case first.
-        joined_dictionary: one dictionary for both languages.
-        least_count: words that are rarer become unknown.
-        max_length: longer sentences (in tokens, of either side) are left out of training.
-        limit_train: use only so many training pairs, the first ones.
-        limit_test: likewise of validation and test.
-        validation: "split", on the validation set, if there is one; or "none". True and False are the same.
+        source: source language, two letters.
+        target: target language.
+        subwords: split words by "none", "sentencepiece" or "subword_nmt".
+        subword_size: number of pieces (sentencepiece) or merges (subword_nmt) for both languages together.
+        lowercase: convert all text to lower case first.
+        joined_dictionary: share a dictionary between both languages.
+        least_count: rarer words become unknown.
+        max_length: leave pairs with a longer side (in tokens) out of training.
+        limit_train: use only the first so many training pairs.
+        limit_test: likewise for validation and test.
+        validation: "split" (or True): validate on the validation set, if there is one; "none" (or False).
     """
 
     only_in_epochs = "data of sentence pairs"
@@ -203,11 +203,11 @@ class TranslationData(RunData):
         whole(1, eval_batch_tokens=eval_batch_tokens, max_length=max_length, **not_none(**budgets))
         whole(1, **not_none(limit_train=limit_train, limit_test=limit_test))
         self.name, self.root = name, root
-        words = (subwords, subword_size, lowercase, joined_dictionary, least_count)
-        self.preparation = Preparation(source, target, *words)
+        word_options = (subwords, subword_size, lowercase, joined_dictionary, least_count)
+        self.preparation = Preparation(source, target, *word_options)
         self.max_length, self.limit_train, self.limit_test = max_length, limit_train, limit_test
         self.validates = validation in (True, "split")
-        # `batch_size` is the budget of a training batch in either unit.
+        # `batch_size` is the budget of a training batch, in either unit.
         self.in_tokens, self.eval_batch_tokens = batch_tokens is not None, eval_batch_tokens
         self._sides: dict[str, tuple[Side, Side]] = {}
 
@@ -244,7 +244,7 @@ class TranslationData(RunData):
 
     @property
     def network_arguments(self) -> dict[str, Any]:
-        """Vocabulary sizes of both languages, `shared`, and the padding id."""
+        """Vocabulary sizes of both languages, `same_tokens` (one dictionary for both), and the padding id."""
         return {
             "num_source_tokens": len(self.pairs.source_dictionary),
             "num_target_tokens": len(self.pairs.target_dictionary),
@@ -253,7 +253,7 @@ class TranslationData(RunData):
         }
 
     def training_loader(self, epoch: int, draw: int) -> PairLoader:
-        """Return the training pairs in batches of an epoch's budget, in the order drawn for `draw`."""
+        """Return the training pairs with the batch budget of `epoch` and the order of epoch `draw`."""
         return self._loader("train", self._plan(draw, self.global_batch_size(epoch), *self._place()))
 
     def evaluation(self, split: str) -> PairLoader:
@@ -265,7 +265,7 @@ class TranslationData(RunData):
         return self._loader(split, plan)
 
     def references(self, split: str) -> list[str]:
-        """The target sentences of "val" or "test", as text."""
+        """Return the target sentences of "val" or "test" as text."""
         split = "valid" if split == "val" else split
         side, known = self._sides[split][1], self.pairs.references(split)
         if known is not None:
@@ -273,7 +273,7 @@ class TranslationData(RunData):
         return [self.text(side[index]) for index in range(len(side.lengths))]
 
     def sources(self, split: str) -> list[str]:
-        """The source sentences of "val" or "test", as text, in the order of `references`."""
+        """Return the source sentences of "val" or "test" as text, in the order of `references`."""
         side = self._sides["valid" if split == "val" else split][0]
         dictionary = self.pairs.source_dictionary
         return [self._text(dictionary, side[index]) for index in range(len(side.lengths))]
@@ -291,7 +291,7 @@ class TranslationData(RunData):
         return [len(batch) for batch in self._plan(epoch, batch_size).global_batches()]
 
     def probe_batch(self, n: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the n training pairs nearest to the mean length of both sides."""
+        """Return the inputs of the n training pairs nearest to the mean lengths of both sides."""
         lengths_2N = np.stack([side.lengths for side in self._sides["train"]])
         distance_N = np.abs(lengths_2N - lengths_2N.mean(1, keepdims=True)).sum(0)
         positions = np.resize(np.argsort(distance_N, kind="stable")[:n], n)

@@ -12,27 +12,28 @@ from growlab.recipes.translation.sentence_pairs import SentencePairs, fairseq_mo
 
 
 class FairseqTransformer(nn.Module):
-    """An encoder and a decoder of fairseq's layers, between embeddings of a fixed dimension.
+    """Encoder and decoder of fairseq's layers, between embeddings of a fixed dimension.
 
-    Layers, embeddings, initialisation and parameter names are fairseq's, and so are the outputs (tested). fairseq's
-    forward branches on whether there is padding, and its attention assumes that all heads together are as wide as the
-    layers; here layers are called in a form that can be traced at any width.
+    Layers, embeddings, initialisation, parameter names and outputs are those of fairseq. Its forward pass, however,
+    branches on padding, and its attention assumes that all heads together are as wide as the layers; here layers are
+    called in a form that can be traced at any width.
 
-    The embeddings' dimension stays; one linear map leads from it into the layers' width and one back out (Yuan et al.
-    2023, Section 4.1). Positions are added before the first map, so that only learned tensors have the layers' width.
+    A linear map leads from the embeddings, whose dimension is fixed, to the layers' width, and another one back (Yuan
+    et al. 2023, Section 4.1). Positions are added before the first map, so that only learned tensors have the layers'
+    width.
 
     Args:
-        num_source_tokens: size of the source's dictionary.
-        num_target_tokens: size of the target's dictionary.
-        same_tokens: whether they are one dictionary.
-        padding: number of the token that fills up sentences, on the right.
+        num_source_tokens: size of the source dictionary.
+        num_target_tokens: size of the target dictionary.
+        same_tokens: source and target share a dictionary.
+        padding: id of the padding token; sentences are padded on the right.
         embedding_features: dimension of embeddings.
-        share_embeddings: "none"; "decoder": its output layer is its embedding; "all": the encoder's as well.
-        features: width of the stream.
-        hidden_features: of the feed-forward layers.
-        num_heads: of each attention.
-        encoder_layers: number of layers.
-        decoder_layers: number of layers.
+        share_embeddings: "none"; "decoder": share its embedding with the output layer; "all": also with the encoder.
+        features: width of the residual stream.
+        hidden_features: width of the feed-forward layers.
+        num_heads: heads of each attention.
+        encoder_layers: number of encoder layers.
+        decoder_layers: number of decoder layers.
         dropout: after embeddings and before residual additions.
         attention_dropout: of attention weights.
         activation_dropout: of feed-forward activations.
@@ -92,12 +93,12 @@ class FairseqTransformer(nn.Module):
             self.output.weight = self.target_tokens.weight
 
     def forward(self, source_BS: Tensor, previous_BT: Tensor) -> Tensor:
-        """Logits [B, T, V] of the next target token at each position."""
+        """Return logits of the next target token at each position, [B, T, V]."""
         memory_BSC, real_B11S = self.encode(source_BS)
         return self.output(self.decode(previous_BT, memory_BSC, real_B11S))
 
     def encode(self, source_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode the source: memory [B, S, C] for the decoder, and its mask of real tokens [B, 1, 1, S]."""
+        """Encode the source to memory [B, S, C] for the decoder, and a mask of its non-padding tokens [B, 1, 1, S]."""
         real_B11S = source_BS.ne(self.padding)[:, None, None]
         x = self._embedded(source_BS, self.source_tokens, self.source_in)
         for layer in self.encoder:
@@ -108,9 +109,9 @@ class FairseqTransformer(nn.Module):
         return x if self.encoder_norm is None else self.encoder_norm(x), real_B11S
 
     def decode(self, previous_BT: Tensor, memory_BSC: Tensor, real_B11S: Tensor) -> Tensor:
-        """Decode: features [B, T, E] for the output layer.
+        """Return features for the output layer, [B, T, E].
 
-        The target needs no padding mask: its padding comes last, and attention is causal.
+        The target needs no padding mask, because its padding comes last and attention is causal.
         """
         x = self._embedded(previous_BT, self.target_tokens, self.target_in)
         for layer in self.decoder:
@@ -126,7 +127,7 @@ class FairseqTransformer(nn.Module):
     def _embedded(self, tokens_BT: Tensor, embedding: nn.Embedding, into: nn.Linear) -> Tensor:
         features = embedding.embedding_dim
         x = math.sqrt(features) * embedding(tokens_BT)
-        # Computed on each call: a buffer with this many features would fix the embeddings' dimension.
+        # Computed on each call; a buffer would tie the embeddings' dimension to the layers' width.
         x = into(x + sinusoids(tokens_BT.shape[1], features, self.padding + 1, x))
         return F.dropout(x, self.dropout, self.training)
 
@@ -143,16 +144,16 @@ class FairseqTransformer(nn.Module):
 
 
 def sinusoids(length: int, features: int, first: int, like: Tensor) -> Tensor:
-    """Position encodings [T, E], equal to fairseq's `SinusoidalPositionalEmbedding`, from the `first` position on."""
+    """Return position encodings [T, E] like fairseq's `SinusoidalPositionalEmbedding`, from position `first` on."""
     half = features // 2
-    # float32 as fairseq computes them, whatever the network's precision.
+    # In float32 like fairseq, whatever the network's precision.
     rates = torch.exp(torch.arange(half, device=like.device).float() * (-math.log(10000) / max(half - 1, 1)))
     angles = torch.arange(first, first + length, device=like.device).float()[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1).to(like.dtype)
 
 
 def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor | None) -> Tensor:
-    """Fairseq's multi-head attention with heads of any width; causal if there is no mask."""
+    """Apply fairseq's multi-head attention with heads of any width; causal if there is no mask."""
     q, k, v = (
         projection(y).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2)
         for projection, y in ((attention.q_proj, x_BTC), (attention.k_proj, memory_BSC), (attention.v_proj, memory_BSC))
@@ -162,16 +163,16 @@ def _attend(attention: Any, x_BTC: Tensor, memory_BSC: Tensor, real_B11S: Tensor
     return attention.out_proj(heads.transpose(1, 2).flatten(2))
 
 
-# fairseq refuses longer sentences.
+# Longest sentence in fairseq.
 _POSITIONS = 1024
 
 
 def fairseq_checkpoint(network: FairseqTransformer, pairs: SentencePairs, label_smoothing: float) -> dict[str, Any]:
-    """Convert to a checkpoint that `fairseq-generate` and `fairseq-interactive` load with `--path`.
+    """Return a checkpoint that `fairseq-generate` and `fairseq-interactive` load with `--path`.
 
-    fairseq's encoder has no linear map between embeddings and layers, so the maps are multiplied into neighbouring
-    weights: those into the layers' width into embeddings and positions (which become a learned table), the one out of
-    it into the output layer.
+    fairseq has no linear maps between embeddings and layers, so they are multiplied into neighbouring weights: the maps
+    to the layers' width into embeddings and positions (which become a learned table), the map back into the output
+    layer.
     """
     weights: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -179,13 +180,13 @@ def fairseq_checkpoint(network: FairseqTransformer, pairs: SentencePairs, label_
             ("encoder", network.source_tokens, network.source_in),
             ("decoder", network.target_tokens, network.target_in),
         ):
-            # In double precision, so that it is rounded only once.
+            # In float64, so that the product is rounded only once.
             table, into_CE = tokens.weight.double(), into.weight.double()
             first = network.padding + 1
             rows = torch.zeros(first + _POSITIONS, into.out_features, dtype=torch.float64)
             rows[first:] = sinusoids(_POSITIONS, table.shape[1], first, table.cpu()) @ into_CE.cpu().T
             embedded = math.sqrt(table.shape[1]) * table @ into_CE.T
-            # Padding is masked wherever it is read.
+            # Padding is always masked.
             embedded[network.padding] = 0
             weights[f"{side}.version"] = torch.tensor([3.0])
             weights[f"{side}.embed_tokens.weight"] = embedded

@@ -16,7 +16,7 @@ from growlab.recipes.translation.sentence_pairs import extra_module, fairseq_mod
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) -> dict[str, Any]:
-    """BLEU, from 0 to 100, and its signature; `tokenised_bleu` and its own are on Moses' words."""
+    """Return BLEU (0 to 100) and sacrebleu's signature, and both on Moses' tokens as `tokenised_bleu`."""
     score, signature = _scored(hypotheses, references, "13a")
     moses = extra_module("sacremoses").MosesTokenizer(language)
 
@@ -24,22 +24,22 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], language: str) ->
         return [moses.tokenize(sentence, return_str=True, escape=False) for sentence in sentences]
 
     tokenised, tokenised_signature = _scored(words(hypotheses), words(references), "none")
-    found = {"bleu": score, "tokenised_bleu": tokenised, "bleu_signature": signature}
-    return {**found, "tokenised_bleu_signature": tokenised_signature}
+    scores = {"bleu": score, "tokenised_bleu": tokenised, "bleu_signature": signature}
+    return {**scores, "tokenised_bleu_signature": tokenised_signature}
 
 
 def _scored(hypotheses: Sequence[str], references: Sequence[str], tokenise: str) -> tuple[float, str]:
-    # `force`: sacrebleu warns about tokenised text, which is intended here.
+    # `force` suppresses a warning about tokenised text, which is intended here.
     metric = extra_module("sacrebleu.metrics").BLEU(tokenize=tokenise, force=True)
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return float(score.score), str(metric.get_signature())
 
 
 def make_generator(network: FairseqTransformer, dictionary: Any, output_factor: float, **settings: Any) -> Any:
-    """Make fairseq's `SequenceGenerator` for a network at any widths.
+    """Return fairseq's `SequenceGenerator` for a network of any widths.
 
-    Every prefix is recomputed from its start: the caches of fairseq's layers assume that a head's width is the
-    layers' width over the number of heads, which need not be so while a network grows.
+    Every prefix is recomputed from its start, because the caches of fairseq's layers assume that a head's width is the
+    layers' width divided by the number of heads, which may not be so while a network grows.
     """
     models = fairseq_module("fairseq.models")
 
@@ -57,7 +57,7 @@ def make_generator(network: FairseqTransformer, dictionary: Any, output_factor: 
         def forward(self, prev_output_tokens: Tensor, encoder_out: dict[str, list[Tensor]]) -> tuple[Tensor, dict]:
             (memory_BSC,), (real_B11S,) = encoder_out["memory"], encoder_out["real"]
             features_BTE = network.decode(prev_output_tokens, memory_BSC, real_B11S)
-            # fairseq needs only the last position, and no attention weights.
+            # fairseq needs only the last position and no attention weights.
             return network.output(features_BTE[:, -1:]) * output_factor, {"attn": [None]}
 
         def max_positions(self) -> int:
@@ -71,7 +71,7 @@ def make_generator(network: FairseqTransformer, dictionary: Any, output_factor: 
 
 @torch.no_grad()
 def translations(generator: Any, source_BS: Tensor, padding: int, end: int) -> list[Tensor]:
-    """Best hypothesis for each sentence, as token ids."""
+    """Return the best hypothesis for each sentence as token ids."""
     lengths_B = (source_BS.ne(padding) & source_BS.ne(end)).sum(1)
     sample = {"net_input": {"src_tokens": source_BS, "src_lengths": lengths_B}}
     return [hypotheses[0]["tokens"].cpu() for hypotheses in generator.generate([], sample)]
@@ -82,11 +82,11 @@ class Translation(TokenPrediction):
 
     Args:
         label_smoothing: as in `TokenPrediction`.
-        beam_size: hypotheses that are followed.
+        beam_size: number of hypotheses in beam search.
         length_penalty: below 1 favours short translations, above 1 long ones.
         max_len_a: a translation has at most `max_len_a * source + max_len_b` tokens.
-        max_len_b: likewise.
-        bleu_every_n_epochs: also translate the validation set every n epochs; None: only the test set, after the run.
+        max_len_b: see `max_len_a`.
+        bleu_every_n_epochs: also translate the validation set every n epochs; None: only the test set, after training.
     """
 
     evaluated_names = ("bleu", "tokenised_bleu")
@@ -119,14 +119,14 @@ class Translation(TokenPrediction):
         every = self.bleu_every_n_epochs
         if epoch is not None and (every is None or (epoch + 1) % every):
             return {}
-        found = self.translate(task.network, split, task.grower.state.output_factor)
-        scores = bleu(found, self._data.references(split), self._data.preparation.target)
+        sentences = self.translate(task.network, split, task.grower.state.output_factor)
+        scores = bleu(sentences, self._data.references(split), self._data.preparation.target)
         if epoch is None:
-            self._tested = found
+            self._tested = sentences
         return scores if epoch is None else {name: scores[name] for name in self.evaluated_names}
 
     def translate(self, network: FairseqTransformer, split: str, output_factor: float = 1.0) -> list[str]:
-        """Translate "val" or "test", in the order of its sentences; each rank translates a share and receives all."""
+        """Translate "val" or "test" in order; each rank translates its share and receives all."""
         data = self._data
         generator = make_generator(network, data.pairs.target_dictionary, output_factor, **self._settings)
         device = next(network.parameters()).device
@@ -139,7 +139,7 @@ class Translation(TokenPrediction):
         return [everyone[index] for index in range(len(everyone))]
 
     def exports(self, network: nn.Module) -> dict[str, Any]:
-        """Write the network as a fairseq checkpoint, and the translations of the test set as text."""
+        """Return the network as a fairseq checkpoint, and the translations of the test set as text, by file name."""
         if not isinstance(network, FairseqTransformer):
             return {}
         columns = (self._data.sources("test"), self._data.references("test"), self._tested)

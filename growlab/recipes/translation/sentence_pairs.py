@@ -1,4 +1,4 @@
-"""Read sentence pairs from a folder of raw text (split into subwords and binarised once) or fairseq's binary files."""
+"""Read sentence pairs from raw text (split into subwords and binarised once) or from fairseq's binary files."""
 
 import gzip
 import hashlib
@@ -27,16 +27,16 @@ EXTRA = f"needs a package that is not installed: {how_to_install('translation')}
 def fairseq_module(name: str) -> ModuleType:
     """Import a module of fairseq, such as `fairseq.data`.
 
-    On its first import fairseq registers configurations in Hydra's store under names of growlab's groups (`model`,
-    `optimizer`). They are removed, so that a sweep's later jobs are composed as the first. Its messages about
-    optional packages are suppressed.
+    On its first import, fairseq registers configurations in Hydra's store under names of growlab's groups (`model`,
+    `optimizer`). They are removed, so that all jobs of a sweep compose the same configuration. Messages about optional
+    packages are suppressed.
     """
     store = ConfigStore.instance()
     before = _copied(store.repo)
     root = logging.getLogger()
     handlers = list(root.handlers)
     quiet = logging.NullHandler()
-    # With a handler present, logging adds none.
+    # Prevents logging.basicConfig() from adding a handler.
     root.addHandler(quiet)
     try:
         with warnings.catch_warnings():
@@ -57,18 +57,18 @@ def extra_module(name: str) -> ModuleType:
 
 
 def _copied(repository: dict) -> dict:
-    # Folders are dictionaries; their entries stay.
+    # Copy the dictionaries, which are folders, but not their entries.
     return {name: _copied(node) if isinstance(node, dict) else node for name, node in repository.items()}
 
 
 Subwords = Literal["none", "sentencepiece", "subword_nmt"]
-# File of the learned pieces or merges in the folder of prepared data.
+# File of the learned pieces or merges in a prepared folder.
 FILES = {"sentencepiece": "sentencepiece.model", "subword_nmt": "code"}
 _SPACE = "▁"
 
 
 class Words:
-    """Whitespace-separated words, or subwords already in the text; decoding removes `@@ ` and SentencePiece's marks.
+    """Whitespace-separated words or ready-made subwords; decoding removes `@@ ` and SentencePiece's marks.
 
     Examples:
         >>> Words().decode("a gro@@ wing net@@ work"), Words().decode("▁a ▁gro wing")
@@ -87,7 +87,7 @@ class Words:
 
 
 class SentencePiece(Words):
-    """Byte-pair encoding of raw text by SentencePiece, one model for all languages."""
+    """Byte-pair encoding of raw text by SentencePiece, with one model for all languages."""
 
     def __init__(self, folder: Path) -> None:
         library = extra_module("sentencepiece")
@@ -147,11 +147,11 @@ class SubwordNMT(Words):
 
 log = logging.getLogger(__name__)
 
-# Prefixes of file names by split; fairseq calls the second one valid.
+# Prefixes of file names by split, in fairseq's terms.
 SPLITS = {"train": ("train",), "valid": ("valid", "val", "dev"), "test": ("test",)}
-# Written last into a prepared folder: its settings, and the sign that it is complete.
+# Settings of a prepared folder; written last, so it marks a complete folder.
 _MADE = "growlab.json"
-# Part of the folder's key: another way of preparing makes another folder.
+# Part of the cache key; increment it when prepared folders change.
 _VERSION = 1
 
 
@@ -173,7 +173,7 @@ class Side:
     """Sentences of one language as token ids, concatenated.
 
     Attributes:
-        tokens: int32 [sum of lengths]; every sentence ends with the dictionary's end of sentence.
+        tokens: int32 [sum of lengths]; every sentence ends with the dictionary's end-of-sentence token.
         starts: int64 [sentences + 1].
     """
 
@@ -191,7 +191,7 @@ class Side:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Binarised text in the format of fairseq-preprocess, for fairseq's commands; `subwords` are the target's."""
+    """Binarised text in the format of fairseq-preprocess; `subwords` are those of the target."""
 
     folder: Path
     source: str
@@ -201,7 +201,7 @@ class SentencePairs:
     subwords: Words
 
     def has(self, split: str) -> bool:
-        """Return True if there is such a split: train, valid or test."""
+        """True if there is such a split: train, valid or test."""
         return (self.folder / f"{split}.{self.source}-{self.target}.{self.source}.idx").exists()
 
     def read(self, split: str) -> tuple[Side, Side]:
@@ -228,10 +228,10 @@ class SentencePairs:
 def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs:
     """Open a folder of binarised data, or of raw text, which is prepared once in the cache folder.
 
-    It has `dict.xx.txt` and `train.xx-yy.xx.bin`, or text: `train*.xx`, `val*.xx`, `test*.xx`, each of them gzipped or
-    not, and likewise for the other language.
+    It contains `dict.xx.txt` and `train.xx-yy.xx.bin`, or the text files `train*.xx`, `val*.xx` and `test*.xx`,
+    possibly gzipped, and likewise for the other language.
     """
-    # First, because nothing works without it.
+    # Report a missing package before missing data.
     fairseq_module("fairseq.data")
     if not root.is_dir():
         raise UserError(f"found no {name} data: there is no folder {root}; {_looked_for(preparation)}.")
@@ -243,13 +243,13 @@ def open_pairs(root: Path, name: str, preparation: Preparation) -> SentencePairs
     ]
     if missing:
         raise UserError(f"{root} contains no {' and no '.join(missing)}; {_looked_for(preparation)}.")
-    found = {split: paths for split, paths in texts.items() if None not in paths.values()}
-    files = [path for paths in found.values() for path in paths.values()]
+    complete = {split: paths for split, paths in texts.items() if None not in paths.values()}
+    files = [path for paths in complete.values() for path in paths.values()]
     key = f"{_VERSION}\n{files_fingerprint(files)}\n{json.dumps(asdict(preparation), sort_keys=True)}"
     folder = cache_dir() / "translation" / hashlib.sha256(key.encode()).hexdigest()[:24]
     with locked(folder):
         if not (folder / _MADE).exists():
-            _prepare(folder, found, preparation)
+            _prepare(folder, complete, preparation)
     return _opened(folder, preparation)
 
 
@@ -271,25 +271,25 @@ def _binarised(root: Path, preparation: Preparation) -> Path | None:
 
 def text_files(root: Path, split: str, languages: tuple[str, str]) -> dict[str, Path | None]:
     """Find the files of a split, one per language: the first two with the same name, else the first of each."""
-    found = [_texts(root, split, each) for each in languages]
-    both = [stem for stem in found[0] if stem in found[1]]
-    chosen = [paths[both[0]] if both else next(iter(paths.values()), None) for paths in found]
+    by_language = [_texts(root, split, language) for language in languages]
+    common = [name for name in by_language[0] if name in by_language[1]]
+    chosen = [paths[common[0]] if common else next(iter(paths.values()), None) for paths in by_language]
     return dict(zip(languages, chosen, strict=True))
 
 
 def _texts(root: Path, split: str, language: str) -> dict[str, Path]:
-    """Map names (without the language) to files of a split, the likeliest first."""
-    found: dict[str, Path] = {}
+    """Map names without the language to files of a split, in order of preference."""
+    files: dict[str, Path] = {}
     for start in SPLITS[split]:
         for pattern in (f"{start}.{language}", f"{start}*.{language}"):
             for ending in ("", ".gz"):
                 for path in sorted(root.glob(pattern + ending)):
-                    found.setdefault(path.name.removesuffix(".gz").removesuffix(f".{language}"), path)
-    return found
+                    files.setdefault(path.name.removesuffix(".gz").removesuffix(f".{language}"), path)
+    return files
 
 
 def open_subwords(folder: Path, language: str) -> Words:
-    """Return the subwords that a prepared folder was made with; plain words if it does not say."""
+    """Return the subwords of a prepared folder; plain words if it has none."""
     if (folder / FILES["sentencepiece"]).exists():
         return SentencePiece(folder)
     return SubwordNMT(folder, language) if (folder / FILES["subword_nmt"]).exists() else Words()
@@ -300,20 +300,20 @@ def _opened(folder: Path, preparation: Preparation) -> SentencePairs:
     source, target = (
         dictionary.load(str(folder / f"dict.{language}.txt")) for language in (preparation.source, preparation.target)
     )
-    own = (folder / _MADE).exists()
+    is_ours = (folder / _MADE).exists()
     return SentencePairs(
         folder,
         preparation.source,
         preparation.target,
         source,
         source if source == target else target,
-        open_subwords(folder, preparation.target) if own else Words(),
+        open_subwords(folder, preparation.target) if is_ours else Words(),
     )
 
 
 def _prepare(folder: Path, texts: dict[str, dict[str, Path]], preparation: Preparation) -> None:
-    """Make the folder, atomically."""
-    log.info("preparing %s for translation, once, into %s", texts["train"][preparation.source], folder)
+    """Create the folder atomically."""
+    log.info("preparing %s for translation, once, in %s", texts["train"][preparation.source], folder)
     lines = {
         split: {language: _lines(path, preparation.lowercase) for language, path in paths.items()}
         for split, paths in texts.items()
@@ -322,47 +322,47 @@ def _prepare(folder: Path, texts: dict[str, dict[str, Path]], preparation: Prepa
         counts = {language: len(sentences) for language, sentences in sides.items()}
         if len(set(counts.values())) > 1 or 0 in counts.values():
             listed = ", ".join(f"{texts[split][language].name} {count}" for language, count in counts.items())
-            raise UserError(f"a split needs lines, the same number in both languages: {listed}.")
+            raise UserError(f"a split needs the same number of lines, at least one, in both languages: {listed}.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _binarise(made, lines, preparation)
-        (made / _MADE).write_text(json.dumps(asdict(preparation), indent=2))
-        # An existing folder is incomplete, else it would have been used.
+        _binarise(temporary, lines, preparation)
+        (temporary / _MADE).write_text(json.dumps(asdict(preparation), indent=2))
+        # A folder that exists here is incomplete.
         shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        temporary.rename(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _lines(path: Path, lowercase: bool) -> list[str]:
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
-        # Only at line feeds: sentences may contain other separators, such as U+2028.
+        # Unlike str.splitlines(), this does not split at separators such as U+2028 inside sentences.
         lines = [" ".join(line.split()) for line in file]
     return [line.lower() for line in lines] if lowercase else lines
 
 
 def _binarise(folder: Path, lines: dict[str, dict[str, list[str]]], preparation: Preparation) -> None:
-    """Write subwords, dictionaries and indexed files under the names that fairseq expects."""
+    """Write subwords, dictionaries and indexed files under fairseq's names."""
     texts = lines["train"]
     if preparation.subwords == "sentencepiece":
-        every = (line for sentences in texts.values() for line in sentences)
-        SentencePiece.learn(folder, every, preparation.subword_size)
+        all_lines = (line for sentences in texts.values() for line in sentences)
+        SentencePiece.learn(folder, all_lines, preparation.subword_size)
     elif preparation.subwords == "subword_nmt":
         pairs = ((language, line) for language, sentences in texts.items() for line in sentences)
         SubwordNMT.learn(folder, pairs, preparation.subword_size)
-    named = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
+    options = {"train": "--trainpref", "valid": "--validpref", "test": "--testpref"}
     languages = [f"--source-lang={preparation.source}", f"--target-lang={preparation.target}"]
     words = [f"--threshold{side}={preparation.least_count}" for side in ("src", "tgt")]
     words += ["--joined-dictionary"] * preparation.joined_dictionary
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as temporary:
         for split, sides in lines.items():
             for language, sentences in sides.items():
                 subwords = open_subwords(folder, language)
                 encoded = "".join(f"{subwords.encode(line)}\n" for line in sentences)
-                Path(made, f"{split}.{language}").write_text(encoded, encoding="utf-8")
-        prefixes = [f"{named[split]}={made}/{split}" for split in lines]
+                Path(temporary, f"{split}.{language}").write_text(encoded, encoding="utf-8")
+        prefixes = [f"{options[split]}={temporary}/{split}" for split in lines]
         parser = fairseq_module("fairseq.options").get_preprocessing_parser()
         arguments = parser.parse_args([*prefixes, *languages, *words, f"--destdir={folder}"])
         fairseq_module("fairseq_cli.preprocess").main(arguments)

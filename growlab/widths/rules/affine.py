@@ -19,7 +19,7 @@ def convolution(record: Record, node: Any, args: Arguments) -> Value:
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1  # 0 without a batch dimension
     depthwise = groups > 1 and groups == x.shape[channels]
-    # With a window of one position the others pass, like a linear layer over another dimension than the last.
+    # A 1x1 convolution is a linear layer over the channels: positions pass.
     single = set(weight.shape[2:]) <= {1} and _all(args, "stride", 1) and _all(args, "padding", 0)
     if not single:
         freeze_windows(record, x, len(kernel))
@@ -45,8 +45,8 @@ def convolution(record: Record, node: Any, args: Arguments) -> Value:
 
 
 def _all(args: Arguments, name: str, value: int) -> bool:
-    given = args.get(name, value)
-    return set(given) <= {value} if isinstance(given, (tuple, list)) else given == value
+    setting = args.get(name, value)
+    return set(setting) <= {value} if isinstance(setting, (tuple, list)) else setting == value
 
 
 @rule("linear")
@@ -65,17 +65,16 @@ def linear(record: Record, node: Any, args: Arguments) -> Value:
 
 
 def are_weights(record: Record, node: Any) -> bool:
-    """Return True if the pieces that a node cuts are all weights of linear layers, or all of them biases."""
+    """Return True if all outputs of a split are weights of linear layers, or all of them biases."""
     readers = [(piece, reader) for piece in node.users for reader in piece.users]
     places = {place for piece, reader in readers for place, arg in enumerate(reader.args) if arg is piece}
     return len(places) == 1 and places <= {1, 2} and all(operation_of(r) == "linear" for _, r in readers)
 
 
 def tied_to_embedding(record: Record, node: Any, args: Arguments, gains: Sequence[str]) -> Value:
-    """Layer whose weight E is also the table of an embedding: its columns produce the channels, as the table's do.
+    """Layer whose weight E is tied to an embedding: its columns produce the channels.
 
-    E diag(g) x is a layer of weight g: the channels are consumed by the gain g and the bias of the normalisation
-    before it.
+    In E diag(g) x the gain g, with the bias of the same normalisation, consumes the channels instead of E.
     """
     x, weight, bias = args["input"], args["weight"], args.get("bias")
     record.atoms.unify(weight.axes[1], x.axes[-1], "input of a layer that is tied to an embedding")
@@ -88,7 +87,7 @@ def tied_to_embedding(record: Record, node: Any, args: Arguments, gains: Sequenc
 
 
 _CASTS = ("to", "_to_copy", "type_as", "contiguous", "clone", "alias", "float")
-# Operations that are linear and the same for each channel: a gain may be applied before or after them.
+# Operations that are linear and equal for all channels: a gain commutes with them.
 _PASSING = """
 dropout mul div neg mean sum getitem view reshape flatten unflatten squeeze unsqueeze permute transpose swapaxes movedim
 expand repeat slice narrow select index index_select gather unbind split split_with_sizes chunk roll flip cumsum mT
@@ -97,9 +96,9 @@ _NORMS = {"layer_norm": (2, 3), "rms_norm": (2, 2)}
 
 
 def gains_before(record: Record, node: Any) -> list[str]:
-    """Names of the gain and bias per channel that are applied last to a layer's input, and to nothing else.
+    """Names of the per-channel gain and bias that are applied last to a layer's input, and to nothing else.
 
-    An empty list if there is no gain, or if something else reads its result.
+    [] if there is no gain, or if another operation reads its result.
     """
     names: list[str] = []
     source = node.args[0]
@@ -108,17 +107,17 @@ def gains_before(record: Record, node: Any) -> list[str]:
         operation = operation_of(source)
         if operation in _NORMS:
             first, last = _NORMS[operation]
-            given = [_vector(record, arg) for arg in source.args[first : last + 1]]
-            return [*names, *filter(None, given)] if given and given[0] else []
+            vectors = [_vector(record, arg) for arg in source.args[first : last + 1]]
+            return [*names, *filter(None, vectors)] if vectors and vectors[0] else []
         nodes = source.all_input_nodes
-        vector = next(filter(None, (_vector(record, one) for one in nodes)), None)
+        vector = next(filter(None, (_vector(record, node) for node in nodes)), None)
         factors = nodes if operation in ("mul", "div") else nodes[:1]
-        carrying = [one for one in factors if _carries(record, one, channels)]
+        carrying = [factor for factor in factors if _carries(record, factor, channels)]
         if operation in ("mul", "add") and vector is not None and len(nodes) == 2:
             names.append(vector)
             if operation == "mul":
                 return names
-            source = next(one for one in nodes if _vector(record, one) != vector)
+            source = next(node for node in nodes if _vector(record, node) != vector)
         elif operation in (*_CASTS, *_PASSING.split()) and len(carrying) == 1:
             (source,) = carrying
         else:
@@ -137,7 +136,7 @@ def _carries(record: Record, node: Any, channels: Runs) -> bool:
 
 
 def _vector(record: Record, node: Any) -> str | None:
-    """Name of the parameter [C] that a node stands for, alone or plus a constant, if nothing else uses it, or None."""
+    """Name of the parameter [C] that a node is, perhaps plus a constant, if nothing else uses it; else None."""
     while isinstance(node, torch.fx.Node) and _used_once(record, node):
         value = record.values.get(node)
         if not isinstance(value, Value) or len(value.shape) != 1:
@@ -178,7 +177,7 @@ def product_from_left(record: Record, node: Any, factor: Value, x: Value) -> Val
 
 @rule("_grouped_mm", "grouped_mm_fallback")
 def product_per_expert(record: Record, node: Any, args: Arguments) -> Value:
-    """Product of rows [N, I], sorted by expert, with their expert's matrix in [E, I, O] or a transposed [E, O, I]."""
+    """Product of rows [N, I], sorted by expert, with the experts' matrices [E, I, O] or the transpose of [E, O, I]."""
     x, factor, *rest = values_in(args)
     if x.name is not None or len(factor.shape) != 3 or not is_stack(record, factor):
         return keep_full_width(record, node, args)
@@ -188,7 +187,7 @@ def product_per_expert(record: Record, node: Any, args: Arguments) -> Value:
 
 
 def is_stack(record: Record, factor: Value) -> bool:
-    """Return True if a factor is a weight of several matrices, [..., I, O], or a transposed [..., O, I]."""
+    """Return True if a factor is a weight of several matrices, [..., I, O], or the transpose of [..., O, I]."""
     weight = factor.turned or factor
     return len(weight.shape) > 2 and record.is_weight(weight)
 
@@ -198,8 +197,8 @@ def product_with_stack(
 ) -> Value:
     """Product of activations with a weight of several matrices (see `is_stack`), which all grow together.
 
-    `kept` are the output's axes without that of the channels, which is the last; with `left` the weight is the left
-    factor, and the channels are the last but one.
+    `kept` are the output's axes without the channels. The channels are last; with `left`, where the weight is the left
+    factor, second to last.
     """
     weight, rank = factor.turned or factor, len(factor.shape)
     columns, rows = (rank - 1, rank - 2) if (factor.turned is not None) != left else (rank - 2, rank - 1)
@@ -212,7 +211,7 @@ def product_with_stack(
 
 @rule("addmm")
 def product_plus_bias(record: Record, node: Any, args: Arguments) -> Value:
-    """Linear layer with a bias [O] and a weight that is stored as [I, O]."""
+    """Linear layer with a bias [O] and a weight [I, O]."""
     bias, x, factor = args["self"], args["mat1"], args["mat2"]
     plain = args.get("beta", 1) == 1 and args.get("alpha", 1) == 1 and bias.name is not None and len(bias.shape) == 1
     if not (plain and weight_in_product(factor)):
@@ -222,7 +221,7 @@ def product_plus_bias(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(record: Record, node: Any, args: Arguments) -> Value:
-    """Transposed convolution with a weight [I, O / groups, ...]; of grouped ones only depthwise ones grow."""
+    """Transposed convolution with a weight [I, O / groups, ...]; grouped convolutions only grow if depthwise."""
     x, weight, bias, groups = args["input"], args["weight"], args.get("bias"), args.get("groups", 1)
     kernel = [fixed(size) for size in weight.shape[2:]]
     channels = len(x.shape) - len(kernel) - 1
@@ -271,21 +270,21 @@ def embedding(record: Record, node: Any, args: Arguments) -> Any:
         if value is not weight:
             record.scales.pin(value.scale)
             record.freeze_all(value.axes, "indices of an embedding")
-    found, *positions = shapes_of(node)
-    channels = record.unit(found, (*map(fixed, found[:-1]), weight.axes[1]))
-    # Offsets and sizes of bags and the indices of largest entries, which F.embedding_bag does not return.
-    return as_computed(node, [channels, *(record.unit(shape, map(fixed, shape)) for shape in positions)])
+    shape, *others = shapes_of(node)
+    channels = record.unit(shape, (*map(fixed, shape[:-1]), weight.axes[1]))
+    # The others are offsets, bag sizes and indices of maxima, which F.embedding_bag does not return.
+    return as_computed(node, [channels, *(record.unit(each, map(fixed, each)) for each in others)])
 
 
 @rule("embedding_renorm_")
 def embedding_renorm(record: Record, node: Any, args: Arguments) -> Value:
-    """Renormalisation of an embedding's rows [V, C] in place (`max_norm`): more channels would change the norms."""
+    """In-place renormalisation of an embedding's rows [V, C] (`max_norm`): more channels would change the norms."""
     weight = args["self"]
     keep_full_width(record, node, args, "rows of an embedding of a largest norm (max_norm)")
     return weight
 
 
-# Number of gates of each kind of layer, whose rows are stacked in its weights.
+# Number of gates, whose rows are stacked in the weights.
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
@@ -293,8 +292,8 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 def recurrent_layers(record: Record, node: Any, args: Arguments) -> Any:
     """Recurrent module: all layers and directions [gates x H, ...] have the same hidden channels (one `hidden_size`).
 
-    An LSTM that projects its hidden state (`proj_size`) keeps its width: if both had the same width, torch would take
-    it for a plain one.
+    An LSTM that projects its hidden state (`proj_size`) keeps its width: at equal widths torch would treat it as an
+    LSTM without projection.
     """
     weights, states = args["params"], list(values_in(args["hx"]))
     if not all(map(record.is_weight, weights)) or "batch_sizes" in args:
@@ -362,7 +361,7 @@ def _enter(record: Record, state: Value, axes: Sequence[Runs]) -> None:
 def _one_direction(
     record: Record, node: Any, x: Value, state: Value, weights: Sequence[Value], hidden: Runs, projected: Runs
 ) -> None:
-    """Record a layer in one direction: the weights of its input and hidden state, which together make its gates."""
+    """Record one direction of a layer: the weights of its input and hidden state, whose products sum to the gates."""
     gates = _GATES[operation_of(node).partition("_")[0]]
     rows_of_gates = record.atoms.nest(hidden, gates, 1)
     biases = list(weights[2:4]) if len(weights) >= 4 else [None, None]

@@ -1,4 +1,4 @@
-"""Rules for attention and products of activations: heads pass; in attention the head dimension may grow."""
+"""Rules for attention and products of activations: heads pass; the head dimension of attention may grow."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,8 +29,8 @@ def matmul(record: Record, node: Any, args: Arguments) -> Any:
     """Matrix product: leading dimensions (heads) pass, the last two of each operand keep their width.
 
     If `Record.heads` is "values", the rows of the first operand and the columns of the second pass too. Activations
-    times a parameter of two dimensions are a linear layer, times a parameter of more dimensions one for each of its
-    matrices, times a parameter of a single dimension a weighted sum.
+    times a parameter of two dimensions are a linear layer; of more dimensions, a linear layer for each matrix; of one
+    dimension, a weighted sum.
     """
     first, second = args["self"], next(args[name] for name in ("other", "mat2", "vec") if name in args)
     if min(len(first.shape), len(second.shape)) == 1:
@@ -74,15 +74,15 @@ def _is_activation(value: Value) -> bool:
 
 
 def _leading_axes(record: Record, node: Any, x: Value, factor: Value, positions: Runs) -> list[Runs]:
-    """Axes of a product with a stack of matrices, without the channels; dimensions with a matrix each are frozen."""
+    """Axes of a product with a stack of matrices, without the channels; dimensions of the stack are frozen."""
     leading = shape_of(node)[:-2]
     axes: list[Runs] = [fixed(size) for size in leading]
-    for place, axis in enumerate(x.axes[:-2], start=len(leading) - len(x.shape) + 2):
-        from_end = place - len(leading) - 2
+    for dim, axis in enumerate(x.axes[:-2], start=len(leading) - len(x.shape) + 2):
+        from_end = dim - len(leading) - 2
         if len(factor.shape) >= -from_end and factor.shape[from_end] > 1:
             record.atoms.freeze(axis, "one matrix for each of several")
-        elif record.atoms.length(axis) == leading[place]:
-            axes[place] = axis
+        elif record.atoms.length(axis) == leading[dim]:
+            axes[dim] = axis
     return [*axes, positions]
 
 
@@ -107,8 +107,8 @@ def biased_matmul(record: Record, node: Any, args: Arguments) -> Any:
 def einsum(record: Record, node: Any, args: Arguments) -> Any:
     """Einsum: letters of the output pass, letters that are summed over keep their width.
 
-    Activations and a parameter of two dimensions, of which one is summed over, are a linear layer; a parameter of more
-    dimensions is several layers, and one of a single dimension weights a sum. Other parameters keep their width.
+    Activations times a parameter of two dimensions, one of them summed over, are a linear layer; of more dimensions,
+    several linear layers; of one dimension, a weighted sum. Other parameters keep their width.
     """
     operands = args["tensors"]
     equation = _without_dots(args["equation"].replace(" ", ""), [value.shape for value in operands])
@@ -122,28 +122,26 @@ def einsum(record: Record, node: Any, args: Arguments) -> Any:
     record.note_attention(node)
     # As in a matrix product of activations: letters that are not in all operands keep their width.
     passing = any(v.name for v in operands) or _of_activations(record, operands)
-    # If the other operand has all letters of one, its rows are independent: no attention.
+    # It is no attention if one operand has all letters of the other: rows are independent.
     passing |= len(letters) == 2 and (set(letters[0]) <= set(letters[1]) or set(letters[1]) <= set(letters[0]))
-    one_by_one = set(output) if passing else set(output).intersection(*letters)
-    found: dict[str, Runs] = {}
+    element_wise = set(output) if passing else set(output).intersection(*letters)
+    axes: dict[str, Runs] = {}
     for term, value in zip(letters, operands, strict=True):
         record.scales.pin(value.scale)
         for letter, axis in zip(term, value.axes, strict=True):
-            if value.name is not None or letter not in one_by_one:
+            if value.name is not None or letter not in element_wise:
                 record.atoms.freeze(axis, _EINSUM)
-            if record.atoms.length(found.setdefault(letter, axis)) == record.atoms.length(axis):
-                record.atoms.unify(found[letter], axis, "letters of an einsum laid out otherwise")
+            if record.atoms.length(axes.setdefault(letter, axis)) == record.atoms.length(axis):
+                record.atoms.unify(axes[letter], axis, "letters of an einsum laid out otherwise")
             else:
-                record.atoms.freeze(axis, _EINSUM)
-                record.atoms.freeze(found[letter], _EINSUM)
-    axes = tuple(found[letter] for letter in output)
-    sizes = zip(axes, shape_of(node), strict=True)
-    axes = tuple(axis if record.atoms.length(axis) == size else fixed(size) for axis, size in sizes)
-    return record.unit(shape_of(node), axes)
+                record.freeze_all((axis, axes[letter]), _EINSUM)
+    shape = shape_of(node)
+    sized = zip((axes[letter] for letter in output), shape, strict=True)
+    return record.unit(shape, [axis if record.atoms.length(axis) == size else fixed(size) for axis, size in sized])
 
 
 def _without_dots(equation: str, shapes: Sequence[tuple[int, ...]]) -> str:
-    """Replace dots in an equation by letters, if they stand for the same sizes in all operands that have them."""
+    """Replace the dots in an equation by letters, if they are the same sizes in all operands that have them."""
     terms = zip(equation.partition("->")[0].split(","), shapes, strict=True)
     sizes = {
         shape[term.index(".") : len(shape) - len(term) + term.index(".") + 3] for term, shape in terms if "..." in term
@@ -158,12 +156,12 @@ def _einsum_with_weight(record: Record, node: Any, operands: dict[str, Value], o
     others = [(term, v) for term, v in operands.items() if v.name is None]
     if len(weights) != 1 or len(others) != 1:
         return None
-    (term, weight), (given, x) = weights[0], others[0]
-    summed = [letter for letter in term if letter in given and letter not in output]
-    made = [letter for letter in term if letter in output and letter not in given]
-    known = dict(zip(given, x.axes, strict=True))
+    (term, weight), (x_term, x) = weights[0], others[0]
+    summed = [letter for letter in term if letter in x_term and letter not in output]
+    made = [letter for letter in term if letter in output and letter not in x_term]
+    known = dict(zip(x_term, x.axes, strict=True))
     if len(term) == 2:
-        if len(summed) != 1 or len(made) != 1 or set(given) - set(summed) != set(output) - set(made):
+        if len(summed) != 1 or len(made) != 1 or set(x_term) - set(summed) != set(output) - set(made):
             return None
         transposed = term[0] == summed[0]
         roles: tuple[Role, Role] = ("in", "out") if transposed else ("out", "in")
@@ -175,18 +173,18 @@ def _einsum_with_weight(record: Record, node: Any, operands: dict[str, Value], o
     if not record.is_weight(weight) or not summed:
         return None
     if len(term) == 1:
-        if set(given) != {*summed, *output}:
+        if set(x_term) != {*summed, *output}:
             return None
         return _weighed_sum(record, node, x, weight, known[term], [known[letter] for letter in output])
-    if not made or set(term + given) - set(output) - set(summed):
+    if not made or set(term + x_term) - set(output) - set(summed):
         return None
-    for place, letter in enumerate(term):
+    for dim, letter in enumerate(term):
         if letter in summed:
-            record.parameter_axis(weight, "in", known[letter], dimension=place)
+            record.parameter_axis(weight, "in", known[letter], dimension=dim)
         elif letter in made:
-            known[letter] = record.parameter_axis(weight, "out", weight.axes[place], dimension=place)
+            known[letter] = record.parameter_axis(weight, "out", weight.axes[dim], dimension=dim)
         else:
-            record.atoms.freeze(weight.axes[place] + known[letter], "one matrix for each of several")
+            record.atoms.freeze(weight.axes[dim] + known[letter], "one matrix for each of several")
     return record.follow(node, x, weight, [known[letter] for letter in output])
 
 
@@ -196,7 +194,7 @@ def scaled_dot_product_attention(record: Record, node: Any, args: Arguments) -> 
     values = [args["query"], args["key"], args["value"]]
     if args.get("attn_mask") is not None:
         values.append(args["attn_mask"])
-    # A scale that is given as a number may depend on the head dimension or not.
+    # A scale given as a number may or may not depend on the head dimension.
     grows = args.get("scale") is None and record.attend(args["query"], args["key"], args["value"], node.args[:2])
     result = _product(record, node, values, len(shape_of(node)), 1 if grows else 2, _ATTENTION)
     return replace(result, axes=(*result.axes[:-1], args["value"].axes[-1])) if grows else result
@@ -210,30 +208,27 @@ def _product(
     axes: list[Runs] = [fixed(1)] * (rank - 2)
     for position, value in enumerate(values):
         record.scales.pin(value.scale)
-        # If the head dimension grows, only positions are fixed; of a mask, both dimensions.
-        kept = value.axes[-2:-1] if num_summed == 1 and position < 3 else value.axes[-2:]
-        if not num_summed:
-            kept = ()
-        record.freeze_all(kept if value.name is None else value.axes, reason)
+        # If the head dimension grows, only positions are frozen; of a mask, both dimensions.
+        frozen = value.axes[-2:-1] if num_summed == 1 and position < 3 else value.axes[-2:] if num_summed else ()
+        record.freeze_all(frozen if value.name is None else value.axes, reason)
         leading = value.axes[:-2]
         for index, axis in enumerate(leading, start=rank - 2 - len(leading)):
-            known = record.atoms.length(axes[index])
-            if known == 1:
+            length = record.atoms.length(axes[index])
+            if length == 1:
                 axes[index] = axis
-            elif record.atoms.length(axis) == known:
+            elif record.atoms.length(axis) == length:
                 record.atoms.unify(axes[index], axis, "heads laid out otherwise")
             elif record.atoms.length(axis) == 1:
                 record.atoms.freeze(axis, "a single value for all heads")
             else:
                 # Several query heads share a key head.
-                record.atoms.freeze(axis, "heads shared by others")
-                record.atoms.freeze(axes[index], "heads shared by others")
+                record.freeze_all((axis, axes[index]), "heads shared by others")
     return record.unit(shape, (*axes, *map(fixed, shape[rank - 2 :])))
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumsum_", "cumprod", "cumprod_")
 def over_one_dimension(record: Record, node: Any, args: Arguments) -> Value:
-    """Softmax or cumulative sum or product: the dimension that it runs over keeps its width, the others pass."""
+    """Softmax, cumulative sum or product: the dimension that it runs over keeps its width, the others pass."""
     x = args["self"]
     record.atoms.freeze(x.axes[args["dim"]], f"{operation_of(node)} runs over these channels")
     record.scales.pin(x.scale)

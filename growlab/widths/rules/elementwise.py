@@ -1,4 +1,4 @@
-"""Rules for operations that work element by element."""
+"""Rules for element-wise operations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,14 +36,14 @@ logaddexp logaddexp2 xlogy copysign isclose complex polar copy copy_ fill fill_
 
 @rule(*_HOMOGENEOUS.split())
 def homogeneous(record: Record, node: Any, args: Arguments) -> Value:
-    """Positively homogeneous function, f(a x) = a f(x) for a > 0, or part of a complex number: axes and scale pass."""
+    """Positively homogeneous function, f(a x) = a f(x) for a > 0, or real or imaginary part: axes and scale pass."""
     x = first_tensor(args)
     return Value(x.shape, x.axes, x.scale)
 
 
 @rule(*_CASTS.split())
 def cast(record: Record, node: Any, args: Arguments) -> Value:
-    """Cast or copy: everything passes, and a parameter stays one."""
+    """Cast or copy: everything passes, and a parameter still counts as one."""
     return first_tensor(args)
 
 
@@ -105,7 +105,7 @@ def chosen(record: Record, node: Any, args: Arguments) -> Any:
 
 @rule("glu")
 def gated(record: Record, node: Any, args: Arguments) -> Value:
-    """Gated linear unit: one half of the channels gates the other, both are the same channels."""
+    """Gated linear unit: one half of the channels gates the other, so both have the same channels."""
     x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
     shape = shape_of(node)
     values, gates = record.atoms.cut(x.axes[dim], [shape[dim], shape[dim]])
@@ -118,8 +118,8 @@ def gated(record: Record, node: Any, args: Arguments) -> Value:
 @rule("broadcast_tensors")
 def broadcast_tensors(record: Record, node: Any, args: Arguments) -> list[Value]:
     """Tensors that are broadcast to one shape: they have the same channels."""
-    found = broadcast(record, node, args["tensors"])
-    return [replace(found, scale=operand.scale) for operand in args["tensors"]]
+    result = broadcast(record, node, args["tensors"])
+    return [replace(result, scale=operand.scale) for operand in args["tensors"]]
 
 
 @rule("normal")

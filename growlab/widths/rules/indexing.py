@@ -1,4 +1,4 @@
-"""Rules for indexing, scattering and sorting along a dimension: it keeps its width, the others pass."""
+"""Rules for indexing, scattering and sorting along a dimension, which keeps its width while the others pass."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _ORDERED = "topk sort argsort cummax cummin kthvalue median nanmedian mode logcu
 def repeat(record: Record, node: Any, args: Arguments) -> Any:
     """Repetition of whole dimensions or of every entry (`repeat_interleave`).
 
-    Dimensions of size 1 adopt the layout of axes that they meet after the repetition.
+    Repeated dimensions of size 1 adopt the layout of the axes that they meet later.
     """
     interleaved = operation_of(node) == "repeat_interleave"
     if interleaved and (args.get("dim") is None or not isinstance(args.get("repeats"), int)):
@@ -42,7 +42,7 @@ def index(record: Record, node: Any, args: Arguments) -> Value:
         return keep_full_width(record, node, args)
     record.freeze_all(_axes_of(args["indices"]), "positions to pick")
     for dim in picked:
-        record.atoms.freeze(_counted_to(record, node, x, dim) if len(picked) == 1 else x.axes[dim], _PICKED)
+        record.atoms.freeze(_counted_part(record, node, x, dim) if len(picked) == 1 else x.axes[dim], _PICKED)
     shape = shape_of(node)
     before, behind = x.axes[: picked[0]], x.axes[picked[-1] + 1 :]
     middle = shape[len(before) : len(shape) - len(behind)]
@@ -57,9 +57,9 @@ def index(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("masked_scatter", "masked_scatter_")
 def masked_scatter(record: Record, node: Any, args: Arguments) -> Value:
-    """Rows at the places of a mask, such as features of an image among those of tokens: the last dimension passes.
+    """Assign rows by a mask, such as features of an image among those of tokens: the last dimension passes.
 
-    The mask must be the same for all of its channels, else channels of the source would come to lie elsewhere.
+    The mask must be the same for all channels, otherwise channels of the source would be moved to others.
     """
     x, source = args["self"], args["source"]
     mask = node.args[1]
@@ -76,20 +76,20 @@ def masked_scatter(record: Record, node: Any, args: Arguments) -> Value:
 
 
 def _picked(node: Any, indices: Any) -> list[int]:
-    """Return the indexed dimensions, of which a mask has as many as its own; [] if they are not adjacent."""
+    """Return the indexed dimensions (a mask indexes as many as it has); [] if they are not adjacent."""
     picked, dim = list[int](), 0
-    for positions, given in zip(indices, node.args[1], strict=True):
-        is_mask = positions is not None and given.meta["val"].dtype in (torch.bool, torch.uint8)
+    for positions, argument in zip(indices, node.args[1], strict=True):
+        is_mask = positions is not None and argument.meta["val"].dtype in (torch.bool, torch.uint8)
         covered = len(positions.shape) if is_mask else 1
         picked += range(dim, dim + covered) if positions is not None else ()
         dim += covered
     return picked if picked and picked[-1] - picked[0] + 1 == len(picked) else []
 
 
-def _counted_to(record: Record, node: Any, x: Value, dim: int) -> Runs:
+def _counted_part(record: Record, node: Any, x: Value, dim: int) -> Runs:
     """Return the part of a dimension that must be frozen because constant indices count through it from one end.
 
-    `x[:, [-2]]` picks the same channel whatever precedes it. A parameter is frozen over the whole dimension.
+    Channels in front of the one that `x[:, [-2]]` picks may grow. Of a parameter the whole dimension is frozen.
     """
     numbers, size = record.numbers(node.args[1][dim]), x.shape[dim]
     if not numbers or x.name is not None or min(numbers) < 0 <= max(numbers):
@@ -105,7 +105,7 @@ def _axes_of(indices: Any) -> list[Any]:
 
 @rule("index_put", "index_put_")
 def index_put(record: Record, node: Any, args: Arguments) -> Value:
-    """Assignment by index: the last dimensions of the values are those after the indexed ones."""
+    """Assignment by index: the last dimensions of the values are the dimensions after the indexed ones."""
     x, values, picked = args["self"], args["values"], _picked(node, args["indices"])
     if not picked or x.name is not None:
         return keep_full_width(record, node, args)
@@ -125,7 +125,7 @@ def index_put(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("index_select")
 def index_select(record: Record, node: Any, args: Arguments) -> Value:
-    """Selection of rows by their indices."""
+    """Selection by indices along one dimension."""
     x, dim = args["self"], args["dim"] % len(args["self"].shape)
     record.atoms.freeze(x.axes[dim], _PICKED)
     shape = shape_of(node)
@@ -134,7 +134,7 @@ def index_select(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("gather")
 def gather(record: Record, node: Any, args: Arguments) -> Value:
-    """Gathering, with an index for each entry of the result: other dimensions of input and index are the same."""
+    """Gathering, with an index for each entry of the result: the other dimensions of input and index are unified."""
     x, dim, positions = args["self"], args["dim"] % len(args["self"].shape), args["index"]
     _same_other_dims(record, dim, x, positions)
     return Value(positions.shape, positions.axes, x.scale)
@@ -142,7 +142,7 @@ def gather(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("index_add", "index_add_", "index_copy", "index_copy_")
 def index_add(record: Record, node: Any, args: Arguments) -> Value:
-    """Addition or copying of rows by index: other dimensions of both tensors are the same."""
+    """Addition or copying by index along one dimension: the other dimensions of both tensors are unified."""
     x, dim, source = args["self"], args["dim"] % len(args["self"].shape), args["source"]
     _same_other_dims(record, dim, x, source)
     return Value(x.shape, x.axes, record.scales.union(x.scale, source.scale))
@@ -150,8 +150,8 @@ def index_add(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
 def scatter(record: Record, node: Any, args: Arguments) -> Value:
-    """Scattering along a dimension: other dimensions of input, index and source are the same."""
-    x, dim, positions, source = (args["self"], args["dim"] % len(args["self"].shape), args["index"], args.get("src"))
+    """Scattering along a dimension: the other dimensions of input, index and source are unified."""
+    x, dim, positions, source = args["self"], args["dim"] % len(args["self"].shape), args["index"], args.get("src")
     _same_other_dims(record, dim, x, positions)
     if isinstance(source, Value):
         _same_other_dims(record, dim, x, source)
@@ -161,40 +161,38 @@ def scatter(record: Record, node: Any, args: Arguments) -> Value:
 
 
 def _same_other_dims(record: Record, dim: int, x: Value, other: Value) -> None:
-    """Unify all dimensions but `dim` of two tensors where their lengths are equal, and freeze the others."""
-    for number, (mine, theirs) in enumerate(zip(x.axes, other.axes, strict=True)):
-        if number != dim and x.shape[number] == other.shape[number]:
-            record.atoms.unify(mine, theirs, f"entries at positions {STAYING}")
+    """Unify the dimensions of equal length of two tensors, except `dim`, and freeze the others."""
+    for index, axes in enumerate(zip(x.axes, other.axes, strict=True)):
+        if index != dim and x.shape[index] == other.shape[index]:
+            record.atoms.unify(*axes, f"entries at positions {STAYING}")
         else:
-            record.atoms.freeze(mine, _PICKED)
-            record.atoms.freeze(theirs, _PICKED)
+            record.freeze_all(axes, _PICKED)
 
 
 @rule(*_ORDERED.split())
 def ordered(record: Record, node: Any, args: Arguments) -> Value | list[Value]:
-    """Sorting, flipping, rolling and the like along dimensions, which keep their width."""
+    """Sorting, flipping, rolling and similar operations along dimensions, which keep their width."""
     x = first_tensor(args)
-    over_all = None if operation_of(node) in ("median", "nanmedian", "roll") else -1
-    dims = args.get("dims", args.get("dim", over_all))
-    chosen = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
-    places = {dim % len(x.shape) for dim in chosen}
-    for dim in places:
-        record.atoms.freeze(x.axes[dim], f"reordered by {operation_of(node)}")
+    default = None if operation_of(node) in ("median", "nanmedian", "roll") else -1
+    dims = args.get("dims", args.get("dim", default))
+    dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
+    chosen = {dim % len(x.shape) for dim in dims}
+    record.freeze_all([x.axes[dim] for dim in chosen], f"reordered by {operation_of(node)}")
     moved = operation_of(node) in ("flip", "roll")
     if not moved:
         record.scales.pin(x.scale)
     results = []
     for shape in shapes_of(node):
-        axes = [fixed(size) if i in places else x.axes[i] for i, size in enumerate(shape)]
+        axes = [fixed(size) if i in chosen else x.axes[i] for i, size in enumerate(shape)]
         if len(shape) < len(x.shape):
-            axes = [axis for i, axis in enumerate(x.axes) if i not in places]
+            axes = [axis for i, axis in enumerate(x.axes) if i not in chosen]
         results.append(Value(shape, tuple(axes), x.scale if moved else record.scales.new(unit=True)))
     return as_computed(node, results)
 
 
 @rule("diff")
 def difference(record: Record, node: Any, args: Arguments) -> Value:
-    """Differences of neighbours along a dimension, which keeps its width, as do tensors put before or after it."""
+    """Differences of neighbours along a dimension, which keeps its width, as do prepended and appended tensors."""
     x, dim = args["self"], args.get("dim", -1) % len(args["self"].shape)
     shape = shape_of(node)
     for value in values_in(args):
@@ -225,7 +223,7 @@ def windows(record: Record, node: Any, args: Arguments) -> Value:
 @rule("grid_sampler")
 def grid_sampler(record: Record, node: Any, args: Arguments) -> Value:
     """Sampling of each channel at the same positions, whose number stays."""
-    x, places, shape = args["input"], args["grid"], shape_of(node)
-    record.freeze_all((*x.axes[2:], *places.axes), "places in an image")
-    record.scales.pin(places.scale)
+    x, grid, shape = args["input"], args["grid"], shape_of(node)
+    record.freeze_all((*x.axes[2:], *grid.axes), "places in an image")
+    record.scales.pin(grid.scale)
     return Value(shape, (*x.axes[:2], *map(fixed, shape[2:])), x.scale)

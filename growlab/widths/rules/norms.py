@@ -1,9 +1,9 @@
 """Rules for normalisations, norms over channels, operations that distinguish channels, pooling and reductions.
 
-A group is isotropic if everything on the way from the layers that produce its channels to those that consume them
-commutes with every rotation of the channels (Bird, "On De-Individuated Neurons", Eq. 1). Only then does it have no
-preferred basis. A norm over channels is such an operation, but growth methods that do not allow for it would change
-it: it is followed only with `trace(..., follow_norms=True)`.
+A group is isotropic, without a preferred basis, if everything between the layers that produce its channels and the
+layers that consume them commutes with every rotation of the channels (Bird, "On De-Individuated Neurons", Eq. 1). A
+norm over channels does, but most growth methods would change it, so it is only followed with
+`trace(..., follow_norms=True)`.
 """
 
 import math
@@ -16,12 +16,12 @@ from growlab.widths.rules.elementwise import total
 from growlab.widths.rules.registry import Arguments, first_tensor, freeze_windows, keep_full_width, rule
 from growlab.widths.values import Record, Value, values_in
 
-# Fewest values per group: groups start at half their width or less, and one value has no statistics.
+# Fewest values per group: at half the width or less, a group must still have more than one value.
 _FEWEST_VALUES = 4
 
 
 def _of_each_channel(record: Record, args: Arguments) -> dict[str, str | None]:
-    """Unify a normalisation's tensors with the channels of its input; return their names, None for missing ones."""
+    """Unify a normalisation's tensors with the channels of its input; return their names by role, None if missing."""
     names = {}
     for role in ("weight", "bias", "running_mean", "running_var"):
         value = args.get(role)
@@ -40,10 +40,10 @@ def _over_positions(record: Record, node: Any, x: Value) -> None:
 def weight_norm(record: Record, node: Any, args: Arguments) -> Any:
     """Weight normalisation g v / |v| of parameters used only there; v represents the weight."""
     v, g = args["v"], args["g"]
-    alone = all(operation_of(user) == "_weight_norm" for each in node.args[:2] for user in each.users)
-    if not (record.is_weight(v) and record.is_weight(g) and alone):
+    only_here = all(operation_of(user) == "_weight_norm" for each in node.args[:2] for user in each.users)
+    if not (record.is_weight(v) and record.is_weight(g) and only_here):
         return keep_full_width(record, node, args, "weight_norm divides by a length over them")
-    if {v.name, g.name} & record.still:
+    if {v.name, g.name} & record.untrained:
         return keep_full_width(record, node, args, "weight_norm of a weight whose length or direction is frozen")
     dim = args.get("dim", 0)
     if dim >= 0:
@@ -59,7 +59,7 @@ def batch_norm(record: Record, node: Any, args: Arguments) -> Value:
     _over_positions(record, node, x)
     names = _of_each_channel(record, args)
     if names["weight"] is None or names["running_var"] is None:
-        # eps changes the result of a rescaled input: a weight can compensate for it only if the variance is known.
+        # For a rescaled input, a weight can compensate for eps only if the variance is known.
         record.scales.pin(x.scale)
     record.note_norm(node, names, args["eps"], x)
     return record.unit(x.shape, x.axes)
@@ -78,7 +78,7 @@ def instance_norm(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("layer_norm", "rms_norm")
 def layer_norm(record: Record, node: Any, args: Arguments) -> Value:
-    """Layer or RMS normalisation: growth reweights statistics over the last dimension; several keep their width."""
+    """Layer or RMS normalisation: growth reweights statistics over the last dimension; if over several, these stay."""
     x = args["input"]
     names = {"weight": None, "bias": None}
     if len(args["normalized_shape"]) == 1:
@@ -92,9 +92,8 @@ def layer_norm(record: Record, node: Any, args: Arguments) -> Value:
         first = len(x.shape) - len(args["normalized_shape"])
         record.note_other_norm(node)
         affine = [axis for role in names if args.get(role) is not None for axis in args[role].axes]
-        record.freeze_all(
-            (*x.axes[first:], *affine), f"{operation_of(node)} takes its statistics over several dimensions"
-        )
+        reason = f"{operation_of(node)} takes its statistics over several dimensions"
+        record.freeze_all((*x.axes[first:], *affine), reason)
     record.scales.pin(x.scale)
     return record.unit(x.shape, x.axes)
 
@@ -107,7 +106,7 @@ def group_norm(record: Record, node: Any, args: Arguments) -> Value:
     """
     x, groups = args["input"], args["num_groups"]
     _over_positions(record, node, x)
-    # Each group may have as many channels as there are groups: a module keeps the number of groups.
+    # Not the channels per group, which may equal the number of groups that a module keeps.
     record.note_size(node, x.shape[1], x.axes[1], repeated=False)
     within = x.shape[1] // groups
     if groups > 1 and within > 1:
@@ -126,10 +125,10 @@ def group_norm(record: Record, node: Any, args: Arguments) -> Value:
     return record.unit(x.shape, x.axes)
 
 
-# Names of the parameter for the intrinsic length in the module that takes the norm: its logarithm, or itself.
+# Names of the parameter for the intrinsic length, or its logarithm, in the module that takes the norm.
 LOG_LENGTH = "log_length"
 LENGTHS = (LOG_LENGTH, "length")
-# Name of that module's attribute which is True if it appends the gain to its output as one more channel.
+# That module's attribute that is True if it appends the gain to its output as one more channel.
 GAIN_CHANNEL = "gain_channel"
 
 # Operations that move channels as a whole or combine the same channels of several positions linearly.
@@ -157,13 +156,12 @@ def norm_over_channels(record: Record, node: Any, args: Arguments) -> Any:
     dim = dims[0] % len(x.shape)
     record.scales.pin(x.scale)
     record.note_radius(node, x.axes[dim])
-    left = (fixed(1),) if args.get("keepdim") else ()
-    axes = x.axes[:dim] + left + x.axes[dim + 1 :]
-    return record.unit(shape_of(node), axes)
+    reduced = (fixed(1),) if args.get("keepdim") else ()
+    return record.unit(shape_of(node), x.axes[:dim] + reduced + x.axes[dim + 1 :])
 
 
 def basis_dependent(operation: str, args: Arguments, shape: tuple[int, ...]) -> Iterator[Runs]:
-    """Yield the axes whose channels an operation with a (first) result of this shape distinguishes."""
+    """Yield the axes whose channels an operation distinguishes; `shape` is that of its first result."""
     values = list(values_in(args))
     if operation in ("conv1d", "conv2d", "conv3d"):
         if args.get("groups", 1) != 1:
@@ -177,11 +175,11 @@ def basis_dependent(operation: str, args: Arguments, shape: tuple[int, ...]) -> 
 def _broadcast(operation: str, values: list[Value], shape: tuple[int, ...]) -> Iterator[Runs]:
     """Yield the axes in which a sum or a product is not linear.
 
-    A sum is linear if all operands have the channels, a product if only one has them.
+    A sum is linear if all operands have the channels, a product if only one operand has them.
     """
     for dim, size in enumerate(shape):
-        places = [(value, dim - len(shape) + len(value.shape)) for value in values]
-        wide = [value.axes[at] for value, at in places if at >= 0 and value.shape[at] == size]
+        dims = [(value, dim - len(shape) + len(value.shape)) for value in values]
+        wide = [value.axes[at] for value, at in dims if at >= 0 and value.shape[at] == size]
         linear = len(wide) == len(values) > 1 if operation[:3] in ("add", "sub") else len(wide) == 1
         if size > 1 and not linear:
             yield from wide
@@ -198,7 +196,7 @@ _upsample_nearest_exact2d _upsample_nearest_exact3d
 
 @rule(*_POOLING.split())
 def pool(record: Record, node: Any, args: Arguments) -> Value:
-    """Pooling or interpolation of each channel; positions keep their number."""
+    """Pooling or interpolation of each channel; the number of positions stays."""
     x, shape = first_tensor(args), shape_of(node)
     num_windows = next(int(char) for char in operation_of(node) if char.isdigit())
     freeze_windows(record, x, num_windows)
@@ -210,7 +208,7 @@ def pool(record: Record, node: Any, args: Arguments) -> Value:
     *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
 )
 def pool_with_indices(record: Record, node: Any, args: Arguments) -> list[Value]:
-    """Max pooling of each channel, with indices, which have no scale."""
+    """Max pooling of each channel; the indices have no scale."""
     pooled = pool(record, node, args)
     return [pooled, record.unit(pooled.shape, pooled.axes)]
 
@@ -219,31 +217,25 @@ def pool_with_indices(record: Record, node: Any, args: Arguments) -> list[Value]
 def reduce(record: Record, node: Any, args: Arguments) -> Value:
     """Reduction: reduced dimensions keep their width, since a mean over channels would change with their number.
 
-    Growth reweights a mean, a variance, a standard deviation, a sum of squares or its root over one dimension in a
-    module without submodules, such as a hand-written normalisation: there the channels may grow. So may those of a
-    product with a parameter that is summed over them, `(x * weight).sum(-1)`: a hand-written linear layer.
+    Channels may grow where growth reweights the statistics: a mean, variance, standard deviation, sum of squares or its
+    root over one dimension in a module without submodules, such as a hand-written normalisation. They may also grow in
+    `(x * weight).sum(-1)` with a parameter, a hand-written linear layer.
     """
-    x, left, dims = args["self"], (fixed(1),) if args.get("keepdim") else (), args.get("dim")
+    x, kept, dims = args["self"], (fixed(1),) if args.get("keepdim") else (), args.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(len(x.shape))
     reduced = {dim % len(x.shape) for dim in dims}
-    summed = x.name is None and (args.get("summed", False) or _of_squares(record, node))
+    axes = [axis for i, own in enumerate(x.axes) for axis in (kept if i in reduced else (own,))]
+    summed = x.name is None and (args.get("summed", False) or _of_squares(node))
+    dim = next(iter(reduced), 0)
     if (operation_of(node) in _WEIGHED or summed) and len(reduced) == 1 and record.has_no_parts(node):
-        (dim,) = reduced
-        before, axis, behind = x.axes[:dim], x.axes[dim], x.axes[dim + 1 :]
         record.scales.pin(x.scale)
         names = {"weight": None, "bias": None}
-        record.note_channel_norm(node, axis, names, dim if behind else -1, summed)
-        return Value(shape_of(node), (*before, *left, *behind), x.scale)
-    if len(reduced) == 1 and (weight := _weight_of(record, node, x, *reduced)) is not None:
-        (dim,) = reduced
-        assert weight.name is not None
-        record.consume(weight.name, dim - len(x.shape))
-        return record.follow(node, x, weight, (*x.axes[:dim], *left, *x.axes[dim + 1 :]))
-    axes: list[Runs] = []
-    for index, axis in enumerate(x.axes):
-        if index in reduced:
-            record.atoms.freeze(axis, f"reduced by {operation_of(node)}")
-        axes += left if index in reduced else [axis]
+        record.note_channel_norm(node, x.axes[dim], names, dim if dim < len(x.axes) - 1 else -1, summed)
+    elif len(reduced) == 1 and (weight := _weight_of(record, node, x, dim)) is not None:
+        record.consume(str(weight.name), dim - len(x.shape))
+        return record.follow(node, x, weight, axes)
+    else:
+        record.freeze_all([x.axes[i] for i in sorted(reduced)], f"reduced by {operation_of(node)}")
     return Value(shape_of(node), tuple(axes), x.scale)
 
 
@@ -252,17 +244,17 @@ def _weight_of(record: Record, node: Any, x: Value, dim: int) -> Value | None:
     product = node.args[0]
     if operation_of(node) != "sum" or product.op != "call_function" or operation_of(product) != "mul":
         return None
-    factors = [record.values.get(one) for one in product.all_input_nodes]
-    alone = all(len(one.users) == 1 for one in product.all_input_nodes if one.op == "placeholder")
+    factors = [record.values.get(factor) for factor in product.all_input_nodes]
+    only_here = all(len(factor.users) == 1 for factor in product.all_input_nodes if factor.op == "placeholder")
     weights = [value for value in factors if isinstance(value, Value) and value.name is not None]
-    if not alone or len(factors) != 2 or len(weights) != 1 or len(product.users) != 1:
+    if not only_here or len(factors) != 2 or len(weights) != 1 or len(product.users) != 1:
         return None
     (weight,) = weights
     within = len(x.shape) - dim <= len(weight.shape) and weight.shape[dim - len(x.shape)] == x.shape[dim] > 1
     return weight if within and weight.name not in record.buffers else None
 
 
-def _of_squares(record: Record, node: Any) -> bool:
+def _of_squares(node: Any) -> bool:
     source = node.args[0]
     if operation_of(node) != "sum" or source.op != "call_function":
         return False
@@ -273,11 +265,10 @@ def _of_squares(record: Record, node: Any) -> bool:
 
 @rule("var", "std", "var_mean", "std_mean", "logsumexp", "all", "any", "count_nonzero", "argmax", "argmin")
 def reduce_beyond_scale(record: Record, node: Any, args: Arguments) -> Value | list[Value]:
-    """Reduction whose result has another scale: reduced dimensions keep their width, and the input its scale."""
+    """Reduction whose result has another scale: reduced dimensions keep their width, and the input keeps its scale."""
     record.scales.pin(args["self"].scale)
     reduced = reduce(record, node, args)
-    results = [record.unit(shape, reduced.axes) for shape in shapes_of(node)]
-    return as_computed(node, results)
+    return as_computed(node, [record.unit(shape, reduced.axes) for shape in shapes_of(node)])
 
 
 @rule("_is_all_true", "_is_any_true")
@@ -306,22 +297,21 @@ _DIMENSIONS = {"": 1, "2": 2}
     *("_fft_c2c", "_fft_r2c", "_fft_c2r", "fft_fftshift", "fft_ifftshift"),
 )
 def transformed(record: Record, node: Any, args: Arguments) -> Value:
-    """Fourier transform: dimensions that are transformed keep their width, channels pass."""
+    """Fourier transform: transformed dimensions keep their width, the others pass."""
     x, shape = first_tensor(args), shape_of(node)
     dims = args.get("dim")
     if dims is None:
         number = _DIMENSIONS.get(operation_of(node).rpartition("fft")[2], len(shape))
         dims = range(-number, 0)
-    places = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
-    for place in places:
-        record.atoms.freeze(x.axes[place], "Fourier transform over these channels")
-    axes = tuple(fixed(size) if i in places else x.axes[i] for i, size in enumerate(shape))
+    chosen = {dim % len(shape) for dim in ([dims] if isinstance(dims, int) else dims)}
+    record.freeze_all([x.axes[dim] for dim in chosen], "Fourier transform over these channels")
+    axes = tuple(fixed(size) if i in chosen else x.axes[i] for i, size in enumerate(shape))
     return Value(shape, axes, x.scale)
 
 
 @rule("view_as_real")
 def as_real(record: Record, node: Any, args: Arguments) -> Value:
-    """View of complex numbers as real ones: real and imaginary parts are one more dimension, the last one."""
+    """View of complex numbers as real ones: real and imaginary parts are a new last dimension."""
     x = first_tensor(args)
     return Value((*x.shape, 2), (*x.axes, fixed(2)), x.scale)
 

@@ -1,8 +1,8 @@
-"""Registry of channel rules, and what several of them share.
+"""Registry of channel rules, and functions that several rules share.
 
 A rule defines what one ATen operation does to axes and scales. It is called with the record of the trace, the graph
-node and the operation's arguments by name, tensors as `Value`s; it returns the output's Value (or a list of them) and
-records layers and norms on the way.
+node and the operation's arguments by name, with a `Value` for each tensor. It returns the output's Value (or a list of
+Values), and records layers and norms.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ Arguments = dict[str, Any]
 RULES: dict[str, Callable[[Record, Any, Arguments], Any]] = {}
 _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 
-#: Reason why channels of random numbers stay: twins cancel only if both get the same numbers.
+#: Reason why channels of random numbers stay: pairs of new channels cancel only if both get the same numbers.
 DRAWN = "as many random numbers"
-# Operations that are linear in all of their inputs, and those that are linear in one of them.
+# Operations that are linear in all of their inputs, and operations that are linear in each input.
 _LINEAR = """
 permute transpose swapaxes swapdims mT mH adjoint movedim moveaxis t view reshape _unsafe_view flatten unflatten squeeze
 unsqueeze expand slice select split split_with_sizes chunk unbind getitem contiguous clone dropout to _to_copy neg alias
 cat add sub
 """
 _BILINEAR = frozenset(("mul", "div"))
-# Operations that growth cannot pass. They are known to be safe; an operation that neither is listed here nor has a rule
-# is refused, since it has not been examined yet.
+# Operations whose operands keep their full width. An operation that is neither listed here nor has a rule raises an
+# error, because it has not been examined yet.
 _OPAQUE = """
 cross outer dot vdot addmv kron trace diag diagonal diag_embed matrix_exp linalg_inv linalg_solve linalg_qr linalg_svd
 linalg_cross meshgrid bernoulli native_group_norm cdist dist _linalg_det _linalg_slogdet _linalg_svd
@@ -73,7 +73,7 @@ def linear_in(operation: str, args: Arguments) -> frozenset[str]:
 
 
 def overwritten(value: Any, written: Any) -> Any:
-    """Return the value of a tensor after an in-place write to a part: not linear, and made by the part's layers too."""
+    """Return the value of a tensor after an in-place write to it: not linear, and made by the written layers too."""
     if not isinstance(value, Value) or value.name is not None:
         return value
     made_by = value.made_by.union(*(part.made_by for part in values_in(written)))
@@ -86,13 +86,13 @@ def first_tensor(args: Arguments) -> Value:
 
 
 def freeze_windows(record: Record, x: Value, num_windows: int) -> None:
-    """Freeze the last `num_windows` dimensions, over which windows slide."""
+    """Freeze the last `num_windows` dimensions, which windows slide over."""
     record.freeze_all(x.axes[len(x.axes) - num_windows :], SLID_OVER)
 
 
 @rule(*_OPAQUE.split())
 def keep_full_width(record: Record, node: Any, args: Arguments, reason: str | None = None) -> Any:
-    """Rule for operations that growth cannot pass: all operands keep their full width."""
+    """Rule for operations through which channels cannot grow: all operands keep their full width."""
     for value in values_in(args):
         record.scales.pin(value.scale)
         record.freeze_all(value.axes, reason or f"used by {operation_of(node)}")

@@ -1,4 +1,4 @@
-"""Rules for operations that rearrange entries: permuting, padding, slicing, splitting, concatenation, reshaping."""
+"""Rules for operations that rearrange entries: permutation, padding, slicing, splitting, concatenation, reshapes."""
 
 import math
 import operator
@@ -19,19 +19,17 @@ def permute(record: Record, node: Any, args: Arguments) -> Value:
     x, last = args["self"], len(args["dims"]) - 1
     order = [dim % len(x.shape) for dim in args["dims"]]
     axes = tuple(x.axes[dim] for dim in order)
-    multiplies = all(operation_of(user) in MIXING for user in node.users)
-    if multiplies and order == [*range(last - 1), last, last - 1] and _turned(x):
-        return Value(shape_of(node), axes, x.scale, turned=x)
-    return Value(shape_of(node), axes, x.scale)
+    is_factor = all(operation_of(user) in MIXING for user in node.users)
+    transposes = is_factor and order == [*range(last - 1), last, last - 1]
+    return Value(shape_of(node), axes, x.scale, turned=_turned(x) if transposes else None)
 
 
 @rule("movedim", "moveaxis")
 def movedim(record: Record, node: Any, args: Arguments) -> Value:
     """Move of some dimensions to other positions."""
     x = args["self"]
-    given = (args["source"], args["destination"])
-    dims = [list(one) if isinstance(one, (list, tuple)) else [one] for one in given]
-    sources, targets = ([dim % len(x.shape) for dim in one] for one in dims)
+    dims = [[arg] if isinstance(arg, int) else arg for arg in (args["source"], args["destination"])]
+    sources, targets = ([dim % len(x.shape) for dim in each] for each in dims)
     axes = [axis for dim, axis in enumerate(x.axes) if dim not in sources]
     for target, source in sorted(zip(targets, sources, strict=True)):
         axes.insert(target, x.axes[source])
@@ -68,13 +66,13 @@ rand_like randn_like bernoulli bernoulli_ normal_ uniform_ exponential_ log_norm
 """
 _NEW = "new_zeros new_ones new_full new_empty zeros ones full empty rand randn"
 _LIKE = "zeros_like ones_like full_like empty_like"
-#: Operations that take nothing but sizes and types from their operands.
+#: Operations that only read the sizes and dtypes of their operands.
 SIZES_ALONE = frozenset((*_NEW.split(), *_LIKE.split(), *_DRAWS.split()))
 
 
 @rule("constant_pad_nd", "pad")
 def pad(record: Record, node: Any, args: Arguments) -> Value:
-    """Padding: zeros appended to channels are a new group, which completes this stream to a wider one."""
+    """Padding: zeros appended to channels are a new group, which completes the stream to a wider one."""
     x, amounts = args["self"], args["pad"]
     value = args.get("value") or 0.0
     plain = value == 0.0 and args.get("mode", "constant") == "constant"
@@ -104,7 +102,7 @@ def pad(record: Record, node: Any, args: Arguments) -> Value:
 def take_slice(record: Record, node: Any, args: Arguments) -> Value:
     """Slice of channels, which grows separately from the parts around it; with a step other than 1 all are frozen.
 
-    A parameter keeps its width there, and the slice (rows of a table of positions) still counts as the parameter.
+    A table keeps its width there, and its slice (rows of a table of positions) still counts as the parameter.
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shape, size = shape_of(node), x.shape[dim]
@@ -138,7 +136,7 @@ def single_positions(record: Record, node: Any, args: Arguments) -> Value | list
 def split(record: Record, node: Any, args: Arguments) -> list[Value]:
     """Split of channels into parts that grow separately.
 
-    Rows of a parameter that only linear layers read (for queries, keys and values) are their weights and biases.
+    If only linear layers read the rows of a parameter (queries, keys, values), these are their weights or biases.
     """
     x, dim = args["self"], args.get("dim", 0) % len(args["self"].shape)
     shapes = shapes_of(node)
@@ -154,9 +152,9 @@ def split(record: Record, node: Any, args: Arguments) -> list[Value]:
 
 @rule("cat", "concat", "concatenate")
 def concatenate(record: Record, node: Any, args: Arguments) -> Value:
-    """Concatenation of channels, of which each part grows separately."""
+    """Concatenation of channels, whose parts grow separately."""
     shape = shape_of(node)
-    # torch leaves out an empty tensor of one dimension: a cache without entries.
+    # torch ignores empty tensors of one dimension, such as a cache without entries.
     values = [value for value in args["tensors"] if value.shape != (0,) or len(shape) == 1]
     dim = args.get("dim", 0) % len(shape)
     axes: list[Runs] = []
@@ -166,7 +164,7 @@ def concatenate(record: Record, node: Any, args: Arguments) -> Value:
     for value in values:
         # Concatenated biases of queries, keys and values carry separate channels.
         if value.name is not None and len(shape) > 1:
-            # A parameter that is concatenated with activations (a class token) has their roles.
+            # A parameter that is concatenated with activations (a class token) produces their channels.
             for index in range(len(shape)):
                 role: Role = "out" if index != dim and value.shape[index] > 1 else "fixed"
                 if role == "fixed":
@@ -211,9 +209,9 @@ def reshape(record: Record, node: Any, args: Arguments) -> Value:
         return Value(shape, tuple(next(own) if size > 1 else fixed(1) for size in shape), x.scale, squeezed=x)
     if 0 in shape:
         # No entries, such as windows that a short sequence does not fill: match dimensions by size, from the last.
-        known = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]
-        found = [axis if own == size else fixed(size) for size, (own, axis) in zip(shape[::-1], known, strict=False)]
-        return Value(shape, tuple(found[::-1]), x.scale)
+        sized = [*zip(x.shape[::-1], x.axes[::-1], strict=True), *[(-1, fixed(0))] * len(shape)]
+        matched = [axis if old == size else fixed(size) for size, (old, axis) in zip(shape[::-1], sized, strict=False)]
+        return Value(shape, tuple(matched[::-1]), x.scale)
     axes: list[Runs] = []
     for old, new in spans(x.shape, shape):
         axes += _span(record, node, x, old, [shape[place] for place in new])
@@ -222,39 +220,27 @@ def reshape(record: Record, node: Any, args: Arguments) -> Value:
 
 
 def _is_taken_back(record: Record, node: Any, x: Value) -> bool:
-    """Return True if later reshapes restore a parameter's shape, such as a kernel without its dimension of 1."""
-    users, sizes = (list(node.users), ([size for size in of if size > 1] for of in (x.shape, shape_of(node))))
-    return (
-        x.name is not None
-        and x.name not in record.buffers
-        and next(sizes) == next(sizes)
-        and bool(users)
-        and all(operation_of(user) in RESHAPING and shape_of(user) == x.shape for user in users)
-    )
+    """Return True if later reshapes restore a parameter's shape, such as that of a squeezed kernel."""
+    before, after = ([size for size in shape if size > 1] for shape in (x.shape, shape_of(node)))
+    restored = all(operation_of(user) in RESHAPING and shape_of(user) == x.shape for user in node.users)
+    return record.is_weight(x) and before == after and bool(node.users) and restored
 
 
 def _span(record: Record, node: Any, x: Value, span: range, sizes: Sequence[int]) -> list[Runs]:
-    atoms = record.atoms
-    moving = [index for index in span if any(run.atom is not None for run in atoms.resolve(x.axes[index]))]
+    growing = [index for index in span if record.grows(x.axes[index])]
     wide = [size for size in sizes if size != 1]
-    if not moving or not wide:
-        for index in moving:
-            atoms.freeze(x.axes[index], "a single channel")
+    if len(growing) > 1 and wide:
+        for index in growing:
+            record.atoms.settle(x.axes[index])
+        growing = [index for index in growing if record.grows(x.axes[index])]
+    if len(growing) != 1 or not wide:
+        reason = "several growing dimensions merged into one" if wide else "a single channel"
+        record.freeze_all([x.axes[index] for index in growing], reason)
         return [fixed(size) for size in sizes]
-    if len(moving) > 1:
-        for index in moving:
-            atoms.settle(x.axes[index])
-        moving = [i for i in moving if any(run.atom is not None for run in atoms.resolve(x.axes[i]))]
-    if not moving:
-        return [fixed(size) for size in sizes]
-    if len(moving) > 1:
-        for index in moving:
-            atoms.freeze(x.axes[index], "several growing dimensions merged into one")
-        return [fixed(size) for size in sizes]
-    # One growing dimension among fixed ones: they become its repetitions before and behind.
-    outer = math.prod(x.shape[index] for index in span if index < moving[0])
-    inner = math.prod(x.shape[index] for index in span if index > moving[0])
-    merged = atoms.nest(x.axes[moving[0]], outer, inner)
+    # One growing dimension among fixed ones: those before it become repetitions, those after it stretch it.
+    outer = math.prod(x.shape[index] for index in span if index < growing[0])
+    inner = math.prod(x.shape[index] for index in span if index > growing[0])
+    merged = record.atoms.nest(x.axes[growing[0]], outer, inner)
     axes = iter([merged] if len(wide) == 1 else _unmerge(record, node, merged, wide))
     return [fixed(1) if size == 1 else next(axes) for size in sizes]
 
@@ -265,15 +251,15 @@ def _unmerge(record: Record, node: Any, merged: Runs, sizes: Sequence[int]) -> l
     runs = atoms.resolve(merged)
     if len(runs) == 1:
         run = runs[0]
-        # The growing dimension: the run's inner repetitions follow it. Where attention turns out to sum over it, the
-        # next one to the left (the heads) grows instead, and the dimensions after that belong to each head.
+        # The growing dimension is followed by the run's inner positions. If attention turns out to sum over it, the
+        # next dimension to the left (the heads) grows instead (`Record.moved`).
         last = next(i for i in reversed(range(len(sizes))) if math.prod(sizes[i:]) > run.inner)
         if (run.outer, run.inner) == (math.prod(sizes[:last]), math.prod(sizes[last + 1 :])):
             # Split as it was merged: no other dimension could grow.
             return [(Run(run.atom),) if i == last else fixed(size) for i, size in enumerate(sizes)]
         index = min(last, len(sizes) - 1 - record.moved.get(node.name, 0))
         before, behind = math.prod(sizes[: max(0, index)]), math.prod(sizes[index + 1 :])
-        # What repeats or stretches it (samples of a batch, channels of a head) may be merged into the dimension.
+        # Samples that repeat it, and channels of a head that stretch it, may be merged into the dimension.
         times, stretch = max(1, run.outer // before), max(1, run.inner // behind)
         outer, inner, several = before * times, behind * stretch, times * stretch
         if index >= 0 and inner % run.inner == outer % run.outer == sizes[index] % several == 0:
@@ -283,7 +269,7 @@ def _unmerge(record: Record, node: Any, merged: Runs, sizes: Sequence[int]) -> l
             grown = atoms.nest((within,), times, stretch)
             return [grown if i == index else fixed(size) for i, size in enumerate(sizes)]
     elif len(sizes) > 1:
-        # Such as three times heads.
+        # Several runs, such as queries, keys and values: the first dimension counts them.
         pieces = atoms.cut(runs, [math.prod(sizes[1:])] * sizes[0])
         for piece in pieces[1:]:
             atoms.unify(pieces[0], piece, "parts of one dimension")
@@ -324,7 +310,7 @@ def windows_as_channels(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule("col2im")
 def channels_as_windows(record: Record, node: Any, args: Arguments) -> Value:
-    """Folding of windows (`col2im`): channels for the positions in a window are added up there."""
+    """Folding of windows (`col2im`): the channels for the positions in a window are added at these positions."""
     x, shape = args["self"], shape_of(node)
     record.atoms.freeze(x.axes[-1], "windows of an image")
     (within,) = record.atoms.new(shape[-3])
@@ -361,7 +347,7 @@ def new_tensor(record: Record, node: Any, args: Arguments) -> Value:
 
 @rule(*_LIKE.split(), *_DRAWS.split())
 def same_shape(record: Record, node: Any, args: Arguments) -> Value:
-    """New tensor of the operand's shape and channels, whose entries do not depend on it."""
+    """New tensor of the operand's shape and channels, whose entries do not depend on the operand."""
     x = args["self"]
     if operation_of(node) in _DRAWS.split():
         record.freeze_all(x.axes, DRAWN)

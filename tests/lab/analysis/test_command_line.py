@@ -49,6 +49,11 @@ def test_a_table_answers_by_a_setting_a_metric_and_a_filter(runs, capsys, monkey
     capsys.readouterr()
     assert main([str(runs), "--filter", "growth=no*"]) == 0
     assert "over 1 runs" in capsys.readouterr().out
+    # The brackets of a list are no pattern.
+    for run in runs.glob("*/results.json"):
+        run.write_text(json.dumps(json.loads(run.read_text()) | {"devices_used": [0, 1]}))
+    assert main([str(runs), "--filter", "devices_used=[0, 1]"]) == 0
+    assert "over 2 runs" in capsys.readouterr().out
     for wrong, said in (("--by=groth", "near it: growth"), ("--sort=x", "no column"), ("--filter=growth=x", "no run")):
         assert main([str(runs), wrong]) == 2
         assert said in capsys.readouterr().err
@@ -83,12 +88,12 @@ def test_a_figure_is_written_and_is_the_same_each_time(runs, tmp_path, capsys, s
         ([], "the following arguments are required: DIR"),
         (["{runs}", "--csv", "--json"], "not allowed with"),
         (["paired", "{runs}", "--against", "our"], "choose one of: fixed-size, ours + stagewise_norm"),
-        (["paired", "{runs}/ours"], "no two methods on one network and data set to compare"),
-        (["paired", "{runs}", "-o", "x.json"], "is written as .md, .tex or .csv"),
+        (["paired", "{runs}/ours"], "no two methods with the same network, data set and"),
+        (["paired", "{runs}", "-o", "x.json"], "its name must end in .md, .tex or .csv"),
         (["figure", "learning_curve", "{runs}", "-o", "x.png"], "did you mean learning_curves?"),
         (["figure", "zzz", "{runs}", "-o", "x.png"], "choose one of learning_curves, widths,"),
-        (["figure", "widths", "{runs}", "-o", "x.png"], "widths shows one run and there are 2"),
-        (["figure", "widths", "{runs}/ours", "--parameter", "a", "-o", "x.png"], "shows no single parameters"),
+        (["figure", "widths", "{runs}", "-o", "x.png"], "widths shows one run, not 2"),
+        (["figure", "widths", "{runs}/ours", "--parameter", "a", "-o", "x.png"], "does not show single parameters"),
         (["figure", "rate_factors", "{runs}/fixed", "-o", "x.png"], "without rate adaptation"),
         (["figure", "compare", "{runs}", "-o", "x.bmp"], "must end in .png, .svg, .pdf"),
         (["{runs}", "-o", "{runs}/ours/results.json/table.md"], "cannot write"),

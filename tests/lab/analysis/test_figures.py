@@ -86,7 +86,7 @@ def test_resources_leave_out_memory_that_was_not_recorded_and_refuse_other_stage
     figure = resources(load_runs(tmp_path))
     assert [axes.get_ylabel() for axes in figure.axes] == ["samples per second", "seconds"]
     write_run(tmp_path / "b", stage_epochs=(2, 2))
-    with pytest.raises(UserError, match="these differ"):
+    with pytest.raises(UserError, match="needs runs whose stages have equal numbers of epochs"):
         resources(load_runs(tmp_path))
     write_run(tmp_path / "fixed", **FIXED)
     with pytest.raises(UserError, match="at least one run that grows"):
@@ -175,7 +175,7 @@ def test_runs_that_have_no_curve_over_rates_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"all runs have optimizer.lr=0.1: name runs of several rates"):
         learning_rates(load_runs(tmp_path))
     at_rate(tmp_path / "c", 0.2, data="digits")
-    with pytest.raises(UserError, match="is of one network and data set"):
+    with pytest.raises(UserError, match="needs one network and data set"):
         learning_rates(load_runs(tmp_path))
 
 

@@ -129,7 +129,7 @@ def test_data_of_one_choice_are_distinguished_by_their_place(tmp_path, choice, k
         write_run(tmp_path / name, data=choice, seed=number, overrides=[f"data.{key}=sets/{name}"])
     rows = rows_of(tmp_path)
     assert [(row.group.data, row.n) for row in rows] == [(f"{choice} sets/cats", 1), (f"{choice} sets/dogs", 1)]
-    with pytest.raises(UserError, match="there are no two methods on one network and data set"):
+    with pytest.raises(UserError, match="there are no two methods with the same network, data set"):
         compare_pairs(rows)
 
 

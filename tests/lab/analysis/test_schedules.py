@@ -145,7 +145,7 @@ def test_parts_of_an_epoch_are_not_called_a_percentage_of_epochs(tmp_path):
     (top,) = frontier(load_runs(tmp_path)).axes[0].child_axes
     assert top.get_xlabel() == "% of the largest budget"
     arm(tmp_path, "b", 8, 0.8, data="digits")
-    with pytest.raises(UserError, match="a frontier is of one network and data set"):
+    with pytest.raises(UserError, match="a frontier needs one network and data set"):
         frontier(load_runs(tmp_path))
 
 
@@ -163,10 +163,12 @@ def test_a_frontier_over_seconds(tmp_path):
     (span,) = [segment for segment in segments if np.ptp(segment[:, 0])]
     assert span == pytest.approx(np.array([[12 - 8**0.5, 71], [12 + 8**0.5, 71]]))
     changed(tmp_path / "c", seconds=None)
-    with pytest.raises(UserError, match="runs without seconds"):
+    with pytest.raises(UserError, match="needs runs with seconds"):
         frontier_seconds(load_runs(tmp_path))
     changed(tmp_path / "c", **about, world_size=4)
-    with pytest.raises(UserError, match=r"do not compare \(a machine, 2 threads; a machine, 2 threads, 4 processes"):
+    with pytest.raises(
+        UserError, match=r"are not comparable \(a machine, 2 threads; a machine, 2 threads, 4 processes"
+    ):
         frontier_seconds(load_runs(tmp_path))
 
 
@@ -264,7 +266,7 @@ def test_seconds_of_several_machines_are_left_out_and_the_reference_is_a_full_ne
     assert {one.reference.name for one in times} == {"fixed-size"}
     assert of(times, "fixed-size, fewer blocks", score_at(16, 1)).cost_ratio.value == pytest.approx(1 / 4)
     grown = [row for row in rows if not row.group.is_fixed_size]
-    with pytest.raises(UserError, match="no fixed-size network at full width; name a method"):
+    with pytest.raises(UserError, match="no fixed-size network at full width; choose the method"):
         times_to_scores(grown)
     assert all(one.cost_ratio.value == 1 for one in times_to_scores(grown, against="pairs"))
 
@@ -275,5 +277,5 @@ def test_the_command_prints_the_table_and_names_the_methods_there_are(tmp_path, 
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[3].split("|")[1:-1]]
     assert cells == ["60.00", "pairs", "2.00", "0.50", "100", "0.25"]
     assert main(["time", str(tmp_path), "--against", "net2net"]) == 2
-    names = "no method net2net; name a method to compare with by --against, one of: fixed-size; pairs."
+    names = "no method net2net; choose the method to compare with by --against, one of: fixed-size; pairs."
     assert names in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_norms_of_two_runs_stand_side_by_side(tmp_path):
         np.testing.assert_allclose(curves(axes)[2].get_ydata(), part["weight_norm"])
     with pytest.raises(UserError, match="give --parameter once"):
         region_norms(runs, ["fc.weight", "conv1.weight"])
-    with pytest.raises(UserError, match="shows 3 runs side by side and there are 4"):
+    with pytest.raises(UserError, match="shows at most 3 runs, not 4"):
         region_norms([*runs, *runs])
 
 

@@ -65,4 +65,4 @@ def test_a_damaged_cache_or_none_costs_time_not_the_run(root, pictures, own_cach
         assert "ignoring the unreadable cache" in caplog.text
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         assert np.array_equal(_train(root).images_NHWC, pictures.images["train"])
-    assert "not kept" in caplog.text
+    assert "cannot cache" in caplog.text

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 from growlab.base.errors import UserError
 from growlab.lab.data import Columns, CustomData, Split
@@ -128,6 +128,30 @@ def test_many_samples_are_not_read_for_their_classes(monkeypatch: pytest.MonkeyP
     assert opened(Named(), network={"num_classes": 7}).network_arguments == {"num_classes": 7}
 
 
+def test_class_255_counts_unless_it_marks_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("growlab.lab.data.user_data._FEW", 20)
+
+    class Many(Named):
+        def __len__(self) -> int:
+            return 320
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.zeros(2), index % 256
+
+    assert opened(Many()).offer("num_classes") == 256
+
+
+@pytest.mark.parametrize(("settings", "batches"), [({"replacement": True}, 10), ({"num_samples": 30}, 3), ({}, 10)])
+def test_random_samplers_keep_their_settings(settings: dict[str, Any], batches: int) -> None:
+    train = TensorDataset(torch.arange(100.0)[:, None], torch.arange(100) % 2)
+    loader = DataLoader(train, batch_size=10, sampler=RandomSampler(train, **settings))
+    first, again = (list(opened({"train": loader, "test": train}, split=Split(0)).train_dataloader()) for _ in "ab")
+    assert len(first) == batches
+    x = torch.cat([x for x, _ in first]).flatten()
+    assert torch.equal(x, torch.cat([x for x, _ in again]).flatten())
+    assert (len(x.unique()) < len(x)) == ("replacement" in settings)
+
+
 def test_hugging_faces_data_sets(tmp_path: Any) -> None:
     datasets = pytest.importorskip("datasets")
     import PIL.Image
@@ -152,7 +176,7 @@ def test_hugging_faces_data_sets(tmp_path: Any) -> None:
         (lambda: {"train": Waves(), "tset": Waves()}, {}, "data.source has the parts tset, but train, val"),
         (lambda: DataLoader(Endless()), {}, "train (Endless) is not a LightningDataModule, DataLoader, Dataset or"),
         (lambda: partial(Waves, 30), {}, "a function is called by its _target_, without _partial_"),
-        (lambda: DataLoader(Waves(), batch_sampler=[[0, 1]]), {}, "has a batch sampler of its own (list)"),
+        (lambda: DataLoader(Waves(), batch_sampler=[[0, 1]]), {}, "has a custom batch sampler (list)"),
         (lambda: loaders()["train"], {}, "draws from all training samples, so none can be held out"),
         (lambda: str(__file__.rpartition("/")[0]), {}, "is no folder that datasets.save_to_disk wrote"),
         (lambda: 3, {}, "train (int) is not a LightningDataModule, DataLoader"),

@@ -118,7 +118,7 @@ def test_parts_of_parquet_files_and_their_classes(pictures, tmp_path):
 
 
 def test_large_parquet_is_read_from_a_copy_in_the_cache(pictures, tmp_path, monkeypatch):
-    monkeypatch.setattr(image_files, "_HELD_BYTES", 0)
+    monkeypatch.setattr(image_files, "_IN_MEMORY_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = pictures.as_parquet(tmp_path, "{}-SHARD.parquet".format, shards=3, row_group_size=4)
     train, test = open_images("insects", root).values()
@@ -324,7 +324,7 @@ def test_damaged_images_are_left_out_or_named(pictures, tmp_path, own_cache, cap
     data = opened(root, on_error="skip", in_memory=in_memory)
     assert sum(numbers(data)) == 39 and sum(len(y) for _, y in data.train_dataloader()) == data.num_train
     (record,) = caplog.records
-    sentence = f"left out: 3 of 42 images in {root} cannot be read, the first one {root}/ant/empty.jpg"
+    sentence = f"skipped 3 of 42 images in {root} that cannot be read, the first one {root}/ant/empty.jpg"
     assert sentence in record.message
     # The second time nothing is decoded for it, until a file changes.
     decoded = []
@@ -413,7 +413,7 @@ def test_unusable_parquet_files_are_one_sentence(pictures, tmp_path):
     for path, names in ((train, list("abcd")), (test, list("bacd"))):
         about = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
         pq.write_table(table.replace_schema_metadata(about), path)
-    refused("numbers its classes otherwise", root)
+    refused("has other class names than", root)
     pq.write_table(table.set_column(1, "label", pa.array([0] * 40)), train)
     pq.write_table(table.set_column(1, "label", pa.array([0] * 40)), test)
     refused("all training images are of one class, '0'", root)
@@ -421,7 +421,7 @@ def test_unusable_parquet_files_are_one_sentence(pictures, tmp_path):
     refused(r"cannot read .*train\.parquet as Parquet", root)
     sharded = pictures.as_parquet(tmp_path / "sharded", "{0}/{0}-SHARD.parquet".format, shards=3)
     (sharded / "train" / "train-00001-of-00003.parquet").unlink()
-    refused("lacks files of train: 2 of 3", sharded)
+    refused("has only 2 of 3 files of train", sharded)
     for name in ("a", "b"):
         pictures.as_parquet(tmp_path / "several" / name)
     refused("several folders", tmp_path / "several")

@@ -62,7 +62,7 @@ def folders(tmp_path):
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     """The same images in shards with small row groups, treated as too large for memory."""
-    monkeypatch.setattr(image_files, "_HELD_BYTES", 0)
+    monkeypatch.setattr(image_files, "_IN_MEMORY_BYTES", 0)
     root = tmp_path / "shards" / "data"
     root.mkdir(parents=True)
     for split, name in (("train", "train"), ("val", "validation")):

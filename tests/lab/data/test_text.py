@@ -84,7 +84,7 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("settings", "sentence"),
     [
         ({"context": 0}, "context must be at least 1, not 0"),
-        ({"limit_characters": 100}, "a text of 100 characters has no whole window of data.context=8"),
+        ({"limit_characters": 100}, "a text of 100 characters is too short for a window of data.context=8"),
         ({"test_fraction": 0.96}, "data.test_fraction=0.96 must be above 0"),
     ],
 )

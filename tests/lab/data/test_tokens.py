@@ -181,7 +181,7 @@ def test_parquet_and_saved_data_sets(tmp_path: Path) -> None:
         pq.write_table(rows, tmp_path / "files" / f"{number}.parquet", row_group_size=7)
     made = data(tmp_path / "files", column="body")
     assert sorted(everything(made)) == sorted(texts)
-    refused(r"has no column text: its columns are id, body; name one with data.column", tmp_path / "files")
+    refused(r"has no column text: its columns are id, body; choose one with data.column", tmp_path / "files")
     refused(r"the column id of .* has values of type int, not text", tmp_path / "files", column="id")
     whole = datasets.Dataset.from_dict({"text": texts})
     whole.save_to_disk(str(tmp_path / "whole"))
@@ -279,15 +279,15 @@ def refused(sentence: str, path: Path | str | None, **settings) -> None:
 
 
 def test_settings_and_files_that_cannot_be_used(tmp_path: Path, folder: Path, monkeypatch) -> None:
-    refused("data.path=/nowhere is not there", "/nowhere")
-    refused("has no file of this pattern", "/nowhere/*.txt")
-    refused("has no file that ends with .doc or .parquet; set data.suffixes", folder, suffixes=[".doc"])
-    refused("data.tokenizer=/nowhere.json: there is no /nowhere.json", folder, tokenizer="/nowhere.json")
+    refused("data.path=/nowhere does not exist", "/nowhere")
+    refused("has no matching file", "/nowhere/*.txt")
+    refused("has no file with the suffix .doc or .parquet; set data.suffixes", folder, suffixes=[".doc"])
+    refused("data.tokenizer=/nowhere.json: /nowhere.json does not exist", folder, tokenizer="/nowhere.json")
     (tmp_path / "no tokenizer.json").write_text("{")
     refused("no tokenizer.json cannot be read: ", folder, tokenizer=str(tmp_path / "no tokenizer.json"))
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     refused("latin.txt cannot be read: 'utf-8' codec", tmp_path / "latin.txt")
-    refused("has no whole window of data.context=1000000", folder, context=10**6)
+    refused("is too short for a window of data.context=1000000", folder, context=10**6)
     refused("epochs_per_pass must be at least 1, not 0", folder, epochs_per_pass=0)
     with pytest.raises(UserError, match=r"data\.path is not set"):
         TokenData(None).setup()

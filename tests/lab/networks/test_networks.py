@@ -74,7 +74,7 @@ def test_bad_arguments_are_named():
         CifarResNet(1, 2, shortcut="C")
     with pytest.raises(ValueError, match="shorter"):
         convnet((3, 8, 8), 2, [4, 4], [2])
-    with pytest.raises(ValueError, match="leaves nothing of a 8x8 image"):
+    with pytest.raises(ValueError, match="image of 8x8 is too small for pooling"):
         convnet4((3, 8, 8), 2)
 
 

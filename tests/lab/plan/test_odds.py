@@ -100,15 +100,23 @@ def test_a_users_cases_are_used(tmp_path) -> None:
     lines = [",".join(asdict(more[0]))]
     lines += [",".join("" if value is None else str(value) for value in asdict(one).values()) for one in more]
     file = tmp_path / "mine.csv"
-    file.write_text("\n".join(lines))
+    # As spreadsheets save "CSV UTF-8".
+    file.write_text("\n".join(lines), encoding="utf-8-sig")
     cases = read_cases(file)
     assert cases[len(read_cases()) :] == more
     assert advise(10**6, 2e7, cases=cases).choice == "smaller" != advise(10**6, 2e7).choice
-    file.write_text("case,family\na,b\n")
-    with pytest.raises(UserError, match=r"mine\.csv has no cases"):
-        read_cases(file)
+    for content, reason in (
+        ("case,family\na,b\n", "kind"),
+        ("\n".join(lines).replace(",250000,", ",0,"), "at least 1"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=rf"mine\.csv has no cases \(.*{reason}"):
+            read_cases(file)
     with pytest.raises(UserError, match="cannot read"):
         read_cases(tmp_path / "none.csv")
+    file.write_bytes("case,famille\nété,b\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"cannot read the cases of .*mine\.csv: 'utf-8' codec"):
+        read_cases(file)
 
 
 @pytest.mark.parametrize(

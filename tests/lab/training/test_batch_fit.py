@@ -28,22 +28,22 @@ EQ8 = {
 }
 
 
-def found(limits: list[int], num_train: int = 10_000, processes: int = 1, agree=int, **changes) -> list[int]:
-    """Sizes where a device takes so many images in each stage."""
-    one_a_stage = fit_batch_sizes(
+def fitted(limits: list[int], num_train: int = 10_000, processes: int = 1, agree=int, **changes) -> list[int]:
+    """Batch sizes if a device has room for `limits` images in each stage."""
+    stages = fit_batch_sizes(
         len(limits), EQ8 | changes, num_train, processes, lambda stage, size: size <= limits[stage], agree
     )
-    return [one["batch_size"] for one in one_a_stage]
+    return [stage["batch_size"] for stage in stages]
 
 
 # The search -------------------------------------------------------------------------------------------------
 
 
 def test_sizes_follow_equation_8_where_they_fit_and_memory_where_not() -> None:
-    assert found([1000, 1000, 128]) == [185, 154, 128] == stage_batch_sizes(3, 128, 0.2)
-    assert found([170, 1000, 128]) == [160, 154, 128]
-    assert found([1000, 1000, 1000], batch_size_stage="first") == [960, 800, 667]
-    assert found([1000, 500, 1000], batch_size_stage="first") == [960, 480, 667]
+    assert fitted([1000, 1000, 128]) == [185, 154, 128] == stage_batch_sizes(3, 128, 0.2)
+    assert fitted([170, 1000, 128]) == [160, 154, 128]
+    assert fitted([1000, 1000, 1000], batch_size_stage="first") == [960, 800, 667]
+    assert fitted([1000, 500, 1000], batch_size_stage="first") == [960, 480, 667]
 
 
 @pytest.mark.parametrize(
@@ -55,20 +55,20 @@ def test_sizes_follow_equation_8_where_they_fit_and_memory_where_not() -> None:
         ({"processes": 4}, [736, 616, 512]),
         ({"processes": 4, "max_batch_size_per_device": 140}, [560, 560, 512]),
         ({"processes": 4, "max_batch_size_per_device": 100}, [400, 400, 400]),
-        # What another process has less room for decides.
+        # The process with the least room decides.
         ({"processes": 2, "agree": lambda size: min(size, 60)}, [120, 120, 120]),
     ],
 )
 def test_limits_hold_and_processes_share_a_batch(changes: dict, sizes: list[int]) -> None:
-    assert found([1000, 1000, 128], **changes) == sizes
+    assert fitted([1000, 1000, 128], **changes) == sizes
 
 
 @given(st.integers(2, 100_000), st.integers(2, 100_000))
 def test_the_largest_size_is_found_to_an_eighth_of_an_octave(limit: int, at_most: int) -> None:
-    (size,) = found([limit], num_train=at_most)
+    (size,) = fitted([limit], num_train=at_most)
     assert size <= min(limit, at_most) < 1.13 * size + 1
     sizes = _sizes(at_most)
-    assert sizes[0] == 2 and sizes[-1] == at_most and all(one < other for one, other in pairwise(sizes))
+    assert sizes[0] == 2 and sizes[-1] == at_most and all(smaller < larger for smaller, larger in pairwise(sizes))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_largest_size_is_found_to_an_eighth_of_an_octave(limit: int, at_most
 )
 def test_sizes_that_cannot_be_found_are_refused(limits: list[int], changes: dict, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        found(limits, **changes)
+        fitted(limits, **changes)
 
 
 # Trial steps ------------------------------------------------------------------------------------------------
@@ -121,19 +121,19 @@ def trial(network: Network, gib: float | None = 1.0, **changes) -> TrialRun:
     return TrialRun(network, graph, make, Precision(), device, (1, 8, 8), max_memory_gib=gib, **changes)
 
 
-def test_nothing_of_the_last_step_is_held_when_all_have_been_tried() -> None:
-    held: list[weakref.ref] = []
+def test_the_last_steps_parameters_are_freed_at_the_end() -> None:
+    parameter_refs: list[weakref.ref] = []
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
-        held.extend(weakref.ref(parameter) for parameter in parameters)
+        parameter_refs.extend(map(weakref.ref, parameters))
         return torch.optim.SGD(parameters, lr=0.1)
 
     run = replace(trial(Network(8)), make_optimizer=make)
     with TrialSteps(run, stages(run, 4)) as steps:
         assert steps.fits(0, 2)
-        assert all(one() is not None for one in held)
-    assert held and all(one() is None for one in held)
+        assert all(ref() is not None for ref in parameter_refs)
+    assert parameter_refs and all(ref() is None for ref in parameter_refs)
     assert isinstance(steps, TrialSteps)
 
 
@@ -147,11 +147,9 @@ def test_a_device_that_runs_out_of_memory_is_caught_at_every_width_and_nothing_e
     torch.manual_seed(0)
     random = torch.get_rng_state()
     with TrialSteps(run, stages(run, 4, 8)) as steps:
-        assert [(one["eq8"], one["batch_size"]) for one in fit_batch_sizes(2, EQ8, 1000, 1, steps.fits, int)] == [
-            (58, 58),
-            (48, 48),
-        ]
-        # 100 * 4 fits exactly, and the device works on after it ran out.
+        sizes = fit_batch_sizes(2, EQ8, 1000, 1, steps.fits, int)
+        assert [(stage["eq8"], stage["batch_size"]) for stage in sizes] == [(58, 58), (48, 48)]
+        # 100 * 4 fits exactly, and the device still works after running out of memory.
         assert steps.fits(0, 100) and not steps.fits(0, 101) and steps.fits(0, 100)
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in run.network.state_dict().items())
@@ -170,15 +168,15 @@ def test_on_a_cpu_tensors_are_counted_and_no_step_beyond_the_limit_is_tried() ->
     run = trial(network, gib=8 / 1024)
     with TrialSteps(run, stages(run, 8)) as steps:
         assert steps.limit_bytes == 8 * 2**20
-        (size,) = (one["batch_size"] for one in fit_batch_sizes(1, EQ8, 10**6, 1, steps.fits, int))
+        (size,) = (stage["batch_size"] for stage in fit_batch_sizes(1, EQ8, 10**6, 1, steps.fits, int))
         tried = max(images for images, _ in network.seen)
         assert tried <= size, "a step that would not fit was not tried"
         assert not steps.fits(0, 2 * size)
         # Four float tensors [B, 8, 8, 8] (convolution, normalisation, ReLU, dropout) and a mask, at the least.
         assert size < 8 * 2**20 / (4 * 4 * 512) < 2 * size
     with TrialSteps(trial(network, gib=8 / 1024, held_bytes=4 * 2**20), stages(run, 8)) as steps:
-        (other,) = (one["batch_size"] for one in fit_batch_sizes(1, EQ8, 10**6, 1, steps.fits, int))
-        assert other == pytest.approx(size / 2, rel=0.15), "what else is held leaves half"
+        (other,) = (stage["batch_size"] for stage in fit_batch_sizes(1, EQ8, 10**6, 1, steps.fits, int))
+        assert other == pytest.approx(size / 2, rel=0.15), "the data take half of the memory"
 
 
 def test_a_narrower_network_takes_more_images() -> None:
@@ -189,7 +187,7 @@ def test_a_narrower_network_takes_more_images() -> None:
     assert 1.7 * wide < narrow < 2.2 * wide and sizes[0]["eq8"] == 6 * wide
 
 
-def test_a_limit_is_asked_for() -> None:
+def test_a_limit_is_required_on_a_cpu() -> None:
     with pytest.raises(UserError, match=r"set schedule\.max_memory_gib_per_device"):
         TrialSteps(trial(Network(4), gib=None), [])
 
@@ -204,10 +202,10 @@ def test_live_tensors_are_counted_until_they_are_freed() -> None:
     with live:
         x = torch.ones(10, 100)
         y = (x @ weight).exp()
-        assert live.bytes == live.peak - 4000 == 40_000 + 2 * 4000, "exp keeps its result alone"
+        assert live.bytes == live.peak - 4000 == 40_000 + 2 * 4000, "exp only saves its result"
         view = y[:5]
         del y
-        assert live.bytes == 48_000, "the view keeps all of it"
+        assert live.bytes == 48_000, "the view keeps the whole storage"
         view.sum().backward()
         assert live.bytes >= 88_000, "the gradient"
     del view, x
@@ -223,7 +221,7 @@ def test_a_gpus_memory_is_limited_filled_and_given_back() -> None:
     run = trial(Network(64), gib=0.5)
     run = TrialRun(**(vars(run) | {"device": device}))
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    # Of which cuBLAS keeps some for each thread that has called it.
+    # cuBLAS keeps a workspace for each thread that has called it.
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -30,18 +30,18 @@ def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(cli: Co
     outcome = cli(*AUTO, "hydra.run.dir=run", cwd=tmp_path, fault=("at_step", 4, SIGKILL), environment=LITTLE)
     assert outcome.code == -SIGKILL, outcome.err
     assert outcome.err.startswith("batch sizes that fit, stage by stage: 68 48 40\n")
-    # With so much memory it would find others.
+    # With more memory, which would lead to other sizes.
     cli.done(*AUTO, "hydra.run.dir=run", "ckpt_path=last", cwd=tmp_path, environment={"HUNGRY": "960"})
     assert batch_fit(tmp_path / "run") == [
         {"stage": stage, "eq8": eq8, "batch_size": size}
         for stage, (eq8, size) in enumerate(zip([68, 52, 40], FOUND, strict=True))
     ]
-    # As if the sizes had been given: the trials leave nothing, and the rate is for data.batch_size.
+    # As with these sizes in the configuration: the trials leave no trace, and the rate is for data.batch_size.
     given = (*HUNGRY, LINEAR, "schedule.learning_rate.batch_size=32", f"schedule.batch_sizes={FOUND}")
     cli.done(*given, "hydra.run.dir=given", cwd=tmp_path)
     left = Left.by(tmp_path / "run")
     differences = left.differences(Left.by(tmp_path / "given"))
-    assert differences == ["results"], "the schedule's settings and what was found"
+    assert differences == ["results"], "the schedule's settings and batch_fit"
     assert [int(row["batch_size"]) for row in left.metrics] == [68, 48, 48, 40]
     # Before the decay; times B / 32.
     assert float(left.metrics[0]["lr"]) == pytest.approx(0.1 * 68 / 32)
@@ -50,7 +50,8 @@ def test_sizes_are_found_and_a_resumed_run_takes_the_same_without_trying(cli: Co
 def test_two_processes_take_what_fits_on_both_devices(cli: CommandLine, tmp_path: Path) -> None:
     cli.done(*AUTO, "trainer=ddp_cpu", "hydra.run.dir=run", cwd=tmp_path, environment={"HUNGRY": "480,240"})
     # Twice 240 // 12 = 20; 40 + 12; 52 + 16 = 68.
-    assert [(one["eq8"], one["batch_size"]) for one in batch_fit(tmp_path / "run")] == [(68, 68), (52, 48), (40, 40)]
+    sizes = [(stage["eq8"], stage["batch_size"]) for stage in batch_fit(tmp_path / "run")]
+    assert sizes == [(68, 68), (52, 48), (40, 40)]
     assert json.loads((tmp_path / "run" / "results.json").read_text())["world_size"] == 2
 
 

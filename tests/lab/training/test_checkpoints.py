@@ -12,7 +12,7 @@ from growlab.lab.training.checkpoints import AtomicCheckpointIO, last_checkpoint
 
 
 class Failing:
-    """A file that fails after so many bytes."""
+    """A file that fails after a number of bytes."""
 
     def __init__(self, file: Any, most: int, error: BaseException) -> None:
         self._file, self._left, self._error = file, most, error
@@ -38,9 +38,9 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     monkeypatch.setattr(torch, "save", lambda content, file: original(content, Failing(file, 5_000, full)))
     writer = AtomicCheckpointIO()
     writer.save_checkpoint({"weight": torch.ones(100_000), "global_step": 3}, path)
-    said = capsys.readouterr().err
-    assert said.startswith("warning: no checkpoint at step 3: ") and "No space left on device" in said
-    assert writer.failure in said
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: no checkpoint at step 3: ") and "No space left on device" in warning
+    assert writer.failure in warning
     stop = KeyboardInterrupt()
     monkeypatch.setattr(torch, "save", lambda content, file: original(content, Failing(file, 0, stop)))
     with pytest.raises(KeyboardInterrupt):
@@ -52,10 +52,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_passed_over_as_damaged(
+def test_a_checkpoint_without_read_permission_is_not_taken_for_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run would resume from the one before it, and write over the newest."""
+    """The run would resume from the previous one, and overwrite the newest."""
     path = last_checkpoint(tmp_path)
     for place in (path, path.with_name("previous.ckpt")):
         save(place, {"weight": torch.ones(2)})

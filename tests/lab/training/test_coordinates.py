@@ -20,7 +20,7 @@ MUP_RATES = RateAdaptation(BaseRate(), divide_output_lr_by_fan_in=True)
 
 
 def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, seed: int) -> list[float]:
-    """Mean size of what training has changed in each hidden layer's activations and in the logits."""
+    """Mean absolute change by training of each hidden layer's activations, and of the logits."""
     torch.manual_seed(seed)
     network = MLP(20, [width, width, width], 10).double()
     torch.nn.init.zeros_(network.classifier.bias)
@@ -31,10 +31,10 @@ def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, see
     grower.follow(optimizer)
 
     def activations() -> list[torch.Tensor]:
-        found = [x]
+        outputs = [x]
         for layer in network.hidden:
-            found.append(layer(found[-1]))
-        return [*(a.detach() for a in found[2::2]), network.classifier(found[-1]).detach()]
+            outputs.append(layer(outputs[-1]))
+        return [*(output.detach() for output in outputs[2::2]), network.classifier(outputs[-1]).detach()]
 
     before = activations()
     for _ in range(STEPS):
@@ -45,7 +45,7 @@ def sizes_of_changes(initialisation: str, rates: RateAdaptation, width: int, see
 
 
 def slopes(initialisation: str, rates: RateAdaptation) -> np.ndarray:
-    """Exponent of the width that each size goes with: 0 if it stays put, 1 if it doubles with the width."""
+    """Exponent of the width in each size: 0 if it is constant, 1 if it doubles with the width."""
     logs = [
         np.mean([np.log2(sizes_of_changes(initialisation, rates, width, seed)) for seed in range(SEEDS)], 0)
         for width in WIDTHS
@@ -54,7 +54,7 @@ def slopes(initialisation: str, rates: RateAdaptation) -> np.ndarray:
 
 
 def test_with_mup_training_changes_activations_by_as_much_at_any_width() -> None:
-    """Behind the first layer, whose rate Table 1 leaves alone: its changes fade as 1 / width, which harms nothing."""
+    """After the first layer, whose rate Table 1 does not scale: its changes shrink as 1 / width, which is harmless."""
     first, *hidden, logits = slopes("mup", MUP_RATES)
     assert np.abs(hidden).max() < 0.15 and abs(logits) < 0.15
     assert first == pytest.approx(-1, abs=0.2)

@@ -1,4 +1,4 @@
-"""Training with graphs of forward and backward, which a CPU imitates: captured again after each event."""
+"""CUDA graphs, imitated on a CPU: captured again after each event."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,17 @@ from tests.lab.training.test_growth_callback import new_run, new_trainer, sgd
 
 
 def imitated(captures: list[Any]) -> Any:
-    """Stand for `torch.cuda.make_graphed_callables`: trial passes, and then the addresses of the capture alone."""
+    """Stand-in for `torch.cuda.make_graphed_callables`: warm-up passes, then only the captured addresses and shapes."""
 
     def capture(called: torch.nn.Module, examples: tuple[Any, ...], **_: Any) -> None:
         run = called.forward
         for _ in range(3):
             run(*examples)
-        places = [p.data_ptr() for p in called.parameters()]
+        addresses = [p.data_ptr() for p in called.parameters()]
         captures.append([x.shape for x in examples])
 
         def replay(*inputs: Any) -> Any:
-            assert places == [p.data_ptr() for p in called.parameters()]
+            assert addresses == [p.data_ptr() for p in called.parameters()]
             assert [x.shape for x in inputs] == [x.shape for x in examples]
             return run(*inputs)
 

@@ -65,7 +65,7 @@ def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: Non
 
 
 @pytest.mark.parametrize(
-    ("strategy", "told"),
+    ("strategy", "message"),
     [
         (DDPStrategy(start_method="spawn"), "growlab starts the processes of DDP itself"),
         (FSDPStrategy(), "cannot train with FSDPStrategy"),
@@ -73,8 +73,8 @@ def test_a_new_wrapper_follows_new_parameters_and_the_old_one_is_gone(group: Non
     ],
     ids=["spawn", "fsdp", "deepspeed"],
 )
-def test_strategies_that_growth_cannot_follow_are_refused(strategy: Any, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_strategies_that_growth_does_not_support_are_refused(strategy: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         check_strategy(SimpleNamespace(strategy=strategy))  # type: ignore[arg-type]
     check_strategy(SimpleNamespace(strategy=DDPStrategy(static_graph=True)))  # type: ignore[arg-type]
 
@@ -110,7 +110,7 @@ def test_a_checksum_sees_every_change_of_a_tensor(dtype: torch.dtype, shape: tup
         moved[first], moved[second] = flat[second], flat[first]
         assert checksum(moved.view(shape)) != checksum(tensor)
         assert checksum(flat.view(1, -1)) != checksum(flat)
-    # Of values, whatever the memory layout, and of plain values too.
+    # Checksums are of values, in any memory layout, and also of plain values.
     x = torch.randn(2, 3, 4, 5)
     last = x.contiguous(memory_format=torch.channels_last)
     _, sums = checksums(iter([("x", x), ("last", last), ("a", {"a": 1}), ("b", {"a": 2}), ("c", {"a": 1})]))
@@ -138,10 +138,11 @@ def test_the_largest_number_counts_and_nan_above_all(monkeypatch: pytest.MonkeyP
     [
         (lambda: nn.BatchNorm2d(3), (5, 3, 4, 2)),
         (lambda: nn.BatchNorm1d(3, momentum=None), (6, 3)),
+        (lambda: nn.BatchNorm1d(3, momentum=0.0), (6, 3)),
         (lambda: nn.BatchNorm3d(3, affine=False), (4, 3, 2, 2, 2)),
         (lambda: nn.BatchNorm2d(3, track_running_stats=False), (5, 3, 4, 2)),
     ],
-    ids=["2d", "cumulative", "no_weight", "no_statistics"],
+    ids=["2d", "cumulative", "frozen", "no_weight", "no_statistics"],
 )
 def test_alone_it_is_batch_normalisation(group: None, make: Any, shape: tuple[int, ...]) -> None:
     """Outputs, gradients and statistics of torch's own; two processes are compared in tests/runs/test_processes.py."""

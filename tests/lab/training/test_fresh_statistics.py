@@ -1,4 +1,4 @@
-"""Held-out evaluation normalises by statistics at the weights as they are, and training does not notice."""
+"""Held-out evaluation normalises by statistics of the current weights, without an effect on training."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.whole_runs import MLP, mlp3
 
 
 class Centred(nn.Module):
-    """A custom normalisation, with running statistics as torch's have them."""
+    """A custom normalisation with running statistics like torch's."""
 
     def __init__(self, num_features: int, momentum: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Centred(nn.Module):
 
 
 class Twice(nn.Module):
-    """A norm that is called twice, one with a cumulative average, dropout between them, and a custom one."""
+    """A norm that is called twice, a norm with cumulative averages and a custom norm, with dropout between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Twice(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A norm behind a buffer that is no statistic."""
+    """A norm after a buffer that is not a statistic."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -64,7 +64,43 @@ def test_buffers_that_are_no_statistics_keep_their_content():
     torch.testing.assert_close(fresh["norm.running_var"], 9 * x.var(0))
 
 
-def test_nothing_drops_out_while_statistics_are_taken():
+class TrainOnly(nn.Module):
+    """An auxiliary head that only training calls, as in torchvision's GoogLeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) if self.training else x
+
+
+class Normaliser(nn.Module):
+    """Statistics of inputs, set once, without a momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(4, 1))
+        self.register_buffer("running_var", torch.ones(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - self.running_mean) / self.running_var
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [nn.BatchNorm1d(4, momentum=0.0), nn.InstanceNorm1d(4, track_running_stats=True), Normaliser(), TrainOnly()],
+    ids=lambda module: type(module).__name__,
+)
+def test_norms_whose_statistics_cannot_be_renewed_keep_theirs(keeps: nn.Module) -> None:
+    network, x = nn.Sequential(nn.Conv1d(3, 4, 1), keeps, nn.BatchNorm1d(4)), torch.randn(8, 3, 5)
+    fresh = fresh_statistics(network, [(x,)])
+    assert set(fresh) == {"2.running_mean", "2.running_var"}
+    # A later norm sees what it will see in evaluation.
+    torch.testing.assert_close(fresh["2.running_mean"], network[:2].eval()(x).mean((0, 2)))
+
+
+def test_dropout_is_off_while_statistics_are_computed():
     network, found = Twice().double(), []
     batches = [(torch.randn(8, 3, 4, 4, dtype=torch.float64),)]
     for training in (True, False):

@@ -60,7 +60,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
     kept: list[torch.optim.Optimizer] = []
 
     def same_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        # Each fit makes a new schedule of the rate, which is why the rate is constant here.
+        # Each fit makes a new learning rate schedule, so the rate is constant here.
         kept[:] = kept or [make(parameters)]
         return kept[0]
 
@@ -72,8 +72,8 @@ def test_one_fit_equals_one_fit_for_each_stage(
     stages = new_trainer(ends[0])
     for end, widths in zip(ends, reference.schedule.widths(graph), strict=True):
         if end > ends[0]:
-            given = (network, graph, grower.method, grower.state, widths, grower.seed, probe)
-            event = grow(*given, normalised=normalised)
+            arguments = (network, graph, grower.method, grower.state, widths, grower.seed, probe)
+            event = grow(*arguments, normalised=normalised)
             follow(optimizer, event.replaced, graph, event.widths_before, widths, inheritance, event.carry)
             stages.fit_loop.max_epochs = end
         stages.fit(reference, datamodule=data)
@@ -89,7 +89,7 @@ def test_one_fit_equals_one_fit_for_each_stage(
     assert task.grower.state == reference.grower.state
 
 
-def test_weight_decay_spares_what_no_one_decays() -> None:
+def test_slopes_of_prelu_are_exempt_from_weight_decay() -> None:
     task, _ = new_run(adamw)
     task.network.add_module("slope", torch.nn.PReLU())
     decayed, spared = task.configure_optimizers()["optimizer"].param_groups

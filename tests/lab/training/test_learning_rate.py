@@ -161,6 +161,19 @@ def test_impossible_schedules_are_refused(wrong: dict) -> None:
         LearningRate(**wrong)
 
 
+@pytest.mark.parametrize("warmup", [{"warmup_epochs": 4}, {"warmup_steps": 12}])
+def test_warm_up_may_take_the_whole_run(warmup: dict) -> None:
+    factor = LearningRate(**warmup).factor_at_step(make_schedule(4, 8, num_stages=1), [3] * 4)
+    assert [factor(step) for step in (6, 12)] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("unit", ["epochs", "steps", "auto"])
+def test_milestones_of_a_run_in_steps_are_steps(unit: str) -> None:
+    rate = LearningRate(shape="steps", milestones=[50], progress_unit=unit).by_steps()
+    factor = rate.factor_at_step(make_schedule(10, 8, num_stages=1), [10] * 10, [1.0] * 10)
+    assert [factor(step) for step in (49, 50)] == [1.0, 0.1]
+
+
 def test_a_clock_without_flops_is_refused() -> None:
     with pytest.raises(UserError, match="progress_unit=cost needs to know the FLOPs"):
         LearningRate(progress_unit="cost").factor_at_step(SCHEDULE, STEPS)

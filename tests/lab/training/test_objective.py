@@ -43,12 +43,13 @@ def test_metrics_are_over_all_tokens_whatever_the_batches():
     logits, target = tokens()
     objective = TokenPrediction(0.1, PADDING)
     parts = [objective(logits[part], target[part])[1] for part in (slice(1), slice(1, 4))]
-    found = objective.metrics(sum(parts).tolist())
-    real = target != PADDING
-    likelihood = F.cross_entropy(logits[real], target[real])
-    assert found["perplexity"] == pytest.approx(math.exp(likelihood), rel=1e-5)
-    assert found["accuracy"] == pytest.approx((logits.argmax(-1) == target)[real].double().mean().item(), rel=1e-6)
-    assert set(found) == set(objective.metric_names)
+    metrics = objective.metrics(sum(parts).tolist())
+    is_token = target != PADDING
+    nll = F.cross_entropy(logits[is_token], target[is_token])
+    assert metrics["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
+    accuracy = (logits.argmax(-1) == target)[is_token].double().mean().item()
+    assert metrics["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+    assert set(metrics) == set(objective.metric_names)
     assert objective.metrics([1e9, 0.0, 1e9, 1.0])["perplexity"] == math.inf
 
 
@@ -65,7 +66,7 @@ PARTS = (slice(0, 5), slice(5, 7), slice(7, 12))
 
 
 def drawn(*shapes: tuple[int, ...], classes: int = 0) -> list[torch.Tensor]:
-    """Normal numbers, and as the last one classes."""
+    """Normal numbers; the last tensor has classes, if their number is given."""
     generator = torch.Generator().manual_seed(1)
     *numbers, target = (torch.randn(shape, generator=generator) for shape in shapes)
     return [*numbers, target if not classes else (target.abs() * classes / 2).long().clamp(max=classes - 1)]
@@ -117,7 +118,7 @@ def test_metrics_add_up_over_uneven_batches_to_those_of_torchmetrics(name: str) 
     assert found["loss"] == pytest.approx(float(objective(output, target)[0]), rel=1e-5)
 
 
-def test_metrics_that_are_no_sums_collect_what_they_see() -> None:
+def test_metrics_without_sums_collect_all_batches() -> None:
     output, target = drawn((12,), (12,))
     objective = CustomObjective(torch.nn.MSELoss(), {"order": tm.KendallRankCorrCoef(), "mae": tm.MeanAbsoluteError()})
     assert (objective.metric_names, objective.evaluated_names) == (("loss", "mae"), ("order",))
@@ -132,7 +133,7 @@ def test_metrics_that_are_no_sums_collect_what_they_see() -> None:
 
 
 @pytest.mark.parametrize("objective", [Classification(), TokenPrediction(), Segmentation()])
-def test_a_head_beside_the_classes_is_left_to_itself(objective: Any) -> None:
+def test_auxiliary_heads_are_ignored(objective: Any) -> None:
     dims = (4,) if isinstance(objective, Classification) else (4, 5)
     logits, target = torch.randn(*dims, 3), torch.randint(3, dims)
     if isinstance(objective, Segmentation):
@@ -144,13 +145,13 @@ def test_a_head_beside_the_classes_is_left_to_itself(objective: Any) -> None:
 
 
 def test_probabilities_are_made_for_metrics() -> None:
-    """Logits that all lie in [0, 1] look like probabilities to torchmetrics, and 0.2 like a no."""
+    """torchmetrics takes logits that are all in [0, 1] for probabilities, so 0.2 means negative."""
     output, target = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([1.0, 1.0, 1.0])
-    found = []
+    accuracies = []
     for predict in (None, torch.nn.Sigmoid()):
         objective = CustomObjective(torch.nn.BCEWithLogitsLoss(), {"accuracy": tm.Accuracy("binary")}, predict)
-        found.append(objective.metrics(objective(output, target)[1].tolist())["accuracy"])
-    assert found == [pytest.approx(1 / 3), 1.0]
+        accuracies.append(objective.metrics(objective(output, target)[1].tolist())["accuracy"])
+    assert accuracies == [pytest.approx(1 / 3), 1.0]
 
 
 MSE = torch.nn.MSELoss

@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from omegaconf import DictConfig
@@ -150,7 +153,7 @@ BUDGET = {"epochs": None, "budget": 5.0}
         ({"equal_flops": True}, PairGrowth(), None, "growth=none"),
         ({**BUDGET, "epochs": [1, 2]}, PairGrowth(), None, r"schedule.epochs both set the length"),
         ({**BUDGET, "equal_flops": True}, FixedSize(), None, "schedule.equal_flops both set the length"),
-        (BUDGET, PairGrowth(), Plateau(), "decides that while it trains"),
+        (BUDGET, PairGrowth(), Plateau(), "decides them while it trains"),
         # An epoch of each stage: 1 + mlp_flops(4) / mlp_flops(8).
         ({**BUDGET, "budget": 0.9}, PairGrowth(), None, "shortest run of 2 stages, which costs 1.39 epochs of"),
     ],
@@ -158,6 +161,19 @@ BUDGET = {"epochs": None, "budget": 5.0}
 def test_a_plan_that_cannot_be_is_refused(data: ImageData, changes, growth, demand, message: str) -> None:
     with pytest.raises(UserError, match=message):
         plan(data, growth, demand, **changes)
+
+
+def test_a_network_without_multiply_adds_has_no_cost(data: ImageData) -> None:
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LayerNorm(64))
+    with pytest.raises(UserError, match="no multiply-adds to count"):
+        planned(network, SETTINGS | {"epochs": None, "widths": None, "batch_sizes": None}, FixedSize(), data)
+
+
+def test_tokens_of_less_than_a_step_are_refused() -> None:
+    text: Any = SimpleNamespace(tokens_per_sample=16, batch_size=4)
+    settings = {"total_tokens": 63, "batch_growth_rate": 0.0, "batch_sizes": None}
+    with pytest.raises(UserError, match="total_tokens=63 must be at least one step's 64 tokens"):
+        Planning(settings, PairGrowth(), None, text)
 
 
 def test_a_part_is_left_out_by_its_first_argument() -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from growlab.growth import PairGrowth, make_seed
 from growlab.lab.data import ImageData
 from growlab.lab.networks import mlp8
+from growlab.lab.training.loggers import spectra
 from growlab.lab.training.recorder import LayerStatistics
 from growlab.widths import trace
 from tests.command_line import CommandLine
@@ -100,3 +101,19 @@ def test_images_take_the_precision_of_real_parameters(tmp_path: Path) -> None:
     statistics._measure(Turned(), 0)
     rows = statistics.state_dict()["rows"].splitlines()
     assert [row.split(",")[2] for row in rows[:4]] == ["loss", "accuracy", "activation", "gradient"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_layers_of_a_training_that_diverges_have_no_histogram(tmp_path: Path, value: float) -> None:
+    statistics = LayerStatistics(tmp_path, torch.zeros(1), torch.zeros(1), 1)
+    statistics._add(0, "0", "activation", torch.tensor([1.0, value]))
+    assert statistics._rows[0].startswith("0,0,activation,") and statistics._rows[0].endswith(",")
+
+
+@pytest.mark.parametrize("dtype", [torch.cfloat, torch.cdouble, torch.double, torch.bfloat16])
+def test_spectra_are_of_weights_of_any_dtype(dtype: torch.dtype) -> None:
+    layer = nn.Linear(2, 2, bias=False, dtype=dtype)
+    with torch.no_grad():
+        layer.weight.copy_(torch.diag(torch.tensor([3j if dtype.is_complex else 3, 1])))
+    values = [value for *_, value in spectra(layer)]
+    assert (values[0], values[-1]) == (pytest.approx(3), pytest.approx(1))

@@ -295,11 +295,11 @@ def test_real_runs_are_stopped_and_resumed(
         patch.setattr(runs, "Timer", AtFirstCheckpoint)
         assert main(words) == 0
     out = capsys.readouterr().out
-    assert "1 run(s) to go: " in out and "0 of 1 runs are there\nthe same command resumes" in out
+    assert "1 run(s) to go: " in out and "0 of 1 runs are done\nthe same command resumes" in out
     epochs = (run / "metrics.csv").read_text().splitlines()
     assert 1 < len(epochs) < 100
     assert main(words) == 0
-    assert "1 of 1 runs are there" in capsys.readouterr().out
+    assert "1 of 1 runs are done" in capsys.readouterr().out
     assert (run / "metrics.csv").read_text().splitlines()[: len(epochs)] == epochs
     assert (tmp_path / "runs" / "isotropic_task_change.md").is_file()
     assert (tmp_path / "runs" / "isotropic_task_change_width_paths.png").is_file()

@@ -291,7 +291,7 @@ def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
     [
         (TwoOptimizers, lambda: growth(), r"2 submodules .*Growth\('generator', ...\), Growth\('critic', ...\)"),
         (TwoOptimizers, lambda: growth("body"), "no submodule 'body', only generator, critic"),
-        (TwoOptimizers, lambda: growth("generator"), "training_step .* ended before|give it an example"),
+        (TwoOptimizers, lambda: growth("generator"), "training_step .* failed before|give Growth an example"),
     ],
 )
 def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_path: Path) -> None:

@@ -245,11 +245,11 @@ def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("trigger", "lasts", "due"),
     [
-        ({0: 0.5, 4: 1.0}, {}, "at epoch 4, and training ends after 4"),
-        ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS}, "at epoch 2, and training ends after 2"),
+        ({0: 0.5, 4: 1.0}, {}, "at epoch 4, but training ends after 4"),
+        ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS}, "at epoch 2, but training ends after 2"),
         ({0: 0.5, 2: 1.0}, {"max_steps": 2 * STEPS + 1}, None),
         (At({0: 0.5, 11: 1.0}, unit="step"), {}, None),
-        (At({0: 0.5, 8: 1.0}, unit="step"), {"accumulate_grad_batches": 2}, "at step 8, and training ends after 8"),
+        (At({0: 0.5, 8: 1.0}, unit="step"), {"accumulate_grad_batches": 2}, "at step 8, but training ends after 8"),
     ],
 )
 def test_a_training_too_short_for_its_growth_is_told_as_it_begins(

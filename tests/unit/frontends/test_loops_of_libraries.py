@@ -161,9 +161,9 @@ def test_sharded_training_equals_ddp_and_resumes(
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (FSDPStrategy(), "FSDPStrategy does not go with growth"),
-        (type("DeepSpeedStrategy", (DDPStrategy,), {})(), "DeepSpeedStrategy does not go with growth"),
-        (DDPStrategy(start_method="fork"), "would be lost: take strategy='ddp'"),
+        (FSDPStrategy(), "FSDPStrategy does not support growth"),
+        (type("DeepSpeedStrategy", (DDPStrategy,), {})(), "DeepSpeedStrategy does not support growth"),
+        (DDPStrategy(start_method="fork"), "would be lost: use strategy='ddp'"),
     ],
 )
 def test_other_strategies_are_refused(strategy: Any, message: str) -> None:

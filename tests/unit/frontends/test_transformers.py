@@ -117,7 +117,7 @@ def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         _, growth = run(tmp_path, num_train_epochs=1, save_strategy="no")
     told = [record.message for record in caplog.records]
-    assert any("growth is due at epoch 1, and training ends after 1" in message for message in told)
+    assert any("growth is due at epoch 1, but training ends after 1" in message for message in told)
     assert any("training has ended in stage 0 of 2" in message for message in told)
     growth.grower.reattach_hooks()
     network = growth.grower.network.eval()
@@ -133,8 +133,8 @@ def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog
     ("devices", "told"),
     [
         ({"n_gpu": 2}, r"one process would train on 2 GPUs .* torchrun --nproc_per_node=2"),
-        ({"fsdp": ["full_shard"]}, "by FSDP1, or not at all as on the CPU"),
-        ({"deepspeed": "zero.json"}, "DeepSpeed shares parameters out in flat buffers"),
+        ({"fsdp": ["full_shard"]}, "would use FSDP1, or no sharding on a CPU"),
+        ({"deepspeed": "zero.json"}, "DeepSpeed shards parameters in flat buffers"),
     ],
 )
 def test_devices_that_it_cannot_train_on_are_told(devices: dict[str, Any], told: str) -> None:

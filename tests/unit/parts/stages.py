@@ -23,7 +23,7 @@ class Residual(nn.Module):
 
 
 def check_resumed(start: Callable[[], Grower], loss_of: Callable[[torch.nn.Module], Tensor], epoch: int) -> None:
-    """Check that three epochs interrupted before one of them have the losses and weights of uninterrupted ones."""
+    """Check that three epochs, interrupted before one, have the losses and weights of uninterrupted ones."""
 
     def begun() -> tuple[Grower, torch.optim.Optimizer]:
         growing = start()

@@ -60,7 +60,7 @@ def half(graph: WidthGraph) -> dict[str, int]:
 def step(
     network: nn.Module, depth: Blocks, state: GrowthState, method: Any, name: str, widths: Any, x: Tensor
 ) -> dict[str, Any]:
-    """Put a block in and widen, as an event of a run does."""
+    """Insert a block and widen, as a growth event does."""
     receipt, _ = depth.insert(network, name, method, state.widths, 0, state.stage + 1, (x,))
     state.blocks[name] = state.stage + 1
     grow(network, depth.graph(state.blocks), method, state, widths, 0, (x,))
@@ -85,7 +85,7 @@ def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
         assert max(receipt["parity_error_eval"], receipt["parity_error_train"]) <= receipt["parity_tolerance"]
     after = network.eval()(IMAGES) * state.output_factor
     assert torch.allclose(after, before, rtol=1e-5, atol=1e-7)
-    # An ordinary ResNet-20, of which every part learns.
+    # An ordinary ResNet-20, all of whose parameters learn.
     whole = resnet()
     fold_multipliers(network)
     whole.load_state_dict(network.state_dict())
@@ -103,7 +103,7 @@ def test_a_resnet_8_becomes_a_resnet_20_while_it_widens(method: Any) -> None:
 
 @pytest.mark.parametrize("method", [Net2Net(), VarianceTransfer()], ids=lambda m: m.name)
 def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
-    """While a layer is left out, what it reads and what it would put out are the same channels."""
+    """While a layer is left out, its inputs and outputs are the same channels."""
     torch.manual_seed(0)
     network = MLP(20, [8, 8, 8, 8], 5, batch_norm=True).double()
     graph = trace(network, SAMPLES)
@@ -123,7 +123,7 @@ def test_net2deeper_in_a_network_without_residuals(method: Any) -> None:
 
 
 def test_what_is_handed_on_needs_equal_widths_only_where_it_is_left_out() -> None:
-    """Groups of a layer that is there are their own again."""
+    """Groups of an inserted layer are separate again."""
     network = MLP(20, [8, 8, 8], 5)
     graph = trace(network, SAMPLES.float())
     depth = Blocks(network, graph, ["hidden.2:4"], "identity", (SAMPLES.float(),))
@@ -172,7 +172,7 @@ def test_blocks_come_evenly_and_are_as_old_as_they_are() -> None:
 
 
 def test_a_block_that_cannot_come_in_is_taken_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that changes the outputs; and one whose block to copy has gone."""
+    """An insertion that changes the outputs, and one whose block to copy is missing."""
     for start, error, message in (
         ("zero", ParityError, r"the block layers\.0\.2 .* taken out again"),
         ("gstack", UserError, r"no block of the same shape before layers\.0\.2 to copy"),
@@ -191,7 +191,7 @@ def test_a_block_that_cannot_come_in_is_taken_out_again(monkeypatch: pytest.Monk
 
 
 def wide_first() -> nn.Module:
-    """Blocks of one class, the second of another width inside."""
+    """Blocks of one class, the second with another hidden width."""
     torch.manual_seed(0)
     network = transformer()
     network[2].up, network[2].down = nn.Linear(10, 8).double(), nn.Linear(8, 10).double()
@@ -222,7 +222,7 @@ def test_blocks_that_cannot_come_in_later_are_refused(
 def test_blocks_whose_weights_are_computed_from_others_are_refused() -> None:
     network = nn.Sequential(nn.Linear(20, 8), *(Residual(8, 12) for _ in range(3)), nn.Linear(8, 3)).double()
     nn.utils.parametrizations.orthogonal(network[2].up)
-    with pytest.raises(UserError, match=r"no functions of others, which those of 2\.up are"):
+    with pytest.raises(UserError, match=r"those of 2\.up are computed from others"):
         Depth("auto").prepare(network, trace(network, SAMPLES[:2]), 0, (SAMPLES[:2],))
 
 
@@ -299,7 +299,7 @@ REPEATED = ("regions and rates", "copies with their state")
 def test_resumed_at_any_step_it_is_the_uninterrupted_run_in_which_all_learns(name: str) -> None:
     whole = loop(**RUNS[name])
     files = [whole.train(killed).saved() for killed in (2, STEPS * 3 - 1)]
-    # From the second step after a block came in.
+    # From the second step after the insertion.
     files.append(whole.train(STEPS * 3 + 1).saved())
     before = {key: p.detach().clone() for key, p in whole.network.named_parameters()}
     wanted = whole.train().everything()
@@ -322,7 +322,7 @@ _ORDERS = list(itertools.permutations(("network", "optimizer", "grower")))
 
 @pytest.mark.parametrize(("network", "orders"), [(layer_normed, _ORDERS[2:4]), (without_fixed_tensors, _ORDERS)])
 def test_a_checkpoint_loads_in_any_order(network: Any, orders: list[tuple[str, ...]]) -> None:
-    """An optimizer that comes first waits for the blocks that its state is of."""
+    """An optimizer that is loaded first waits for the blocks of its state."""
 
     def made() -> Loop:
         return Loop(OPTIMIZERS["momentum"], network, parts=[Depth()])
@@ -356,7 +356,7 @@ def test_blocks_that_were_loaded_are_trained_once_the_optimizer_has_a_state_of_t
     ("method", "start"),
     [
         *((PairGrowth(), "stack"), (Net2Net(), "zero"), (VarianceTransfer(), "stack"), (RandomGrowth(), "zero")),
-        # Channels under a layer normalisation are not theirs.
+        # Channels in a layer normalisation do not grow.
         *((GradMax(fallback="pairs"), "zero"), (FireFly(fallback="pairs"), "stack")),
         *((Splitting(fallback="pairs"), "zero"), (Tiny(fallback="pairs"), "stack")),
     ],
@@ -402,7 +402,7 @@ def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
     def by_layer(network: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": m.parameters()} for m in network if len(list(m.parameters()))], lr=0.1)
 
-    # The only block with tensors of such names is one group's: what comes in joins it.
+    # Only one group has a block with tensors of these names, so inserted ones join it.
     run = loop(by_layer).train()
     held = [{id(p) for p in group["params"]} for group in run.optimizer.param_groups]
     assert {id(p) for p in run.network[3].parameters()} <= held[1]
@@ -412,7 +412,7 @@ def test_groups_by_layer_do_not_say_where_a_new_one_belongs() -> None:
 
 
 class Tabled(Residual):
-    """A residual block with a constant table, which no training changes."""
+    """A residual block with a constant table, which is not trained."""
 
     def __init__(self, index: int, kept: str) -> None:
         super().__init__(8, 8)
@@ -461,7 +461,7 @@ def test_constants_of_late_blocks_end_as_they_began(start: str, kept: str, resum
 
 
 def untraceable() -> nn.Module:
-    """Widths cannot be found: the forward leaves torch for NumPy."""
+    """Widths cannot be traced, since the forward uses NumPy."""
     return Around(lambda net, x: net.layers(x if x.detach().numpy().sum() < 1e6 else -x), layers=layer_normed())
 
 

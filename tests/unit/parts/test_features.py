@@ -1,4 +1,4 @@
-"""Input features and classes that arrive: new columns of the first layers, new rows of the last."""
+"""Input features and classes that arrive: new columns of the first layers, new rows of the last layer."""
 
 import copy
 import io
@@ -40,7 +40,7 @@ def mlp() -> nn.Sequential:
 
 
 class Readers(nn.Module):
-    """Several layers read the input: behind statistics of the data and batch normalisation, gated, added, appended."""
+    """Several layers read the input: after statistics of the data and batch normalisation, gated, added, appended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Readers(nn.Module):
 
 
 def channels() -> nn.Module:
-    """Convolutions read the channels of images, one of them each channel by itself, and a flattened skip connection."""
+    """Convolutions of image channels, one of them depthwise, and a flattened skip connection."""
     torch.manual_seed(0)
     return Around(
         lambda net, x: net.last(net.norm(net.conv(net.each(x))).relu().mean((2, 3)) + net.skip(x.flatten(1))),
@@ -115,7 +115,7 @@ NETWORKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def first(inputs: Any, count: int, settings: dict[str, Any]) -> Any:
-    """The same batch before the other features are there."""
+    """The same batch before the other features have arrived."""
     if isinstance(inputs, dict):
         return {**inputs, "late": inputs["late"][:, :count]}
     dim = settings.get("dim", 1 if inputs.dim() == 4 else -1)
@@ -174,7 +174,7 @@ def test_outputs_do_not_depend_on_features_that_have_just_arrived(name: str) -> 
     for epoch, (before, after) in enumerate(pairwise(COUNTS), start=1):
         early = first(inputs, before, settings)
         expected = called(loop.network.eval(), early)
-        # The features that are not there yet are not read.
+        # Features that have not arrived are not read.
         assert torch.equal(called(loop.network, inputs), expected)
         (event,) = loop.grower.step(epoch=epoch, step=2 * epoch)
         assert event.widths_before[FEATURES] == before and event.widths_after[FEATURES] == after
@@ -185,7 +185,7 @@ def test_outputs_do_not_depend_on_features_that_have_just_arrived(name: str) -> 
             others = copy.deepcopy(there)
             new = others["late"] if isinstance(others, dict) else others
             new.narrow(settings.get("dim", 1 if new.dim() == 4 else -1), before, after - before).mul_(value)
-            # Batch normalisation divides by roots of its new variances.
+            # Batch normalisation divides by the roots of its new variances.
             assert error(expected, called(loop.network, others)) < 1e3 * EXACT
         loop.network.train()
         loop.train(2 * epoch + 2, 2 * epoch, arrived_alone=True)
@@ -348,7 +348,7 @@ def test_a_trained_network_gets_more_features(trigger: Any) -> None:
 
 
 class Late(torch.utils.data.Dataset[Any]):
-    """Data of an epoch whose later features are not there yet."""
+    """Data of an epoch in which later features have not arrived."""
 
     def __init__(self) -> None:
         self.count = COUNTS[0]
@@ -379,7 +379,7 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
     module, other, again, late = modules
     callback = Growth(**growing())
     trainer = trainer_of(tmp_path, callback, max_epochs=3)
-    # What is evaluated first has all features.
+    # A network that is only evaluated has all features.
     trainer.validate(module, whole, verbose=False)
     trainer.fit(module, whole, whole)
     assert [event.widths_after[FEATURES] for event in callback.events] == COUNTS[1:]
@@ -387,7 +387,7 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
     first_half.fit(other, whole, whole)
     assert other.network[0].in_features == COUNTS[0]
     first_half.save_checkpoint(tmp_path / "early.ckpt")
-    # Trained on in the same process, and from the file in a new one.
+    # Continued in the same process, and from the file in a new one.
     first_half.fit_loop.max_epochs = 3
     first_half.fit(other, whole, whole)
     assert other.network[0].in_features == COUNTS[-1]
@@ -395,7 +395,7 @@ def test_lightning_trains_evaluates_and_resumes_while_features_arrive(tmp_path: 
     resumed.fit(again, whole, whole, ckpt_path=tmp_path / "early.ckpt")
     states = zip(module.state_dict().values(), again.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in states)
-    # Features that are not there yet in the loader: the example has them.
+    # The loader has no later features yet; the example has.
     callbacks = (Growth(**growing(example=columns().float())), Arrive())
     trainer_of(tmp_path, *callbacks, max_epochs=3, limit_val_batches=0).fit(late, DataLoader(Late(), 4))
     assert late.network[0].in_features == COUNTS[-1]
@@ -516,7 +516,7 @@ def test_old_logits_stay_and_new_rows_are_drawn(method) -> None:
     assert after.shape == (16, 7) and torch.allclose(after[:, :3] * factor, before, rtol=1e-9, atol=1e-12)
     head = network.get_parameter(next(name for name in replaced if name.endswith("weight")))
     rows = head[3:]
-    # New classes are no copies of others, and on the scale that the method draws the head at.
+    # New classes are not copies of others, and have the scale with which the method draws the head.
     assert torch.linalg.matrix_rank(rows) == 4
     expected = 1 / 8 if isinstance(method, VarianceTransfer) else 8**-0.5
     assert 0.5 * expected < rows.std() < 1.7 * expected
@@ -526,7 +526,7 @@ def test_old_logits_stay_and_new_rows_are_drawn(method) -> None:
 
 @pytest.mark.parametrize("method", [GradMax(steps=1), Net2Net()], ids=lambda m: m.name)
 def test_methods_that_see_data_or_copies_meet_classes_that_come(method) -> None:
-    """Net2Net says where every channel's optimizer state comes from, also that of the classes that it saw."""
+    """Net2Net maps every channel's optimizer state, including that of known classes."""
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         source = torch.Generator().manual_seed(step)

@@ -1,4 +1,4 @@
-"""Blocks of networks of all kinds: what is found, why the rest is not, and how exactly each comes in."""
+"""Blocks of networks of all kinds: which are found, why others are not, and how exactly each is inserted."""
 
 import copy
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def mlp(width: int = 16) -> nn.Sequential:
 
 
 class Added(nn.Module):
-    """The network adds what its blocks put out, in a list of any name."""
+    """The network adds the outputs of its blocks, in a list of any name."""
 
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class Pairs(nn.Module):
-    """A list of pairs that the forward takes apart, each added to the stream."""
+    """A list of pairs that the forward unpacks, each added to the stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Pairs(nn.Module):
 
 
 class Bare(nn.Module):
-    """A block of parameters of its own, with a scale at the end of its branch."""
+    """A block with direct parameters, and a scale at the end of its branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Bare(nn.Module):
 
 
 class Siblings(nn.Module):
-    """No list: attributes."""
+    """Blocks as attributes instead of a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Siblings(nn.Module):
 
 
 class SharedWeight(Siblings):
-    """One weight of all blocks, which the first of them holds."""
+    """A weight that all blocks share, registered in the first."""
 
     def __init__(self, name: str = "up") -> None:
         super().__init__()
@@ -109,12 +109,12 @@ class SharedWeight(Siblings):
 
 
 def between(function: Callable[[Any, Tensor], Tensor], **blocks: nn.Module) -> nn.Module:
-    """A function of the network and 16 channels, and the blocks that it uses, between two layers."""
+    """A function of the network and 16 channels between two layers, with the blocks that it uses."""
     return Around(lambda net, x: net.last(function(net, net.first(x))), first=[8, 16], last=[16, 4], **blocks)
 
 
 def norms_apart() -> nn.Module:
-    """Normalisations in a list of their own."""
+    """Normalisations in a separate list."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         for norm, block in zip(net.norms, net.blocks, strict=True):
@@ -131,7 +131,7 @@ def one_block_thrice() -> nn.Module:
 
 
 def layers() -> nn.Module:
-    """Layers without a residual; the ReLU is the network's own."""
+    """Layers without a residual; the network applies the ReLU."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = torch.relu(x)
@@ -143,7 +143,7 @@ def layers() -> nn.Module:
 
 
 def parallel() -> nn.Module:
-    """Three branches side by side: none takes what another puts out."""
+    """Three parallel branches: none takes another's output."""
     branches = nn.ModuleList([Bare() for _ in range(3)])
     return between(lambda net, x: sum((branch(x) for branch in net.branches), x), branches=branches)
 
@@ -196,7 +196,7 @@ def of_transformers(model: str, config: str, **settings: Any) -> Callable[[], nn
 
 
 class T5(nn.Module):
-    """The encoder reads what the decoder is to repeat."""
+    """An encoder and a decoder of the same input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ COPIED = {"a shared weight", "pairs in a list", "transformers Llama", "transform
 
 
 def made(make: Callable[[], nn.Module], x: Tensor) -> tuple[nn.Module, tuple[Tensor]]:
-    """The network and its input in float64; what starts at 0 or 1 is moved off it, as training would."""
+    """The network and its input in float64, with parameters moved away from 0 and 1 as by training."""
     torch.manual_seed(0)
     network = make().double()
     with torch.no_grad():
@@ -269,7 +269,7 @@ def shapes(network: nn.Module, path: str) -> dict[str, torch.Size]:
 
 
 def earlier(network: nn.Module, path: str) -> list[dict[str, torch.Size]]:
-    """The same of all modules that the network has before this one."""
+    """The shapes of all modules before this one."""
     names = [name for name, _ in network.named_modules()]
     return [shapes(network, name) for name in names[: names.index(path)]]
 
@@ -298,7 +298,7 @@ def test_blocks_are_found_and_come_in_exactly(name: str, start: str) -> None:
         sources = all(any(map(shapes(whole, path).__eq__, earlier(network, path))) for path in block.split())
         receipt, copied = blocks.insert(network, block, PairGrowth(), {}, 0, 1, inputs)
         assert receipt["parity_error_eval"] <= EXACT and receipt["parity_error_train"] <= EXACT
-        # A block whose shapes no earlier one has, such as the second of a stage that halves images, begins at zero.
+        # A block without an earlier one of the same shapes, such as after a strided one, begins at zero.
         assert bool(copied) == (receipt["copied_from"] is not None) == (start == "stack" and sources)
     for block in blocks.blocks.keys() - left:
         blocks.put_in(network, block, {})
@@ -378,7 +378,7 @@ def test_layers_without_a_residual_begin_as_the_identity(
 
 
 def test_a_branch_that_the_network_adds_is_left_out_as_nothing() -> None:
-    """Not as the identity, which would double the stream."""
+    """Not the identity, which would double the stream."""
     network, inputs = made(Added, SAMPLES)
     Blocks(network, no_widths(), None, "zero", inputs).leave_out(network)
     x = network.first(*inputs)
@@ -421,7 +421,7 @@ def test_the_part_tells_what_it_finds_and_why_others_stay() -> None:
     ]
     (line,) = Depth.examine(post_norm(), (SAMPLES,))
     assert line.startswith("layers.1, layers.2 cannot be left out: no sum at its end hands its input on")
-    assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind behind one another"]
+    assert Depth.examine(nn.Linear(8, 4), (SAMPLES,)) == ["no modules of one kind in a row"]
     lines = Depth.examine(torchvision("resnet18")(), (IMAGES,))
     assert lines[0] == "1 of 2 BasicBlock (layer1.1) may come in later, exactly with start=zero or stack"
     assert lines[1] == "1 of 2 BasicBlock (layer2.1) may come in later, exactly with start=zero or stack"

@@ -1,4 +1,4 @@
-"""Parts around newborn entries and averages: rates that rise again, old entries that stay, averages that grow."""
+"""Warm-up of newborn entries, freezing of old entries, and averages that grow."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], list[torch.optim.Optimizer]]] = {
 
 
 class Perceptron(nn.Module):
-    """A residual stream of fixed width with hidden layers that grow."""
+    """A residual stream of fixed width; hidden layers grow."""
 
     def __init__(self, width: int, layers: int = 2) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def train(network: nn.Module, optimizers: list[torch.optim.Optimizer], steps: in
 def grown(
     name: str, parts: list[Part], state: Any = "auto", layers: int = 2, width: int = 8, steps: int = 3
 ) -> tuple[Any, list[torch.optim.Optimizer], Any]:
-    """A small network that trained, grew at epoch 1 and is about to train on."""
+    """A small network that was trained, and grew at epoch 1."""
     torch.manual_seed(0)
     small = Perceptron(4)
     optimizers = OPTIMIZERS[name](small)
@@ -122,7 +122,7 @@ def test_old_entries_stay_bit_for_bit_for_as_many_steps(name: str) -> None:
 
 
 def test_old_layers_stay_bit_for_bit_and_new_ones_warm_up() -> None:
-    """LLaMA-Pro: new blocks alone train, with an optimizer of all parameters that decays weights."""
+    """LLaMA-Pro: only new blocks train, with weight decay of all parameters."""
     wide, optimizers, grower = grown("adamw", [Freeze(), Warmup(3)], layers=4, width=4)
     new = grower.newborn()
     assert set(new.parameters) == {f"layers.{i}.{n}.{w}" for i in (1, 3) for n in (0, 2) for w in ("weight", "bias")}

@@ -1,4 +1,4 @@
-"""Dynamic orthogonalised SGD against Eq. 21 computed apart."""
+"""Dynamic orthogonalised SGD against a separate computation of Eq. 21."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -36,7 +36,7 @@ def with_random_gradients(network: nn.Module, seed: int) -> nn.Module:
 
 @cache
 def grown() -> tuple[nn.Module, Orthogonalised, dict[str, Tensor]]:
-    """A network that has grown, its old gradient as carried through growth, and that gradient padded by hand."""
+    """A network that has grown, its old gradient carried through growth, and that gradient padded by hand."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     graph = trace(network, torch.randn(2, 5).double())
@@ -60,7 +60,7 @@ def test_the_projection_is_taken_out(seed: int, strength: float) -> None:
     orthogonalised.project(strength)
     after = flat(gradients(network))
     assert torch.allclose(after, g - strength * (g @ pad) / (pad @ pad) * pad, rtol=1e-12, atol=1e-13)
-    # What is along the padded gradient shrinks by the strength, to nothing at 1; what is across it stays.
+    # The component along the padded gradient shrinks with the strength, to 0 at 1; the rest is unchanged.
     assert float(after @ pad) == pytest.approx((1 - strength) * float(g @ pad), abs=1e-11)
     across = g - (g @ pad) / (pad @ pad) * pad
     assert torch.allclose(after - (after @ pad) / (pad @ pad) * pad, across, atol=1e-12)
@@ -86,7 +86,7 @@ def test_nothing_remembered_and_a_zero_gradient_change_nothing() -> None:
     orthogonalised.remember({"weight": torch.zeros(2, 3)})
     orthogonalised.project(1.0)
     assert torch.equal(flat(gradients(network)), before)
-    # A frozen parameter has no gradient to take anything out of.
+    # A frozen parameter has no gradient.
     network.weight.grad = None
     orthogonalised.remember({"weight": torch.ones(2, 3)})
     orthogonalised.project(1.0)
@@ -131,7 +131,7 @@ def test_the_strength_falls_evenly_from_1_after_an_event_to_0(
     ("anneal", "end", "training", "message"),
     [
         ("stage", None, {"steps": [3, 3], "epoch_batches": list}, "needs stages whose ends"),
-        ("run", None, {"steps": [3, 3]}, "need data whose epochs can be gone through again"),
+        ("run", None, {"steps": [3, 3]}, "need data whose epochs can be iterated again"),
         ("run", None, {"epoch_batches": list}, "the number of steps in every epoch, .* give provide steps="),
         ("stage", 3, {"steps": [3, 3], "epoch_batches": list}, None),
     ],
@@ -144,7 +144,7 @@ def test_annealing_needs_ends_of_stages_steps_and_data(anneal, end, training, me
 
 
 def before_growth(noisy: bool, **training: object) -> SimpleNamespace:
-    """A layer that is not used, and others, with draws and statistics if `noisy`."""
+    """Layers, one of them unused, with dropout and batch normalisation if `noisy`."""
     torch.manual_seed(0)
     between = [nn.BatchNorm1d(6), nn.Dropout(0.5)] if noisy else []
     layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *between, nn.Linear(6, 3))
@@ -190,5 +190,5 @@ def test_measuring_changes_nothing_and_its_passes_draw_differently() -> None:
     assert [module.training for module in run.network.modules()] == modes
     assert all(torch.equal(before[name], tensor) for name, tensor in run.network.state_dict().items())
     assert all(parameter.grad is None for parameter in run.network.parameters())
-    # Steps of training draw by epochs from 0 on.
+    # Training steps are seeded by epochs, which are not negative.
     assert len(set(calls)) == 4 and all(number < 0 for number, _ in calls)

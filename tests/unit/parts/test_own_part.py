@@ -1,4 +1,4 @@
-"""A part that a user writes; parts on two ranks; a part's files taken away."""
+"""A user's part; parts on two ranks; a package without a part's files."""
 
 import ast
 import json
@@ -54,7 +54,7 @@ class Counted(Part):
 
 
 def test_parts_see_steps_and_events_and_resume_under_their_names(cli: CommandLine, tmp_path: Path) -> None:
-    """A part without a name has its key in the configuration."""
+    """A part without a name gets its key in the configuration."""
     (tmp_path / "my_parts.py").write_text(PARTS)
     bare = (f"+parts.{name}._target_=my_parts.BarePart" for name in ("one", "two"))
     counted = ("+parts.counted._target_=my_parts.Counted", "+parts.counted.start=100")
@@ -168,7 +168,7 @@ def copied(code: Path, *parts: str) -> None:
         shutil.copytree(ROOT / name, code / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (path for part in parts for path in files_of(part, code)):
         (shutil.rmtree if path.is_dir() else Path.unlink)(path)
-    # A run takes the parts that config.yaml names, in their order, which says what a pass over old data costs.
+    # A run uses the parts of config.yaml in their order, which determines the cost of a pass over old data.
     config, there = code / "conf" / "config.yaml", {path.stem for path in (code / "conf" / "parts").glob("*.yaml")}
 
     def left(found: re.Match[str]) -> str:

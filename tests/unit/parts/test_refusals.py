@@ -1,4 +1,4 @@
-"""Settings of parts, and of their methods and networks, that cannot be: one sentence as they are made."""
+"""Invalid settings of parts, their methods and networks are rejected by the constructor, in one sentence."""
 
 import math
 from collections.abc import Callable

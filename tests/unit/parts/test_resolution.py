@@ -20,6 +20,7 @@ from growlab.growth.methods.pairs import PairGrowth
 from growlab.lab.networks import CausalTransformer, CifarResNet
 from growlab.lab.training.plan import StageCost
 from growlab.parts import Resolution
+from growlab.parts.resolution import Cut
 from growlab.widths import trace
 from tests.unit.frontends.lightning_runs import Plain, trainer_of
 from tests.unit.grower.test_sharded import gpt2
@@ -89,10 +90,10 @@ def test_sequences_and_their_targets_are_cut_in_training_steps_alone() -> None:
     logits = network(TOKENS)
     assert logits.shape == (4, 4, 11)
     assert torch.equal(growing.targets(TOKENS), TOKENS[:, :4])
-    # As if the tokens behind had never been there.
+    # As without the later tokens.
     torch.testing.assert_close(logits, growing.network.eval()(TOKENS[:, :4]))
     network.train()(TOKENS)
-    # Asked for before a forward pass in evaluation, as some loops do.
+    # Before the forward pass in evaluation, as in some loops.
     network.eval()
     assert torch.equal(growing.targets(TOKENS), TOKENS)
     assert growing.network(TOKENS).shape == (4, 12, 11)
@@ -105,7 +106,7 @@ def test_targets_that_are_maps_of_classes_are_resized_with_the_images() -> None:
     logits = growing.network.train()(IMAGES)
     small = growing.targets(classes)
     assert logits.shape[-2:] == small.shape[-2:] == (8, 12) and small.dtype == torch.int64
-    # Nearest: each is the class of a pixel there.
+    # Nearest: each is the class of a pixel.
     assert torch.equal(small, F.interpolate(classes[:, None].float(), (8, 12), mode="nearest-exact")[:, 0].long())
     shares = growing.targets(torch.rand(4, 16, 24))
     assert shares.shape == (4, 8, 12)
@@ -125,7 +126,7 @@ def test_sizes_are_reached_evenly_with_the_share_of_growth(sizes: list[int], sta
 
 
 def test_a_stage_costs_what_its_inputs_cost() -> None:
-    """A reference is of whole inputs, also where training never sees them."""
+    """The reference uses full inputs, even if training never does."""
     network = small_resnet()
     graph = trace(copy.deepcopy(network), IMAGES)
     cost, full = StageCost(network, graph, [Resolution([8, 16])], IMAGES), graph.full_widths
@@ -242,3 +243,10 @@ def test_a_finished_network_that_loads_an_early_checkpoint_trains_at_its_size_ag
     growing.load_state_dict(early[1])
     growing.network.train()(IMAGES)
     assert growing.network.seen[0].shape[2] == 8
+
+
+def test_images_in_half_precision_are_resized_on_a_cpu() -> None:
+    cut, images = Cut((16, 24), (8, 12)), IMAGES.bfloat16()
+    small = cut.apply(images)
+    assert small.dtype == torch.bfloat16
+    assert torch.equal(small, cut.apply(images.float()).bfloat16())

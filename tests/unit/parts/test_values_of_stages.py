@@ -118,7 +118,7 @@ def inputs_of(case: str) -> Tensor:
 def grower(case: str, **settings: Any) -> Grower:
     make = VITS[case] if case in VITS else SETTINGS[case][0]
     part: Part = PatchSize(PATCHES) if case in VITS else Setting(*SETTINGS[case][1:])
-    # Tracing these models takes seconds, and their widths stay.
+    # Tracing these models takes seconds, and their widths are fixed.
     quick = {"trace": "model.lm_head"} if case in ("window", "experts") else {}
     given = {"method": PairGrowth(), "trigger": STAGES[case in VITS], "verbose": False, **quick, **settings}
     return Grower(make(), inputs_of(case), parts=[part, Averages(decay=0.7)], **given)
@@ -148,6 +148,16 @@ def test_a_table_of_positions_keeps_what_stands_in_front_and_constants() -> None
     torch.testing.assert_close(resize_positions(image, None, (2, 3), (4, 6)), torch.full((1, 1, 4, 6), 2.0))
 
 
+def test_patches_of_half_precision_and_with_padding_by_name() -> None:
+    """CPUs do not interpolate in half precision; "valid" means no padding."""
+    network = of_timm().bfloat16()
+    network.patch_embed.proj.padding = "valid"
+    images, part = IMAGES.bfloat16(), PatchSize([8, 4])
+    Grower(network, images, method=PairGrowth(), trigger=STAGES[True], parts=[part])
+    assert network.patch_embed.proj.kernel_size == (8, 8)
+    assert network.pos_embed.dtype == network(images).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", VITS)
 def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
     growing = grower(name)
@@ -165,11 +175,11 @@ def test_each_stage_is_the_ordinary_network_of_its_patches(name: str) -> None:
         for key in tensors if epoch else [key for key in tensors if "proj" in key and tensors[key].dim() == 4]:
             assert tensors[key].shape[2:] == made[key].shape[2:]
     resampled = [p for key, p in growing.network.named_parameters() if "proj" in key and p.dim() == 4]
-    # Its state begins with it.
+    # The optimizer's state begins with the new weight.
     assert [optimizer.state[p]["step"] for p in resampled] == [1]
     (event,) = growing.events
     assert event.notes["patch_size"] == 4 and event.parity_error_eval < 1e-5
-    # Normalisations became plain behind the event: the outputs moved by a little more.
+    # Norms were annealed after the event, which changed the outputs slightly.
     assert event.notes["patch_size_output_change"] > 1e-4 < moved
     for copied in growing.copies().values():
         assert all(copied.state_dict()[key].shape == tensor.shape for key, tensor in tensors.items())
@@ -212,7 +222,7 @@ def test_a_stage_costs_what_its_patches_cost() -> None:
 
 
 def test_a_stage_costs_what_it_computes() -> None:
-    """Of 12 tokens: the head's 2 W 11 FLOPs a token, and 8 W^2 for each repeat of the block."""
+    """Per token, of 12: 2 W 11 FLOPs in the head, and 8 W^2 for each repeat of the block."""
     network, tokens = Looped(), TOKENS.shape[1]
     part = Setting("repeats", [1, 2, 4])
     graph = trace(copy.deepcopy(network), TOKENS)

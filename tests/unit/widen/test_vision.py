@@ -100,7 +100,7 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     told = refusal(name, tmp_path / "heads.pt", "--width", 2)
     assert "do not fit the network: has another shape of classifier.1.bias" in told
     assert "cannot read" in refusal(name, tmp_path / "none.pt", "--width", 2)
-    assert "which is no torchvision/NAME" in refusal(tmp_path, path, "--width", 2)
+    assert "is no torchvision/NAME" in refusal(tmp_path, path, "--width", 2)
     assert not out.exists()
     with pytest.raises(UserError, match="contains no widened network"):
         load_widened(tmp_path)

@@ -140,7 +140,9 @@ def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
     assert "there are pairs, net2net, hypercloning, lemon" in refusal(
         capsys, folder, "--width", 2, "--method", "magic", "-o", out
     )
-    assert "there are stream, heads, mlp" in refusal(capsys, folder, "--width", 2, "--parts", "x", "-o", out)
+    for factor in ("--width", "--depth"):
+        assert "there are stream, heads, mlp" in refusal(capsys, folder, factor, 2, "--parts", "x", "-o", out)
+        assert f"{factor}: 'nan' is no number above 0" in refusal(capsys, folder, factor, "nan", "-o", out)
     assert "no config.json" in refusal(capsys, tmp_path, "--width", 2, "-o", out)
     assert "is not empty" in refusal(capsys, folder, "--width", 2, "-o", folder)
     assert not out.exists()
@@ -166,7 +168,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFix
             assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
         else:
             told = refusal(capsys, folder, "--width", 2, "-o", out)
-            assert "70 tokens and the model embeds 64" in told
+            assert "70 tokens, but the model embeds only 64" in told
 
 
 @pytest.mark.slow
@@ -225,7 +227,7 @@ def test_heads_whose_positions_are_divided_by_their_size_are_refused_for_that_re
     config = transformers.FalconConfig(alibi=True, **sizes)
     transformers.FalconForCausalLM(config).save_pretrained(tmp_path / "old")
     told = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
-    assert "sets the slopes" in told and "--parts mlp" in told
+    assert "slopes depend on the number of heads" in told and "--parts mlp" in told
 
 
 def test_a_model_of_several_is_refused_with_the_place_of_its_sizes() -> None:
@@ -233,6 +235,7 @@ def test_a_model_of_several_is_refused_with_the_place_of_its_sizes() -> None:
     for change in (lambda: widened(config, 2, PARTS), lambda: deepened(config, 2)):
         with pytest.raises(UserError, match="sizes are in its text_config and vision_config"):
             change()
+    assert deepened(config, 1).to_dict() == config.to_dict()
 
 
 def test_what_becomes_no_wider_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

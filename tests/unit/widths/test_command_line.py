@@ -79,8 +79,14 @@ def leaving() -> None:
         (["growlab/resnet20", "--matrix", "m", "--jobs", "0"], "argument --jobs: '0' is no number above 0"),
         (["growlab/resnet20", "--matrix", "m", "--time-limit", "nan"], "'nan' is no number above 0"),
         (["growlab/resnet20", "--matrix", "m", "--memory-limit", "-1"], "'-1' is no number above 0"),
-        (["growlab/resnet20", "--matrix", "m", "--json"], "leave --json, --keep-full out"),
-        (["growlab/resnet20", "--matrix", "m", "--keep-full", "x"], "leave --json, --keep-full out"),
+        (
+            ["growlab/resnet20", "--matrix", "m", "--json"],
+            "does not support --json, as it writes both files, or --keep-full",
+        ),
+        (
+            ["growlab/resnet20", "--matrix", "m", "--keep-full", "x"],
+            "does not support --json, as it writes both files, or --keep-full",
+        ),
     ],
 )
 def test_bad_names_are_one_sentence(arguments, sentence, capsys):

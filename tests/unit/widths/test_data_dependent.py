@@ -110,5 +110,7 @@ def test_code_by_numbers_that_cannot_be_followed_is_named() -> None:
         net.first.bias.data = net.first.bias.data * 1.0
         return net.second(h[at : at + 2])
 
-    with pytest.raises(UnsupportedOperation, match=r"at `at = int\(mask\.sum\(\)\)`: numbers in a tensor decide"):
+    with pytest.raises(
+        UnsupportedOperation, match=r"at `at = int\(mask\.sum\(\)\)`: the code branches on numbers in a tensor"
+    ):
         trace(made(from_the_queue), (torch.randn(6, 8), ROWS))

@@ -1,10 +1,12 @@
 """Networks that take inputs by name alone, in containers, or packed."""
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,8 @@ from growlab.grower import Grower
 from growlab.grower.cost import forward_flops
 from growlab.growth import GradMax, VarianceTransfer
 from growlab.widths import trace
-from growlab.widths.inputs import Inputs, arguments, inputs_of
-from tests.unit.frontends.lightning_runs import Plain, trainer_of
+from growlab.widths.inputs import Inputs, arguments, inputs_of, inputs_to
+from tests.unit.frontends.lightning_runs import IMAGES, LABELS, Loader, Plain, trainer_of
 
 X, MASK, TARGETS = torch.randn(6, 5), torch.ones(6, 1), torch.randint(3, (6,))
 
@@ -144,6 +146,41 @@ def test_lightning_sees_what_is_given_by_name(tmp_path: Path) -> None:
     assert [event.stage for event in growth.grower.events] == [1]
 
 
+def test_lightning_sees_batches_as_transfer_hooks_return_them(tmp_path: Path) -> None:
+    class Module(Plain):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch[0].flatten(1), batch[1]
+
+    growth = Growth(method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
+    data = DataLoader(TensorDataset(IMAGES.view(-1, 2, 3), LABELS), 16)
+    trainer_of(tmp_path, growth, max_epochs=2).fit(Module(), data)
+    assert [event.stage for event in growth.grower.events] == [1]
+
+
+def test_capturing_inputs_leaves_all_generators_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data and training steps may draw from Python's and numpy's generators too, as MixUp does."""
+    drawn = []
+
+    class Module(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+            return super().training_step(batch, batch_idx)
+
+    def draws(*callbacks: Growth) -> list[tuple[float, ...]]:
+        drawn.clear()
+        module = Module()
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        trainer_of(tmp_path, *callbacks, max_epochs=1).fit(module, Loader())
+        return drawn.copy()
+
+    plain = draws()
+    assert draws(Growth(trigger={0: 1.0}))[-len(plain) :] == plain
+    # torch.random.fork_rng warns on a machine with several GPUs.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert inputs_to(nn.Sequential(nn.ReLU()), "0", (X,))[0] is not None
+
+
 class Packed(nn.Module):
     """A recurrent layer over sequences that are packed before, in the forward, or padded again first."""
 
@@ -174,7 +211,7 @@ def test_packed_sequences_are_refused_in_a_sentence(where: str, example: Any) ->
 
 
 def test_positional_inputs_for_keyword_only_arguments_are_refused() -> None:
-    with pytest.raises(UserError, match="ByName takes mask by name alone: give the example as a dictionary"):
+    with pytest.raises(UserError, match="ByName takes mask by keyword only: give the example as a dictionary"):
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):
         trace(ByName(), {"x": X[:, :4], "mask": MASK})

@@ -142,7 +142,7 @@ def test_networks_without_values_trace_as_those_with_values(make):
 
 def test_code_that_asks_for_numbers_is_named():
     network, x = on_meta(lambda: asking(careful=False)), torch.randn(2, 6, device="meta")
-    with pytest.raises(UnsupportedOperation, match=r"asks for numbers in a tensor \(.*x > 1e9.*device meta"):
+    with pytest.raises(UnsupportedOperation, match=r"reads numbers from a tensor \(.*x > 1e9.*device meta"):
         trace(network, x)
 
 

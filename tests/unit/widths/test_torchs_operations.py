@@ -140,7 +140,7 @@ def test_vmap_is_refused_in_a_sentence() -> None:
     def ensemble(h: Tensor) -> Tensor:
         return torch.vmap(lambda row: row * 2)(h)
 
-    with pytest.raises(UnsupportedOperation, match=r"torch\.vmap cannot be followed .*torch\.einsum"):
+    with pytest.raises(UnsupportedOperation, match=r"torch\.vmap cannot be traced .*torch\.einsum"):
         grown(ensemble)
 
 

@@ -157,7 +157,7 @@ def test_inputs_that_cannot_be_computed_or_trained_on_are_refused(
     "function", [lambda x: x[x[..., 0] > 0], lambda x: x[:, x[0, :, 0].nonzero()[:, 0]]], ids=["mask", "nonzero"]
 )
 def test_sizes_that_depend_on_the_data_are_refused_without_data(function):
-    with pytest.raises(UnsupportedOperation, match=r"asks for numbers in a tensor \(.*x\[.* trace it on a device"):
+    with pytest.raises(UnsupportedOperation, match=r"reads numbers from a tensor \(.*x\[.* trace it on a device"):
         trace(odd(function).to("meta"), torch.randn(2, 6, 4, device="meta"))
 
 

@@ -1,6 +1,6 @@
-"""Experiments other than training one network on images: each is a function and a file in conf/experiment.
+"""Experiments other than training one network: each is a function and a file in conf/experiment.
 
-This module has what they share: training steps, accuracy, tables.
+This module has their shared training steps, accuracy and tables.
 """
 
 import json
@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from growlab.base.files import write_json, write_text
 
-_ALL = 10**9  # batches of an epoch: as many as there are
+_ALL = 10**9  # more batches than any epoch has
 
 
 def batches_of(data: Any, epoch: int, number: int) -> list[tuple[Tensor, Tensor]]:
-    """A number of training batches from an epoch on."""
-    return list(islice(chain.from_iterable(epoch_of(data, one) for one in count(epoch)), number))
+    """Return a number of training batches from an epoch on."""
+    return list(islice(chain.from_iterable(epoch_of(data, each) for each in count(epoch)), number))
 
 
 def epoch_of(data: Any, epoch: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """Training batches of one epoch of `growlab.lab.data.ImageData`."""
+    """Return the training batches of an epoch of `growlab.lab.data.ImageData`."""
     return data.training_batches(_ALL, epoch)
 
 
@@ -38,17 +38,17 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterabl
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> float:
-    """Fraction of samples whose largest logit is their label's."""
+    """Return the fraction of samples with the largest logit at their label."""
     return float((logits.argmax(1) == labels).double().mean())
 
 
 def relative(after: Tensor, before: Tensor) -> float:
-    """Norm of a difference relative to the norm of the reference."""
+    """Return the norm of the difference relative to the norm of `before`."""
     return float((after - before).norm() / before.norm())
 
 
 def changed(after: Tensor, before: Tensor, labels: Tensor) -> dict[str, float]:
-    """Relative change of the logits by a change of the network, and the accuracy before and after."""
+    """Return the relative change of the logits, and the accuracy before and after."""
     return {
         "relative_error": relative(after, before),
         "accuracy_before": accuracy(before, labels),
@@ -59,13 +59,13 @@ def changed(after: Tensor, before: Tensor, labels: Tensor) -> dict[str, float]:
 def diverging(
     pair: Sequence[nn.Module], make: Any, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[int, float]]:
-    """Train two networks with an optimizer each; yield the steps done and the relative difference of their outputs."""
-    optimizers = [make(one.parameters()) for one in pair]
+    """Train two networks on equal batches; yield the number of steps and the relative difference of their outputs."""
+    optimizers = [make(network.parameters()) for network in pair]
     for step in range(len(batches) + 1):
-        first, second = (one(x).detach() for one in pair)
+        first, second = (network(x).detach() for network in pair)
         yield step, relative(second, first)
-        for one, optimizer in zip(pair, optimizers, strict=True):
-            train(one, optimizer, batches[step : step + 1])
+        for network, optimizer in zip(pair, optimizers, strict=True):
+            train(network, optimizer, batches[step : step + 1])
 
 
 def write(
@@ -74,7 +74,7 @@ def write(
     summarise: Callable[[Mapping[str, pandas.DataFrame]], dict[str, Any]],
     draw: Callable[[Path], Path],
 ) -> None:
-    """Write rows as `NAME.csv` (six significant digits), their summary as `summary.json`, and the figure."""
+    """Write rows as `NAME.csv` with six significant digits, their summary as `summary.json`, and the figure."""
     frames = {name: pandas.DataFrame(rows) for name, rows in tables.items()}
     for name, frame in frames.items():
         text = frame.to_csv(index=False, float_format="%.6g", lineterminator="\n", na_rep="nan")

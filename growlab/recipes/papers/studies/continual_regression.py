@@ -1,8 +1,8 @@
 """Continual learning with hypernetworks on three regression tasks (Chang et al. 2020, Section 5.2, Figure 4).
 
-The set-up is von Oswald et al.'s (2020): a main network with two hidden layers of 10 ReLUs, all of whose weights and
-biases a hypernetwork with two hidden layers of 10 emits from an embedding per task; while a task is learnt, a
-regulariser keeps what the hypernetwork emits for earlier tasks.
+The set-up is that of von Oswald et al. (2020). A hypernetwork with two hidden layers of 10 units emits all weights and
+biases of a main network, which has two hidden layers of 10 ReLUs, from an embedding per task. While a task is learnt, a
+regulariser preserves the hypernetwork's outputs for earlier tasks.
 """
 
 import json
@@ -32,11 +32,13 @@ class Settings:
     """Settings of the study; the defaults are the paper's.
 
     Attributes:
+        initialisations: of the hypernetwork.
         learning_rates: each initialisation is shown at the best of these.
         steps: SGD steps per task.
+        beta: weight of the regulariser.
         measure_every: steps between measurements.
-        lookahead: take the regulariser's gradient where the step on the task alone would lead, as von Oswald et al.
-            do (their Eq. 2, its step a constant); False: where the weights are.
+        lookahead: take the regulariser's gradient after a step on the task alone, as in von Oswald et al., Eq. 2, with
+            the step a constant; False: at the current weights.
     """
 
     initialisations: Sequence[str]
@@ -54,7 +56,7 @@ class Curves:
     """Measurements of every combination of initialisation, rate and seed.
 
     Attributes:
-        steps: steps done at each measurement, [M], from 0 over all tasks.
+        steps: number of completed steps over all tasks at each measurement, [M], from 0.
         losses: mean squared error on each task's training samples, [M, T, initialisation, rate, seed].
     """
 
@@ -63,17 +65,17 @@ class Curves:
 
     @property
     def stacked(self) -> Tensor:
-        """Stack all losses in one tensor."""
+        """All losses as one tensor."""
         return torch.stack(self.losses)
 
 
 def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
-    """Train all combinations at once and write `losses.csv`, `summary.json` and `losses.png` into the run's folder."""
-    chosen = Settings(**settings)
-    curves = train(chosen, seed)
-    rows = summarise(chosen, curves)
-    write_text(run_dir / "losses.csv", _table(chosen, curves, rows))
-    write_json(run_dir / "summary.json", {"settings": vars(chosen), "seed": seed, "rows": rows})
+    """Train all combinations at once and write `losses.csv`, `summary.json` and `losses.png` to the run's folder."""
+    study = Settings(**settings)
+    curves = train(study, seed)
+    rows = summarise(study, curves)
+    write_text(run_dir / "losses.csv", _table(study, curves, rows))
+    write_json(run_dir / "summary.json", {"settings": vars(study), "seed": seed, "rows": rows})
     draw(run_dir)
     for row in rows:
         ends = ", ".join("-" if value is None else f"{value:.3g}" for value in row["loss_when_learnt"])
@@ -81,41 +83,37 @@ def continual_regression(run_dir: Path, seed: int = 0, **settings: Any) -> None:
 
 
 class Stack:
-    """Many hypernetworks trained together: one step of all is a few batched matrix products.
+    """Many hypernetworks trained together with batched matrix products.
 
-    Shape suffixes: E networks, P numbers that one emits, K features, L size of an embedding, S samples, T tasks.
+    Shape suffixes: E networks, P emitted numbers, L size of an embedding, S samples, T tasks.
 
     Args:
-        networks: main networks that `parametrise` with sharing="network" has worked on, equal but for their numbers.
+        networks: main networks of equal shapes, each with its hypernetwork from `parametrise` with sharing="network".
     """
 
     def __init__(self, networks: Sequence[MLP]) -> None:
         self.weights: list[Tensor] = []
         hidden = [_layers(network)[0].parametrizations.weight[0].features.hidden for network in networks]
         for layer in range(0, len(hidden[0]), 2):
-            self.weights += [
-                torch.stack([h[layer].weight.detach() for h in hidden]),
-                torch.stack([h[layer].bias.detach() for h in hidden]),
-            ]
-        layers = _layers(networks[0])
-        self.shapes = [part.shape for layer in layers for part in (layer.weight, layer.bias)]
-        every = [_layers(network) for network in networks]
-        outputs = [[parts for layer in own for parts in layer.parametrizations.values()] for own in every]
+            for name in ("weight", "bias"):
+                self.weights.append(torch.stack([getattr(h[layer], name).detach() for h in hidden]))
+        self.shapes = [part.shape for layer in _layers(networks[0]) for part in (layer.weight, layer.bias)]
+        outputs = [[p for layer in _layers(main) for p in layer.parametrizations.values()] for main in networks]
         features = outputs[0][0][0].output.weight.shape[-1]
         self.weights += [
-            torch.stack([torch.cat([p[0].output.weight.detach().view(-1, features) for p in own]) for own in outputs]),
-            torch.stack([torch.cat([p.original.detach().flatten() for p in own]) for own in outputs]),
+            torch.stack([torch.cat([p[0].output.weight.detach().view(-1, features) for p in ps]) for ps in outputs]),
+            torch.stack([torch.cat([p.original.detach().flatten() for p in ps]) for ps in outputs]),
         ]
 
     def emit(self, embedding_EL: Tensor, weights: Sequence[Tensor] | None = None) -> Tensor:
-        """Emit all weights and biases of the main networks, [E, P], optionally with other hypernetwork weights."""
+        """Return all weights and biases of the main networks, [E, P], optionally with other hypernetwork weights."""
         x, weights = embedding_EL[..., None], self.weights if weights is None else weights
         for weight, bias in zip(weights[:-2:2], weights[1:-2:2], strict=True):
             x = torch.relu(torch.baddbmm(bias[..., None], weight, x))
         return torch.baddbmm(weights[-1][..., None], weights[-2], x)[..., 0]
 
     def predict(self, emitted_EP: Tensor, x_ES1: Tensor) -> Tensor:
-        """Outputs of the main networks with these weights, [E, S, 1]."""
+        """Return the outputs of the main networks with these weights, [E, S, 1]."""
         pieces = emitted_EP.split([shape.numel() for shape in self.shapes], 1)
         x, last = x_ES1, len(pieces) - 2
         for index in range(0, len(pieces), 2):
@@ -130,8 +128,8 @@ def train(settings: Settings, seed: int) -> Curves:
     shape = (len(settings.initialisations), len(settings.learning_rates), settings.num_seeds)
     networks = []
     for name in settings.initialisations:
-        made = [network(name, seed * settings.num_seeds + number) for number in range(settings.num_seeds)]
-        networks += made * len(settings.learning_rates)
+        of_seeds = [network(name, seed * settings.num_seeds + number) for number in range(settings.num_seeds)]
+        networks += of_seeds * len(settings.learning_rates)
     stack = Stack(networks)
     rates = torch.tensor(settings.learning_rates).repeat_interleave(shape[2]).repeat(shape[0])
     drawn = torch.rand(len(TASKS), shape[2], 2, generator=generator(seed, 0, "embeddings"))
@@ -152,9 +150,9 @@ def train(settings: Settings, seed: int) -> Curves:
         for step in range(settings.steps):
             if step % settings.measure_every == 0:
                 measure(task * settings.steps + step)
-            chosen = torch.randint(_SAMPLES, (settings.batch_size,), generator=source)
+            indices = torch.randint(_SAMPLES, (settings.batch_size,), generator=source)
             old = list(zip(embeddings[:task], kept, strict=True))
-            batch = x_TES1[task][:, chosen], y_TES1[task][:, chosen]
+            batch = x_TES1[task][:, indices], y_TES1[task][:, indices]
             stack.weights, embeddings[task] = _step(stack, embeddings[task], batch, old, rates, settings)
     measure(len(TASKS) * settings.steps)
     return curves
@@ -179,8 +177,8 @@ def _step(
             ]
 
     def regulariser(weights: Sequence[Tensor]) -> Tensor:
-        far = [(stack.emit(e, weights) - target).square().sum() for e, target in old]
-        return settings.beta / len(old) * torch.stack(far).sum()
+        drifts = [(stack.emit(e, weights) - target).square().sum() for e, target in old]
+        return settings.beta / len(old) * torch.stack(drifts).sum()
 
     # The networks are independent, so the gradient of the sum is the gradient of each.
     loss = (stack.predict(stack.emit(embedding_EL), batch[0]) - batch[1]).square().mean((1, 2)).sum()
@@ -196,7 +194,7 @@ def _step(
 
 
 def network(initialisation: str, seed: int) -> MLP:
-    """Make a main network with its hypernetwork; the embedding represents the task."""
+    """Return a main network with its hypernetwork; the embedding represents the task."""
     hypernet = Hypernet(
         *("network", initialisation),
         embedding_features=2,
@@ -205,18 +203,17 @@ def network(initialisation: str, seed: int) -> MLP:
         biases=True,
         gain=2.0,
     )
-    made = MLP(1, [_HIDDEN, _HIDDEN], 1)
-    parametrise(made, hypernet, seed)
-    return made
+    main = MLP(1, [_HIDDEN, _HIDDEN], 1)
+    parametrise(main, hypernet, seed)
+    return main
 
 
 def _layers(network: MLP) -> list[Any]:
-    """The main network's linear layers, in order."""
     return [module for module in [*network.hidden, network.classifier] if isinstance(module, nn.Linear)]
 
 
 def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
-    """Draw inputs and targets of every task, a function of the seed: [T, E, S, 1] each."""
+    """Draw inputs and targets of every task as a function of the seed, [T, E, S, 1] each."""
     xs, ys = [], []
     for task, ((low, high), function) in enumerate(TASKS):
         source = generator(seed, task, "samples")
@@ -228,10 +225,10 @@ def _samples(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
-    """Each initialisation at its best rate: the lowest mean loss on the tasks when each has just been learnt.
+    """Summarise each initialisation at its best rate, with the lowest mean loss on each task when it was just learnt.
 
-    Rates at which a run diverges are not chosen; if all diverge, the smallest is shown. Runs of
-    one seed have the same samples and batches and draws of embeddings, so `by_seed` can be compared in pairs.
+    Rates at which a run diverges are not chosen; if all diverge, the smallest is shown. Runs with equal seeds share
+    samples, batches and draws of embeddings, so `by_seed` allows paired comparisons.
     """
     learning = being_learnt(settings, curves)
     last = [(t + 1) * settings.steps for t in range(len(TASKS))]
@@ -273,7 +270,7 @@ def summarise(settings: Settings, curves: Curves) -> list[dict[str, Any]]:
 
 
 def being_learnt(settings: Settings, curves: Curves) -> Tensor:
-    """Loss on the task that is learnt at each measurement, [M, initialisation, rate, seed]."""
+    """Return the loss on the current task at each measurement, [M, initialisation, rate, seed]."""
     tasks = [min(step // settings.steps, len(TASKS) - 1) for step in curves.steps]
     return curves.stacked[torch.arange(len(tasks)), torch.tensor(tasks)]
 
@@ -291,23 +288,23 @@ def _table(settings: Settings, curves: Curves, rows: Sequence[dict[str, Any]]) -
 
 
 def _numbers(values: Tensor) -> list[float | None]:
-    """Round each seed's value to four digits."""
+    """Round each seed's value to four significant digits for JSON; None if not finite."""
     return [float(f"{value:.4g}") if isfinite(value) else None for value in values.tolist()]
 
 
 def _number(value: Tensor) -> float | None:
-    """Convert a number for JSON, which has no infinity."""
+    """Convert a number for JSON; None if not finite."""
     return float(value) if isfinite(float(value)) else None
 
 
 @style.styled()
 def draw(run_dir: Path) -> Path:
-    """Draw a run's `losses.png` from its files: loss on the task being learnt, mean and standard error (Figure 4).
+    """Draw a run's `losses.png` from its files: loss on the current task, mean and standard error (Figure 4).
 
-    A panel a task. Four initialisations stand out: hyperfan's two, the paper's baseline that trains (Kaiming's
-    fan-out), and of the others the one with the smallest loss when learnt; the rest are grey, without bands, and named
-    above the legend, as are those that diverged and so have no line. The loss before the first step, which would hide
-    everything else, stands in the legend.
+    One panel per task. Four initialisations are highlighted: both hyperfan ones, the paper's baseline that trains
+    (Kaiming's fan-out), and of the others the one with the smallest loss when learnt. The rest are grey, without bands,
+    and named above the legend, as are those that diverged. The loss before the first step, which would dwarf
+    everything else, is in the legend.
     """
     summary = json.loads((run_dir / "summary.json").read_text())
     curves = dict(list(pandas.read_csv(run_dir / "losses.csv").groupby("initialisation")))
@@ -320,8 +317,8 @@ def draw(run_dir: Path) -> Path:
         for rank, name in enumerate([*shown, *others]):
             curve = curves[name]
             # A task's first measurement precedes its training.
-            own = curve[(curve.step > task * length) & (curve.step < (task + 1) * length + (task == num_tasks - 1))]
-            x, mean, error = own.step - task * length, own.loss, own.standard_error
+            part = curve[(curve.step > task * length) & (curve.step < (task + 1) * length + (task == num_tasks - 1))]
+            x, mean, error = part.step - task * length, part.loss, part.standard_error
             if name in others:
                 axes.plot(x, mean, color="0.8", linewidth=0.8, zorder=1)
                 continue
@@ -351,11 +348,11 @@ def draw(run_dir: Path) -> Path:
 def sorted_out(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[str]]:
     """Split initialisations into highlighted ones (at most four), others, and those that diverged."""
     trained = {row["initialisation"]: row for row in rows if None not in row["loss_when_learnt"]}
-    named = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
-    others = [name for name in trained if name not in named]
-    named += sorted(others, key=lambda name: sum(trained[name]["loss_when_learnt"]))[: 4 - len(named)]
+    shown = [name for name in ("hyperfan_in", "hyperfan_out", "kaiming_out") if name in trained]
+    others = [name for name in trained if name not in shown]
+    shown += sorted(others, key=lambda name: sum(trained[name]["loss_when_learnt"]))[: 4 - len(shown)]
     diverged = [row["initialisation"] for row in rows if row["initialisation"] not in trained]
-    return named, [name for name in trained if name not in named], diverged
+    return shown, [name for name in trained if name not in shown], diverged
 
 
 def label(row: dict[str, Any]) -> str:

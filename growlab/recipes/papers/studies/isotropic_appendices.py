@@ -1,9 +1,9 @@
-"""Appendices C and D of G. Bird, "On De-Individuated Neurons", and two choices that the text leaves open.
+"""Appendices C and D of G. Bird, "On De-Individuated Neurons", and two choices that the paper does not specify.
 
-Appendix C states that normalising vectors to unit length between isotropic layers makes a network affine; Appendix D
-that factorised weights, and the free outgoing weights of new neurons, change a network's further training but not its
-outputs. Neurons may be removed by the weights that produce a layer or by those that read it (Section 2.3.2), and the
-intrinsic length may be negative (Section 3.1).
+Appendix C states that normalising vectors to unit length between isotropic layers makes a network affine. Appendix D
+states that factorised weights, and the free outgoing weights of new neurons, change a network's further training but
+not its outputs. The choices: neurons are removed by incoming or by outgoing weights (Section 2.3.2), and the intrinsic
+length may be negative (Section 3.1).
 """
 
 import copy
@@ -26,15 +26,15 @@ from growlab.parts.isotropic.spectrum import decompose
 from growlab.recipes.papers import studies
 from growlab.widths import WidthGraph, replace_tensors, tensors_of, trace
 
-_SAMPLES = 2000  # points of the rings, for training and for measuring
-#: What stands between a layer and its activation, and whether layers have biases.
+_SAMPLES = 2000  # points of the rings, for training and again for measuring
+#: Factory of the normaliser between a layer and its activation, and True if layers have biases.
 NETWORKS: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
     "plain": (lambda width: nn.Identity(), True),
     "chi": (ChiNorm, True),
     "shell": (lambda width: Shell(), True),
     "shell without biases": (lambda width: Shell(), False),
 }
-#: Intrinsic lengths at the beginning: name -> (length, kind).
+#: Initial intrinsic lengths: name -> (length, kind).
 LENGTHS: dict[str, tuple[float, str]] = {
     "trained": (0.01, "trained"),
     "constant": (0.01, "constant"),
@@ -44,10 +44,10 @@ LENGTHS: dict[str, tuple[float, str]] = {
 
 
 class Shell(nn.Module):
-    """x / ||x||: every vector on the unit sphere, the normalisation that Appendix C warns of."""
+    """Normalises every vector to unit length, which Appendix C warns against."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise vectors; a vector of zeros stays zero."""
+        """Return x / ||x||; zero vectors stay zero."""
         return nn.functional.normalize(x, dim=1)
 
 
@@ -62,30 +62,30 @@ def isotropic_appendices(
     divergence_steps: int,
     num_seeds: int,
 ) -> None:
-    """Train small networks and measure, in float64, each statement; tables, a summary and a figure.
+    """Train small networks and measure each statement in float64; write tables, a summary and a figure.
 
-    Networks train with Adam; SGD steps that follow, on pairs that compute the same, take ten times its rate.
+    Networks train with Adam. Pairs that compute the same then train with SGD, at ten times the rate.
     """
     data.setup()
     test = tuple(torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
     test = (test[0].double(), test[1])
     tables: dict[str, list[dict[str, Any]]] = {}
     for number in range(seed, seed + num_seeds):
-        found = {"collapse": list(collapsed(number, data, test, width, epochs, lr))}
+        rows = {"collapse": list(collapsed(number, data, test, width, epochs, lr))}
         network, graph = _trained(number, data, width, epochs, lr)
         batches = studies.batches_of(data, epochs, divergence_steps)
-        found["divergence"] = list(diverging(network, graph, test[0], batches, 10 * lr))
-        found["directions"] = list(directions(network, graph, batches[0][0].double(), test, removed))
-        found["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
-        for name, rows in found.items():
-            tables.setdefault(name, []).extend({"seed": number, **row} for row in rows)
+        rows["divergence"] = list(diverging(network, graph, test[0], batches, 10 * lr))
+        rows["directions"] = list(directions(network, graph, batches[0][0].double(), test, removed))
+        rows["lengths"] = [lengths(name, number, data, test, width, epochs, lr) for name in LENGTHS]
+        for table, of_seed in rows.items():
+            tables.setdefault(table, []).extend({"seed": number, **row} for row in of_seed)
     studies.write(run_dir, tables, summarise, draw)
 
 
 def collapsed(
     seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
 ) -> Iterator[dict[str, Any]]:
-    """Networks with each normaliser, on two rings, which no affine map separates, and on the data."""
+    """Train networks with each normaliser on two rings, which no affine map separates, and on the data."""
     rings = [_rings(generator(seed, number, "rings")) for number in (0, 1)]
     for name in NETWORKS:
         torch.manual_seed(seed)
@@ -101,16 +101,16 @@ def collapsed(
 
 
 def built(name: str, in_features: int, width: int, num_classes: int) -> nn.Sequential:
-    """A network with two isotropic layers of a kind of `NETWORKS`, without intrinsic lengths."""
-    made, biases = NETWORKS[name]
+    """Return a network with two isotropic layers and a normaliser of `NETWORKS`, without intrinsic lengths."""
+    normaliser, biases = NETWORKS[name]
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs in (in_features, width):
-        layers += [nn.Linear(inputs, width, bias=biases), made(width), IsotropicActivation(length=None)]
+        layers += [nn.Linear(inputs, width, bias=biases), normaliser(width), IsotropicActivation(length=None)]
     return nn.Sequential(*layers, nn.Linear(width, num_classes, bias=biases))
 
 
 def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]:
-    """Spread of gains; share of the outputs' variance that no affine map of inputs, or of x / ||x||, explains."""
+    """Return the spread of gains, and the share of output variance that no affine map of x, or x / ||x||, explains."""
     gains: list[Tensor] = []
     activations = [module for module in network.modules() if isinstance(module, IsotropicActivation)]
     handles = [a.register_forward_hook(lambda m, i, o: gains.append(m.gain(i[0]))) for a in activations]
@@ -134,7 +134,7 @@ def _affinity(network: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]
 
 
 def _rings(source: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Points of a plane [B, 2], and whether they lie farther out than 1.5."""
+    """Draw points of two rings [B, 2], and their ring [B]: 0 at radius 1, 1 at radius 2."""
     angle = 2 * torch.pi * torch.rand(_SAMPLES, generator=source, dtype=torch.float64)
     outer = torch.arange(_SAMPLES) % 2
     radius = 1 + outer + 0.1 * torch.randn(_SAMPLES, generator=source, dtype=torch.float64)
@@ -144,11 +144,11 @@ def _rings(source: torch.Generator) -> tuple[Tensor, Tensor]:
 def diverging(
     network: nn.Module, graph: WidthGraph, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]], lr: float
 ) -> Iterator[dict[str, Any]]:
-    """Train networks that compute the same, and the network itself, on by SGD.
+    """Continue training a network, and twins with equal outputs, by SGD; yield their relative differences.
 
-    "product": the first layer is a linear layer S V^T behind another one, U, as if the diagonal form had not been
-    multiplied out (Eqs. 49-52). The names of `COLUMNS`: four new neurons in the second layer with such outgoing
-    weights (Eqs. 53-56), whose new incoming weights are measured too.
+    In the twin "product", the first layer is S V^T followed by U, as if the diagonal form had not been multiplied out
+    (Eqs. 49-52). In the twins of `COLUMNS`, the second layer has four new neurons with these outgoing weights (Eqs.
+    53-56); the norm of their incoming weights is also measured.
     """
     group = list(graph.isotropic)[1]
     old = graph.full_widths[group]
@@ -167,7 +167,7 @@ def diverging(
 
 
 def _factored(network: nn.Module) -> nn.Module:
-    """A copy whose first layer W x + b is U (S V^T x) + b, in two layers."""
+    """Return a copy whose first layer W x + b is two layers, U (S V^T x) + b."""
     copied: Any = copy.deepcopy(network)
     first = copied.hidden[0]
     left, values, right = decompose(first.weight)
@@ -184,7 +184,7 @@ def _factored(network: nn.Module) -> nn.Module:
 def directions(
     network: nn.Module, graph: WidthGraph, seen: Tensor, test: tuple[Tensor, Tensor], removed: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """The second layer with fewer neurons, chosen by incoming or outgoing weights, corrected by samples `seen`."""
+    """Remove neurons of the second layer by incoming or outgoing weights, with corrections from the samples `seen`."""
     group, (x, labels) = list(graph.isotropic)[1], test
     tensors, observed = tensors_of(network, graph), watch(network, graph, (seen,))
     before = network(x).detach()
@@ -200,11 +200,11 @@ def directions(
 def lengths(
     name: str, seed: int, data: Any, test: tuple[Tensor, Tensor], width: int, epochs: int, lr: float
 ) -> dict[str, Any]:
-    """Intrinsic lengths of a kind of `LENGTHS` over training."""
+    """Return the intrinsic lengths and accuracy after training with an entry of `LENGTHS`."""
     length, kind = LENGTHS[name]
     network, _ = _trained(seed, data, width, epochs, lr, length=length, length_kind=kind)
-    known = [m.intrinsic_length for m in network.modules() if isinstance(m, IsotropicActivation)]
-    last = {f"length_{index}": float(o.detach()) for index, o in enumerate(known) if o is not None}
+    trained = [m.intrinsic_length for m in network.modules() if isinstance(m, IsotropicActivation)]
+    last = {f"length_{index}": float(o.detach()) for index, o in enumerate(trained) if o is not None}
     return {
         "lengths": name,
         "start": length,
@@ -224,16 +224,16 @@ def _trained(seed: int, data: Any, width: int, epochs: int, lr: float, **options
 
 
 def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
-    """Means over networks; of differences the largest, and of what is said to be there the smallest."""
+    """Summarise over networks: means, the largest errors, and the smallest final divergence and length."""
     collapse, divergence, directions, lengths = tables.values()
     mean, last = statistics.fmean, divergence["step"].max()
 
     def over(rows: pandas.DataFrame, key: str, how: Callable[[Any], float], *by: str) -> dict[str, float]:
-        found = rows.groupby(list(by), sort=False)[key]
-        return {", ".join(map(str, names)): float(how(values)) for names, values in found}
+        groups = rows.groupby(list(by), sort=False)[key]
+        return {", ".join(map(str, names)): float(how(values)) for names, values in groups}
 
     start, end = (divergence[divergence["step"] == step] for step in (0, last))
-    known = lengths.filter(regex="^length_")
+
     return {
         "num_networks": collapse["seed"].nunique(),
         **{
@@ -247,7 +247,7 @@ def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
         "removal_error": over(directions, "relative_error", max, "direction", "removed"),
         "removal_accuracy": over(directions, "accuracy", mean, "direction", "removed"),
         "accuracy_of_lengths": over(lengths, "accuracy", mean, "lengths"),
-        "smallest_length": float(known.min(axis=None)),
+        "smallest_length": float(lengths.filter(regex="^length_").min(axis=None)),
     }
 
 
@@ -265,7 +265,7 @@ def draw(run_dir: Path) -> Path:
         own = one_seed[one_seed["twin"] == twin]
         line: dict[str, Any] = {"color": style.PALETTE[index], "linestyle": style.DASHES[index % len(style.DASHES)]}
         label = "weights kept as U (S V$^T$)" if twin == "product" else f"new columns: {twin}"
-        # "orthogonal" and "random" coincide: draw dashes over the solid line.
+        # "orthogonal" and "random" coincide; draw dashes over the solid line.
         above, y = 2 if line["linestyle"] == "-" else 2.1, own["relative_difference"].clip(lower=1e-17)
         middle.plot(own["step"], y, **line, linewidth=1.3, label=label, zorder=above)
     middle.set(title="two networks that compute the same", xlabel="steps of SGD on both")
@@ -282,13 +282,13 @@ def draw(run_dir: Path) -> Path:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, low), fontsize=7)
     n = directions["seed"].nunique()
     note = f"left, right: a mark or line for each of n = {n} seeds; middle: one seed; all in float64"
-    # A line below the legends.
+    # On a line below the legends.
     drawn.supxlabel(f"\n{note}", fontsize=7)
     return style.save(drawn, run_dir / "appendices.png")
 
 
 def _draw_collapse(axes: Any, rings: pandas.DataFrame) -> None:
-    """Share of what is not affine, and accuracy, of each normaliser on the rings."""
+    """Draw the share of variance that is not affine, and the accuracy, of each normaliser on the rings."""
     shown = {"not_affine": "variance of the outputs that\nno affine map explains", "accuracy": "accuracy"}
     for index, (key, label) in enumerate(shown.items()):
         look: dict[str, Any] = {

@@ -1,13 +1,14 @@
 """Changes that preserve a trained isotropic network: added and removed neurons, diagonal layers, other bases.
 
-Statements that G. Bird, "On De-Individuated Neurons", makes without a table: growth changes nothing and removal little
-(Section 3, Eqs. 27-30), every other layer can be a vector (Section 2.3, Eq. 19), and a network in another basis
-computes the same but learns differently under an optimizer with a state for each entry (Appendix D).
+Measures statements of G. Bird, "On De-Individuated Neurons", that have no table: growth changes nothing and removal
+little (Section 3, Eqs. 27-30), every other layer can be a vector (Section 2.3, Eq. 19), and a network in another basis
+computes the same but learns differently with an optimizer that has per-entry state (Appendix D).
 """
 
 import copy
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def isotropic_invariance(
     divergence_steps: int,
     num_seeds: int,
 ) -> None:
-    """Train networks and measure, in float64, what each reparameterisation changes; tables, a summary and a figure.
+    """Train networks and measure, in float64, the effect of each reparameterisation; write tables, summary and figure.
 
-    Networks train with Adam, and so do pairs in two bases; SGD takes ten times its rate.
+    Networks train with Adam. Pairs in two bases also train with SGD, at ten times the rate.
     """
     data.setup()
     x, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
@@ -58,8 +59,8 @@ def isotropic_invariance(
         tables["sparsity"].append({"seed": number, **_sparse(network, graph, test)})
         batches = studies.batches_of(data, epochs, divergence_steps)
         for name, make in OPTIMIZERS.items():
-            own_lr = 10 * lr if name == "SGD" else lr
-            rows = _diverge(network, graph, test[0], batches, lambda p, make=make, lr=own_lr: make(p, lr))
+            make_at_lr = partial(make, lr=10 * lr if name == "SGD" else lr)
+            rows = _diverge(network, graph, test[0], batches, make_at_lr)
             tables["divergence"] += [{"seed": number, "optimizer": name, **row} for row in rows]
     studies.write(run_dir, tables, summarise, draw)
 
@@ -67,7 +68,7 @@ def isotropic_invariance(
 def resized(network: nn.Module, graph: WidthGraph, x: Tensor, new_width: int) -> tuple[nn.Module, dict[str, int]]:
     """Return a copy whose second hidden layer has another width, and the widths of all groups.
 
-    The second one's incoming weights have as many directions as it has neurons; the first one's may have fewer.
+    The second one, because its incoming weights have as many directions as neurons, unlike perhaps the first one's.
     """
     copied, group = copy.deepcopy(network), list(graph.isotropic)[1]
     observed = watch(copied, graph, (x,))
@@ -91,14 +92,14 @@ def _resized(
 def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Turn every other map into a vector; parameters are counted over the square hidden maps, as in Eq. 19.
 
-    There D of 2 D + 1 maps of width N become vectors; here k of m do, which leaves the same count with k and m.
+    In Eq. 19, D of 2 D + 1 maps of width N become vectors; here, k of m.
     """
     x, labels = test
     before, sparse = network(x).detach(), sparsify(network, graph)
     after = sparse(x).detach()
     linear = [module for module in network.modules() if isinstance(module, nn.Linear)]
     square = [module for module in linear if module.in_features == module.out_features]
-    n, m, k = square[0].in_features, len(square), sum(isinstance(one, Diagonal) for one in sparse.modules())
+    n, m, k = square[0].in_features, len(square), sum(isinstance(module, Diagonal) for module in sparse.modules())
     saved = sum(p.numel() for p in network.parameters()) - sum(p.numel() for p in sparse.parameters())
     of_square = sum(parameter.numel() for module in square for parameter in module.parameters())
     return {
@@ -111,7 +112,7 @@ def _sparse(network: nn.Module, graph: WidthGraph, test: tuple[Tensor, Tensor]) 
 def _diverge(
     network: nn.Module, graph: WidthGraph, x: Tensor, batches: Sequence[tuple[Tensor, Tensor]], make: Any
 ) -> Iterator[dict[str, Any]]:
-    """Relative difference of the outputs of a network and of its partially diagonalised copy over equal steps."""
+    """Yield relative differences between outputs of a network and its partially diagonalised copy over equal steps."""
     pair = [copy.deepcopy(network), copy.deepcopy(network)]
     for group in graph.isotropic:
         diagonalise_partially(pair[1], graph, group)
@@ -120,10 +121,10 @@ def _diverge(
 
 
 def _spectrum(network: nn.Module, graph: WidthGraph, epoch: int) -> list[dict[str, Any]]:
-    found = spectra(graph, tensors_of(network, graph), graph.full_widths)
+    by_group = spectra(graph, tensors_of(network, graph), graph.full_widths)
     return [
         {"epoch": epoch, "group": group, "rank": rank, "singular_value": value}
-        for group, values in found.items()
+        for group, values in by_group.items()
         for rank, value in enumerate(values.tolist())
     ]
 
@@ -135,8 +136,8 @@ def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
     ends = divergence[divergence["step"] == last].groupby("optimizer")["relative_difference"].max()
 
     def of(rows: pandas.DataFrame, *means: str) -> dict[str, float]:
-        found = {name: statistics.fmean(rows[name]) for name in ("accuracy_before", "accuracy", *means)}
-        return {"largest_relative_error": float(rows["relative_error"].max()), **found}
+        averages = {name: statistics.fmean(rows[name]) for name in ("accuracy_before", "accuracy", *means)}
+        return {"largest_relative_error": float(rows["relative_error"].max()), **averages}
 
     return {
         "changes": {f"{change:+d}": {**of(rows), "n": len(rows)} for change, rows in changes.groupby("change")},
@@ -152,10 +153,7 @@ def summarise(tables: Mapping[str, pandas.DataFrame]) -> dict[str, Any]:
 
 @style.styled()
 def draw(run_dir: Path) -> Path:
-    """Draw `invariance.png` from a run's tables.
-
-    Largest error over the change of width, singular values over epochs, divergence over steps.
-    """
+    """Draw `invariance.png` from a run's tables: error over the change of width, spectra, and divergence."""
     changes, spectrum, divergence = (
         pandas.read_csv(run_dir / f"{name}.csv") for name in ("changes", "spectra", "divergence")
     )

@@ -266,7 +266,7 @@ def test_a_loop_that_provides_nothing_is_asked_to() -> None:
 
 
 class Module(lightning.LightningModule):
-    """A module that logs."""
+    """A module that logs, and casts batches in a transfer hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,6 +276,9 @@ class Module(lightning.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [column.float() for column in batch]
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         x, y = batch
@@ -292,7 +295,7 @@ def fit(folder: Path, resume: Path | None = None) -> tuple[Module, Controller]:
     trigger = Controller(0.5, at=0.25, branch=0.03, total_steps=270)
     module, growth = Module(), growlab.Growth("network", method=PairGrowth(), trigger=trigger, verbose=False)
     # Always the same batch: Lightning repeats an epoch that ended where it is resumed.
-    x, y = (column.repeat(40, 1) for column in batches(1, True)[0])
+    x, y = (column.repeat(40, 1).double() for column in batches(1, True)[0])
     saving = ModelCheckpoint(folder, save_on_train_epoch_end=True, save_top_k=-1)
     trainer = trainer_of(folder, growth, saving, max_epochs=-1, max_steps=80, enable_checkpointing=True)
     trainer.fit(module, DataLoader(TensorDataset(x, y), BATCH), ckpt_path=resume)

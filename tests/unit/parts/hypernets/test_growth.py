@@ -35,7 +35,7 @@ KINDS = {
 
 
 def make(name: str, dtype: torch.dtype) -> nn.Module:
-    """A network of the tables whose norms have next to no eps, which rescaling could not follow in train mode."""
+    """A network of the tables whose norms have a tiny eps, which rescaling could not compensate in train mode."""
     network = NETWORKS[name].make(dtype)
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -49,7 +49,7 @@ def exact_graph_of(name: str) -> WidthGraph:
 
 
 class Run:
-    """A network whose weights are emitted, on its way through its widths."""
+    """A network with emitted weights that grows through its widths."""
 
     def __init__(
         self, network: nn.Module, graph: WidthGraph, x: torch.Tensor, method: Hyperfan, part: float = PARTS[0]
@@ -75,7 +75,7 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
     network = MLP(6, [16, 8, 24], 4).double()
     x = torch.randn(8, 6, dtype=torch.float64)
     run = Run(network, trace(network, x[:2]), x, Hyperfan(**kind), part)
-    # As after some training: so narrow a network without biases may have no unit that is awake.
+    # As after some training: all units of such a narrow network without biases may be dead.
     for module in run.network.modules():
         if isinstance(module, nn.Linear):
             nn.init.uniform_(module.bias, -0.4, 0.4)
@@ -83,7 +83,7 @@ def even_mlp(kind: dict, part: float = 0.25) -> Run:
 
 
 def alternating(place: int) -> list[object]:
-    """Marks of two cases: by turns one of them is slow."""
+    """Marks of two cases: one of them, in turns, is slow."""
     return [pytest.mark.slow if slow else [] for slow in (place == 2, place != 2)]
 
 
@@ -110,9 +110,9 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, 
         after_train = outputs(run.network, x, True) * event.output_factor
         error, error_train = relative_error(before, after), relative_error(before_train, after_train)
         exact_after, noise_after = precise(run.network, run.x)
-        # The weights as they are rounded, computed with exactly: what is left is growth's own.
+        # Rounded weights in exact arithmetic: the rest is growth's error.
         assert relative_error(exact_before, exact_after * event.output_factor) <= ROUNDING[dtype] / 10
-        # Computing in float32 rounds by itself: more where outputs nearly cancel, and by other bits on other CPUs.
+        # Arithmetic in float32 rounds too: more if outputs nearly cancel, and differently on other CPUs.
         rounding = 0.0 if dtype == torch.float64 else noise_before + noise_after
         assert error <= ROUNDING[dtype] and event.parity_error_eval <= max(ROUNDING[dtype], rounding)
         assert max(error_train, event.parity_error_train) <= (1e-4 if dtype == torch.float32 else 1e-8)
@@ -127,7 +127,7 @@ def test_the_function_is_preserved_and_the_plain_network_computes_it(kind: str, 
 
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
 def test_an_event_in_emitted_weights(kind: str) -> None:
-    """Old entries times sqrt(C / C') where it is undone, equal rows, opposite columns, free new corner."""
+    """Old entries times sqrt(C / C') if that is compensated, equal rows, opposite columns, free new corner."""
     run = even_mlp({**KINDS[kind], "chunk_channels": 2, "rescale_layers_without_batch_norm": True}, 0.5)
     roughen(run.network)
     names = ("hidden.0", "hidden.2", "hidden.4", "classifier")
@@ -183,14 +183,14 @@ def test_new_weights_have_the_hyperfan_variance_at_the_new_widths(kind: str, rul
 
 
 def precise(network: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Outputs computed in float64 with the weights as they are, and how far the network's own are from them."""
+    """Outputs in float64 with the same weights, and the network's distance from them."""
     exact = outputs(copy.deepcopy(network).double(), x.double(), False)
     return exact, relative_error(exact, outputs(network, x, False).double())
 
 
 @pytest.mark.parametrize("kind", ["layer", "chunk"])
 def test_regions_of_what_emits_take_rates_by_their_norms(kind: str) -> None:
-    """Rows and columns of H carry births; the embedding's dimension follows them as a kernel does."""
+    """Rows and columns of H have births; the embedding's dimension follows them like a kernel."""
     run = even_mlp({**KINDS[kind], "chunk_channels": 2}, 0.5)
     optimizer = SGD(run.network.parameters(), lr=0.1, rule=NormRatio())
     before = dict(run.state.widths)
@@ -216,7 +216,7 @@ def test_regions_of_what_emits_take_rates_by_their_norms(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["layer", "layer rescaled", "chunk"])
 def test_gradients_of_old_entries_follow_the_carry_rule(kind: str) -> None:
-    """What optimizer state relies on: the gradient before, carried, is the gradient after at old entries."""
+    """The carried gradient equals the new gradient at old entries, as optimizer state requires."""
     run = Run.of("mlp batch norm", kind)
     run.network.eval()
     names = [name for name, _ in run.network.named_parameters() if name in run.graph.axes]
@@ -245,7 +245,7 @@ def test_widths_that_are_no_whole_chunks_are_refused() -> None:
 
 
 def test_new_channels_of_chunks_are_normalised_as_the_others_are() -> None:
-    """Emitted by the same layer, they are as large: a running variance of 1 would let them grow layer by layer."""
+    """The same layer emits them at the same scale; with a running variance of 1 they would grow from layer to layer."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for width in (8, *[16] * 12):
@@ -302,7 +302,7 @@ def test_blocks_come_in_with_hypernetworks_of_their_own(sharing: str, start: str
     assert receipt["ema_parity_error_eval"] < 1e-12
     for block in receipt["inserted"]:
         assert max(block["parity_error_eval"], block["parity_error_train"]) < 1e-12
-    # What emits the weights of a block that has come in is trained; chunks of all layers have one output layer.
+    # Layers that emit an inserted block's weights are trained; chunks of all layers share an output layer.
     own = "output" if sharing == "layer" else "embedding"
     emitting = [name for name, _ in grown.named_parameters() if "layers.1.1" in name and own in name]
     outputs = {name for name, _ in grown.named_parameters() if "layers.1.1" in name and "output" in name}

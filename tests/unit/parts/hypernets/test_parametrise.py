@@ -1,4 +1,4 @@
-"""Networks with weights emitted by a hypernetwork: initialisation, parametrisation, plain networks again."""
+"""Networks with weights emitted by a hypernetwork: initialisation, parametrisation, conversion to plain networks."""
 
 import copy
 from collections.abc import Callable
@@ -271,7 +271,7 @@ def test_emitted_variance_by_tensor(network: str, sharing: str, distribution: st
             parts = module.parametrizations["weight"][0]
             embedding, weight = parts.features.embedding.values, module.weight.detach()
             expected = variance_of(init, *fans(module), E, weight.numel())
-            # Given the embedding, entries are independent: the spread of a mean of n squares is sqrt(2 / n).
+            # Given the embedding, entries are independent: the deviation of a mean of n squares is sqrt(2 / n).
             given = 1.0 if init == "constant_embedding" else float(embedding.square().mean())
             measured = float(weight.square().mean())
             assert abs(measured / (expected * given) - 1) < 5 * sqrt(2 / weight.numel()), (init, weight.shape)
@@ -296,7 +296,7 @@ def test_emitted_variance_by_chunks(network: str, distribution: str) -> None:
             numbers = chunks.size * prod(chunks.kernel)
             expected = variance_of(init, *fans(module), E, F, numbers)
             num_chunks = weight.numel() // numbers
-            # Every chunk has its own e and G; H is drawn once: P rows whose squares add up over F entries.
+            # Each chunk has a separate e and G; H is drawn once: P rows whose squares are summed over F entries.
             spread = sqrt((0.8 / E + 2 / F + 2 / numbers) / num_chunks + 2 / (F * numbers))
             assert abs(float(weight.square().mean()) / expected - 1) < 5 * spread, (init, weight.shape)
 
@@ -304,7 +304,7 @@ def test_emitted_variance_by_chunks(network: str, distribution: str) -> None:
 @pytest.mark.parametrize("gain", [1.0, 2.0])
 @pytest.mark.parametrize("init", ["hyperfan_in", "hyperfan_out"])
 def test_weights_and_biases(init: str, gain: float) -> None:
-    """Table 1's right half: variance is shared between the two so that y = W x + b keeps the variance of x."""
+    """Table 1's right half: the variance is divided between W and b so that y = W x + b keeps the variance of x."""
     narrow, wide = [], []
     for seed in range(30):
         net = nn.Sequential(nn.Linear(60, 90), nn.ReLU(), nn.Linear(90, 40), nn.ReLU(), nn.Linear(40, 5))
@@ -324,7 +324,7 @@ def test_weights_and_biases(init: str, gain: float) -> None:
 @pytest.mark.parametrize(
     ("init", "gain", "weights", "biases"),
     [
-        # Fan-ins 25, 250, 250, fan-outs 250, 250, 250: Table 1 shares the variance of what the two add up to.
+        # Fan-ins 25, 250, 250, fan-outs 250, 250, 250: Table 1 divides the variance of the sum.
         ("hyperfan_in", 1.0, [1 / 50, 1 / 500, 1 / 500, 1 / 500], [0.5, 0.5, 0.5, 0.5]),
         ("hyperfan_out", 2.0, [2 / 250, 2 / 250, 2 / 250, 1 / 250], [1.8, 0.0, 0.0, 0.0]),
     ],
@@ -337,7 +337,7 @@ def test_layers_that_share_a_hypernetwork_have_each_their_own_variances(
     hypernet = Hypernet("size", init, embedding_features=200, biases=True, gain=gain)
     parametrise(net, hypernet, seed=3)
     layers = [net.hidden[0], net.hidden[2], net.hidden[4], net.classifier]
-    # The spread of a mean of n squares, and of the embedding's.
+    # The deviation of a mean of n squares, and of the embedding's.
     for layer, weight, bias in zip(layers, weights, biases, strict=True):
         assert layer.weight.square().mean().item() == pytest.approx(weight, rel=0.2)
         assert layer.bias.square().mean().item() == pytest.approx(bias, rel=0.3)
@@ -349,8 +349,8 @@ def test_layers_that_share_a_hypernetwork_have_each_their_own_variances(
 def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
     network: str, distribution: str
 ) -> None:
-    """The last one too, whatever its constructor drew."""
-    # The paper's rules have a gain of their own.
+    """The last layer too."""
+    # The paper's rules have a separate gain.
     gains = {"xavier": 1, "kaiming": 2, "hyperfan": 3}
     for init in [name for name in INITIALISATIONS if name not in ("kaiming_tenth", "constant_embedding")]:
         hypernet = Hypernet("layer", init, distribution, gain=3.0, output_gain=3.0)
@@ -361,7 +361,7 @@ def test_a_network_without_a_hypernetwork_has_the_initialisation_in_every_layer(
             expected = 1e-4 if rule == "small" else gains[rule] * means(1 / j, 1 / i)[mean]
             number = module.weight.numel()
             assert abs(module.weight.var().item() / expected - 1) < 5 * sqrt(2 / number), (init, module)
-            # Uniform numbers fill an interval that ends at sqrt(3) deviations; the normal one has no end there.
+            # Uniform numbers end at sqrt(3) standard deviations; normal ones do not.
             largest = module.weight.abs().max().item() / sqrt(3 * expected)
             assert (0.9 < largest <= 1 + 1e-6) == (distribution == "uniform"), (init, module)
             assert module.bias is None or not module.bias.any()
@@ -383,7 +383,7 @@ def test_means_of_the_variances_of_biases(init: str, expected: float) -> None:
 def test_the_last_layer_may_be_a_plain_one_and_biases_that_are_not_emitted_start_at_zero(
     network: str, sharing: str
 ) -> None:
-    """Its weights are those of the network without a hypernetwork; all others are emitted."""
+    """The last layer's weights are those without a hypernetwork; all others are emitted."""
     hypernet = Hypernet(sharing, "hyperfan_out", output_gain=3.0, emit_last=False)
     net = parametrise(INITIALISED[network](), hypernet, seed=5)
     plain = initialise(INITIALISED[network](), hypernet, seed=5)

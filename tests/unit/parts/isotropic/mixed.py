@@ -1,4 +1,4 @@
-"""A network in which isotropic layers stand between others."""
+"""A network with isotropic layers between others."""
 
 from collections.abc import Sequence
 

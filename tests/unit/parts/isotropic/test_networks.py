@@ -111,7 +111,7 @@ def test_orthogonal_weights_have_singular_values_of_1_and_no_biases(make, gain):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [None, 1e-30, 1e-4, 0.5])
 def test_gradients_at_and_around_zero(kind, length):
-    """Finite differences agree at x = 0 and on both sides of where the series takes over."""
+    """Finite differences agree at x = 0 and on both sides of the series' limit."""
     f = IsotropicActivation(kind, length).double()
     if f.log_length is not None:
         f.log_length.requires_grad_(length > 1e-20)
@@ -132,7 +132,7 @@ def test_the_series_and_the_formula_meet(dtype):
     gain = tanh_gain(x)
     (slope,) = torch.autograd.grad(gain.sum(), x)
     assert torch.allclose(gain.double(), torch.tanh(radius) / radius, rtol=20 * torch.finfo(dtype).eps)
-    # d/ds tanh(r)/r, by its own series where the closed form cancels.
+    # d/ds tanh(r)/r, by a series where the closed form cancels.
     closed = (radius / torch.cosh(radius).square() - torch.tanh(radius)) / (2 * radius**3)
     exact = torch.where(square < 1e-4, -1 / 3 + 4 / 15 * square, closed)
     assert torch.allclose(slope.double(), exact, rtol=1e-3 if dtype is torch.float32 else 1e-6)
@@ -163,10 +163,10 @@ def test_long_vectors_in_half_precision(kind, dtype, autocast):
         y = (f if autocast else f.to(dtype))(x.requires_grad_())
         assert y.dtype is dtype and torch.isfinite(torch.autograd.grad(y.sum(), x)[0]).all()
         if autocast:
-            # Float32 that comes from elsewhere is not rounded to half precision on the way.
+            # A float32 input is not rounded to half precision.
             wide = f(x.detach().float())
             assert torch.allclose(wide.double(), exact(x.detach().double()), rtol=1e-5, atol=1e-7)
-    # ln o itself is rounded where the parameters are.
+    # ln o is rounded like the other parameters.
     tolerance = torch.finfo(dtype).eps * (1 if autocast else 3)
     assert torch.allclose(y.double(), exact(x.double()), rtol=tolerance, atol=torch.finfo(dtype).tiny)
 
@@ -214,7 +214,7 @@ def test_a_nested_network_holds_the_dense_one(depth, kind):
 
 @pytest.mark.parametrize("make", [isotropic_mlp, isotropic_cnn])
 def test_a_gain_channel_changes_nothing_at_first_and_is_read_then(make):
-    """W f(x) + psi g + b with psi = 0 at first, which has a gradient; the last channel put out is g."""
+    """W f(x) + psi g + b with psi = 0 at first, which has a gradient; the last output channel is g."""
     networks, x = [], torch.randn(5, 2, 8, 8)
     for gain_channel in (False, True):
         torch.manual_seed(0)
@@ -249,7 +249,7 @@ def test_a_twin_differs_in_the_activation_alone():
 
 
 def made(network: nn.Module, *shape: int) -> tuple[nn.Module, WidthGraph, Tensor]:
-    """The network in float64 with statistics of its own, its graph and a batch."""
+    """The network in float64 with random statistics, its graph and a batch."""
     network = network.double()
     roughen(network)
     x = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -369,7 +369,7 @@ def test_an_element_wise_network_is_left_alone() -> None:
 
 
 def test_norms_are_followed_only_on_request() -> None:
-    """Other growth methods would change what a norm measures."""
+    """Other growth methods would change the norms."""
     network, graph, x = made(isotropic_mlp((1, 2, 3), 3, 5, 2), 1, 2, 3)
     assert len(graph.groups) == 2
     plain = trace(network, x[:2])
@@ -389,7 +389,7 @@ def test_decomposition(shape: tuple[int, int]) -> None:
     assert torch.allclose(left.T @ left, torch.eye(rows).double(), atol=1e-12)
     assert (left.gather(0, left.abs().argmax(0, keepdim=True)) > 0).all(), "signs are not fixed"
     assert torch.equal(values, values.sort(descending=True)[0]) and len(values) == rows
-    # The same function of another basis of the inputs: signs do not depend on V.
+    # The same function in another basis of the inputs: signs do not depend on V.
     turned = torch.linalg.qr(torch.randn(shape[1], shape[1], generator=source).double())[0]
     again = decompose(matrix.double() @ turned)[0]
     rank = min(shape)

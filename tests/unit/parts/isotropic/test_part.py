@@ -1,4 +1,4 @@
-"""Isotropic layers that decide their own widths in a growing network, and weights of gains."""
+"""Isotropic layers that adapt their widths in a growing network, and weights of gains."""
 
 import copy
 from typing import Any
@@ -106,7 +106,7 @@ def test_a_resumed_loop_equals_one_that_was_not_interrupted(epoch: int, make: An
 
 
 def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights() -> None:
-    """The first isotropic layer reads channels that grow, so its rows are multiplied; a turn mixes them."""
+    """The first isotropic layer reads channels that grow, so its rows have multipliers; a rotation mixes them."""
     loop = looped(VarianceTransfer(), mode="scheduled", target_width=8, every_n_epochs=3)
     loop.train(2 * STEPS)
     loop.grower.step(epoch=2, step=6)
@@ -127,7 +127,7 @@ def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights
     for name in event.replaced:
         if name in before and "log_length" not in name:
             moved = event.carry.carried(before[name], name, graph, widths, event.widths_after)
-            # New neurons have a gradient of their own, which the old network does not determine.
+            # The gradient of new neurons is not determined by the old network.
             old = tuple(slice(0, n) for n in before[name].shape)
             assert torch.allclose(after[name][old], moved[old], rtol=1e-9, atol=1e-12), name
 
@@ -154,7 +154,7 @@ def test_impossible_combinations_are_refused(arguments: dict[str, Any], message:
     ids=["default", "observed", "random"],
 )
 def test_an_average_grows_and_is_pruned_in_the_basis_of_its_network(choices: dict) -> None:
-    """Weights of the average remain the average of weights, though bases are decided by what one network does."""
+    """The average remains an average of weights, though one network decides the bases."""
     method = Isotropic(mode="scheduled", target_width=8, **choices)
     probe = torch.randn(16, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     networks = []
@@ -204,13 +204,13 @@ def test_a_network_is_deepened_and_trained_on() -> None:
         optimizer.step()
     assert all(not torch.equal(a, b) for a, b in zip(old, new, strict=True)), "a part of the new layer does not learn"
     assert loss < nn.functional.cross_entropy(before, y)
-    # The deeper network is an isotropic one, of three layers.
+    # The deeper network is an isotropic network with three layers.
     graph = trace(network, x[:2], follow_norms=True)
     assert list(spectra(graph, tensors_of(network, graph), graph.full_widths)) == ["hidden.0", "hidden.2", "hidden.4"]
 
 
 def deeper(blend: bool = True, gain: bool = False, *more: parts.Part) -> Grower:
-    """Three of four layers come in one after the other, as the identity."""
+    """Three of four layers are inserted one after another, as the identity."""
     torch.manual_seed(0)
     network = isotropic_mlp((1, 1, 6), 3, width=6, depth=4, blend=blend, gain_channel=gain)
     blocks = parts.Depth(["hidden.2:4", "hidden.4:6", "hidden.6:8"], "identity")
@@ -275,7 +275,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_constant_weights_are_what_a_network_without_a_gradient_for_them_keeps() -> None:
-    """The same steps with psi in a vector of its own that has no gradient, as in the author's later code."""
+    """The same steps with psi in a separate vector without gradient, as in the author's later code."""
     network, x, y = made()
     twin, psi = copy.deepcopy(network), [gain_weights(layer).clone() for layer in readers(network)]
     trained(network, x, y, GainWeights("constant"), 7, adamw)
@@ -365,7 +365,7 @@ def test_new_inputs_change_nothing_and_learn_from_the_first_step(convolution: bo
 
 def test_inputs_that_cannot_change_are_refused() -> None:
     network = made()[0]
-    with pytest.raises(ValueError, match="6 of 6 inputs cannot go"):
+    with pytest.raises(ValueError, match="6 of 6 inputs cannot be removed"):
         change_inputs(network.hidden[0], -6)
-    with pytest.raises(ValueError, match="and no gain behind them"):
+    with pytest.raises(ValueError, match="with a gain channel cannot be"):
         change_inputs(network.hidden[2], 1)

@@ -1,4 +1,4 @@
-"""Neurons of isotropic layers come without changing anything and go as gently as their singular value is small."""
+"""Adding neurons of isotropic layers changes nothing; removing them changes outputs by about their singular value."""
 
 import copy
 from dataclasses import replace
@@ -110,7 +110,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("name", "group", "more", "choices"), CHANGES, ids=str)
 def test_exact_changes(name: str, group: str, more: int, choices: Choices) -> None:
-    """New neurons, with a bias if columns are zero or a gain is read; and neurons that carry nothing but a bias."""
+    """New neurons, with a bias if columns are zero or a gain is read; and neurons with nothing but a bias."""
     network, graph, x = made(name)
     modes = [False, True]
     if more < 0:
@@ -118,7 +118,7 @@ def test_exact_changes(name: str, group: str, more: int, choices: Choices) -> No
         layer = network.get_submodule(group)
         into = decompose(layer.weight.flatten(1))[0][:, -1]
         with torch.no_grad():
-            # Taken up exactly by a gain channel alone; behind it a mean that is subtracted takes the bias with it.
+            # Only a gain channel absorbs the bias exactly; a subtracted mean removes it.
             layer.bias.add_(((2.0 if "gain" in name else 0.0) - into @ layer.bias) * into)
         modes = [True] if "chi" in name else [False]
         choices = Choices() if "chi" in name else choices
@@ -132,7 +132,7 @@ def test_exact_changes(name: str, group: str, more: int, choices: Choices) -> No
 
 
 def test_a_removed_bias_is_taken_up_on_average_without_a_gain_channel() -> None:
-    """The biases behind it alone, which know E[g], leave an error."""
+    """With E[g] in the next biases alone an error remains."""
     network, graph, x = made("mlp gain")
     silence(network, graph, "hidden.0", 0.0)
     into = decompose(network.hidden[0].weight)[0][:, -1]
@@ -157,7 +157,7 @@ def test_new_columns_are_as_chosen() -> None:
             assert torch.equal(weight[:, 5:], weight[:, :2])
         else:
             assert torch.allclose(gram.diagonal()[5:].sqrt(), old / 5**0.5)
-    # Three logits leave no room for a fifth orthogonal column: it is a random one.
+    # Three logits leave no room for a fifth orthogonal column, so it is random.
     weight = changed(network, graph, "hidden.4", 6, x).classifier.weight
     assert torch.isfinite(weight).all() and (weight.norm(dim=0) > 0).all()
 
@@ -165,7 +165,7 @@ def test_new_columns_are_as_chosen() -> None:
 @pytest.mark.parametrize("bias", [0.6, -0.9])
 @pytest.mark.parametrize(("name", "group"), [("mlp", "hidden.2"), ("flattened", "features.2")])
 def test_a_new_bias_is_taken_from_the_intrinsic_length(name: str, group: str, bias: float) -> None:
-    """Exactly with zero columns; with others up to E[g], which the next bias is corrected by."""
+    """Exactly with zero columns; with others up to E[g], by which the next bias is corrected."""
     network, graph, x = made(name)
     width, expected = graph.full_widths[group], outputs(network, x, False)
     exact = changed(network, graph, group, width + 2, x, choices=Choices("zero", bias))
@@ -186,7 +186,7 @@ def test_a_new_bias_is_taken_from_the_intrinsic_length(name: str, group: str, bi
 
 @pytest.mark.parametrize(("correction", "dtype"), [("bias", torch.float32), ("batch", torch.float64)])
 def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(correction: str, dtype: torch.dtype) -> None:
-    """Nine neurons on four inputs: of five singular values of 0 four go exactly; of nine all but one."""
+    """Nine neurons on four inputs: of five singular values of 0, four are removed exactly; of nine, all but one."""
     torch.manual_seed(0)
     for scale, smallest in ((1.0, 5), (0.0, 1)):
         network = IsotropicMLP(4, [9], 3).to(dtype)
@@ -207,7 +207,7 @@ def test_one_of_several_neurons_that_carry_nothing_keeps_their_biases(correction
 
 @pytest.mark.parametrize(("seed", "size"), [*((seed, 0.0) for seed in range(3)), (0, 1e-16), (1, 1e-12), (2, 1e-8)])
 def test_rounding_in_the_batchs_mean_squares_makes_no_nan(size: float, seed: int) -> None:
-    """What a neuron without a bias carried is a square of about 0, which rounding leaves below 0 as often as above."""
+    """The mean square of a neuron without a bias is about 0, and below 0 by rounding as often as above."""
     network, graph, x = made("mlp")
     silence(network, graph, "hidden.2", size)
     turned = rotation(seed, 8)
@@ -225,7 +225,7 @@ def test_rounding_in_the_batchs_mean_squares_makes_no_nan(size: float, seed: int
 
 @pytest.mark.parametrize(("name", "group"), [("mlp", "hidden.0"), ("flattened", "features.2")])
 def test_the_intrinsic_length_takes_up_a_removed_bias(name: str, group: str) -> None:
-    """With outgoing weights of zero only the norm is left to be wrong, and it is right."""
+    """With outgoing weights of zero only the norm could be wrong, and it is right."""
     network, graph, x = made(name)
     silence(network, graph, group, 0.0)
     (radius,) = (r for r in graph.radii if r.groups == (group,))
@@ -248,7 +248,7 @@ def test_the_intrinsic_length_takes_up_a_removed_bias(name: str, group: str) -> 
 
 @pytest.mark.parametrize("start", [-2.0, 0.0, 0.3])
 def test_a_signed_length_takes_up_and_gives_away_biases_below_0_too(start: float) -> None:
-    """o' = o + b*^2 on removal, o - b*^2 on growth, whatever o's sign is; all is exact with a gain channel."""
+    """o' = o + b*^2 on removal, o - b*^2 on growth, for any sign of o; all is exact with a gain channel."""
     torch.manual_seed(0)
     network = IsotropicMLP(6, [5], 3, length=IntrinsicLength(start, "signed"), gain_channel=True).double()
     roughen(network)
@@ -294,7 +294,7 @@ def test_a_constant_length_follows_removed_biases_and_no_optimizer() -> None:
     ("name", "group"), [("mlp", "hidden.0"), ("flattened", "features.2"), ("cnn gain", "features.0")]
 )
 def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_norm(name: str, group: str) -> None:
-    """Outgoing weights without a direction: the linear part stays as it is, the norm is right on average."""
+    """Without outgoing weights the linear part is unchanged, and the norm is right on average."""
     network, graph, x = made(name)
     (reader,) = (one for one in graph.layers if group in graph.axes[one.weight][1].groups)
     weight, width = tensors_of(network, graph)[reader.weight], graph.full_widths[group]
@@ -309,7 +309,7 @@ def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_nor
     before, after = (net.get_submodule(radius.name).intrinsic_length for net in (network, pruned))
     assert torch.allclose(after - before, into @ observed[radius.name].square @ into)
     assert (outputs(pruned, x, False) - expected).abs().max() > 1e-6
-    # What is the same for all samples is taken up exactly.
+    # A part that is the same for all samples is compensated exactly.
     (producer,) = producers(graph, group)
     row = tensors_of(network, graph)[producer.weight].detach()
     row.sub_(torch.einsum("c,d,d...->c...", into, into, row.clone()))
@@ -319,7 +319,7 @@ def test_backwards_a_neuron_that_nothing_reads_leaves_its_mean_square_in_the_nor
 
 def test_backwards_the_least_of_what_nothing_reads_goes_first() -> None:
     network, graph, x = made("mlp")
-    # Three logits read four neurons: one direction is free; with two logits cut off, three are.
+    # Three logits read four neurons, so one direction is free; without two logits, three are.
     with torch.no_grad():
         network.classifier.weight[1:].zero_()
     expected = outputs(network, x, False)
@@ -331,7 +331,7 @@ def test_backwards_the_least_of_what_nothing_reads_goes_first() -> None:
 
 
 def test_corrections_and_stand_ins_help() -> None:
-    """Removing a neuron that carries something: each step brings the output nearer, on other data too."""
+    """Removing a neuron with a contribution: each option reduces the error, on other data too."""
     network, graph, _ = made("mlp")
     fresh = torch.randn(256, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64) + 0.5
     seen = torch.randn(256, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64) + 0.5
@@ -381,7 +381,7 @@ def test_gradient_importance_is_the_derivative_by_the_singular_value() -> None:
 def test_the_neuron_with_the_lowest_score_goes() -> None:
     network, graph, x = made("mlp")
     left, values, right = decompose(network.hidden[0].weight)
-    # A gradient that only the second direction, and a little of the others, does not matter to.
+    # The gradient is nearly zero in the second direction.
     slopes = torch.tensor([1.0, 1e-6, 2.0, 3.0, 4.0], dtype=torch.float64)
     gradient = left @ torch.diag(slopes) @ right.T
     pruned = changed(
@@ -407,7 +407,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
     assert event.parity_tolerance_eval is not None
     assert all(births[-2:] == [1, 1] and births[0] == 0 for births in state.births.values())
     assert all(len(entry["singular_values"]) == wider[g] - 2 for g, entry in event.report.items())
-    # Channels that are made up of all old ones are as old as the oldest of them.
+    # Combinations of all old channels are as old as the oldest.
     again = {group: width + 1 for group, width in wider.items()}
     grow(network, graph, Isotropic(), state, again, 0, (x,))
     assert all(births == [0] * wider[group] + [2] for group, births in state.births.items())
@@ -431,7 +431,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("name", "cls"), [("cnn chi", torch.optim.SGD), ("mlp", SGD), ("cnn chi", SGD), ("mlp", LARS)])
 def test_training_with_momentum_goes_on_as_if_nothing_had_happened(name: str, cls: type) -> None:
-    """Gradient descent knows no basis: with momentum that turns along, so do its trajectories (Appendix D)."""
+    """Gradient descent does not depend on the basis, nor does it with rotated momentum (Appendix D)."""
     alone, graph, x = made(name)
     method, state = Isotropic(columns="zero"), fresh_state(graph)
     grown, events = copy.deepcopy(alone), []
@@ -440,7 +440,7 @@ def test_training_with_momentum_goes_on_as_if_nothing_had_happened(name: str, cl
         exempt_from_decay(optimizer, network)
         for step in range(9):
             if network is grown and step in (3, 6):
-                # New neurons that carry nothing and are not read; then the same ones go.
+                # New neurons without weights on either side; then the same ones are removed.
                 wanted = {g: w + (2 if step == 3 else 0) for g, w in graph.full_widths.items()}
                 events.append(grow(network, graph, method, state, wanted, 0, (x,)))
                 widths = events[-1].widths_before, events[-1].widths_after
