@@ -17,13 +17,13 @@ from growlab.lab.cli.explain import explain
 from growlab.lab.training.run import quiet_libraries
 
 
-def test_every_name_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     assert {name for name in growlab.__all__ if getattr(growlab, name) is None} == set()
     assert set(growlab.__all__) == set(dir(growlab))
     assert growlab.__all__ == sorted(growlab.__all__, key=lambda name: (name.islower(), name))
 
 
-def test_importing_it_imports_nothing_else_and_a_wrong_plan_does_not_wait_for_torch() -> None:
+def test_importing_growlab_and_the_planner_does_not_import_torch() -> None:
     program = "import sys, time; began = time.process_time(); import growlab; took = time.process_time() - began\n"
     program += "print(took, *sorted({'torch', 'lightning', 'hydra'} & set(sys.modules)))\n"
     program += "import growlab.lab.planner.__main__; print('torch' in sys.modules)"
@@ -32,12 +32,12 @@ def test_importing_it_imports_nothing_else_and_a_wrong_plan_does_not_wait_for_to
     assert float(seconds) < 0.3 and imported == [] and plan == ["False"]
 
 
-def test_a_librarys_first_greeting_is_not_a_runs_news() -> None:
+def test_info_messages_of_libraries_are_not_logged() -> None:
     with quiet_libraries():
         assert not logging.getLogger("matplotlib.font_manager").isEnabledFor(logging.INFO)
 
 
-def test_a_warning_of_growlabs_own_is_a_sentence_in_a_run() -> None:
+def test_growlab_warnings_are_printed_as_one_sentence() -> None:
     ours, theirs = growlab.__file__, logging.__file__
     with quiet_libraries():
         assert warnings.formatwarning("It is so.", UserWarning, ours, 3) == "warning: It is so.\n"
@@ -45,7 +45,7 @@ def test_a_warning_of_growlabs_own_is_a_sentence_in_a_run() -> None:
     assert warnings.formatwarning("It is so.", UserWarning, ours, 3).startswith(f"{ours}:3: ")
 
 
-def test_a_batch_of_one_sample_under_batch_normalisation_is_told_in_a_sentence() -> None:
+def test_batch_norm_on_one_sample_is_explained_in_one_sentence() -> None:
     with pytest.raises(ValueError) as raised:
         nn.BatchNorm1d(4)(torch.zeros(1, 4))
     sentence = explain(raised.value)
@@ -57,7 +57,7 @@ METHODS = [one for one in NAMED if isinstance(one, type) and issubclass(one, Gro
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
-def test_a_method_takes_numbers_alone_where_it_computes_with_them(method) -> None:
+def test_methods_reject_arguments_that_are_not_numbers(method) -> None:
     kinds = {name: one.annotation for name, one in inspect.signature(method).parameters.items()}
     kinds = {name: kind for name, kind in kinds.items() if kind in (int, float)}
     assert "gain" in kinds and len(METHODS) >= 11
@@ -70,6 +70,6 @@ def test_a_method_takes_numbers_alone_where_it_computes_with_them(method) -> Non
 
 
 @pytest.mark.parametrize("amplitudes", ["x", None, 1.0, [], [1.0, "x"], [0.0], [math.nan]])
-def test_amplitudes_are_numbers_above_0(amplitudes) -> None:
+def test_amplitudes_must_be_positive_numbers(amplitudes) -> None:
     with pytest.raises(ValueError, match=r"^amplitudes must be "):
         growlab.Tiny(amplitudes=amplitudes)

@@ -83,7 +83,7 @@ def violations(tree: ast.Module, module: str) -> list[str]:
     return found
 
 
-def test_each_room_has_a_floor() -> None:
+def test_each_package_has_a_layer() -> None:
     rooms = {room_of(module) for module in MODULES} - {"", "__main__", "lab", "recipes"}
     assert rooms == set(FLOOR)
     assert len({room.partition(".")[0] for room in rooms}) <= 12
@@ -97,7 +97,7 @@ def test_no_two_modules_import_each_other() -> None:
     assert set(TopologicalSorter(arrows).static_order()) == set(MODULES)
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_to_lower_layers_only() -> None:
     assert [line for module in MODULES for line in violations(tree_of(module), module)] == []
 
 

@@ -122,7 +122,7 @@ def test_scores_rank_channels() -> None:
         (0.5, {"first": torch.ones(3)}, "score has no [8] tensor for first"),
     ],
 )
-def test_bad_arguments_are_refused(keep: Any, score: Any, message: str) -> None:
+def test_prune_rejects_invalid_arguments(keep: Any, score: Any, message: str) -> None:
     network, x = plain()
     state = copy.deepcopy(network.state_dict())
     with pytest.raises(UserError) as error:
@@ -178,7 +178,7 @@ def test_a_saved_model_is_pruned_and_loads(tmp_path: Path, kind: str, parts: str
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_pruned_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_pruned_is_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     model: Any = small_model("gemma2")[0].network
     model.save_pretrained(tmp_path / "old")

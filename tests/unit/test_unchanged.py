@@ -455,7 +455,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
-def test_state_that_no_event_can_carry_begins_anew_with_a_warning(
+def test_state_that_cannot_be_carried_is_reset_with_a_warning(
     recurrent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
@@ -485,7 +485,7 @@ def test_caches_of_one_size_and_flags_of_what_was_initialised_stay_at_an_event()
     assert network.started and network.filled == 17 and network.table[1] == 2
 
 
-def test_a_snapshot_can_be_gone_back_to_again() -> None:
+def test_a_snapshot_can_be_restored_twice() -> None:
     network = Keeping(["a list", "modes", "a submodule"])
     before, kept = network.kept(), Snapshot(network)
     for _ in range(3):
@@ -514,7 +514,7 @@ def test_large_parameters_are_copied_only_if_they_are_written_to(copied_at_once:
     assert network.first.weight.any()
 
 
-def test_what_is_compiled_as_a_whole_runs_eagerly() -> None:
+def test_fully_compiled_forwards_run_eagerly() -> None:
     class Compiled(Keeping):
         def forward(self, x: Tensor) -> Tensor:
             return torch.compile(super().forward, backend="eager", fullgraph=True)(x)
@@ -524,7 +524,7 @@ def test_what_is_compiled_as_a_whole_runs_eagerly() -> None:
         assert network(X).shape == (4, 3)
 
 
-def test_parameters_that_an_embedding_bounds_are_put_back() -> None:
+def test_embeddings_with_max_norm_are_restored() -> None:
     network = nn.Embedding(5, 3, max_norm=0.1)
     before = network.weight.detach().clone()
     with torch.no_grad(), unchanged(network):

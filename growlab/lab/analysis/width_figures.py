@@ -88,10 +88,11 @@ def widths_over_time(run: Run) -> Figure:
 
 def _binary_axis(axes: Axes, widths: Sequence[int]) -> None:
     """Make the y axis logarithmic with ticks at powers of two, so that equal growth factors are equal distances."""
-    low, high = math.floor(math.log2(min(widths))), math.ceil(math.log2(max(widths)))
+    least, most = min(widths), max(widths)
     axes.set_yscale("log", base=2)
-    axes.set_ylim(min(widths) / 1.25, max(widths) * 1.3)
-    style.plain_ticks(axes.yaxis, FixedLocator([2.0**k for k in range(low, high + 1)]))
+    axes.set_ylim(least / 1.25, most * 1.3)
+    ticks = [2**k for k in range(most.bit_length() + 1) if least / 1.25 <= 2**k <= most * 1.3]
+    style.plain_ticks(axes.yaxis, FixedLocator(ticks or [least]))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
@@ -268,7 +269,8 @@ def _width_axis(axes: Axes, least: int, most: int) -> None:
         return
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_yticks([2**power for power in range(most.bit_length() + 1) if least <= 2**power <= most])
+    ticks = [2**power for power in range(most.bit_length() + 1) if least <= 2**power <= most]
+    axes.set_yticks(ticks or [least, most])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
 
 

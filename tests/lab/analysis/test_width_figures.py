@@ -87,6 +87,14 @@ def test_sums_of_layers_few_neurons_and_changes_of_the_task_are_marked() -> None
     assert [text.get_text() for text in above.texts] == ["classes 3, 4", "6 classes"]
 
 
+def test_an_axis_without_a_power_of_two_has_the_end_widths_as_ticks() -> None:
+    above, _ = width_paths([fake({"a": [70, 100]}, [0, 1, 1], 0.5)]).axes
+    assert above.get_yticks().tolist() == [70, 100]
+    (axes,) = widths_over_time(fake({"a": [48]}, [0, 0], 0.5)).axes
+    low, high = axes.get_ylim()
+    assert [tick for tick in axes.get_yticks() if low < tick < high] == [48]
+
+
 def moving(path: list[int], accuracy: object, grows: bool = True) -> Run:
     stages = list(np.cumsum([0] + [int(a != b) for a, b in pairwise(path)]))
     widths = [path[stages.index(stage)] for stage in range(stages[-1] + 1)]

@@ -231,7 +231,7 @@ def test_events_are_logged_and_the_loggers_get_widths_and_parameters(
     ]  # fmt: skip
 
 
-def test_a_search_for_a_rate_is_no_training_that_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rate_finder_logs_no_warning_of_unfinished_growth(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module, trainer = Plain(), trainer_of(tmp_path, growth())
     module.lr = 0.02
     with caplog.at_level(logging.WARNING):
@@ -294,7 +294,9 @@ def test_a_module_may_grow_as_a_whole(tmp_path: Path) -> None:
         (TwoOptimizers, lambda: growth("generator"), "training_step .* failed before|give Growth an example"),
     ],
 )
-def test_what_cannot_be_is_told(module: Any, callback: Any, sentence: str, tmp_path: Path) -> None:
+def test_unsupported_modules_and_settings_raise_errors(
+    module: Any, callback: Any, sentence: str, tmp_path: Path
+) -> None:
     if sentence.startswith("training_step"):
         module = type("Early", (TwoOptimizers,), {"training_step": lambda self, batch, index: self.optimizers()[0]})
     with pytest.raises(UserError, match=sentence):

@@ -67,7 +67,7 @@ def test_an_average_of_lightnings_is_that_of_the_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", AVERAGES)
-def test_a_run_with_an_average_goes_on_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_a_run_with_an_average_resumes_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     wanted = outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), Save(tmp_path)))
     checkpoint = tmp_path / ("epoch1.ckpt" if kind == "ema" else "epoch2.ckpt")
     assert outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), ckpt_path=checkpoint)) == wanted
@@ -82,7 +82,7 @@ def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> 
     ("weights_only", "average", "layer_multipliers"),
     [(True, None, True), (True, "ema", False), (False, None, False), (False, "ema", True)],
 )
-def test_whatever_a_checkpoint_holds_is_plain(
+def test_checkpoints_contain_plain_weights(
     weights_only: bool, average: str | None, layer_multipliers: bool, tmp_path: Path
 ) -> None:
     """Callbacks are not asked about weights alone; Lightning's averages put theirs in place of the module's."""
@@ -237,7 +237,7 @@ def test_a_network_that_configure_model_makes_grows(tmp_path: Path) -> None:
     body().load_state_dict(module.network.state_dict(), strict=True)
 
 
-def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
+def test_a_missing_parameter_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which grows, is no parameter or buffer of the network any more"):
         fitted(tmp_path, Plain(), growth(), ModelPruning("l1_unstructured", amount=0.3))
 
@@ -252,7 +252,7 @@ def test_a_network_that_lost_a_parameter_is_told(tmp_path: Path) -> None:
         (At({0: 0.5, 8: 1.0}, unit="step"), {"accumulate_grad_batches": 2}, "at step 8, but training ends after 8"),
     ],
 )
-def test_a_training_too_short_for_its_growth_is_told_as_it_begins(
+def test_training_too_short_for_growth_logs_a_warning_at_the_start(
     trigger: Any, lasts: dict[str, int], due: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And what is told is what happens."""
@@ -351,7 +351,7 @@ def test_blocks_come_back_where_evaluation_stands_before_training(tmp_path: Path
     assert trained[0].keys() == trained[1].keys() == Deep().network.state_dict().keys()
 
 
-def test_a_method_that_holds_weights_in_another_way_begins_from_the_ordinary_network(tmp_path: Path) -> None:
+def test_a_method_with_other_parameters_starts_from_the_ordinary_network(tmp_path: Path) -> None:
     def callback() -> Any:
         return growth(method=Hyperfan(), trigger={0: 0.5, 1: 1.0})
 

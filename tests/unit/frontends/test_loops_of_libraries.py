@@ -81,7 +81,7 @@ def whole_on_a_rank(rank: int, folder: Path) -> None:
     torch.save(ends, folder / f"{rank}.pt")
 
 
-def test_two_processes_end_alike_and_compute_what_one_does(cli: CommandLine, tmp_path: Path) -> None:
+def test_two_processes_end_equal_and_match_one_process(cli: CommandLine, tmp_path: Path) -> None:
     offer_port(tmp_path)
     cli.on_two_ranks(whole_on_a_rank, tmp_path)
     alone = trained_whole(lambda *given: given, Tensor.backward, 0, 1)

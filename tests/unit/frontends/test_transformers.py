@@ -137,7 +137,7 @@ def test_the_loss_inside_the_model_sees_the_output_factor(tmp_path: Path, caplog
         ({"deepspeed": "zero.json"}, "DeepSpeed shards parameters in flat buffers"),
     ],
 )
-def test_devices_that_it_cannot_train_on_are_told(devices: dict[str, Any], told: str) -> None:
+def test_unsupported_devices_raise_errors(devices: dict[str, Any], told: str) -> None:
     """The Trainer would ask for these devices before."""
     accelerate.Accelerator(cpu=True)
     arguments = SimpleNamespace(**{"n_gpu": 1, "fsdp": None, "deepspeed": None, **devices})
@@ -218,7 +218,7 @@ def test_two_processes_end_with_the_same_bits_and_compute_what_one_does(cli: Com
         torch.testing.assert_close(values, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_resumed_into_another_folder_it_needs_to_be_told_where_from(whole: Any, tmp_path: Path) -> None:
+def test_resuming_into_another_folder_needs_the_checkpoints_folder(whole: Any, tmp_path: Path) -> None:
     # A checkpoint of the same step that another run has left there.
     run(tmp_path / "other", learning_rate=1e-2, max_steps=8)
     for folder in ("new", "other"):

@@ -193,7 +193,7 @@ def test_function_stays_at_every_event_and_in_the_plain_network_at_the_end(netwo
     ("make", "first"),
     [(torch.optim.Adafactor, "Adafactor's 'row_var'"), (partial(torch.optim.LBFGS, max_iter=2), "LBFGS's 'd'")],
 )
-def test_state_that_cannot_be_carried_begins_anew_and_says_so(make, first, caplog) -> None:
+def test_state_that_cannot_be_carried_is_reset_with_a_warning(make, first, caplog) -> None:
     loop = Loop(lambda n: make(n.parameters()))
 
     def loss() -> Tensor:
@@ -269,7 +269,7 @@ def test_parts_of_a_checkpoint_load_in_any_order(kind) -> None:
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_an_average_grows_along_that_keeps_the_network_beside_it(include: bool) -> None:
+def test_an_average_that_also_contains_the_network_grows(include: bool) -> None:
     """As ema-pytorch has it; the network may be a submodule of it, too."""
     loop = Loop(method=VarianceTransfer())
     shadow = Around(lambda net, x: net.ema_model(x), ema_model=copy.deepcopy(loop.network).requires_grad_(False))
@@ -287,7 +287,7 @@ def test_an_average_grows_along_that_keeps_the_network_beside_it(include: bool) 
 
 
 @pytest.mark.parametrize(("make", "optimizer_first"), [(OPTIMIZERS["growlab"], True), (OPTIMIZERS["groups"], False)])
-def test_a_copy_of_everything_is_a_run_of_its_own(make, optimizer_first: bool) -> None:
+def test_a_deep_copy_trains_independently(make, optimizer_first: bool) -> None:
     loop, first = Loop(make, normed).train(STEPS + 1), Loop(make, normed).train(STEPS + 1)
     loop.rate = first.rate = None
     names = ("optimizer", "grower", "network") if optimizer_first else ("network", "grower", "optimizer")
@@ -385,7 +385,7 @@ def test_one_of_two_networks_grows_with_one_optimizer_for_both() -> None:
     assert {id(p) for p in optimizer.state} == {id(p) for p in (*generator.parameters(), *critic.parameters())}
 
 
-def test_scaled_gradients_and_clipping_go_on() -> None:
+def test_gradient_scaling_and_clipping_work_across_events() -> None:
     loop, scaler = Loop(OPTIMIZERS["momentum"]), torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in range(6):
         loop.grower.step(step=step, epoch=step // 3)
@@ -423,7 +423,7 @@ def test_gradients_that_are_being_accumulated_become_the_grown_networks(sparse: 
         assert torch.equal(carried[0].coalesce().indices(), first.weight.grad.coalesce().indices())
 
 
-def test_parts_are_called_where_they_say() -> None:
+def test_hooks_of_parts_are_called_in_order() -> None:
     class Witness(Part):
         name = "witness"
 
@@ -486,14 +486,14 @@ def test_a_trigger_that_counts_epochs_is_not_asked_at_each_step(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_where_no_gradients_are_kept_it_grows_alike(mode) -> None:
+def test_step_under_no_grad_or_inference_mode_grows_equally(mode) -> None:
     loop = Loop()
     loop.grower.step = mode()(loop.grower.step)
     assert loop.train().everything() == Loop().train().everything()
 
 
 @pytest.mark.parametrize("network", [mlp, normed])
-def test_what_is_loaded_evaluated_and_finished_in_inference_mode_trains_on(network) -> None:
+def test_a_network_loaded_and_finished_in_inference_mode_can_train(network) -> None:
     loop = Loop(network=network).train(2 * STEPS + 1)
     file, other = loop.saved(), Loop(network=network)
     with torch.inference_mode():
@@ -527,7 +527,7 @@ def test_inputs_in_containers_take_the_networks_precision() -> None:
     assert torch.allclose(network({"x": [PROBE.double()]})["logits"], before, rtol=0, atol=1e-12)
 
 
-def test_what_is_frozen_stays_so_and_keeps_its_weights() -> None:
+def test_frozen_layers_stay_frozen_and_keep_their_weights() -> None:
     network = mlp()
     network[0].requires_grad_(False)
     network[1].eval()
@@ -569,7 +569,7 @@ def test_a_method_that_looks_at_data_needs_some_and_else_nothing_has_grown(batch
     assert loop.grower.step(epoch=1)[0].parity_error_eval < 1e-5
 
 
-def test_compiled_anew_at_every_width() -> None:
+def test_compiled_networks_are_recompiled_at_every_width() -> None:
     compiled: list[int] = []
 
     def backend(graph, inputs):
@@ -630,12 +630,12 @@ def grower_of(example):
         (lambda: Grower(nn.LazyLinear(8), PROBE), r"\(LazyLinear\) has no shape yet; call the network once"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(act, sentence) -> None:
+def test_invalid_calls_raise_errors_of_one_sentence(act, sentence) -> None:
     with pytest.raises(UserError, match=sentence):
         act()
 
 
-def test_an_optimizer_that_cannot_follow_is_told_before_anything_has_grown() -> None:
+def test_an_optimizer_that_cannot_follow_raises_an_error_before_growth() -> None:
     loop = Loop(lambda network: torch.optim.Adafactor(network.parameters()))
     plain = torch.optim.Adam(loop.network.parameters())
     loop.grower.follow(plain, loop.optimizer, state="inherit")
@@ -659,7 +659,7 @@ def test_a_finished_network_grows_no_more() -> None:
     assert [event.stage for event in loop.grower.step(epoch=3)] == [1, 2]
 
 
-def test_weights_of_full_width_from_before_the_end_load_behind_it() -> None:
+def test_full_width_weights_with_multipliers_load_after_finish() -> None:
     network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     grower = Grower(network, torch.randn(2, 6), method=VarianceTransfer(), trigger={0: 0.5, 1: 1.0})
     grower.step(epoch=1)
@@ -696,7 +696,7 @@ def test_it_works_without_arguments_and_its_events_are_objects(caplog: pytest.Lo
     assert not [r for r in caplog.records if r.name.startswith("growlab")]
 
 
-def test_lines_go_to_stderr_where_nothing_else_takes_them(
+def test_events_are_printed_to_stderr_without_logging_handlers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -751,7 +751,7 @@ NARROW, NOTHING = {0: 0.5, 1: 1.0}, r"nothing in this network can grow.*it is tr
         (lambda: nn.Sequential(nn.Linear(6, 3)), {0: 1.0}, None),
     ],
 )
-def test_weights_that_would_be_lost_and_growth_that_would_not_happen_are_warned_of(
+def test_lost_weights_and_missing_growth_cause_warnings(
     make: Callable[[], nn.Module], trigger: Any, warning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     Grower(make(), PROBE, trigger=trigger)
@@ -868,7 +868,7 @@ def _refusals() -> None:
         grower.follow(ZeroRedundancyOptimizer(grower.network.parameters(), torch.optim.SGD, lr=0.1))
 
 
-def test_two_ranks_end_with_the_same_bits_and_are_told_if_they_drift(cli: CommandLine, tmp_path: Path) -> None:
+def test_two_ranks_end_bit_identical_and_report_drift(cli: CommandLine, tmp_path: Path) -> None:
     cli.on_two_ranks(one_rank, tmp_path)
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in (0, 1))
     assert first == second and "output_factor" in first
@@ -901,7 +901,7 @@ def test_a_network_that_is_growing_is_no_full_network_for_another_grower() -> No
 
 
 @pytest.mark.parametrize("unit", ["epoch", "cost"])
-def test_a_loop_that_never_tells_what_the_trigger_counts_is_refused(unit: str) -> None:
+def test_step_without_the_triggers_unit_raises_an_error(unit: str) -> None:
     grower = Grower(plain(), torch.randn(4, 6), trigger=At({0: 0.25, 10: 1.0}, unit=unit))
     with pytest.raises(UserError, match=rf"trigger counts in '{unit}', which Grower.step never received: call"):
         grower.step(step=3)
@@ -928,7 +928,7 @@ def test_stages_that_become_narrower_are_refused_before_training() -> None:
         ({0: 0.5}, True),
     ],
 )
-def test_a_state_goes_on_with_a_trigger_of_its_widths(other: dict[float, float], goes: bool) -> None:
+def test_a_grower_state_resumes_only_with_a_trigger_of_its_widths(other: dict[float, float], goes: bool) -> None:
     x = torch.randn(4, 6)
     first = Grower(plain(), x, method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
     first.step(epoch=1)
@@ -944,7 +944,7 @@ def test_a_state_goes_on_with_a_trigger_of_its_widths(other: dict[float, float],
     assert second.state_dict() == before
 
 
-def test_growth_that_ends_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_finish_before_the_last_stage_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for epoch, at_any_stage, told in ((1, False, True), (1, True, False), (2, False, False), (0, False, True)):
         grower = Grower(plain(), torch.randn(4, 6), method=PairGrowth(), trigger={0: 0.25, 1: 0.5, 2: 1.0})
         if epoch:
@@ -979,7 +979,7 @@ class _Asks(Trigger):
         ({"0": 0}, "_Asks asks for 0 channels of '0'"),
     ],
 )
-def test_widths_that_a_trigger_of_ones_own_cannot_ask_for(widths: dict[str, object], told: str) -> None:
+def test_custom_triggers_cannot_ask_for_invalid_widths(widths: dict[str, object], told: str) -> None:
     grower = Loop(trigger=_Asks(widths)).grower
     before = copy.deepcopy(grower.network.state_dict())
     with pytest.raises(UserError, match=told):
@@ -995,7 +995,7 @@ def _on_demand(demand: Demand) -> Grower:
     return Loop(trigger=OnDemand(demand, make_schedule(8, 8, num_stages=3), 8)).grower
 
 
-def test_growth_on_demand_in_a_loop_that_does_not_tell_of_itself_is_refused() -> None:
+def test_growth_on_demand_needs_records_from_the_loop() -> None:
     with pytest.raises(UserError, match=r"needs to know the training: call Grower.provide\(records="):
         _on_demand(Plateau()).step(epoch=0)
     with pytest.raises(UserError, match=r"counts in 'epoch', which Grower.step never received"):

@@ -223,7 +223,7 @@ def test_enlarging_keeps_what_trains() -> None:
     assert id(model.base_model.model.lm_head.weight) in members(optimizer)
 
 
-def test_layers_come_in_beside_frozen_ones() -> None:
+def test_layers_are_inserted_next_to_frozen_ones() -> None:
     small = llama()
     small.model.embed_tokens.requires_grad_(False)
     small.model.layers[0].requires_grad_(False)

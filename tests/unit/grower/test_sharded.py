@@ -105,7 +105,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_refused_at_once(way: str, mesh: Any) -> None:
+def test_sharding_without_shard_raises_an_error_at_once(way: str, mesh: Any) -> None:
     expected, change = WAYS[way]
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     grower = Grower(network, X, method=PairGrowth(), trigger={0: 0.5, 1: 1.0})
@@ -592,7 +592,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_sharded_network_cannot_do_is_refused_at_once(case: str, mesh: Any) -> None:
+def test_unsupported_methods_and_parts_raise_errors_at_once(case: str, mesh: Any) -> None:
     expected, settings = REFUSED[case]
     network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     about = {"method": PairGrowth(), "trigger": {0: 0.5, 1: 1.0}, "shard": fully_shard, **settings}
@@ -686,7 +686,7 @@ def test_a_seed_on_meta_is_drawn_in_pieces(wrapper: Any, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64])
-def test_what_nothing_gives_values_is_refused(dtype: torch.dtype, mesh: Any) -> None:
+def test_meta_tensors_without_initialisation_raise_an_error(dtype: torch.dtype, mesh: Any) -> None:
     with torch.device("meta"):
         network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         network.register_buffer("scale", torch.ones(2, dtype=dtype))

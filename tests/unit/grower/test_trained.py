@@ -225,7 +225,7 @@ def test_layers_come_in_where_they_are_asked_for(layers: Any, kept: list[int]) -
     ("method", "width", "warns"),
     [(HyperCloning(), 32, True), (Net2Net(), 32, True), (HyperCloning(), 16, False), (None, 32, False)],
 )
-def test_copies_that_stay_equal_are_warned_of(method: Any, width: int, warns: bool, caplog: Any) -> None:
+def test_equal_copies_cause_a_warning(method: Any, width: int, warns: bool, caplog: Any) -> None:
     Grower.from_trained(residual(16, 2), residual(width, 2), IMAGES, method=method)
     assert ("stay equal throughout training" in caplog.text) == warns
 
@@ -258,7 +258,7 @@ def test_a_stream_that_plain_normalisations_would_change_is_refused(method: Any)
         pytest.param(*(lambda: gpt2(32, 2), {}, "which no widths of GPT2LMHeadModel give"), marks=pytest.mark.slow),
     ],
 )
-def test_bad_arguments_are_refused(wide: Any, arguments: dict[str, Any], message: str) -> None:
+def test_from_trained_rejects_invalid_arguments(wide: Any, arguments: dict[str, Any], message: str) -> None:
     small, _ = trained(llama, TEXT)
     with pytest.raises(UserError) as error:
         Grower.from_trained(small, wide(), TEXT, **arguments)
@@ -525,7 +525,7 @@ def test_masks_of_newborn_entries_cover_what_unusual_tensors_gained() -> None:
 
 
 @pytest.mark.parametrize("as_number", [False, True])
-def test_tensors_alone_are_told_of_and_refused_where_code_computes_from_a_width(
+def test_a_state_dict_alone_causes_a_warning_and_an_error_if_code_computes_from_a_width(
     as_number: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UserError, match="the root of a width that grows"):

@@ -59,7 +59,7 @@ def resized_by_hand(twin: Any, network: Any, optimizer: Any, size: int) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2, phi])
-def test_training_goes_on_as_of_a_network_that_was_resized_by_hand(make: Any) -> None:
+def test_training_continues_as_with_a_network_resized_by_hand(make: Any) -> None:
     wide, optimizer, grower = started(make)
     twin, other = resized_by_hand(make(16, 2), wide, optimizer, 80)
     before = output(wide, TEXT)
@@ -154,7 +154,7 @@ def test_an_old_gradient_has_no_entries_for_new_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_goes_on_with_more_tokens(tmp_path: Path) -> None:
+def test_the_trainer_continues_with_more_tokens(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from growlab.frontends.transformers import Growth
 
@@ -179,7 +179,7 @@ def test_the_trainer_goes_on_with_more_tokens(tmp_path: Path) -> None:
     assert loaded.lm_head.weight.shape == (80, 32)
 
 
-def test_what_has_no_more_tokens_is_refused() -> None:
+def test_resize_vocabulary_rejects_invalid_sizes_and_networks() -> None:
     wide, optimizer, grower = started(llama)
     for size in (64, 12, 0, 80.5):
         with pytest.raises(UserError):

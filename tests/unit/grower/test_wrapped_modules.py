@@ -223,7 +223,7 @@ def test_channels_that_the_rest_of_the_network_reads_stay() -> None:
         ("encoder.spare", r"does not call its submodule encoder\.spare"),
     ],
 )
-def test_what_cannot_be_traced_is_named(submodule: Any, message: str) -> None:
+def test_untraceable_submodules_are_named(submodule: Any, message: str) -> None:
     network = Sorting()
     network.encoder.spare = nn.Linear(2, 2)
     with pytest.raises(UnsupportedOperation, match=message):

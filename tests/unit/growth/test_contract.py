@@ -198,7 +198,7 @@ def test_full_width_loads_into_a_fresh_network(method: str, network: str) -> Non
         if (i + j) % 5 < 2
     ],
 )
-def test_twins_part_in_training_where_the_method_promises_it(method: str, network: str) -> None:
+def test_twins_diverge_in_training_where_the_method_promises_it(method: str, network: str) -> None:
     run = Run(network, method)
     before = dict(run.state.widths)
     event = run.grow(1.0)
@@ -213,7 +213,7 @@ def test_twins_part_in_training_where_the_method_promises_it(method: str, networ
         assert max(gaps.values()) < 1e-12
 
 
-def test_noise_parts_the_replicas_of_net2net() -> None:
+def test_noise_separates_replicas_of_net2net() -> None:
     run = Run("mlp", "net2net", noise=0.01)
     run.grow(0.65)
     weight = run.network.get_parameter("hidden.0.weight").detach()
@@ -258,7 +258,7 @@ def train_one_step(run: Run) -> None:
         (Tiny, {"amplitudes": [], "ridge": -1.0, "update_old": 1}),
     ],
 )
-def test_impossible_arguments_are_named(method: type[GrowthMethod], wrong: dict[str, object]) -> None:
+def test_methods_reject_invalid_arguments(method: type[GrowthMethod], wrong: dict[str, object]) -> None:
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"^{name} must be"):
             method(**{name: value})

@@ -162,7 +162,7 @@ def test_the_diagonal_form_is_exact_on_other_networks_and_at_odd_widths(network:
     assert max(event.parity_error_eval, event.noise_error_eval) < 1e-11
 
 
-def test_the_noise_of_hypercloning_parts_clones_and_changes_no_output() -> None:
+def test_hypercloning_noise_separates_clones_and_preserves_outputs() -> None:
     run = Grown(HyperCloning(noise_std=0.3))
     weight, width = run.new["blocks.1.fc1.weight"], 4
     first, second = weight[:, :width], weight[:, width:]

@@ -292,7 +292,7 @@ def test_a_copy_loads_by_itself_and_nothing_is_left_behind() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own, without a process group
 @pytest.mark.parametrize("method", [VarianceTransfer(), VarianceTransfer(output_multiplier=False)])
-def test_distributed_checkpoints_hold_a_growing_network(method: Any, tmp_path: Path) -> None:
+def test_distributed_checkpoints_restore_a_growing_network(method: Any, tmp_path: Path) -> None:
     """torch.distributed.checkpoint's helpers, at every stage, with multipliers and weighted statistics."""
 
     def make() -> tuple[nn.Module, Grower, torch.optim.Optimizer]:

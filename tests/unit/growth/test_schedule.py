@@ -204,6 +204,6 @@ def test_explicit_lists():
         ({"batch_size_stage": "next"}, "^batch_size_stage must be last or first, not 'next'"),
     ],
 )
-def test_impossible_schedules_say_what_to_change(settings, message):
+def test_invalid_schedules_raise_errors_that_say_what_to_change(settings, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(**{"total_epochs": 160, "batch_size": 32, **settings})

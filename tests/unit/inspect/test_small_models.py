@@ -23,7 +23,7 @@ def test_a_small_network_puts_out_one_tensor(name: str) -> None:
     assert len(output) == 2
 
 
-def test_an_unknown_type_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_type_raises_an_error_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match="no model type 'llamma'; nearest are llama"):
         small_model("llamma")
 

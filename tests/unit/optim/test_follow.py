@@ -300,7 +300,7 @@ def test_state_that_fits_stays_with_a_replaced_parameter(rows):
     assert rows != 3 or optimizer.state[new] is states[old]
 
 
-def test_an_unknown_choice_is_refused():
+def test_follow_rejects_unknown_inheritance():
     with pytest.raises(ValueError, match="auto, inherit, reset, zero_new or reset_new"):
         Run(SGD, PairGrowth(), "keep").grow()
 
@@ -404,7 +404,7 @@ class TestForgotten:
         run.relabel()
         run.steps(1)
 
-    def test_networks_that_are_gone_are_not_waited_for(self, monkeypatch):
+    def test_deleted_networks_leave_no_entries(self, monkeypatch):
         for name in ("_awaited", "_replaced"):
             monkeypatch.setattr(replacing, name, {})
         run = self.run(lambda p: torch.optim.SGD(p, lr=0.1))

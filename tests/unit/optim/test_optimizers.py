@@ -482,7 +482,7 @@ def test_vectors_take_adamw(shape):
         *(({"rule": rule}, "must be a rate rule") for rule in ("ratio", NormRatio, 0.5)),
     ],
 )
-def test_arguments_out_of_range_are_refused(options, message):
+def test_optimizers_reject_arguments_out_of_range(options, message):
     with pytest.raises(ValueError, match=message):
         trained(lambda p: Muon(p, **options), steps=0)
 

@@ -222,7 +222,7 @@ def test_state_is_found_by_name_in_any_groups_and_order() -> None:
     assert all(torch.equal(value, taken["state"][key]["exp_avg"]) for key, value in before.items())
 
 
-def test_state_of_parameters_that_there_are_not_is_left_out() -> None:
+def test_state_of_missing_parameters_is_ignored() -> None:
     whole = network(0)
     stranger = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([*whole.parameters(), stranger], lr=0.01)

@@ -456,7 +456,7 @@ def test_features_read_by_more_than_weights_are_refused(also: Any, reason: str) 
     "counts",
     [[4, 10], [4, 3, 10], [0, 4, 10], [4, 7, 11], [True, 7, 10], lambda stages: [10] * (stages - 1), lambda _: 4],
 )
-def test_impossible_counts_are_refused(counts: Any) -> None:
+def test_features_rejects_invalid_counts(counts: Any) -> None:
     with pytest.raises(UserError, match="counts must give 3 ascending numbers of features from 1 to 10"):
         Grower(mlp(), columns().float(), trigger=STAGES, parts=[Features(counts)])
 

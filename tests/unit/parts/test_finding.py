@@ -414,7 +414,7 @@ def test_the_report_of_a_network_lists_its_blocks(capsys: pytest.CaptureFixture[
     )
 
 
-def test_the_part_tells_what_it_finds_and_why_others_stay() -> None:
+def test_examine_reports_blocks_and_why_others_stay() -> None:
     torch.manual_seed(0)
     assert Depth.examine(layers(), (SAMPLES,)) == [
         "3 of 4 Linear (hidden.1, hidden.2, hidden.3) may come in later, exactly with start=identity"

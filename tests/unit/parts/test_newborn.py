@@ -200,7 +200,7 @@ def test_the_grown_average_is_the_average_of_grown_networks(name: str) -> None:
             torch.testing.assert_close(tensor, wanted, rtol=1e-9, atol=1e-12)
 
 
-def test_averages_grow_along_as_a_part_or_as_the_users_module() -> None:
+def test_averages_grow_as_a_part_or_as_the_users_module() -> None:
     average = Averages(decay=0.7)
     loop = Loop(parts=[average])
     own = AveragedModel(loop.network, multi_avg_fn=get_ema_multi_avg_fn(0.7), use_buffers=True)

@@ -69,6 +69,6 @@ TARGET = "target_width goes with mode='scheduled'"
         (lambda: Hyperfan(sharing="size"), "sharing must be layer or chunk"),
     ],
 )
-def test_what_cannot_be_is_refused_as_it_is_made(make: Callable[[], Any], message: str) -> None:
+def test_parts_reject_invalid_arguments(make: Callable[[], Any], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):
         make()

@@ -180,7 +180,7 @@ def test_a_network_with_its_hook_can_be_copied_and_pickled() -> None:
         (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 4), [2], "are [2, 4]"),
     ],
 )
-def test_what_cannot_be_resized_is_refused(network, example, sizes, message) -> None:
+def test_inputs_that_cannot_be_resized_raise_errors(network, example, sizes, message) -> None:
     with pytest.raises(UserError) as refused:
         grower(network(), example, sizes)
     assert message in str(refused.value)

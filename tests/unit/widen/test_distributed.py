@@ -94,7 +94,7 @@ def test_it_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(tensors(plain, third), grown, rtol=0, atol=0)
 
 
-def test_what_outputs_would_not_survive_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_widened_reader_rejects_invalid_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path, False)
     wide = llama(2)
     graph = trace(wide, X)

@@ -118,7 +118,7 @@ def test_a_resumed_training_is_equal_bit_for_bit(network_first: bool) -> None:
     assert again[0].config.num_local_experts == 8 and again[3].module.config.num_experts_per_tok == 4
 
 
-def test_what_has_no_experts_is_refused_and_a_failed_event_leaves_everything(caplog: Any) -> None:
+def test_models_without_experts_raise_an_error_and_a_failed_event_changes_nothing(caplog: Any) -> None:
     _, _, grower = growing(lambda: llama(16, 1))
     with pytest.raises(UserError, match="no experts that growlab can multiply"):
         grower.multiply_experts(2)

@@ -125,7 +125,7 @@ def test_types_of_the_file_stay(tmp_path: Path) -> None:
     assert others == {torch.bfloat16}
 
 
-def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upcycle_reports_bad_input_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model_of("gpt2").save_pretrained(tmp_path / "gpt2")
     assert main([str(tmp_path / "gpt2"), "-o", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

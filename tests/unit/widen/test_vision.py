@@ -76,7 +76,7 @@ def test_weights_keep_their_precision(tmp_path: Path) -> None:
     assert load_widened(tmp_path / "out") is not None
 
 
-def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_widen_reports_bad_weights_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, path, out = "torchvision/squeezenet1_1", tmp_path / "weights.pt", tmp_path / "new"
     saved(path, name)
 

@@ -129,7 +129,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return told
 
 
-def test_bad_input_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_widen_reports_bad_input_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = folder_of(tmp_path), tmp_path / "new"
     assert "nearest widths that fit: 1.5" in refusal(
         capsys, folder, "--width", 1.3, "--parts", "heads,stream", "-o", out
@@ -172,7 +172,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_what_cannot_be_exact_is_refused_with_what_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inexact_factors_raise_an_error_with_alternatives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "old", "bert")
     told = refusal(capsys, tmp_path / "old", "--width", 1.5, "-o", tmp_path / "new")
     assert "a whole --width such as 2, or --parts mlp" in told
@@ -238,7 +238,7 @@ def test_a_model_of_several_is_refused_with_the_place_of_its_sizes() -> None:
     assert deepened(config, 1).to_dict() == config.to_dict()
 
 
-def test_what_becomes_no_wider_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_becomes_no_wider_raises_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Swin keeps sizes in `embed_dim` and in lists, and computes `hidden_size` from them."""
     saved(tmp_path / "old", "swinv2")
     told = refusal(capsys, tmp_path / "old", "--width", 2, "-o", tmp_path / "new")
@@ -300,7 +300,9 @@ def test_a_pickled_file_is_read(tmp_path: Path, shards: int) -> None:
     assert not list((tmp_path / "new").glob("*.bin*"))
 
 
-def test_damaged_and_foreign_files_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_and_foreign_files_are_reported_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, out = folder_of(tmp_path), tmp_path / "new"
     whole = (folder / "model.safetensors").read_bytes()
     for content in (b"", b"nothing", whole[:100], whole[:-5], b"\xff" * 40):
@@ -358,7 +360,7 @@ def load_index(folder: Path) -> dict[str, str]:
         ("conv_kernel", [10, 3, 3], 2, 4, None),
     ],
 )
-def test_lists_that_speak_of_layers_speak_of_more(name, entries, before, after, expected) -> None:
+def test_lists_with_an_entry_per_layer_are_extended(name, entries, before, after, expected) -> None:
     short = {"g": "global", "l": "local"}
     if name == "attention_types":
         expected = [[[short[one] for one in expected[0][0]], 1]]

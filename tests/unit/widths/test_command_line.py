@@ -89,7 +89,7 @@ def leaving() -> None:
         ),
     ],
 )
-def test_bad_names_are_one_sentence(arguments, sentence, capsys):
+def test_unknown_names_are_reported_in_one_sentence(arguments, sentence, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -126,7 +126,7 @@ def test_a_matrix_resumes_where_it_ended(tmp_path, capsys, monkeypatch):
     assert "| yes |" in (tmp_path / "m.md").read_text()
 
 
-def test_what_is_no_matrix_is_left_alone(tmp_path, capsys):
+def test_a_file_that_is_no_matrix_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "m.json").write_text("[]")
     assert main(["growlab/resnet20", "--matrix", str(tmp_path / "m")]) == 2
     assert "contains no matrix" in capsys.readouterr().err

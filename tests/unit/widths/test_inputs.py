@@ -205,7 +205,7 @@ class Packed(nn.Module):
         ("inside", (X[:4].expand(2, 4, 5), torch.tensor([4, 2]))),
     ],
 )
-def test_packed_sequences_are_refused_in_a_sentence(where: str, example: Any) -> None:
+def test_packed_sequences_raise_an_error_of_one_sentence(where: str, example: Any) -> None:
     with pytest.raises(UserError, match=r"Packed packs sequences.*padded sequences and mask"):
         trace(Packed(where), example)
 

@@ -176,7 +176,7 @@ class Wary:
         return super().__getattribute__(name)
 
 
-def test_sizes_that_are_gone_or_cannot_be_read_are_none_that_follow() -> None:
+def test_missing_or_unreadable_sizes_are_ignored() -> None:
     module = nn.Linear(8, 4)
     module.settings = Wary()
     assert kept_at(module, HardcodedSize("", "settings.width")) is None

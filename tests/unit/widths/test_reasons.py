@@ -65,7 +65,7 @@ _FULL = "that keep their full width: "
         (lambda net, x: net.table(x.long() * 0), {"table": "the network's output"}),
     ],
 )
-def test_what_stays_says_why(run: Callable[[Any, Tensor], Tensor], reasons: dict[str, str]) -> None:
+def test_layers_at_full_width_have_a_reason(run: Callable[[Any, Tensor], Tensor], reasons: dict[str, str]) -> None:
     graph = trace(two(run), torch.randn(4, 5))
     for name, reason in reasons.items():
         assert re.fullmatch(reason, graph.fixed[name]), graph.fixed

@@ -72,14 +72,14 @@ def test_modules_say_of_themselves_what_those_built_at_their_width_say(build, sh
     built.load_state_dict(network.state_dict(), strict=True)
 
 
-def test_a_width_of_0_is_refused():
+def test_resize_rejects_a_width_of_0():
     network, graph = NETWORKS["mlp"].make(), graph_of("mlp")
     with pytest.raises(ValueError, match=r"width 0 of hidden\.2 leaves no channel"):
         resize(network, graph, graph.full_widths, graph.full_widths | {"hidden.2": 0})
     assert network.hidden[2].out_features == 7
 
 
-def test_what_does_not_change_stays_the_same_object():
+def test_unchanged_tensors_stay_the_same_objects():
     network, graph = NETWORKS["convnet"].make(), graph_of("convnet")
     before = dict(network.named_parameters())
     resize(network, graph, graph.full_widths, graph.full_widths | {"features.4": 3})

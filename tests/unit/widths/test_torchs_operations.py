@@ -136,7 +136,7 @@ def test_the_last_layer_stays_the_last_behind_a_table_that_changes_its_output(
     assert layers["last"].is_output and not layers["a"].is_output
 
 
-def test_vmap_is_refused_in_a_sentence() -> None:
+def test_vmap_raises_an_error_of_one_sentence() -> None:
     def ensemble(h: Tensor) -> Tensor:
         return torch.vmap(lambda row: row * 2)(h)
 

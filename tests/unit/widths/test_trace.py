@@ -85,7 +85,7 @@ def test_a_weight_that_is_a_buffer_or_computed_does_not_grow(persistent):
     assert trace(standardised, torch.randn(2, 3)).full_widths == {}
 
 
-def test_an_unknown_operation_is_refused_by_name_and_place():
+def test_an_unknown_operation_raises_an_error_with_its_name_and_line():
     class Inner(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.put(torch.tensor([0]), x.new_zeros(1))  # named in the message
@@ -105,7 +105,7 @@ def test_an_unknown_operation_is_refused_by_name_and_place():
     assert graph.fixed["0"] == "used by put"
 
 
-def test_code_that_leaves_torch_is_refused_with_its_line(capfd):
+def test_code_that_leaves_torch_raises_an_error_with_its_line(capfd):
     leaving = Around(lambda net, x: x if x.detach().numpy().sum() > 0 else -x)
     with pytest.raises(UnsupportedOperation, match=r"cannot follow Around at `.*x if x\..*trace=SUBMODULE"):
         trace(leaving, torch.randn(2, 4))
@@ -142,7 +142,7 @@ class TrainedOnLargeImages(nn.Module):
         ),
     ],
 )
-def test_inputs_that_cannot_be_computed_or_trained_on_are_refused(
+def test_trace_rejects_examples_that_the_network_cannot_run_or_train_on(
     layers: list[nn.Module], example: Tensor, message: str, caplog: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     network = nn.Sequential(*layers)
@@ -242,7 +242,7 @@ def test_what_is_tried_otherwise_refuses_no_network(of_images):
     assert trace(network, torch.randn(3, 4, 5)).full_widths == {"a": 6}
 
 
-def test_tracing_leaves_no_trace() -> None:
+def test_tracing_changes_nothing_in_the_network() -> None:
     def noisy(net, x: Tensor) -> Tensor:
         x = net.norm(net.first(x)).relu()
         if net.training:

@@ -187,7 +187,7 @@ def test_an_error_in_a_branch_leaves_everything_as_it_was(trained: tuple[bool, L
         (lambda: Controller(width=2), "a width of 2 is no fraction"),
     ],
 )
-def test_what_cannot_be_is_refused(make: Callable[[], Controller], message: str) -> None:
+def test_controller_rejects_invalid_arguments(make: Callable[[], Controller], message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
 

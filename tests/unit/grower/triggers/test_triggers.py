@@ -53,14 +53,14 @@ def progress(rows: list[dict[str, Any]], **other: Any) -> Progress:
         ([], False),
     ],
 )
-def test_a_plateau(losses: list[float], wanted: bool) -> None:
+def test_plateau_grows_when_the_metric_stops_improving(losses: list[float], wanted: bool) -> None:
     assert Plateau(patience=2, min_delta=0.01).wants(progress(rows("val_loss", *losses))) == wanted
     accuracies = rows("val_accuracy", *(4.0 - loss for loss in losses))
     if losses and wanted:
         assert Plateau("val_accuracy", patience=2, min_delta=0.01).wants(progress(accuracies))
 
 
-def test_a_metric_that_is_not_there_is_told() -> None:
+def test_a_metric_that_is_not_recorded_raises_an_error() -> None:
     recorded = ["epoch", "train_loss", "train_accuracy", "test_loss"]
     with pytest.raises(ValueError, match="metric='val_loss' is not recorded: set a validation set apart, or"):
         Plateau().check_records(recorded)
@@ -70,7 +70,7 @@ def test_a_metric_that_is_not_there_is_told() -> None:
     GradientNorm().check_records([])
 
 
-def test_little_within_reach() -> None:
+def test_expressivity_grows_when_little_is_within_reach() -> None:
     demand, some = Expressivity(0.8), {"a": Bottleneck(1.0, 0.5)}
     assert not demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9]))
     assert not demand.wants(progress([{}], bottlenecks=some, out_of_reach=[0.9, 0.915]))
@@ -79,7 +79,7 @@ def test_little_within_reach() -> None:
     assert demand.wants(progress([{}], bottlenecks={}, out_of_reach=[0.9, 1.0]))
 
 
-def test_a_network_without_channels_to_look_at_is_told_before_training() -> None:
+def test_a_network_without_measurable_channels_raises_an_error_before_training() -> None:
     """Two layers put out the channels of its stream."""
     network = Around(
         lambda net, x: net.head((h := net.stem(x)) + net.branch(torch.relu(h))), stem=[3, 8], branch=[8, 8], head=[8, 2]
@@ -100,7 +100,7 @@ def test_groups_grow_where_most_is_missing() -> None:
     assert demand.decide(now, STEPS[0], STEPS) == {"a": 2, "b": 8}
 
 
-def test_a_small_gradient() -> None:
+def test_gradient_norm_grows_when_the_gradient_is_small() -> None:
     demand = GradientNorm(0.5)
     assert not demand.wants(progress(rows("gradient_norm", 1.0)))
     assert not demand.wants(progress(rows("gradient_norm", 1.0, 3.0, 1.6)))
@@ -152,7 +152,7 @@ def run(demand: Demand, total_epochs: int, flops: tuple[int, ...]) -> tuple[list
     every=st.integers(1, 3),
     final=st.sampled_from([0.0, 0.1, 0.3]),
 )
-def test_full_width_comes_in_time_whatever_it_wants(wishes: list[bool], total: int, every: int, final: float) -> None:
+def test_full_width_is_reached_in_time(wishes: list[bool], total: int, every: int, final: float) -> None:
     demand = Whim(wishes, min_epochs=every, final_fraction=final)
     demand.check(total, 3, 50.0)
     stages, _ = run(demand, total, (1, 4, 9, 16))
@@ -203,7 +203,7 @@ def test_a_budget_is_kept_and_used(percent: float, total: int, every: int, seed:
         (lambda: Never(depth=1.5), r"must be above 0|must be a part of the blocks"),
     ],
 )
-def test_what_cannot_be_is_told(make: Any, told: str) -> None:
+def test_triggers_and_demands_reject_invalid_arguments(make: Any, told: str) -> None:
     with pytest.raises((UserError, ValueError), match=told):
         make()
 
@@ -239,7 +239,7 @@ def grower(trigger: Any) -> Grower:
         ({-1: 0.5, 1: 1.0}, "must begin at 0"),
     ],
 )
-def test_widths_and_moments_that_cannot_be_are_refused_before_training(trigger: dict[Any, Any], sentence: str) -> None:
+def test_triggers_reject_invalid_widths_and_times(trigger: dict[Any, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         grower(trigger)
 

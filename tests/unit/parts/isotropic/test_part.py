@@ -139,7 +139,7 @@ def test_the_gradient_follows_where_multiplied_rows_are_written_into_the_weights
         ({"network": nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))}, "isotropic growth needs a layer"),
     ],
 )
-def test_impossible_combinations_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_combinations_raise_errors(arguments: dict[str, Any], message: str) -> None:
     given = {"network": IsotropicMLP(6, [4], 3), "method": PairGrowth(), "trigger": SCHEDULE, **arguments}
     with pytest.raises(UserError, match=message):
         Grower(given.pop("network").double(), batch(0)[0], parts=[IsotropicLayers()], **given)

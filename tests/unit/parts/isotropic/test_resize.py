@@ -430,7 +430,7 @@ def test_events_leave_receipts(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("name", "cls"), [("cnn chi", torch.optim.SGD), ("mlp", SGD), ("cnn chi", SGD), ("mlp", LARS)])
-def test_training_with_momentum_goes_on_as_if_nothing_had_happened(name: str, cls: type) -> None:
+def test_training_with_momentum_continues_unchanged(name: str, cls: type) -> None:
     """Gradient descent does not depend on the basis, nor does it with rotated momentum (Appendix D)."""
     alone, graph, x = made(name)
     method, state = Isotropic(columns="zero"), fresh_state(graph)
