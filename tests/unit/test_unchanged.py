@@ -533,7 +533,7 @@ def test_embeddings_with_max_norm_are_restored() -> None:
     assert torch.equal(network.weight, before)
 
 
-def test_accepted_numbers_are_gone_back_to() -> None:
+def test_restore_returns_to_accepted_values() -> None:
     network = nn.BatchNorm1d(3)
     x = torch.randn(4, 3)
     with unchanged(network) as snapshot:

@@ -85,9 +85,7 @@ MODULES: dict[str, Callable[[], tuple[L.LightningModule, Growth]]] = {
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_resumed_from_a_checkpoint_it_is_the_uninterrupted_run_and_ends_as_an_ordinary_module(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_and_ends_as_an_ordinary_module(kind: str, tmp_path: Path) -> None:
     module, growth = MODULES[kind]()
     save = Save(tmp_path)
     wanted = outcome(fitted(tmp_path, module, growth, save))

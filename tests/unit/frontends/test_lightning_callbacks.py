@@ -73,7 +73,7 @@ def test_a_run_with_an_average_resumes_from_a_checkpoint(kind: str, tmp_path: Pa
     assert outcome(fitted(tmp_path, Plain(), growth(), AVERAGES[kind](), ckpt_path=checkpoint)) == wanted
 
 
-def test_an_average_that_was_made_before_the_seed_is_refused(tmp_path: Path) -> None:
+def test_an_average_made_before_the_seed_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"put Growth before it, Trainer\(callbacks=\[Growth"):
         fitted(tmp_path, Plain(), EMAWeightAveraging(), growth())
 
@@ -180,7 +180,7 @@ class Keyed(Dataset[Any]):
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_loaders_whose_samples_have_no_numbers(ready: bool, tmp_path: Path) -> None:
+def test_loaders_without_indexed_samples(ready: bool, tmp_path: Path) -> None:
     keys = [f"image{index}" for index in range(len(IMAGES))]
     options = {"batch_size": None} if ready else {"batch_size": SIZE, "sampler": keys}
     module, callback = Plain(), growth()
@@ -202,7 +202,7 @@ class WithTarget(Plain):
             mean.data.lerp_(value.data, 0.3 if self.trainer.global_step else 1.0)
 
 
-def test_a_target_network_grows_along(tmp_path: Path) -> None:
+def test_a_target_network_grows_with_the_online_network(tmp_path: Path) -> None:
     """It is the average that the part keeps, which averages the same steps."""
 
     def both() -> tuple[WithTarget, Any]:
@@ -338,7 +338,7 @@ def test_the_order_of_classes_is_that_of_the_labels_whatever_is_loaded(tmp_path:
         assert torch.allclose(loaded.load(Arriving(), tmp_path / name).network.eval()(IMAGES), logits, atol=1e-5), name
 
 
-def test_blocks_come_back_where_evaluation_stands_before_training(tmp_path: Path) -> None:
+def test_blocks_are_restored_if_evaluation_precedes_training(tmp_path: Path) -> None:
     trained = []
     for evaluate in (False, True):
         module, callback = Deep(), growth(trigger={0: 0.5, 1: 1.0}, parts=[Depth()])

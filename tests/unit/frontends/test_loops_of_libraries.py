@@ -166,7 +166,7 @@ def test_sharded_training_equals_ddp_and_resumes(
         (DDPStrategy(start_method="fork"), "would be lost: use strategy='ddp'"),
     ],
 )
-def test_other_strategies_are_refused(strategy: Any, message: str) -> None:
+def test_unsupported_strategies_raise_errors(strategy: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         growth().setup(SimpleNamespace(strategy=strategy), Plain(), "fit")
 

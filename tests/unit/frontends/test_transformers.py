@@ -76,7 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Growth, 
     return folder, trainer, growth, everything(trainer, growth)
 
 
-def test_resumed_from_any_checkpoint_it_is_the_uninterrupted_run(whole: Any, tmp_path: Path) -> None:
+def test_a_run_resumed_from_any_checkpoint_equals_the_uninterrupted_one(whole: Any, tmp_path: Path) -> None:
     folder, trainer, growth, wanted = whole
     assert [event.epoch for event in growth.events] == [1, 2]
     assert all(event.parity_error_eval < 1e-4 for event in growth.events)
@@ -159,7 +159,7 @@ def one_loss_is_best(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("best", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_best_model_comes_back_with_all_that_belongs_to_it(
+def test_the_best_model_is_restored_with_its_state(
     best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of its own stage: the weights, widths, output factor and averages of its checkpoint, finished."""
@@ -226,7 +226,7 @@ def test_resuming_into_another_folder_needs_the_checkpoints_folder(whole: Any, t
             run(tmp_path / folder, whole[0] / "checkpoint-8", save_strategy="no")
 
 
-def test_a_trigger_or_settings_that_would_not_work_are_refused(tmp_path: Path) -> None:
+def test_unsupported_triggers_and_settings_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the Trainer knows only epochs and steps"):
         Growth(trigger=At({0: 0.5, 1: 1.0}, unit="cost"))
     with pytest.raises(UserError, match="restore_callback_states_from_checkpoint"):

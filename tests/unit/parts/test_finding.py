@@ -284,7 +284,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "start"), CASES)
-def test_blocks_are_found_and_come_in_exactly(name: str, start: str) -> None:
+def test_blocks_are_found_and_inserted_exactly(name: str, start: str) -> None:
     make, x, number, first = FOUND[name]
     network, inputs = made(make, x)
     known = {key: tensor.shape for key, tensor in network.state_dict().items()}
@@ -365,7 +365,7 @@ def test_a_whole_copy_goes_into_a_post_norm_network_and_says_that_it_changes_it(
     ],
     ids=["list of layers", "convolutions", "vgg"],
 )
-def test_layers_without_a_residual_begin_as_the_identity(
+def test_layers_without_a_residual_start_as_the_identity(
     make: Callable[[], nn.Module], x: Tensor, names: list[str]
 ) -> None:
     network, inputs = made(make, x)
@@ -385,7 +385,7 @@ def test_a_branch_that_the_network_adds_is_left_out_as_nothing() -> None:
     assert torch.allclose(network(*inputs), network.last(x + 0.5 * network.whatever[0](x)), rtol=1e-12)
 
 
-def test_looking_for_blocks_leaves_the_network_alone() -> None:
+def test_finding_blocks_leaves_the_network_unchanged() -> None:
     torch.manual_seed(0)
     network = Added().requires_grad_(False).train()
     before = copy.deepcopy(network.state_dict())

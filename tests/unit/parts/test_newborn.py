@@ -224,7 +224,7 @@ def test_an_average_changes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])
-def test_averages_that_do_not_grow_are_refused(callback: str) -> None:
+def test_averages_that_do_not_grow_raise_an_error(callback: str) -> None:
     given = {"_target_": f"lightning.pytorch.callbacks.{callback}"}
     if callback.startswith("Stochastic"):
         given["swa_lrs"] = 0.1

@@ -69,7 +69,7 @@ def tensors(network: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_it_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
+def test_a_widened_checkpoint_equals_a_growth_event(tied: bool, tmp_path: Path) -> None:
     """Straight into a wider sharded network, and by way of a wider folder."""
     small, optimizer = saved(tmp_path, tied)
     expected = small(X).logits.detach()

@@ -210,7 +210,7 @@ def test_packed_sequences_raise_an_error_of_one_sentence(where: str, example: An
         trace(Packed(where), example)
 
 
-def test_positional_inputs_for_keyword_only_arguments_are_refused() -> None:
+def test_positional_inputs_for_keyword_only_arguments_raise_an_error() -> None:
     with pytest.raises(UserError, match="ByName takes mask by keyword only: give the example as a dictionary"):
         trace(ByName(), (X, MASK))
     with pytest.raises(UserError, match=r"an input of \[6, 4\], mask \[6, 1\]"):

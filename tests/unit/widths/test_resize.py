@@ -63,7 +63,7 @@ def test_a_narrowed_network_is_the_one_built_narrow():
     ],
 )
 @pytest.mark.parametrize("width", [2, 6])
-def test_modules_say_of_themselves_what_those_built_at_their_width_say(build, shape, width):
+def test_attributes_of_modules_equal_those_of_modules_built_at_that_width(build, shape, width):
     network = nn.Sequential(*build(4))
     graph = trace(network, torch.randn(2, *shape))
     resize(network, graph, graph.full_widths, {"0": width})

@@ -156,7 +156,7 @@ def test_trace_rejects_examples_that_the_network_cannot_run_or_train_on(
 @pytest.mark.parametrize(
     "function", [lambda x: x[x[..., 0] > 0], lambda x: x[:, x[0, :, 0].nonzero()[:, 0]]], ids=["mask", "nonzero"]
 )
-def test_sizes_that_depend_on_the_data_are_refused_without_data(function):
+def test_data_dependent_sizes_raise_an_error_without_data(function):
     with pytest.raises(UnsupportedOperation, match=r"reads numbers from a tensor \(.*x\[.* trace it on a device"):
         trace(odd(function).to("meta"), torch.randn(2, 6, 4, device="meta"))
 
@@ -215,7 +215,7 @@ def test_the_batch_size_may_be_that_of_another_dimension(rows: int, masks: list[
     assert list(graph.groups) == ["a"] and graph.fixed.keys() == {"b"}
 
 
-def test_layers_without_shapes_and_scripted_ones_are_refused():
+def test_lazy_and_scripted_layers_raise_errors():
     lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(8), nn.Linear(8, 2))
     with pytest.raises(UnsupportedOperation, match=r"1 \(LazyLinear\) has no shape yet; call the network once"):
         trace(lazy, torch.randn(2, 4))

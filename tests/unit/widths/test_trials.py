@@ -96,7 +96,7 @@ def test_trials_warn_of_nothing() -> None:
     grower.step(epoch=1)
 
 
-def test_a_layer_that_one_mode_alone_reaches_keeps_its_input_as_wide_as_it_is() -> None:
+def test_the_input_of_a_layer_used_in_one_mode_keeps_its_width() -> None:
     """A stream is read by one layer in train mode, and by another one of the same shape in eval mode."""
     network = Around(
         lambda net, x: (net.trained if net.training else net.evaluated)(torch.relu(net.body(x))),
