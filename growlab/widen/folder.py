@@ -315,16 +315,15 @@ class Plan:
 
     def tensor(self, name: str, way: Way) -> Tensor:
         """Compute one tensor of the target."""
-        own = self._own[name]
         if not self._is_saved(name):
-            return own.detach().clone()
-        whole, start = torch.empty(own.shape, dtype=self.dtype(name)), 0
+            return self._own[name].detach().clone()
+        tensor, start = torch.empty(self._own[name].shape, dtype=self.dtype(name)), 0
         for block in self._blocks(name, way):
-            if not whole.dim():
-                return block.to(whole)
-            whole[start : start + len(block)] = block
+            if not tensor.dim():
+                return block.to(tensor)
+            tensor[start : start + len(block)] = block
             start += len(block)
-        return whole
+        return tensor
 
     def not_deeper(self, error: float) -> UserError:
         """Explain why the model cannot become deeper, after `exact_way` has returned None."""
@@ -437,9 +436,7 @@ class Deeper:
         Of normalisations, these are the biases of `writing`, whose outputs are added to a stream: their input is zero.
         """
         inside = {name for name in graph.axes if any(name.startswith(f"{path}.") for path in self.new)}
-        made = {
-            name: {g for axis in axes if axis.role == "out" for g in axis.groups} for name, axes in graph.axes.items()
-        }
+        made = {n: {g for axis in axes if axis.role == "out" for g in axis.groups} for n, axes in graph.axes.items()}
         # Streams: channels that are written both inside and outside of new layers.
         within, outside = (set().union(*(made[n] for n in names)) for names in (inside, made.keys() - inside))
         norms = {norm.name for norm in graph.channel_norms}

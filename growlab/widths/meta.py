@@ -200,8 +200,8 @@ def _transposed_convolution(input: Tensor, weight: Tensor, *_: Any, **__: Any) -
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, **_: Any) -> Any:
     # torch does not compare the dimensions other than `dim` on the meta device.
     if input.dim() == source.dim() and any(
-        one != other and axis != dim % input.dim()
-        for axis, (one, other) in enumerate(zip(input.shape, source.shape, strict=True))
+        size != other and axis != dim % input.dim()
+        for axis, (size, other) in enumerate(zip(input.shape, source.shape, strict=True))
     ):
         raise ValueError(f"{tuple(source.shape)} cannot be added into {tuple(input.shape)}")
     return NotImplemented
@@ -296,7 +296,7 @@ class Lightened:
             except FAILURES:
                 return False
             mode.details.append((None, [x.shape for x in (*tensors_in([*inputs]), *tensors_in(output))]))
-            leaves = (leaf for func, found in mode.details for leaf in (func, *found))
+            leaves = (leaf for func, arguments in mode.details for leaf in (func, *arguments))
             runs.append([n for leaf in leaves for n in (leaf if isinstance(leaf, torch.Size) else (leaf,))])
         rows = tuple(len(tensors_in([*inputs])[0]) for inputs in (self.inputs, others))
         pairs = [(a, b) for a, b in zip(*runs, strict=False) if a is not b and (a, b) != rows]
