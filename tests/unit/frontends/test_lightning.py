@@ -1,4 +1,4 @@
-"""Modules that know nothing of growlab, trained by Lightning with the callback."""
+"""Lightning modules without growlab, trained with the callback."""
 
 import logging
 from collections.abc import Callable
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_p
 
 
 class TwoOptimizers(L.LightningModule):
-    """A generator that grows, a critic that does not; an optimizer each, stepped by hand; one rate falls by epochs."""
+    """A generator that grows and a critic that does not, with manual optimization and one decreasing learning rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def test_arguments_are_checked_as_they_are_given(wrong: dict[str, Any], said: st
 
 
 class Logged(DummyLogger):
-    """Keeps what it is given."""
+    """A logger that stores its metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_the_rate_finder_logs_no_warning_of_unfinished_growth(tmp_path: Path, ca
 
 
 class ByName(L.LightningModule):
-    """A module whose layers are its own, and whose network is called by names."""
+    """A module that is itself the network, called with keyword inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class ByName(L.LightningModule):
 
 
 class OfSeveral(Plain):
-    """A loss over all batches that a loader of several gives at once."""
+    """A loss over all batches of a combined loader."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batches = list(batch.values()) if isinstance(batch, dict) else batch

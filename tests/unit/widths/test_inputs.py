@@ -1,4 +1,4 @@
-"""Networks that take inputs by name alone, in containers, or packed."""
+"""Networks with keyword-only inputs, inputs in containers, or packed sequences."""
 
 import copy
 import random
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ByName(nn.Module):
-    """One input by position or name, one by name alone, one with a default."""
+    """One positional input, one keyword-only input, one input with a default."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ByName(nn.Module):
 
 
 def module(function: Callable[..., Tensor], **parts: nn.Module) -> nn.Module:
-    """A module of a forward function's signature."""
+    """A module with the signature of a given forward function."""
     made = type("Made", (nn.Module,), {"forward": function})()
     for name, part in parts.items():
         setattr(made, name, part)
@@ -182,7 +182,7 @@ def test_capturing_inputs_leaves_all_generators_as_they_were(tmp_path: Path, mon
 
 
 class Packed(nn.Module):
-    """A recurrent layer over sequences that are packed before, in the forward, or padded again first."""
+    """A recurrent layer over sequences that are packed before or in the forward, or padded again first."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Shapes without arithmetic, as torch computes them; networks on device meta, without values."""
+"""Shape rules against torch's; networks on the meta device, without values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -100,7 +100,7 @@ def test_channels_that_device_meta_does_not_compare_are_compared() -> None:
 
 
 def biased() -> nn.Module:
-    """Buffers of zeros, a table that is not saved, a mask, and a running mean that the forward follows."""
+    """Buffers of zeros, a non-persistent table, a mask, and a running mean that the forward updates."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = net.embed(x) + net.table
@@ -116,7 +116,7 @@ def biased() -> nn.Module:
 
 
 def asking(careful: bool) -> nn.Module:
-    """Looks at a number in the data, but where it is exported if `careful`."""
+    """Reads a number in the data; if `careful`, not while it is exported."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         x = torch.relu(net.a(x))

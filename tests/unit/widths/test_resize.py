@@ -10,7 +10,7 @@ from tests.cases import NETWORKS, graph_of, outputs, widths_at
 
 
 def bookkeeping(network: nn.Module) -> dict[str, tuple]:
-    """What modules say of their own sizes."""
+    """Sizes in the attributes of modules."""
     told = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Linear):
@@ -96,7 +96,7 @@ def test_shared_tensors_stay_shared():
 
 
 class Undecayed(nn.Parameter):
-    """A class by which an optimizer's groups are told apart."""
+    """A parameter class by which an optimizer's groups are chosen."""
 
 
 def test_new_tensors_are_like_the_old_ones():

@@ -1,4 +1,4 @@
-"""Operations of torch between two layers: growth preserves the function whatever they are, or they are refused."""
+"""Operations of torch between two layers: growth preserves the function, or tracing raises an error."""
 
 import contextlib
 import math
@@ -21,7 +21,7 @@ IMAGE = torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype
 
 
 class Around(nn.Module):
-    """A function of the channels h [2, 8, 6, 6], and what comes of it where it has as many."""
+    """A function of the channels h [2, 8, 6, 6]; its result is used as it is if it has as many channels."""
 
     def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_channels_that_are_mixed_keep_their_width(function: Callable[[Tensor], A
 
 
 def test_what_is_added_for_nothing_is_of_one_width_too() -> None:
-    """The last block of many networks with skip connections adds to a stream that nothing reads any more."""
+    """In many networks with skip connections, the last block adds to a stream that nothing reads afterwards."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h, total = net.stem(x), torch.zeros(())
@@ -161,7 +161,7 @@ NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch.Tensor)
 
 
 def repeats(network: nn.Module) -> bool:
-    """Whether the network puts out the same finite numbers twice, none of them from memory that nothing filled."""
+    """Return True if the network computes the same finite numbers twice, so that none is uninitialised memory."""
     # Fills that memory with NaN, which else may hold the same numbers twice by chance.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
