@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -46,6 +47,7 @@ _REST = "meta.pt"
 _STEPS = {"fit": "training", "validate": "validation", "test": "test", "predict": "predict"}
 _PROBE = 8  # samples in the example input
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 
 def starts_by_copies(strategy: Any) -> bool:
@@ -379,7 +381,7 @@ class Growth(GrowthCallback, Callback):
             ) from None
 
     def _example_inputs(self, module: LightningModule, network: nn.Module) -> tuple[Any, ...]:
-        example = module.example_input_array
+        example = move_data_to_device(module.example_input_array, module.device)
         if example is None:
             raise UserError("give Growth an example of the network's input, such as example=torch.randn(2, 3, 32, 32).")
         call = partial(module, **example) if isinstance(example, dict) else partial(module, *_as_tuple(example))
@@ -453,8 +455,7 @@ def change_batch_sizes(trainer: Trainer, trigger: Trigger) -> Callable[[], None]
     if not hasattr(data, "batch_size"):
         log.warning("the trigger's batch sizes %s are ignored: the data module has no batch_size", sizes)
         return lambda: None
-    uneven = [size for size in sizes if size % trainer.world_size]
-    if uneven:
+    if uneven := [size for size in sizes if size % trainer.world_size]:
         raise UserError(f"a batch of {uneven[0]} does not divide among {trainer.world_size} processes.")
     attributes, every_n_epochs = vars(data), trainer.reload_dataloaders_every_n_epochs
     before = {name: attributes[name] for name in ("train_dataloader", "batch_size") if name in attributes}
@@ -647,9 +648,7 @@ def averages(
             copy_shapes = shapes_of(copy) if type(copy) is type(network) else {}
             if copy_shapes == shapes:
                 yield copy
-            elif copy_shapes.keys() == shapes.keys() and isinstance(
-                callback, (StochasticWeightAveraging, WeightAveraging)
-            ):
+            elif copy_shapes.keys() == shapes.keys() and isinstance(callback, _AVERAGING):
                 name = type(callback).__name__
                 raise UserError(
                     f"{name} has copied the network before it became a seed: put Growth before it, "

@@ -157,6 +157,19 @@ def test_lightning_sees_batches_as_transfer_hooks_return_them(tmp_path: Path) ->
     assert [event.stage for event in growth.grower.events] == [1]
 
 
+def test_lightnings_example_input_is_moved_to_the_modules_device() -> None:
+    class Module(Plain):
+        example_input_array = torch.ones(2, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.network(self.stem(x))
+
+    module = Module()
+    module.stem = nn.Linear(6, 6)
+    (x,) = Growth("network")._example_inputs(module.to("meta"), module.network)
+    assert x.is_meta and x.shape == (2, 6)
+
+
 def test_capturing_inputs_leaves_all_generators_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data and training steps may draw from Python's and numpy's generators too, as MixUp does."""
     drawn = []
