@@ -286,7 +286,7 @@ class Lightened:
 
         Then the only sizes that differ are those of the batch itself.
         """
-        if self.modes.apart:
+        if self.modes.differ:
             return False
         runs: list[list[Any]] = []
         for inputs in (self.inputs, self._moved(others)):
@@ -478,7 +478,7 @@ class Modes:
     """Differences between a network's forward in train mode and in eval mode.
 
     Attributes:
-        apart: True if the modes read different parameters or return different numbers of tensors.
+        differ: True if the modes read different parameters or return different numbers of tensors.
         several: True if the output in either mode is not a single tensor.
         own_backward: module path -> code with a custom backward pass that the module's operations run in.
         recomputed: parameter name -> code with a custom backward pass that reads the parameter.
@@ -486,7 +486,7 @@ class Modes:
             statistics.
     """
 
-    apart: bool
+    differ: bool
     several: bool
     own_backward: Mapping[str, str]
     recomputed: Mapping[str, str]

@@ -186,7 +186,7 @@ def _traced(
     modes = light.modes
     settings = {"follow_norms": follow_norms, "several_outputs": modes.several, "updated": modes.updated}
     graphs = []
-    if modes.apart:
+    if modes.differ:
         with suppress(UnsupportedOperation):
             trained = _exported(model, inputs, whole, training=True)
             graphs.append(_traced_program(trained, light, inputs, keep_full, {**settings, "training": True}))

@@ -1,8 +1,8 @@
 """Run a network at narrow widths; groups whose width its code fixes keep their full width.
 
 A forward may contain a width as a constant (`x.view(b, 12, 64)`), which in the graph cannot be distinguished from a
-size that follows the channels. So every graph is tested: the network is narrowed, without memory (device meta) where
-possible, and run; groups whose narrowing breaks it are left at full width.
+size that follows the channels. So every graph is tested: the network is narrowed, on the meta device if possible, and
+run; groups whose narrowing breaks it keep their full width.
 """
 
 import re
@@ -173,7 +173,7 @@ class Trials:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Restore the network at the end: its full width, and whatever it has cached in forwards at other widths."""
+        """Restore the network at the end: its full width, and everything that it has cached at other widths."""
         try:
             yield
         finally:
